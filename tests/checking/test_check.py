@@ -92,8 +92,8 @@ def test_ver001_of_a_profile(tmp_path: Path) -> None:
     plan = edited(commit(tmp_path / "a"), "version: 3", "version: 4", file="profile.yaml")
     problem = failures(checked(plan))["VER001"]
     assert problem == (
-        f"{plan.parent / 'profile.yaml'}:5: version: version 3 is newer than this program, which"
-        " reads up to 2"
+        f"{plan.parent / 'profile.yaml'}:5: version: version 4 is newer than this program, which"
+        " reads 3"
     )
 
 

@@ -297,7 +297,7 @@ def test_a_plan_that_cannot_be_read_is_told_in_the_summary(tmp_path: Path) -> No
     assert first == "### Memory plan `plans/a b/plan.yaml`"
     assert words == "It cannot be compared:"
     assert message.startswith("    plans/a b/plan.yaml:")
-    assert "version 3 is newer than this program" in message
+    assert "version 4 is newer than this program" in message
     assert second == "### Memory plan `plans/c/plan.yaml`"
 
 

@@ -370,7 +370,7 @@ def test_any_pins_give_a_plan_that_keeps_them_or_one_answer(seed: int) -> None:
     )
     refused, pinned = "", free.options
     try:
-        pinned = pinned_options(free.options, question.pins)
+        pinned = pinned_options(free.implied, question.pins)
     except ProtrainError as error:
         refused = error.message
     if refused:

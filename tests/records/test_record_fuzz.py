@@ -120,7 +120,9 @@ def test_pieces_that_never_end_are_refused(tmp_path: Path) -> None:
         path.write_text(text.replace("piece_bytes: 8MiB", f"piece_bytes: {pieces}"))
         assert size == 8 * 2**20
         message = told(tmp_path, "show", "plan.yaml")
-        assert message.startswith("plan.yaml: settings.piece_bytes: optimizer states would move in ")
+        assert message.startswith(
+            "plan.yaml: settings.piece_bytes: optimizer states would move in "
+        )
         with inside(tmp_path):
             assert run(["check", "plan.yaml", "--records-only"])[0] == 1
 

@@ -12,7 +12,6 @@ from protrain_plan.planning.model.options import (
     UnitOptions,
     pinned_options,
     speculating_on,
-    unit_options,
 )
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import bind
@@ -377,7 +376,7 @@ class Problem:
         pins = self.pins
         if not is_accelerator(self.implied.device):  # its own kernels update all there is
             pins = tuple(pin for pin in pins if not pin.exact_updates)
-        found = pinned_options(unit_options(self.implied), pins)
+        found = pinned_options(self.implied, pins)
         return tuple(speculating_on(self.ahead_on, options) for options in found)
 
     def speculating(self, *tiers: StateTier) -> "Problem":

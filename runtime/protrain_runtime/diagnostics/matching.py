@@ -21,6 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.requirements import check_step
 from protrain_runtime.contract.records.decisions import activations_text
 from protrain_runtime.contract.records.folding import fold, runs, unfolded
 from protrain_runtime.contract.records.forms import FORMS, PLAN_AGAIN, misfit
@@ -140,14 +141,8 @@ def check_devices(
             key="settings.group.num_replicas",
             fix="let it divide num_devices",
         )
+    check_step(plan.units, plan.settings, plan.workload.device)
     if plan.group.num_devices == 1:
-        for index, unit in enumerate(plan.units):
-            if not isinstance(unit.states, Persistent) and unit.states.tier == "device":
-                raise ProtrainError(
-                    "one device has nobody to share states with",
-                    key=f"units[{index}].states",
-                    fix="let them be persistent, or plan with --num-devices",
-                )
         return
     if copies:
         raise ProtrainError(

@@ -29,9 +29,9 @@ from protrain_runtime.contract.program.program import (
     shares,
     written_share,
 )
+from protrain_runtime.contract.program.requirements import check_step
 from protrain_runtime.contract.records.hardware import DeviceKind
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
     Offload,
     Persistent,
     Plan,
@@ -139,28 +139,7 @@ class _Compiler:
                 key="settings.piece_bytes",
                 fix="larger pieces, such as of 8MiB",
             )
-        for index, unit in enumerate(() if settings.may_step_in_backward else units):
-            if unit.states == STEPPED:
-                raise ProtrainError(
-                    f"{unit.name} cannot be updated in backward: a persistent chunk can where"
-                    " updates are in backward, with one micro-batch, on one device",
-                    key=f"units[{index}].states",
-                    fix="let it be persistent",
-                )
-        for index, unit in enumerate(() if settings.may_speculate else units):
-            if isinstance(unit.states, Offload) and unit.states.speculate:
-                raise ProtrainError(
-                    f"{unit.name} cannot be updated speculatively: that is for updates after"
-                    " backward, with one micro-batch, on one device",
-                    key=f"units[{index}].states",
-                    fix="let its update wait",
-                )
-        if settings.overlap_steps and not settings.is_single:
-            raise ProtrainError(
-                "steps cannot overlap: that is for one micro-batch, on one device",
-                key="settings.overlap_steps",
-                fix="let it be false",
-            )
+        check_step(units, settings, device)
         self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
         self.settings, self.device = settings, device
         self.updating, self.clipped = updating, clipped

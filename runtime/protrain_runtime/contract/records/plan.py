@@ -299,23 +299,6 @@ class StepSettings:
         """Whether a step is one forward and backward, on one device."""
         return self.micro_batches == self.group.num_devices == 1
 
-    @property
-    def may_step_in_backward(self) -> bool:
-        """Whether persistent chunks may be updated in backward, one after the other.
-
-        Not where updates wait for the norm of all gradients, where the gradients of several
-        micro-batches stand until the last one anyway, or where ranks sum them.
-        """
-        return self.updates == "in backward" and self.is_single
-
-    @property
-    def may_speculate(self) -> bool:
-        """Whether updates of offloaded chunks may run ahead of the norm that they wait for.
-
-        Not where micro-batches follow, or where ranks sum what they have of a gradient.
-        """
-        return self.updates == "after backward" and self.is_single
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:

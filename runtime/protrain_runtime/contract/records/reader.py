@@ -89,12 +89,13 @@ def headed(value: Node, kind: str, expected: int = VERSION) -> Node:
     if "version" not in values:
         raise value.error("missing key 'version'", f"write version: {expected}")
     version = values["version"].integer()
-    if version != expected:
+    if version > expected:
+        problem = f"version {version} is newer than this program, which reads {expected}"
+        raise values["version"].error(problem, "update protrain-plan")
+    if version < expected:
         problem = f"expected version {expected}, got {version}"
-        old = f"make the {kind} again, or run plans/convert.py" if version else None
-        raise values["version"].error(
-            problem, "update protrain-plan" if version > expected else old
-        )
+        fix = f"make the {kind} again, or run plans/convert.py" if version > 0 else None
+        raise values["version"].error(problem, fix)
     return value
 
 
