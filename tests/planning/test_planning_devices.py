@@ -4,6 +4,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import networkx as nx
 import pytest
 
 from protrain_plan.planning.model.options import parse_pin
@@ -17,6 +18,7 @@ from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.search.scheduling import DEPTHS, WINDOWS, ScheduleRule
 from protrain_plan.presentation.report.step import simulated
+from protrain_plan.simulation.critical_path import waits_of
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import collective_seconds, group_on, profile_of_rank
 from protrain_runtime.contract.program.memory import device_bytes
@@ -33,7 +35,6 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, cpu, decoder, gpu, joined, on_several, random_profile
-from tests.support.program_graph import waits_in_a_circle
 from tests.support.thinning import thinned
 
 TWO = DeviceGroup(num_devices=2)
@@ -152,7 +153,7 @@ def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int) -> None:
     answer = solve_problem(problem, budgets)
     assert isinstance(answer, Solved)
     program = problem.program(answer.plan.units)
-    assert waits_in_a_circle(program) == []
+    assert nx.is_directed_acyclic_graph(waits_of(program))
     slots = device_bytes(program)
     assert max(slot.total for slot in slots) + context <= device
     prediction = answer.plan.prediction
@@ -258,8 +259,8 @@ def test_a_shard_cannot_be_pinned_on_one_device() -> None:
     with pytest.raises(ProtrainError) as caught:
         _ = Problem.of(profile, budgets, pins=pins).options
     assert str(caught.value).startswith(
-        "--pin: layers.0: layers.0 cannot take 'shard': states are shared over several devices"
-        " alone\n  fix: it can take "
+        "--pin: layers.0: layers.0 cannot take 'shard': that is for several devices, which share"
+        " states\n  fix: it can take "
     )
 
 

@@ -262,6 +262,7 @@ def summary_json(step: Step) -> dict[str, Any]:
         **({"expected_seconds": expected} if expected else {}),
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
+        "critical_path": [part._asdict() for part in report.critical_path],
         "stall_by_lane": report.stall_by_lane,
         "lanes": [asdict(lane) for lane in report.lanes],
         "peak_slot": report.peak_slot.name,
