@@ -25,6 +25,7 @@ from protrain_plan.records.plan import (
 )
 from protrain_runtime import prepare
 from protrain_runtime.states.stand_ins import OffloadedGradient
+from tests.support.cards import every_device
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     ADAMW,
@@ -34,6 +35,7 @@ from tests.support.runtime_cases import (
     build,
     copied,
     described,
+    device,
     differences,
     outcome,
     plan_for,
@@ -88,6 +90,7 @@ def backward(model: nn.Module, number: int, scale: Tensor | float = 1.0) -> Tens
 # --- norms ----------------------------------------------------------------------------------------
 
 
+@every_device
 @pytest.mark.parametrize(
     ("rounds", "tier", "norm_type", "foreach"),
     thinned(ROUNDS, ["disk", "host"], [2.0, 1.0, float("inf")], [None, False], every=6),
@@ -116,6 +119,39 @@ def test_norms_and_clipped_steps_match_plain_torch_bitwise(
     plainly = ADAMW(reference.parameters())
     expected = outcome(reference, plainly, loop(reference, plainly))
     model, optimizer = prepared(tmp_path, tier=tier, micro_batches=micro_batches, ahead=ahead)
+    assert_bitwise(outcome(model, optimizer, loop(model, optimizer)), expected)
+
+
+@every_device
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_gradients_of_two_dtypes_are_clipped_as_in_plain_torch_bitwise(
+    tier: TierName, tmp_path: Path
+) -> None:
+    """A device multiplies bfloat16 gradients by a factor of float32 that it rounds, a CPU not."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        seen: list[Tensor] = []
+        for number in range(3):
+            seen.append(model(batch(NAME, number)["input_ids"] % 64))
+            seen[-1].backward()
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    def built() -> nn.Module:
+        model = routed()
+        model.blocks.bfloat16()
+        model.embed.bfloat16()
+        return model
+
+    reference = built()
+    plainly = ADAMW(reference.parameters())
+    expected = outcome(reference, plainly, loop(reference, plainly))
+    model = built()
+    plan = plan_for(model, some_offloaded(routed_units(), tier))
+    plan = replace(plan, updates="after backward")
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     assert_bitwise(outcome(model, optimizer, loop(model, optimizer)), expected)
 
 
@@ -258,13 +294,13 @@ class Routed(nn.Module):
         hidden = self.embed(tokens)
         for number, block in enumerate(self.blocks):
             hidden = block(hidden, (int(tokens[0, 0]) >> number) & 1)
-        logits = self.head(hidden)
+        logits = self.head(hidden.to(self.head.weight.dtype))
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def routed() -> Routed:
     torch.manual_seed(0)
-    return Routed()
+    return Routed().to(device())
 
 
 def routed_units() -> tuple[UnitPlan, ...]:
