@@ -384,6 +384,18 @@ def test_steps_wait_for_the_card_no_more_often_than_plain_ones(
     assert found[1] <= found[0]
 
 
+def test_unscaling_waits_for_the_card_once(tmp_path: Path) -> None:
+    model = build("llama")
+    units = decided(described("llama"), Keep(), Offload(tier="host"))
+    plan = replace(plan_for(model, units), updates="after backward")
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    scaler = torch.amp.GradScaler(device().type)
+    scaler.scale(loss_of(call_model(model, batch("llama", 0)))).backward()
+    with host_waits() as waits:
+        scaler.unscale_(optimizer)
+    assert waits.total() == 1
+
+
 @pytest.mark.parametrize("number", [0, 3])
 def test_memory_that_cannot_be_pinned_is_one_message(number: int, tmp_path: Path) -> None:
     """And the model is as it was, also where some of its chunks had left the device."""

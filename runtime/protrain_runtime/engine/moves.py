@@ -88,7 +88,7 @@ class GradientMoves:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         leaving = chunk.gradient_groups_in(move.share)
         parts = [s for s in chunk.slices if s.group in leaving and s.name in chunk.gradients]
-        norms: list[torch.Tensor] | list[None] = [None] * len(parts)
+        norms: Sequence[torch.Tensor | None] = [None] * len(parts)
         if self._norms and parts:  # as `clip_grad_norm_` takes them; of one dtype
             norms = torch._foreach_norm([chunk.gradients[part.name] for part in parts])
         for part, norm in zip(parts, norms, strict=True):

@@ -218,18 +218,23 @@ def _foreach_mul_(gradients: Sequence[torch.Tensor], factor: torch.Tensor | floa
 def _unscale_(
     gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
+    """Unscale as `GradScaler` asks for it; the host waits for the device once, for all norms."""
     unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
-    for gradient in gradients:
-        if not isinstance(gradient, OffloadedGradient):
-            unscale([gradient], found_inf, inverse_scale)
-            continue
-        norm = gradient.stored.norm
-        if gradient.stored.shared and norm is not None:
-            found_inf.masked_fill_(~norm.isfinite(), 1.0)  # on every rank alike
-        elif norm is None or not norm.isfinite():
-            # A norm may overflow where no element does. A factor of one only checks.
-            unscale([gradient.stored.whole()], found_inf, torch.ones_like(inverse_scale))
-        gradient.stored.scale(inverse_scale)
+    here = [each for each in gradients if not isinstance(each, OffloadedGradient)]
+    if here:
+        unscale(here, found_inf, inverse_scale)
+    waiting = [each.stored for each in gradients if isinstance(each, OffloadedGradient)]
+    known = [(stored, stored.norm) for stored in waiting if stored.norm is not None]
+    finite = torch.stack([norm for _, norm in known]).isfinite().tolist() if known else []
+    sound = {id(stored) for (stored, _), there in zip(known, finite, strict=True) if there}
+    for stored in waiting:
+        if id(stored) not in sound:
+            if stored.shared and stored.norm is not None:
+                found_inf.fill_(1.0)  # on every rank alike
+            else:
+                # A norm may overflow where no element does. A factor of one only checks.
+                unscale([stored.whole()], found_inf, torch.ones_like(inverse_scale))
+        stored.scale(inverse_scale)
 
 
 _GRADIENT_LOOKS = {
