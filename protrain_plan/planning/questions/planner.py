@@ -59,7 +59,11 @@ from protrain_plan.records.plan import Budgets, Plan, Prediction
 from protrain_plan.records.profile import Profile
 from protrain_plan.records.writer import fingerprint
 from protrain_plan.simulation.memory import peak_bytes
-from protrain_plan.simulation.timeline import first_step_seconds, simulated_seconds
+from protrain_plan.simulation.timeline import (
+    first_step_seconds,
+    host_update_seconds,
+    simulated_seconds,
+)
 
 MARGINS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.25)
 """Parts of the device that relaxations leave free: moves are whole, and stand before they are
@@ -307,8 +311,9 @@ class _Planning:
         if program.speculative:
             clipped = self.problem.program(best.plans, clipped=True)
             clipped_s = max(best.seconds, simulated_seconds(clipped)[0])
-        slow_s = self._slow_seconds(best)
+        slow_s, update_s = self._slow_seconds(best), host_update_seconds(program)
         error_low, error_high = profile.error_band
+        threads = self.problem.profile.hardware.device.num_threads  # one launches
         prediction = Prediction(
             step_seconds=best.seconds,
             lower_bound_seconds=self.bound,
@@ -319,6 +324,8 @@ class _Planning:
             clipped_step_seconds=clipped_s,
             slow_step_seconds=slow_s,
             slow_every=profile.optimizer.slow_every if slow_s else 0,
+            host_update_seconds=update_s,
+            host_update_threads=max(1, threads - 1) if update_s else 0,
         )
         made = Plan(
             workload=profile.workload,
