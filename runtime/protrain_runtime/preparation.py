@@ -45,6 +45,7 @@ from protrain_runtime.devices.preflight import (
     free_host_bytes,
     room_here,
     warn_of_slow_disk,
+    warn_of_threads,
 )
 from protrain_runtime.devices.stores import Store, Stores
 from protrain_runtime.devices.turns import watch_zero_grad
@@ -198,6 +199,7 @@ def prepare(
             )
             last.append(partial(_leave, leaving))
             warn_of_slow_disk(plan, directory)
+            warn_of_threads(plan, spare_threads(device))
         model.__dict__[ATTRIBUTE] = prepared
         own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
         undo.append(let_copy(before))

@@ -432,6 +432,8 @@ def plans(draw: st.DrawFn) -> Plan:
                 peak_bytes=st.builds(
                     TierBytes, device=SIZES, context=SIZES, host=SIZES, disk=SIZES
                 ),
+                host_update_seconds=st.just(0.0) | SPEEDS,
+                host_update_threads=st.integers(0, 1000),
             ),
             piece_bytes=st.integers(1, 2**60),
             units=st.just(tuple(units)),

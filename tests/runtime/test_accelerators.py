@@ -11,6 +11,7 @@ import gc
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -58,6 +59,7 @@ from protrain_runtime.devices.preflight import NoRoomError
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.checking import DifferenceError
 from protrain_runtime.model.prepared import below_device, engine_of
+from protrain_runtime.states.updates import spare_threads
 from tests.support import runtime_cases
 from tests.support.cards import CARDS, capped, card_called, host_waits
 from tests.support.pairwise import Row
@@ -383,6 +385,45 @@ def test_steps_wait_for_the_card_no_more_often_than_plain_ones(
         found.append(waits)
     optimizer.step()
     assert found[1] <= found[0]
+
+
+def test_another_number_of_update_threads_than_the_plans_is_told_once(tmp_path: Path) -> None:
+    model, spare = build("llama"), spare_threads(device())
+    plan = plan_for(model, decided(described("llama"), Keep(), Offload(tier="host")))
+
+    def said(threads: int) -> list[str]:
+        promise = replace(plan.prediction, host_update_seconds=0.5, host_update_threads=threads)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = prepare(
+                model,
+                replace(plan, prediction=promise),
+                optimizer=ADAMW,
+                spill_directory=tmp_path,
+            )
+            step("llama", *made, 0)
+        restore(model)
+        return [str(one.message) for one in caught if "host updates" in str(one.message)]
+
+    assert said(spare) == []
+    (message,) = said(3 * spare)
+    assert message == (
+        f"host updates take 500 ms a step with the {3 * spare} threads that the plan counts on,"
+        f" and about 1.50 s with the {spare} of this process: set OMP_NUM_THREADS to one more than"
+        " the plan's, or profile with as many as here"
+    )
+
+
+def test_unscaling_waits_for_the_card_once(tmp_path: Path) -> None:
+    model = build("llama")
+    units = decided(described("llama"), Keep(), Offload(tier="host"))
+    plan = with_settings(plan_for(model, units), updates="after backward")
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    scaler = torch.amp.GradScaler(device().type)
+    scaler.scale(loss_of(call_model(model, batch("llama", 0)))).backward()
+    with host_waits() as waits:
+        scaler.unscale_(optimizer)
+    assert waits.total() == 1
 
 
 @pytest.mark.parametrize("number", [0, 3])

@@ -223,7 +223,7 @@ def test_sums_that_are_clipped_between_micro_batches_are_those_of_plain_pytorch(
         seen = []
         for number in range(6):
             seen.append(backward(model, number))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()

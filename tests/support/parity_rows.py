@@ -158,18 +158,13 @@ def trained(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, resume
             losses.append(loss.detach())
         if row["clipping"] != "none":
             scaler.unscale_(optimizer)
-            found.norms.append(clipped(model))
+            found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         found.gradients.append(standing_gradients(model))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     found.outcome = outcome(model, optimizer, losses)
     return found
-
-
-def clipped(model: nn.Module) -> Tensor:
-    """Tensor by tensor, as norms are taken where some gradients wait below a card."""
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
 
 
 def standing_gradients(model: nn.Module) -> dict[str, Tensor]:

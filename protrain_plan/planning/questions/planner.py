@@ -51,7 +51,11 @@ from protrain_plan.planning.search.improving import (
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
 from protrain_plan.planning.search.pacing import Pace
 from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
-from protrain_plan.simulation.timeline import first_step_seconds, simulated_seconds
+from protrain_plan.simulation.timeline import (
+    first_step_seconds,
+    host_update_seconds,
+    simulated_seconds,
+)
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import bind
 from protrain_runtime.contract.program.implications import Implications
@@ -305,8 +309,9 @@ class _Planning:
         if program.speculative:
             clipped = self.problem.program(best.plans, clipped=True)
             clipped_s = max(best.seconds, simulated_seconds(clipped)[0])
-        slow_s = self._slow_seconds(best)
+        slow_s, update_s = self._slow_seconds(best), host_update_seconds(program)
         error_low, error_high = profile.error_band
+        threads = self.problem.profile.hardware.device.num_threads  # one launches
         prediction = Prediction(
             step_seconds=best.seconds,
             lower_bound_seconds=self.bound,
@@ -317,6 +322,8 @@ class _Planning:
             clipped_step_seconds=clipped_s,
             slow_step_seconds=slow_s,
             slow_every=profile.optimizer.slow_every if slow_s else 0,
+            host_update_seconds=update_s,
+            host_update_threads=max(1, threads - 1) if update_s else 0,
         )
         made = Plan(
             workload=profile.workload,

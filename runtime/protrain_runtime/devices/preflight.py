@@ -224,6 +224,19 @@ def warn_of_slow_disk(plan: Plan, directory: Path) -> None:
         warnings.warn(f"{one_line(str(directory))}: {message}", stacklevel=3)
 
 
+def warn_of_threads(plan: Plan, num_threads: int) -> None:
+    """Warn where this process updates with another number of threads than the plan counts on."""
+    seconds, planned = plan.prediction.host_update_seconds, plan.prediction.host_update_threads
+    if planned not in (0, num_threads):
+        here = format_seconds(seconds * planned / num_threads)
+        warnings.warn(
+            f"host updates take {format_seconds(seconds)} a step with the {planned} threads that"
+            f" the plan counts on, and about {here} with the {num_threads} of this process: set"
+            " OMP_NUM_THREADS to one more than the plan's, or profile with as many as here",
+            stacklevel=3,
+        )
+
+
 def slow_disk(plan: Plan, probe_s: float) -> str | None:
     """What to say where writing and reading PROBE_BYTES took `probe_s` seconds.
 

@@ -94,11 +94,12 @@ class GradientMoves:
         writes: list[tuple[int, torch.Tensor]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         leaving = chunk.gradient_groups_in(move.share)
-        for part in chunk.slices:
-            if part.group not in leaving or part.name not in chunk.gradients:
-                continue
+        parts = [s for s in chunk.slices if s.group in leaving and s.name in chunk.gradients]
+        norms: Sequence[torch.Tensor | None] = [None] * len(parts)
+        if self._norms and parts:  # as `clip_grad_norm_` takes them; of one dtype
+            norms = torch._foreach_norm([chunk.gradients[part.name] for part in parts])
+        for part, norm in zip(parts, norms, strict=True):
             gradient = chunk.gradients.pop(part.name)
-            norm = torch.linalg.vector_norm(gradient) if self._norms else None
             source = flat_storage_order(dense(gradient, part.stride)).view(torch.uint8)
             start = part.start * part.dtype.itemsize
             stored = chunk.offloaded_gradients.get(part.name)

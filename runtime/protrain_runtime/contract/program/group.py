@@ -115,8 +115,9 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     """The profile with one rank's part of its machine; the same for one device, and when repeated.
 
     What the machine's tiers and its optimizer have as a node, the node's ranks share: capacities,
-    the disk's speed and that of the optimizer. The memory of its host they share in any case: each
-    updates its part of what that lets through. The library of collectives counts with the context.
+    threads, the disk's speed and that of the optimizer. The memory of its host they share in any
+    case: each updates its part of what that lets through. The library of collectives counts with
+    the context.
     ProtrainError where the machine does not say what joins its devices.
     """
     if group.num_devices == 1:
@@ -125,6 +126,7 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     joined, device = _joined(hardware), hardware.device
     shared = group.in_node if joined.below == "of the node" else 1
     context_bytes = device.context_bytes + joined.library_bytes
+    num_threads = max(1, device.num_threads // shared)
     tiers: list[Tier] = []
     for tier in hardware.tiers:
         link = tier.link
@@ -149,7 +151,7 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
         units=units,
         hardware=replace(
             hardware,
-            device=replace(device, context_bytes=context_bytes),
+            device=replace(device, context_bytes=context_bytes, num_threads=num_threads),
             tiers=tuple(tiers),
             interconnect=replace(joined, below="of each device", library_bytes=0),
         ),

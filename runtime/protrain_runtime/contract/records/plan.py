@@ -213,6 +213,8 @@ class Prediction:
     clipped_step_seconds: float = 0.0  # where updates are speculative
     slow_step_seconds: float = 0.0  # where the optimizer's steps differ
     slow_every: int = 0  # steps from one slow one to the next
+    host_update_seconds: float = 0.0  # of a step, beside an accelerator
+    host_update_threads: int = 0  # of a rank, that take these
 
     @property
     def expected_seconds(self) -> tuple[float, float] | None:

@@ -176,6 +176,8 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Prediction, "clipped_step_seconds"): Limits(low=1e-12, high=MAX_SECONDS, or_zero=True),
     (Prediction, "slow_step_seconds"): Limits(low=1e-12, high=MAX_SECONDS, or_zero=True),
     (Prediction, "slow_every"): Limits(high=10**9),
+    (Prediction, "host_update_seconds"): Limits(low=1e-12, high=MAX_SECONDS, or_zero=True),
+    (Prediction, "host_update_threads"): Limits(high=MAX_COUNT),
     (StepSettings, "clip_share"): Limits(low=1e-6, high=1.0, or_zero=True),
     (StepSettings, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
     (StepSettings, "micro_batches"): Limits(low=1, high=10**6),
