@@ -54,17 +54,18 @@ class ThreadTicket:
 
     def __init__(self, what: str, lane: str, limit_s: float) -> None:
         self._what, self._lane, self._limit_s = what, lane, limit_s
-        self._event = threading.Event()
+        self._ended, self._running = False, threading.Lock()
+        self._running.acquire()
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None) -> None:
         """Called by the lane, once."""
-        self._error = error
-        self._event.set()
+        self._error, self._ended = error, True
+        self._running.release()
 
     def done(self) -> bool:
         """Whether the work has ended, without waiting."""
-        return self._event.is_set()
+        return self._ended
 
     def issued(self) -> bool:
         """Whether `wait` returns at once: the work has ended, or is on a stream."""
@@ -76,8 +77,10 @@ class ThreadTicket:
 
     def synchronize(self) -> None:
         """Block the calling thread until the work has ended."""
-        if not self._event.wait(self._limit_s):
-            raise _too_late(self._what, self._lane, self._limit_s)
+        if not self._ended:
+            if not self._running.acquire(timeout=self._limit_s):
+                raise _too_late(self._what, self._lane, self._limit_s)
+            self._running.release()  # for others who wait
         if self._error is not None:
             cause, failed = self._error, f"{self._what} failed on lane '{self._lane}'"
             if isinstance(cause, ProtrainError):
@@ -416,8 +419,10 @@ class Backend:
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """A new buffer on the device.  # uint8 [num_bytes]"""
-        with torch.inference_mode(mode=False):  # of parameters, whatever forward brings them
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if torch.is_inference_mode_enabled():  # of parameters, whatever forward brings them
+            with torch.inference_mode(mode=False):
+                return self.empty(num_bytes)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         if self.on_host and num_bytes >= HUGE_PAGES_FROM:
             ask_for_huge_pages(buffer)
         return buffer
