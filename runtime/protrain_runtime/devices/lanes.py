@@ -96,19 +96,24 @@ class StreamTicket:
         self._what, self._lane, self._limit_s = what, lane, limit_s
         self._device = device
         self._event: torch.Event | None = None
-        self._issue = ThreadTicket(what, lane, limit_s)
+        self._issue: ThreadTicket | None = None  # where the work is left to a thread
+
+    def leave_to_thread(self) -> None:
+        """Called by the lane where its thread is to submit the work to the stream."""
+        self._issue = ThreadTicket(self._what, self._lane, self._limit_s)
 
     def issue(self, event: torch.Event | None, error: BaseException | None = None) -> None:
         """Called by the lane, once: `event` stands behind the work, or the work failed."""
         self._event = event
-        self._issue.finish(error)
+        if self._issue is not None:
+            self._issue.finish(error)
 
     def done(self) -> bool:
         with devices.current(self._device):
             return self._event is not None and bool(self._event.query())
 
     def issued(self) -> bool:
-        return self._issue.done()
+        return self._issue is None or self._issue.done()
 
     def wait(self) -> None:
         devices.current_stream(self._device).wait_event(self._end())
@@ -125,6 +130,7 @@ class StreamTicket:
 
     def _end(self) -> torch.Event:
         if self._event is None:
+            assert self._issue is not None
             self._issue.synchronize()
         assert self._event is not None
         return self._event
@@ -319,6 +325,7 @@ class StreamLane:
             return ticket
         if self._thread is None:
             self._thread = started(f"protrain {self.name}", self._run, device=self._device)
+        ticket.leave_to_thread()
         self._waiting = ticket
         self._queue.put((item, ticket))
         return ticket
@@ -517,6 +524,8 @@ class Buffers:
 
     def keep_for(self, sizes: Iterable[int]) -> None:
         """Free what is spare beyond a buffer for each of `sizes`."""
+        if not self._spare:
+            return
         wanted, kept = Counter(sizes), list[torch.Tensor]()
         for buffer in self._spare:
             if wanted[buffer.numel()]:

@@ -72,6 +72,10 @@ class Engine:
     ) -> None:
         self.program, self._accumulating = program, accumulating
         self._program = program  # of the micro-batch that runs
+        self._names = {
+            id(each): [each.move_name(number) for number in range(len(each.moves))]
+            for each in (program, accumulating)
+        }
         self._plans, self._chunks = plans, chunks
         self._moves, self._backend, self._shared = moves, backend, shared
         self._ranks, self._buffers = ranks, tuple(shared_buffers)
@@ -714,14 +718,14 @@ class Engine:
         self._state.updating |= move.kind == "update" and number not in self._program.speculative
         lane = self.lanes[move.lane]
         after = [self._ticket(other) for other in move.after]
-        if self._program.awaited(move) is not None:
+        if self._awaited and self._program.awaited(move) is not None:
             awaited = self._awaited[move.unit]
             after += [self._carried[other] for other in awaited if other in self._carried]
         # This thread allocates what the move fills; until `_end` the moves own it, not the lane.
         work = self._moves.start(number)
         if self._times is not None:
             work = self._times.timed(number, work, lane)
-        self._tickets[number] = lane.submit(self._program.move_name(number), work, after)
+        self._tickets[number] = lane.submit(self._names[id(self._program)][number], work, after)
         self._running.add(number)
 
     def _ticket(self, number: int) -> Ticket:
