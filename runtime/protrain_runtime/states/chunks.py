@@ -475,6 +475,7 @@ class Chunk:
         with plainly():
             for part in self.consumed:
                 gradient = part.parameter.grad
+                assert isinstance(gradient, ConsumedGradient)
                 if not isinstance(gradient, UsedGradient):
                     self.hidden[part.name] = gradient
                     part.parameter.grad = None
