@@ -25,7 +25,7 @@ from protrain_runtime.contract.records.plan import (
     Swap,
     UnitPlan,
 )
-from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.profile import Profile, Unit
 from tests.support.planning_cases import MB, cpu, decoder, gpu, unit
 from tests.support.programs import compile_units
 
@@ -198,19 +198,16 @@ def test_what_the_runtime_itself_costs_is_time_of_compute_and_of_the_update_lane
 def test_a_slot_of_an_accelerator_takes_the_longer_of_computing_and_launching() -> None:
     """Half a second of launches in forward and 2.5 in backward, and a second for each move."""
     profile = two_units(replace(machine(), move_s=1.0))
-    launched = [
-        replace(one, forms=tuple(replace(cost, **LAUNCHES) for cost in one.forms))
-        for one in profile.units
-    ]
+    launched: list[Unit] = []
+    for one in profile.units:
+        each = (replace(cost, forward_launch_s=0.5, backward_launch_s=2.5) for cost in one.forms)
+        launched.append(replace(one, forms=tuple(each)))
     profile = replace(profile, units=tuple(launched))
     found = times(timeline(profile, (Keep(), Offload(tier="host"), Schedule()), PLAIN))
     assert found["forward 0"] == [1, 2.5]  # launches and a fetch, longer than the device's second
     assert found["forward 1"] == [2.5, 3.5]  # as long as it computes
     assert found["backward 1"] == [3.5, 6]
     assert found["backward 0"] == [7, 12.5]  # with a fetch, gradients and an update
-
-
-LAUNCHES = {"forward_launch_s": 0.5, "backward_launch_s": 2.5}
 
 
 @pytest.mark.parametrize(("lead", "period"), [(1, 9.2), (0, 10.2)])
