@@ -31,6 +31,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Prediction,
     Schedule,
+    StepSettings,
     Swap,
     TierBytes,
     UnitPlan,
@@ -523,9 +524,10 @@ def measure_overheads(
     tokens = torch.ones(_LAYER_WIDTH, _LAYER_WIDTH, device=device)
     clock = _LaunchingClock()
     plain_cpu = clock.median(_training(plain, factory(plain.parameters()), tokens, clock))
+    plan = _plan(planned, device)
     model, stepper = prepare(
         planned,
-        replace(_plan(planned, device), page_cache_bytes=2**30 * cached),
+        replace(plan, settings=replace(plan.settings, page_cache_bytes=2**30 * cached)),
         optimizer=factory,
         spill_directory=spill_directory,
     )
@@ -608,7 +610,7 @@ def plan_to_measure(
         exact=True,
         budgets=Budgets(device=0, host=0, disk=0),
         prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
-        piece_bytes=2**20,
+        settings=StepSettings(piece_bytes=2**20),
         units=tuple(units),
     )
 

@@ -18,8 +18,9 @@ from typing import Literal
 
 from protrain_runtime.contract.program.group import collective_seconds
 from protrain_runtime.contract.program.implications import BoundProgram, update_seconds
-from protrain_runtime.contract.program.program import Lane, Move, Settings
+from protrain_runtime.contract.program.program import Lane, Move
 from protrain_runtime.contract.records.hardware import Contention, TierName, is_accelerator
+from protrain_runtime.contract.records.plan import StepSettings
 from protrain_runtime.contract.records.profile import Profile
 
 
@@ -70,7 +71,7 @@ class Timeline:
     compute: tuple[tuple[float, float], ...]
 
 
-def move_seconds(move: Move, profile: Profile, settings: Settings) -> float:
+def move_seconds(move: Move, profile: Profile, settings: StepSettings) -> float:
     """How long a move takes when nothing interferes: latency + bytes / bandwidth.
 
     The optimizer's step on a piece: piece_s + parameters / speed.

@@ -10,7 +10,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from protrain_runtime.checkpoint.pickled import MAX_STEPS, read_pickle
 from protrain_runtime.checkpoint.saving import read_extra
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
+    DeviceGroup,
     Keep,
     Offload,
     Persistent,
@@ -39,6 +39,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.states.values import Held
+from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import ADAMW, copied, differences, made_once, plan_for
 
@@ -80,7 +81,9 @@ def plan_of(model: nn.Module, count: int) -> Plan:
         )
         for name, placement in states.items()
     ]
-    return replace(plan_for(model, units, piece_bytes=2000), num_devices=count)
+    return with_settings(
+        plan_for(model, units, piece_bytes=2000), group=DeviceGroup(num_devices=count)
+    )
 
 
 Made = tuple[nn.Module, torch.optim.Optimizer]

@@ -122,9 +122,9 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     program = compile_units(
         plan.units,
         profile,
-        piece_bytes=plan.piece_bytes,
-        updates=plan.updates,
-        overlap_steps=plan.overlap_steps,
+        piece_bytes=plan.settings.piece_bytes,
+        updates=plan.settings.updates,
+        overlap_steps=plan.settings.overlap_steps,
     )
     predicted = [slot.total for slot in device_bytes(program)]
     gc.collect()

@@ -1,12 +1,13 @@
 """Laws of compiled programmes: nothing waits for what comes later, and everything arrives."""
 
 import random
+from dataclasses import replace
 
 import networkx as nx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.records.plan import Budgets, Schedule, UnitPlan
@@ -20,7 +21,9 @@ def random_plans(rng: random.Random) -> tuple[Profile, list[UnitPlan], BoundProg
     """Any decisions with any schedule, feasible or not."""
     profile = random_profile(rng)
     plenty = Budgets(device=10**14, host=10**14, disk=10**14)
-    options = Problem.of(profile, plenty, piece_bytes=64 << 20).options
+    options = Problem.of(
+        profile, plenty, settings=replace(OVERLAPPING, piece_bytes=64 << 20)
+    ).options
     drains = [None, 0, 1, 2, 7]
     plans = [
         UnitPlan(

@@ -62,6 +62,7 @@ from tests.support import runtime_cases
 from tests.support.cards import CARDS, capped, card_called, host_waits
 from tests.support.pairwise import Row
 from tests.support.parity_rows import ROWS, assert_row
+from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import gpu
 from tests.support.programs import compile_units
 from tests.support.random_models import Shape
@@ -137,7 +138,7 @@ def test_a_half_precision_model_is_scaled_like_plain_torch(tmp_path: Path) -> No
         optimizer: torch.optim.Optimizer = ADAMW(model.parameters())
         if planned:
             units = decided(described("llama-tied"), Recompute(), Offload(tier="host"))
-            plan = replace(plan_for(model, units), updates="after backward")
+            plan = with_settings(plan_for(model, units), updates="after backward")
             model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
         scaler = torch.amp.GradScaler(device().type, init_scale=2.0**40, growth_interval=2)
         seen: list[Tensor | float] = []
@@ -540,7 +541,7 @@ def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_
     """Of tensors, in every slot; and below the device, to the byte."""
     units = mixed(described_by(profile), random.Random(seed), "host", "disk")
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    program = compile_units(units, profile, piece_bytes=plan.piece_bytes)
+    program = compile_units(units, profile, piece_bytes=plan.settings.piece_bytes)
     others = bytes_of_others()
     run = train(
         plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=device()
@@ -561,13 +562,15 @@ def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
 ) -> None:
     """Of the first step, in which the optimizer makes its states, and of those that follow."""
     ahead, overlap = how == "ahead of the norm", how != "apart"
-    schedule = Schedule(forward_lead=1, update_drain=1, update_late=how == "overlapping")
+    schedule = Schedule(forward_lead=1, update_drain=1)
     states = Offload(tier="host", update_on_device=True, speculate=ahead)
     units = decided(described_by(profile), Recompute(), states, schedule)
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    plan = replace(plan, piece_bytes=1 << 16, overlap_steps=overlap)
+    plan = replace(
+        plan, settings=replace(plan.settings, piece_bytes=1 << 16, overlap_steps=overlap)
+    )
     if ahead:
-        plan = replace(plan, updates="after backward")
+        plan = replace(plan, settings=replace(plan.settings, updates="after backward"))
     predicted = [slot.total for slot in device_bytes(program_of(plan, profile))]
     others = bytes_of_others()
     run = train(

@@ -26,6 +26,7 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.states.stand_ins import OffloadedGradient
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     Factory,
@@ -70,7 +71,7 @@ def prepared(
     ahead: bool = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(NAME)
-    plan = replace(
+    plan = with_settings(
         plan_for(model, some_offloaded(described(NAME), tier)),
         updates="after backward",
         micro_batches=micro_batches,
@@ -328,7 +329,9 @@ def test_parameters_without_gradients_are_left_alone_bitwise(
 
     model: nn.Module = routed()
     plan = plan_for(model, some_offloaded(routed_units(), tier), piece_bytes=3_000)
-    plan = replace(plan, updates=updates, micro_batches=micro_batches)
+    plan = replace(
+        plan, settings=replace(plan.settings, updates=updates, micro_batches=micro_batches)
+    )
     if ahead and updates == "after backward":
         plan = speculative(plan)
     model, optimizer = prepare(

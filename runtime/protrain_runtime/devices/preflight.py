@@ -84,7 +84,7 @@ def for_each(room: Room, num_ranks: int) -> Room:
 def check_room(plan: Plan, room: Room, directory: Path) -> None:
     """NoRoomError or ProtrainError where `plan` takes more than there is."""
     takes = plan.prediction.peak_bytes
-    in_memory = takes.disk if room.disk_is_memory or plan.page_cache_bytes else 0
+    in_memory = takes.disk if room.disk_is_memory or plan.settings.page_cache_bytes else 0
     if plan.workload.device == "cpu":
         process = takes.device + takes.context + takes.host
         _memory(
@@ -212,7 +212,7 @@ def warn_of_slow_disk(plan: Plan, directory: Path) -> None:
         return
     view = memoryview(bytearray(PROBE_BYTES))
     try:
-        with closing(SpillFile(directory, cached=plan.page_cache_bytes > 0)) as file:
+        with closing(SpillFile(directory, cached=plan.settings.page_cache_bytes > 0)) as file:
             place = file.reserve(PROBE_BYTES)
             start = time.perf_counter()
             file.write(place, view)

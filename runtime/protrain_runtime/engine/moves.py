@@ -164,7 +164,8 @@ class Reductions:
     """The sums of a programme that runs on several ranks: see [Note: how gradients are added]."""
 
     def __init__(self, program: Program, ranks: Ranks, backend: Backend) -> None:
-        self._settings, self._ranks, self._backend = program.settings, ranks, backend
+        self._settings, self._device = program.settings, program.device
+        self._ranks, self._backend = ranks, backend
         self._sums: dict[int, _Sum] = {}
         # By unit and group: this rank's part of a sum, on its way to where its optimizer runs.
         self._leaving: dict[tuple[int, int], torch.Tensor] = {}
@@ -245,7 +246,7 @@ class Reductions:
         own, settings, ranks = chunk.own, self._settings, self._ranks
         total = self._collect(chunk, chunk.gradient_groups_in(move.share))
         self._sums[number] = total
-        spills = gradient_home(states, settings) == "host"
+        spills = gradient_home(states, settings, self._device) == "host"
         held = DeviceStore(self._backend)
         shards: dict[int, torch.Tensor] = {}
         places: dict[int, tuple[Store, int]] = {}
@@ -525,8 +526,8 @@ class Moves:
         """
         states = self._plans[chunk.unit].states
         assert not isinstance(states, Persistent)
-        home = gradient_home(states, self._program.settings)
-        return home != "in place", reads_gradients(states, self._program.settings)
+        step = self._program.settings, self._program.device
+        return gradient_home(states, *step) != "in place", reads_gradients(states, *step)
 
     def start(self, number: int) -> Work:
         """The move's work; what it needs is allocated now."""

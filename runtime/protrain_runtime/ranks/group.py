@@ -398,18 +398,18 @@ def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None
 def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
     """How many ranks run; ProtrainError where the plan is for another number of them."""
     running = dist.get_world_size(group) if _initialized() else 1
-    if plan.num_devices == running:
+    if plan.group.num_devices == running:
         return running
     if running == 1:
-        fix = f"start it with torchrun --nproc-per-node {plan.num_devices}"
+        fix = f"start it with torchrun --nproc-per-node {plan.group.num_devices}"
         if not _initialized():
             fix += ", and call torch.distributed.init_process_group() before prepare()"
     else:
         fix = f"plan with --num-devices {running}"
-    planned = "1 device" if plan.num_devices == 1 else f"{plan.num_devices} devices"
+    planned = "1 device" if plan.group.num_devices == 1 else f"{plan.group.num_devices} devices"
     raise ProtrainError(
         f"the plan is for {planned}, and {running} run{'s' if running == 1 else ''}",
-        key="num_devices",
+        key="settings.group.num_devices",
         fix=fix,
     )
 
