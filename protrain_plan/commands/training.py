@@ -27,7 +27,8 @@ from protrain_plan.records.plan import Plan, TierBytes
 from protrain_plan.records.profile import Compilation, Profile
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
-from protrain_runtime.checkpoint.saving import load, read_extra, save
+from protrain_runtime.checkpoint.loading import load, read_extra
+from protrain_runtime.checkpoint.saving import save
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import explained_exhaustion
 from protrain_runtime.devices.memory_meter import device_of, storage_bytes

@@ -8,7 +8,8 @@ Everything else of a training loop stays as it is, and computes what plain PyTor
 """
 
 from protrain_plan.errors import OutOfMemoryError
-from protrain_runtime.checkpoint.saving import load, save
+from protrain_runtime.checkpoint.loading import load
+from protrain_runtime.checkpoint.saving import save
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.diagnostics.recording import record

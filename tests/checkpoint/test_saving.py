@@ -35,8 +35,8 @@ from protrain_plan.records.profile import Precision, Workload
 from protrain_plan.simulation.memory import checkpoint_bytes
 from protrain_plan.units import format_bytes
 from protrain_runtime import load, prepare, restore, save, with_master_weights
-from protrain_runtime.checkpoint.folders import INDEX
-from protrain_runtime.checkpoint.saving import read_extra
+from protrain_runtime.checkpoint.index import INDEX
+from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.commands import MODEL, PROTRAIN, printed, protrain
@@ -533,23 +533,18 @@ def cut(path: Path, by: int) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "problem"),
     [
-        ("model-00002-of-*", lambda p: cut(p, 1), "the file is cut off: it has {} bytes, and its"
-         " header says {}"),
-        ("model-00002-of-*", lambda p: os.truncate(p, 20), "the file is cut off: it has 20 bytes,"
-         " and none of its data"),
+        ("model-00002-of-*", lambda p: cut(p, 1), "the file is cut off: it has {} bytes instead of"
+         " {}"),
         ("model-00001-of-*", Path.unlink, "cannot be read: No such file or directory"),
-        ("model-00001-of-*", lambda p: p.write_bytes(b"\x02" + bytes(7) + b"[]"), "this is no"
-         " safetensors file: its header is no object"),
-        ("training.pt", lambda p: cut(p, 30), "the file is damaged"),
-        ("training.pt", Path.unlink, "cannot be read: No such file or directory"),
+        ("training-*", lambda p: p.write_bytes(bytes(p.stat().st_size)), "the header is damaged"),
     ],
-    ids=["cut", "cut short", "missing", "another", "training cut", "training missing"],
+    ids=["cut", "missing", "zeroed"],
 )  # fmt: skip
 def test_a_damaged_checkpoint_changes_nothing(
     file: str, damage: Callable[[Path], object], problem: str, tmp_path: Path
 ) -> None:
     saved_functional(tmp_path)
-    (path,) = tmp_path.glob(f"*/{file}")
+    path = next(tmp_path.glob(f"*/{file}"))
     size = path.stat().st_size
     damage(path)
     model = build("functional", seed=5)
@@ -563,8 +558,8 @@ def test_a_damaged_checkpoint_changes_nothing(
 def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
     model = build("functional")
     fix = "\n  fix: name a directory that protrain_runtime.save (or --save) wrote"
-    missing = f"there is no checkpoint: {INDEX} cannot be read: No such file or directory"
-    assert message(lambda: load(model, None, tmp_path)) == f"{tmp_path}: {missing}{fix}"
+    found = message(lambda: load(model, None, tmp_path))
+    assert found == f"{tmp_path}: there is no checkpoint{fix}"
     (tmp_path / INDEX).write_text("[]")
     found = message(lambda: load(model, None, tmp_path))
     problem = "this is no index of safetensors files\n  fix: load another checkpoint"
@@ -590,8 +585,9 @@ def test_where_nothing_can_be_saved(tmp_path: Path) -> None:
     )
     assert state_of(theirs) == before
     weights = tmp_path / "weights"
-    assert message(lambda: save(model, None, weights, extra={"what": object()})).startswith(
-        "extra: this cannot be saved: "
+    assert message(lambda: save(model, None, weights, extra={"what": [1, object()]})) == (
+        "extra.what[1]: this cannot be saved: it is a builtins.object\n"
+        "  fix: make it of numbers, texts, dense tensors, lists, tuples and dicts"
     )
     assert list(weights.glob("*/*")) == []
 
