@@ -25,7 +25,7 @@ from protrain_plan.profiling.structure.faking import faking
 from protrain_plan.records.plan import STEPPED, Keep, Offload, Persistent, Recompute, Swap
 from protrain_plan.records.profile import OptimizerCost
 from protrain_runtime import prepare, save
-from protrain_runtime.checkpoint.saving import load
+from protrain_runtime.checkpoint.loading import load
 from protrain_runtime.states import update_rules
 from protrain_runtime.states.chunks import Cut
 from protrain_runtime.states.compositions import Composition, is_composed, taken_apart
