@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_without_protrain
 

@@ -2,7 +2,7 @@
 
 Numbers, texts, lists and dicts by text are what they are in JSON. Everything else is a dict of one
 entry, whose key begins with "$" and says what it is: {"$tuple": [1, 2]}. A tensor is written with
-those of the model; {"$tensor": "3"} says which. Reading makes nothing else than such values.
+those of the model; {"$tensor": "extra.scale"} says which. Reading makes nothing else than such values.
 """
 
 import itertools
@@ -77,7 +77,9 @@ def encoded(value: Any, key: str, tensors: dict[str, Source], level: int = 0) ->
         mark, plain, _ = _FORMS[kind]
         return {mark: each(plain(value), "")}
     if kind in (torch.Tensor, nn.Parameter) and _is_dense(value):
-        name = str(len(tensors))
+        name = key
+        while name in tensors:  # the key of a text with a dot in it may be another's
+            name += "'"
         tensors[name] = Held(value.detach().resolve_conj().resolve_neg())
         return {"$tensor": name}
     what = "nested too deeply" if deep else f"a {kind.__module__}.{kind.__qualname__}"
