@@ -44,7 +44,6 @@ from protrain_runtime.ranks.group import Ranks
 INDEX = "model.safetensors.index.json"
 FOLDER = re.compile(r"protrain-save-([0-9]{1,9})")
 FORMAT = 3
-KINDS = ("model", "optimizer", "training")
 _SINGLE_FILE = "model.safetensors"  # readers of Hugging Face's layout take it before any index
 _FILE = re.compile(r"[a-z0-9-]+\.safetensors")
 _SEAL = b'{"protrain_checksum": "%08x", '

@@ -23,7 +23,7 @@ from protrain_plan.errors import ProtrainError
 from protrain_runtime.checkpoint.entries import described
 from protrain_runtime.checkpoint.files import DTYPES, write_tensors
 from protrain_runtime.checkpoint.folders import ROOM, commit, next_save
-from protrain_runtime.checkpoint.index import FORMAT, KINDS
+from protrain_runtime.checkpoint.index import FORMAT
 from protrain_runtime.checkpoint.training import encoded
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
@@ -269,14 +269,10 @@ def _write(
         _each(ranks, commit_all, directory)
 
 
-Written = tuple[dict[str, Any], list[tuple[str, str, dict[str, Any], list[Any]]]]
-"""Files' headers, and tensors: their kind, name, what an index says of them, and a part."""
-
-
-def _files(folder: Path, prefix: str, values: Values, shard_bytes: int) -> Written:
-    """Write the values to files of `shard_bytes`."""
+def _files(folder: Path, prefix: str, values: Values, shard_bytes: int) -> dict[str, Any]:
+    """Write the values to files of `shard_bytes`; returns what an index says of them."""
     headers: dict[str, Any] = {}
-    tensors: list[tuple[str, str, dict[str, Any], list[Any]]] = []
+    tensors: dict[str, dict[str, Any]] = {}
     for kind, of_kind in values.items():
         shards: list[dict[str, Source]] = []
         room = 0
@@ -286,31 +282,38 @@ def _files(folder: Path, prefix: str, values: Values, shard_bytes: int) -> Writt
                 room = shard_bytes
             shards[-1][name] = value
             room -= part_bytes(value)
+        rows: dict[str, list[Any]] = {}
         for number, shard in enumerate(shards, start=1):
             file = f"{prefix}{kind}-{number:05d}-of-{len(shards):05d}.safetensors"
             header, *ranges = write_tensors(folder / file, shard)
             headers[file] = [header.num_bytes, header.checksum]
-            starts = {range_.what: range_ for range_ in ranges}
-            for name, value in shard.items():
-                part = [file, starts[name].start, *part_of(value), starts[name].checksum]
-                tensors.append((kind, name, described(value), part))
-    return headers, tensors
+            for name, start, _, checksum in ranges:
+                rows[name] = [file, start, *part_of(shard[name]), checksum]
+        tensors[kind] = {n: {**described(v), "parts": [rows[n]]} for n, v in of_kind.items()}
+    return {"headers": headers, "tensors": tensors}
 
 
 def _content(
-    folder: str, written: Sequence[Written], training: Mapping[str, Any]
+    folder: str, written: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the index says."""
+    """An index of what the ranks have written."""
     headers: dict[str, Any] = {}
-    tensors: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
-    for of_rank, parts in written:
-        headers |= of_rank
-        for kind, name, tensor, part in parts:
-            tensors[kind].setdefault(name, {**tensor, "parts": []})["parts"].append(part)
+    tensors: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "training": {}}
+    for of_rank in written:
+        headers |= of_rank["headers"]
+        for kind, of_kind in of_rank["tensors"].items():
+            for name, tensor in of_kind.items():
+                found = tensors[kind].setdefault(name, tensor)
+                if found is not tensor:
+                    found["parts"] += tensor["parts"]
     weights = tensors["model"]
-    size = sum(DTYPES[w["dtype"]].itemsize * prod(w["shape"]) for w in weights.values())
     return {
-        "metadata": {"total_size": size, "protrain_format": FORMAT},
+        "metadata": {
+            "total_size": sum(
+                DTYPES[w["dtype"]].itemsize * prod(w["shape"]) for w in weights.values()
+            ),
+            "protrain_format": FORMAT,
+        },
         "weight_map": {name: f"{folder}/{weights[name]['parts'][0][0]}" for name in weights},
         "protrain": {
             "folder": folder,
