@@ -13,7 +13,7 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.planning.search.choices import min_memory
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,
@@ -26,7 +26,7 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records.profile import Profile
 
 PIECE_BYTES = 1 << 20
 """Chunks here are of a few MiB: several pieces in each."""

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.accuracy_cases import SPECIMENS
 from benchmarks.accuracy_notes import NOTES
 from benchmarks.accuracy_runs import MemoryResult, TimeResult
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.units import format_bytes
 
 MIB = 2**20
 OVER_SHARE, OVER_BYTES = 0.02, MIB

@@ -18,15 +18,19 @@ from torch import nn
 
 from benchmarks.accuracy_cases import PlanKind, plan_of
 from benchmarks.zoo import Specimen
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.hardware.probe import probe
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import measure_model
-from protrain_plan.program.compiling import program_of
-from protrain_plan.records import (
+from protrain_plan.simulation.timeline import simulate
+from protrain_runtime import prepare, restore
+from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records import (
     read_hardware,
     read_plan,
     read_profile,
@@ -34,13 +38,9 @@ from protrain_plan.records import (
     write_plan,
     write_profile,
 )
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Plan, UnitPlan
-from protrain_plan.records.profile import FormCost, Profile
-from protrain_plan.simulation.memory import device_bytes
-from protrain_plan.simulation.timeline import simulate
-from protrain_runtime import prepare, restore
-from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Plan, UnitPlan
+from protrain_runtime.contract.records.profile import FormCost, Profile
 from protrain_runtime.devices.memory_meter import (
     process_memory,
     reset_peak_rss,

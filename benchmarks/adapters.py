@@ -21,7 +21,7 @@ from benchmarks import adapters_runs as runs
 from benchmarks.accuracy_page import Bar
 from benchmarks.adapters_runs import CASES, WAYS
 from benchmarks.processes import Found, Processes, described
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.units import format_bytes
 
 MODULE = "benchmarks.adapters"
 RESULTS = Path("benchmarks/results/adapters.json")

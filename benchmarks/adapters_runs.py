@@ -25,10 +25,10 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
 from protrain_plan.models.sources import ConfigSource
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.records import dumps_plan, loads_plan
-from protrain_plan.records.adapters import parse_lora
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import Precision, Profile, Quantize
+from protrain_runtime.contract.records import dumps_plan, loads_plan
+from protrain_runtime.contract.records.adapters import parse_lora
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.profile import Precision, Profile, Quantize
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable, storage_bytes
 from protrain_runtime.diagnostics.recording import measure_step

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.machines import Machine
-from protrain_plan.program.program import grouped
-from protrain_plan.records.profile import Form, FormCost, Unit, UnitKind
+from protrain_runtime.contract.program.program import grouped
+from protrain_runtime.contract.records.profile import Form, FormCost, Unit, UnitKind
 
 LITE: Form = "lite"
 ATTN: Form = "attn"

@@ -3,9 +3,9 @@
     python -m benchmarks.curves [--steps N] [--seeds N] [--out FILE] [--picture FILE]
 
 A small Llama learns real text (`protrain_plan.models.batches.byte_tokens`) with AdamW, once exactly
-and once with each leave of `protrain_plan.records.forms.FORMS`: all blocks and the last part in the
-first form that it gives leave for. Weights and batches are the same. The picture and the table have
-means over the seeds.
+and once with each leave of `protrain_runtime.contract.records.forms.FORMS`: all blocks and the last
+part in the first form that it gives leave for. Weights and batches are the same. The picture and
+the table have means over the seeds.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records.forms import FORMS, leaves_of
-from protrain_plan.records.profile import Form
 from protrain_runtime.activations.forms import around, wrap_forward
+from protrain_runtime.contract.records.forms import FORMS, leaves_of
+from protrain_runtime.contract.records.profile import Form
 
 MODULE = "benchmarks.curves"
 MODEL, BATCH, SEQUENCE = "tiny-llama", 4, 128

@@ -32,11 +32,11 @@ from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
-from protrain_plan.records import read_profile
-from protrain_plan.records.forms import FORMS
-from protrain_plan.records.plan import Budgets, Updates
-from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.report import report
+from protrain_runtime.contract.records import read_profile
+from protrain_runtime.contract.records.forms import FORMS
+from protrain_runtime.contract.records.plan import Budgets, Updates
+from protrain_runtime.contract.records.profile import Profile
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")
 MACHINES = ("rtx-4090", "a100-80gb", "h100-sxm", "gh200")

@@ -24,10 +24,10 @@ from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory
-from protrain_plan.program.group import ALONE, DeviceGroup, group_on, profile_of_rank
-from protrain_plan.records.files import replace_text
-from protrain_plan.records.plan import Budgets, Updates
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.program.group import ALONE, DeviceGroup, group_on, profile_of_rank
+from protrain_runtime.contract.records.files import replace_text
+from protrain_runtime.contract.records.plan import Budgets, Updates
+from protrain_runtime.contract.records.profile import Profile
 
 DRAWN_GRID = Path(__file__).parent / "grid.json"
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.profiling.memory.passes import saved_bytes
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare
+from protrain_runtime.contract.records.plan import (
     Budgets,
     Keep,
     Offload,
@@ -30,8 +31,7 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
-from protrain_plan.records.profile import Workload
-from protrain_runtime import prepare
+from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.model.prepared import engine_of
 

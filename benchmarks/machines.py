@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Rates, Tier
+from protrain_runtime.contract.records.hardware import (
+    Contention,
+    Device,
+    Hardware,
+    Link,
+    Rates,
+    Tier,
+)
 
 CONTEXT_BYTES = 600_000_000
 LATENCY_S = 20e-6

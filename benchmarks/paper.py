@@ -27,10 +27,10 @@ from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimated import estimates
-from protrain_plan.records.files import replace_text
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Budgets
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime.contract.records.files import replace_text
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.units import format_bytes, format_seconds
 
 HOST_BYTES = 2 * 2**40
 """Assumed beside either card, and more than any model here needs: the card is to be what binds."""

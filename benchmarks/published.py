@@ -23,7 +23,7 @@ from benchmarks.processes import Found, Processes, described
 from benchmarks.published_runs import Run, read_published
 from protrain_plan.planning.questions.allowance import MEDIAN as MEDIAN_RESERVED
 from protrain_plan.planning.questions.allowance import MOST as MOST_RESERVED
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.units import format_bytes
 
 MODULE = "benchmarks.published"
 RESULTS = Path(__file__).parent / "results/published.json"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from protrain_plan.models.sources import ConfigSource
-from protrain_plan.records.profile import DType, Precision, Quantize
+from protrain_runtime.contract.records.profile import DType, Precision, Quantize
 
 Logits = Literal["cast for the loss", "kept in float32", "returned in float32", "in 16 bits"]
 """What the loss takes of a head's 16-bit logits.

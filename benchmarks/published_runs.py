@@ -20,10 +20,11 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.alternatives import bucket_bytes
 from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.profiling.estimated import estimates
-from protrain_plan.program.group import group_on
-from protrain_plan.records.adapters import parse_lora
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import (
+from protrain_plan.simulation.report import report
+from protrain_runtime.contract.program.group import group_on
+from protrain_runtime.contract.records.adapters import parse_lora
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,
@@ -34,10 +35,9 @@ from protrain_plan.records.plan import (
     Schedule,
     UnitPlan,
 )
-from protrain_plan.records.profile import DType, Precision, Profile, Quantize
-from protrain_plan.records.tree import Node, root
-from protrain_plan.simulation.report import report
-from protrain_plan.units import parse_bytes
+from protrain_runtime.contract.records.profile import DType, Precision, Profile, Quantize
+from protrain_runtime.contract.records.tree import Node, root
+from protrain_runtime.contract.units import parse_bytes
 
 PUBLISHED = Path(__file__).parent / "published.yaml"
 

@@ -23,8 +23,8 @@ from benchmarks.peers.tables import compared, markdown_table
 from benchmarks.reporting import BINDS, CaseResult
 from benchmarks.rounds import read_rounds
 from protrain_plan.planning.search.baselines import BASELINES
-from protrain_plan.records.files import replace_text
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime.contract.records.files import replace_text
+from protrain_runtime.contract.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"

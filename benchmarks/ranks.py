@@ -25,10 +25,10 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.program.group import DeviceGroup, group_on, profile_of_rank
-from protrain_plan.records import states_text
-from protrain_plan.records.plan import Budgets, Plan
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.program.group import DeviceGroup, group_on, profile_of_rank
+from protrain_runtime.contract.records import states_text
+from protrain_runtime.contract.records.plan import Budgets, Plan
+from protrain_runtime.contract.records.profile import Profile
 
 MODELS = ("llama-3.1-70b", "llama-3.1-405b")
 DEVICES = (1, 8, 16, 64)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from protrain_plan.commands.training import train
-from protrain_plan.records import read_plan, read_profile
+from protrain_runtime.contract.records import read_plan, read_profile
 from protrain_runtime.ranks.group import launched
 
 Json = dict[str, Any]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.models.optimizers import optimizer_factory
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.stores import memory_of
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

@@ -28,9 +28,15 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.profiling.measured import measure_model
-from protrain_plan.records import read_profile, write_profile
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_plan.simulation.timeline import (
+    device_update_seconds,
+    move_seconds,
+    slot_seconds,
+)
+from protrain_runtime import compile_blocks, prepare, record
+from protrain_runtime.contract.records import read_profile, write_profile
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,
@@ -43,13 +49,7 @@ from protrain_plan.records.plan import (
     Swap,
     Updates,
 )
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.timeline import (
-    device_update_seconds,
-    move_seconds,
-    slot_seconds,
-)
-from protrain_runtime import compile_blocks, prepare, record
+from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.preparation import Check
 

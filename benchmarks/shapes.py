@@ -6,7 +6,7 @@ from typing import assert_never
 
 from benchmarks.costs import Block, block_unit, head_unit, lookup_unit, projector_unit
 from benchmarks.machines import Machine
-from protrain_plan.records.profile import OptimizerCost, Profile, Unit, Workload
+from protrain_runtime.contract.records.profile import OptimizerCost, Profile, Unit, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

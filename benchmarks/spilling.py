@@ -20,8 +20,8 @@ from benchmarks.control_group import memory_group, run_inside
 from benchmarks.peers.tables import markdown_table
 from benchmarks.processes import Found, described
 from protrain_plan.hardware.probe import processor_name
-from protrain_plan.records import read_plan, read_profile
-from protrain_plan.units import format_bytes, parse_bytes
+from protrain_runtime.contract.records import read_plan, read_profile
+from protrain_runtime.contract.units import format_bytes, parse_bytes
 
 MODULE = "benchmarks.spilling"
 WAYS = ("past the cache", "through the cache")

@@ -24,10 +24,10 @@ from benchmarks.provenance import ROOT, commit
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.program.program import BLOCK_BYTES
-from protrain_plan.records.decisions import register_form
-from protrain_plan.records.forms import ActivationForm
-from protrain_plan.records.profile import FormCost, Profile, Unit
+from protrain_runtime.contract.program.program import BLOCK_BYTES
+from protrain_runtime.contract.records.decisions import register_form
+from protrain_runtime.contract.records.forms import ActivationForm
+from protrain_runtime.contract.records.profile import FormCost, Profile, Unit
 
 MODULE = "benchmarks.splits"
 SHARES = (0.25, 0.5, 0.75)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
-from protrain_plan.records.writer import fingerprint
-from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.timeline import simulate
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
+from protrain_runtime.contract.records.writer import fingerprint
 
 AMPLE = 1 << 40
 """Bytes of a budget that nothing exceeds."""

@@ -25,7 +25,7 @@ from torch import nn
 from benchmarks.processes import Found, described
 from protrain_plan.hardware.speeds import in_worker, lane_update, while_copying
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, OF_8_BITS, optimizer_factory
-from protrain_plan.records.profile import DType, Precision
+from protrain_runtime.contract.records.profile import DType, Precision
 from protrain_runtime.devices.device import found, on_host
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.updates import UpdateTeam

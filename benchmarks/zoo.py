@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.presets import JsonObject
 from protrain_plan.models.sources import ModelSource, load_source
-from protrain_plan.records.profile import DType, Precision, Workload
+from protrain_runtime.contract.records.profile import DType, Precision, Workload
 
 
 @dataclass(frozen=True, kw_only=True)

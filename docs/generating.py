@@ -13,13 +13,13 @@ from protrain_plan.cli import app
 from protrain_plan.models.batches import MAX_TEXT_BYTES
 from protrain_plan.models.building import MAX_PARAMETERS, MAX_TENSORS
 from protrain_plan.models.sources import MAX_LAYERS
-from protrain_plan.program import recording
-from protrain_plan.program.program import MAX_PIECES_OF_STATES
-from protrain_plan.records import hardware, plan, profile
-from protrain_plan.records.files import MAX_FILE_BYTES
-from protrain_plan.records.schema import MAX_UNFOLDED, MAX_UNITS, PATTERNS
-from protrain_plan.records.tree import MAX_DEPTH, MAX_NODES, MAX_TEXT
-from protrain_plan.units import MAX_BYTES, format_bytes
+from protrain_runtime.contract.program import recording
+from protrain_runtime.contract.program.program import MAX_PIECES_OF_STATES
+from protrain_runtime.contract.records import hardware, plan, profile
+from protrain_runtime.contract.records.files import MAX_FILE_BYTES
+from protrain_runtime.contract.records.schema import MAX_UNFOLDED, MAX_UNITS, PATTERNS
+from protrain_runtime.contract.records.tree import MAX_DEPTH, MAX_NODES, MAX_TEXT
+from protrain_runtime.contract.units import MAX_BYTES, format_bytes
 
 Json = dict[str, Any]
 

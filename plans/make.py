@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from protrain_plan.records import read_plan, read_profile
-from protrain_plan.records.decisions import activations_text, states_text
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime.contract.records import read_plan, read_profile
+from protrain_runtime.contract.records.decisions import activations_text, states_text
+from protrain_runtime.contract.units import format_bytes, format_seconds
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "docs/plans.md"

@@ -4,4 +4,6 @@ Nouns are records that travel as YAML (`Hardware`, `Profile`, `Plan`); verbs tur
 next: profile, plan, simulate, run.
 """
 
-__version__ = "0.1.0"
+from protrain_runtime.contract import __version__
+
+__all__ = ["__version__"]

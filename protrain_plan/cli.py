@@ -64,7 +64,6 @@ if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF
 
 import typer
 
-from protrain_plan import __version__
 from protrain_plan.commands import (
     check,
     fit,
@@ -84,7 +83,8 @@ from protrain_plan.commands.output import (
     print_text,
     quiet_libraries,
 )
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract import __version__
+from protrain_runtime.contract.errors import ProtrainError
 
 # The commands' modules import what they need where they run: help is for all of them.
 app = typer.Typer(

@@ -17,7 +17,7 @@ from benchmarks.peers.cells import Cell, Results, run_all
 from benchmarks.peers.comparing import once, peer_cells, planned_cells
 from benchmarks.peers.tables import write_tables
 from benchmarks.peers.work import Work
-from protrain_plan.units import parse_bytes
+from protrain_runtime.contract.units import parse_bytes
 
 WORK = Work(
     model="smollm2-135m",

@@ -19,7 +19,7 @@ from benchmarks.gpu.parts import PARTS, cells
 from benchmarks.gpu.suites import CARD, DRY
 from benchmarks.peers.cells import Cell, Results, described, run_all
 from benchmarks.peers.tables import is_dry, write_tables
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 from tests.emulated import building
 
 

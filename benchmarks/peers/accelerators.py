@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from protrain_plan.records.hardware import DeviceKind, Hardware
+from protrain_runtime.contract.records.hardware import DeviceKind, Hardware
 from protrain_runtime.devices import device as devices
 
 EMULATED = "emulated"

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.peers.loop import training
 from benchmarks.peers.work import Adapter, Training, Work, optimizer_of
-from protrain_plan.records.hardware import is_accelerator
+from protrain_runtime.contract.records.hardware import is_accelerator
 
 _COMPILED = ("cpu", "cuda", "xpu")
 """Types of devices that PyTorch's own compiler, Inductor, writes code for."""

@@ -24,9 +24,9 @@ from benchmarks.peers.registry import ADAPTERS
 from benchmarks.peers.testing import unseen
 from benchmarks.peers.work import Work
 from benchmarks.provenance import commit, today
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.files import replace_text
-from protrain_plan.records.hardware import DeviceKind
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.files import replace_text
+from protrain_runtime.contract.records.hardware import DeviceKind
 
 PACKAGES = ("torch", "transformers", "protrain-plan", "triton", "torchao", "deepspeed")
 MIN_SECONDS = 5.0

@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks.peers.loop import training
 from benchmarks.peers.work import Adapter, Training, Work, optimizer_of
-from protrain_plan.records.hardware import is_accelerator
+from protrain_runtime.contract.records.hardware import is_accelerator
 
 _ENABLE = "activation_checkpointing_enable"
 _ENABLE_BEFORE = "gradient_checkpointing_enable"  # its name in earlier releases of transformers 5

@@ -8,7 +8,7 @@ from benchmarks.peers.cells import Cell
 from benchmarks.peers.planned import PLANNED
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.work import Work
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.units import format_bytes
 
 
 def named(work: Work) -> str:

@@ -18,10 +18,10 @@ from protrain_plan.planning.questions.planner import Solver
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimated import estimate as estimated
 from protrain_plan.profiling.measured import measure_model
-from protrain_plan.records import read_profile, write_plan, write_profile
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import Profile
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.records import read_profile, write_plan, write_profile
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.units import format_bytes
 
 HOST_SHARE = 0.8
 """Of the host's memory, for plans: the rest is for the process, and for building the model."""

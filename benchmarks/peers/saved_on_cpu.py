@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks.peers.loop import training
 from benchmarks.peers.work import Adapter, Training, Work, optimizer_of
-from protrain_plan.records.hardware import is_accelerator
+from protrain_runtime.contract.records.hardware import is_accelerator
 
 
 def _set_up(model: nn.Module, work: Work) -> Training:

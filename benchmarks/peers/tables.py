@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.peers.accelerators import EMULATED
 from benchmarks.peers.comparing import limit_text
 from benchmarks.peers.registry import ADAPTERS
-from protrain_plan.records.files import replace_text
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime.contract.records.files import replace_text
+from protrain_runtime.contract.units import format_bytes, format_seconds
 
 Outcome = dict[str, Any]
 PLANNED = "protrain-plan"

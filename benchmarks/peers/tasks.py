@@ -11,7 +11,7 @@ from benchmarks.peers.timeline import timeline
 from benchmarks.peers.training import train
 from benchmarks.peers.update_bits import updates
 from benchmarks.peers.work import Work
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 
 def outcome(task: str, given: dict[str, Any]) -> dict[str, Any]:

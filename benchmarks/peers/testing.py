@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.outcomes import Skipped
-from protrain_plan.records.hardware import DeviceKind
+from protrain_runtime.contract.records.hardware import DeviceKind
 
 ROOT = Path(__file__).parents[2]
 NO_TESTS = 5  # pytest's exit status where nothing was selected

@@ -15,10 +15,10 @@ from benchmarks.peers.outcomes import Skipped
 from benchmarks.peers.planned import PLANNED
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
-from protrain_plan.program.compiling import program_of
-from protrain_plan.program.recording import Event, Recording, write_recording
-from protrain_plan.records import read_plan, read_profile
 from protrain_plan.simulation.timeline import Span, simulate
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.recording import Event, Recording, write_recording
+from protrain_runtime.contract.records import read_plan, read_profile
 from protrain_runtime.diagnostics.matching import keeps_everything
 
 NUM_WORST = 5

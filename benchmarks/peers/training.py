@@ -14,10 +14,10 @@ from benchmarks.peers.limits import Limit
 from benchmarks.peers.outcomes import DidNotFit, Refused
 from benchmarks.peers.registry import ADAPTERS
 from benchmarks.peers.work import Work
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.sources import load_source
-from protrain_plan.records import read_plan
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import read_plan
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import out_of_memory
 from protrain_runtime.devices.preflight import NoRoomError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers import accelerators
-from protrain_plan.records.hardware import DeviceKind
+from protrain_runtime.contract.records.hardware import DeviceKind
 
 NUM_ELEMENTS = 2**20
 NUM_STEPS = (1, 10)

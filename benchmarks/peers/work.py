@@ -10,8 +10,8 @@ from torch import nn
 
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, OptimizerFactory, optimizer_factory
-from protrain_plan.records.hardware import DeviceKind
-from protrain_plan.records.profile import DType, Precision, Workload
+from protrain_runtime.contract.records.hardware import DeviceKind
+from protrain_runtime.contract.records.profile import DType, Precision, Workload
 from protrain_runtime.states.master_weights import with_master_weights
 
 

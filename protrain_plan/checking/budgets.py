@@ -24,12 +24,19 @@ from typing import Any
 
 import yaml
 
-from protrain_plan.errors import ProtrainError, RecordError, cut
-from protrain_plan.records.files import read_text, refuse_outside
-from protrain_plan.records.forms import FORMS, leaves_of
-from protrain_plan.records.schema import MAX_LIST, STEPS
-from protrain_plan.records.tree import Node, did_you_mean, listed, looks_like, parsed_toml, root
-from protrain_plan.units import parse_bytes
+from protrain_runtime.contract.errors import ProtrainError, RecordError, cut
+from protrain_runtime.contract.records.files import read_text, refuse_outside
+from protrain_runtime.contract.records.forms import FORMS, leaves_of
+from protrain_runtime.contract.records.schema import MAX_LIST, STEPS
+from protrain_runtime.contract.records.tree import (
+    Node,
+    did_you_mean,
+    listed,
+    looks_like,
+    parsed_toml,
+    root,
+)
+from protrain_runtime.contract.units import parse_bytes
 
 KIND_KEY, KIND, VERSION = "protrain", "budgets", 1
 YAML_NAME, TOML_NAME = "budgets.yaml", "pyproject.toml"

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from protrain_plan.program.group import DeviceGroup
-from protrain_plan.records.decisions import activations_text, states_text
-from protrain_plan.records.folding import fold, runs
-from protrain_plan.records.plan import Plan, Prediction, UnitPlan
-from protrain_plan.records.profile import Profile, Unit
-from protrain_plan.units import exact_bytes, format_bytes, format_seconds
+from protrain_runtime.contract.program.group import DeviceGroup
+from protrain_runtime.contract.records.decisions import activations_text, states_text
+from protrain_runtime.contract.records.folding import fold, runs
+from protrain_runtime.contract.records.plan import Plan, Prediction, UnitPlan
+from protrain_runtime.contract.records.profile import Profile, Unit
+from protrain_runtime.contract.units import exact_bytes, format_bytes, format_seconds
 
 Entry = TypeVar("Entry")
 Change = TypeVar("Change")

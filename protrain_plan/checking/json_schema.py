@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from protrain_plan.checking.budgets import KEYS as BUDGET_KEYS
 from protrain_plan.checking.budgets import PERCENTAGE
 from protrain_plan.checking.budgets import VERSION as BUDGETS_VERSION
-from protrain_plan.records.decisions import ACTIVATIONS, STATES
-from protrain_plan.records.forms import FORMS, leaves_of
-from protrain_plan.records.plan import Activations, Placement, Schedule, UnitPlan
-from protrain_plan.records.profile import FormCost, Unit, Workload
-from protrain_plan.records.schema import (
+from protrain_runtime.contract.records.decisions import ACTIVATIONS, STATES
+from protrain_runtime.contract.records.forms import FORMS, leaves_of
+from protrain_runtime.contract.records.plan import Activations, Placement, Schedule, UnitPlan
+from protrain_runtime.contract.records.profile import FormCost, Unit, Workload
+from protrain_runtime.contract.records.schema import (
     KINDS,
     MAX_CHARACTERS,
     MAX_ENTRIES,
@@ -34,7 +34,7 @@ from protrain_plan.records.schema import (
     is_size,
     limits_of,
 )
-from protrain_plan.records.tree import MAX_TEXT
+from protrain_runtime.contract.records.tree import MAX_TEXT
 
 Schema = dict[str, Any]
 

@@ -43,7 +43,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Self, get_args
 
-from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.importing import models_path
 from protrain_plan.models.model_code import (
@@ -56,11 +55,17 @@ from protrain_plan.models.model_code import (
 )
 from protrain_plan.models.presets import parse_config, preset_names, read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
-from protrain_plan.records import dumps_hardware, dumps_profile, loads_hardware, loads_profile
-from protrain_plan.records.files import leads_out, refuse_outside
-from protrain_plan.records.hardware import Hardware, is_accelerator
-from protrain_plan.records.profile import Profile, Workload
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.records import (
+    dumps_hardware,
+    dumps_profile,
+    loads_hardware,
+    loads_profile,
+)
+from protrain_runtime.contract.records.files import leads_out, refuse_outside
+from protrain_runtime.contract.records.hardware import Hardware, is_accelerator
+from protrain_runtime.contract.records.profile import Profile, Workload
+from protrain_runtime.contract.units import format_bytes
 
 _POLL_S = 0.25
 _GRACE_S = 10.0

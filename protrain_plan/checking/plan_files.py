@@ -22,15 +22,22 @@ from pathlib import Path
 import yaml
 
 from protrain_plan.checking.budgets import read_limits
-from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.planning.model.options import read_pins
-from protrain_plan.records import fingerprint, loads_hardware, loads_plan, loads_profile
-from protrain_plan.records.files import leads_out, read_text, repository
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import Profile
-from protrain_plan.records.reader import kind_of
-from protrain_plan.records.tree import Node, did_you_mean, documents, listed, looks_like, root
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.records import fingerprint, loads_hardware, loads_plan, loads_profile
+from protrain_runtime.contract.records.files import leads_out, read_text, repository
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.reader import kind_of
+from protrain_runtime.contract.records.tree import (
+    Node,
+    did_you_mean,
+    documents,
+    listed,
+    looks_like,
+    root,
+)
+from protrain_runtime.contract.units import format_bytes
 
 _SUFFIXES = (".yaml", ".yml")
 _READERS: dict[str, Callable[[str, str], object]] = {

@@ -24,18 +24,18 @@ from protrain_plan.checking.plan_on_machine import (
     misfit,
     predicted,
 )
-from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.hardware.catalogue import hardware_names
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory
-from protrain_plan.program.group import DeviceGroup, not_joined
-from protrain_plan.records import commands as records
-from protrain_plan.records.hardware import Hardware, TierName
-from protrain_plan.records.plan import CLIP_SHARE, Budgets
-from protrain_plan.records.profile import Profile
-from protrain_plan.records.reader import version_of
-from protrain_plan.records.tree import did_you_mean, listed, number_text
-from protrain_plan.units import exact_bytes, format_bytes, format_seconds
+from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.program.group import DeviceGroup, not_joined
+from protrain_runtime.contract.records import commands as records
+from protrain_runtime.contract.records.hardware import Hardware, TierName
+from protrain_runtime.contract.records.plan import CLIP_SHARE, Budgets
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.reader import version_of
+from protrain_runtime.contract.records.tree import did_you_mean, listed, number_text
+from protrain_runtime.contract.units import exact_bytes, format_bytes, format_seconds
 
 Subject = TypeVar("Subject")
 

@@ -15,16 +15,16 @@ from typing import TypeVar
 from protrain_plan.commands.measuring import Estimates, ProfileRequest, Progress, estimated
 from protrain_plan.commands.options import budgets_of
 from protrain_plan.commands.processes import answers_of, pipelined, workers
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.questions.best_batch import divisors, fastest
 from protrain_plan.planning.questions.growth import between
 from protrain_plan.planning.questions.objectives import Question
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimate_cache import EstimateCache, processes_at_once
-from protrain_plan.program.group import DeviceGroup, profile_of_rank
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Updates
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.group import DeviceGroup, profile_of_rank
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Updates
+from protrain_runtime.contract.records.profile import Profile
 
 Answer = TypeVar("Answer")
 

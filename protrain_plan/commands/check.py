@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from protrain_plan.commands.options import JsonOption, NoCacheOption, choice, size
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 DEFAULT = Path("plans")
 

@@ -39,12 +39,12 @@ from protrain_plan.commands.options import (
     refuse_host_memory,
     updates_of,
 )
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.commands.measuring import Progress
     from protrain_plan.planning.questions.objectives import Fit, Question
-    from protrain_plan.records.hardware import Hardware
+    from protrain_runtime.contract.records.hardware import Hardware
 
 
 def fit(
@@ -147,8 +147,8 @@ def fit(
     from protrain_plan.presentation.plans import CELLS, fit_json, fits_json, fits_text
     from protrain_plan.presentation.report.fit_page import fit_page
     from protrain_plan.profiling.estimate_cache import EstimateCache
-    from protrain_plan.program.group import group_on
-    from protrain_plan.records.files import replace_text
+    from protrain_runtime.contract.program.group import group_on
+    from protrain_runtime.contract.records.files import replace_text
 
     read = (model, *on.split(","))
     page = None if report is None else destination(report, option="--report", inputs=read)

@@ -98,8 +98,8 @@ def probe(
     """
     from protrain_plan.commands.output import destination, progress, show
     from protrain_plan.presentation.profiles import machine_text
-    from protrain_plan.records import write_hardware
-    from protrain_plan.records.hardware import is_accelerator
+    from protrain_runtime.contract.records import write_hardware
+    from protrain_runtime.contract.records.hardware import is_accelerator
 
     target = destination(output)  # before torch loads
     written = size("--disk-bytes", disk_bytes, 0)

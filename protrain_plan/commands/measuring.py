@@ -24,16 +24,23 @@ from typing import TYPE_CHECKING, get_args
 
 from protrain_plan.commands.options import choice
 from protrain_plan.commands.processes import workers
-from protrain_plan.errors import OutOfMemoryError, ProtrainError
 from protrain_plan.garbage import collected_seldom
 from protrain_plan.models.model_code import INTERRUPTED, culprit_in, end_with, explained
 from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import Place
-from protrain_plan.records.adapters import parse_lora
-from protrain_plan.records.hardware import Hardware, is_accelerator
-from protrain_plan.records.profile import Compile, DType, Precision, Profile, Quantize, Workload
+from protrain_runtime.contract.errors import OutOfMemoryError, ProtrainError
+from protrain_runtime.contract.records.adapters import parse_lora
+from protrain_runtime.contract.records.hardware import Hardware, is_accelerator
+from protrain_runtime.contract.records.profile import (
+    Compile,
+    DType,
+    Precision,
+    Profile,
+    Quantize,
+    Workload,
+)
 
 if TYPE_CHECKING:
     from protrain_plan.profiling.unit_by_unit import Options
@@ -65,7 +72,7 @@ _OF_A_RUN = (
     "protrain_plan.checking.plan_files",
     "protrain_plan.commands.training",
     "protrain_plan.presentation.plans",
-    "protrain_plan.simulation.memory",
+    "protrain_runtime.contract.program.memory",
 )
 """What `protrain run` imports: the process holds it besides tensors, as a run does."""
 

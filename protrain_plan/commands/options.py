@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.units import parse_bytes
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.units import parse_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from protrain_plan.program.group import DeviceGroup
-    from protrain_plan.records.hardware import Hardware
-    from protrain_plan.records.plan import Budgets, Updates
+    from protrain_runtime.contract.program.group import DeviceGroup
+    from protrain_runtime.contract.records.hardware import Hardware
+    from protrain_runtime.contract.records.plan import Budgets, Updates
 
 Name = TypeVar("Name", bound=str)
 
@@ -157,7 +157,7 @@ def budgets_of(
 
     `machine` is the device's part of its node.
     """
-    from protrain_plan.records.plan import Budgets
+    from protrain_runtime.contract.records.plan import Budgets
 
     there = {tier.name: tier.capacity_bytes * group.in_node for tier in machine.tiers}
     return Budgets(
@@ -180,7 +180,7 @@ def integers(option: str, text: str) -> tuple[int, ...]:
 
 def prices_of(text: str | None, machines: "Sequence[Hardware]") -> list[float]:
     """`--price` for each machine, or the machine's own; ProtrainError for what is no price."""
-    from protrain_plan.records.schema import PRICES
+    from protrain_runtime.contract.records.schema import PRICES
 
     if text is None:
         return [machine.price_per_hour for machine in machines]
@@ -214,8 +214,8 @@ def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
 
 def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
     """What `--allow` names, each once and in order; ProtrainError where one is not known."""
-    from protrain_plan.records.forms import FORMS, leaves_of
-    from protrain_plan.records.tree import did_you_mean, listed
+    from protrain_runtime.contract.records.forms import FORMS, leaves_of
+    from protrain_runtime.contract.records.tree import did_you_mean, listed
 
     known = leaves_of(FORMS)
     for name in given or ():
@@ -240,8 +240,8 @@ def updates_of(text: str | None, *, clip: bool) -> "Updates":
 
 def clip_share_of(share: float | None, updates: "Updates") -> float:
     """What `--clip-share` says; ProtrainError where there is no such part, or no clipping."""
-    from protrain_plan.records.plan import CLIP_SHARE, Plan
-    from protrain_plan.records.schema import limits_of
+    from protrain_runtime.contract.records.plan import CLIP_SHARE, Plan
+    from protrain_runtime.contract.records.schema import limits_of
 
     if share is None:
         return CLIP_SHARE

@@ -22,9 +22,9 @@ from typing import Any
 import typer
 from rich.console import Console, Group, RenderableType
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.escaping import as_printed, in_json, lines, one_line
 from protrain_plan.presentation.terminal import Text
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.escaping import as_printed, in_json, lines, one_line
 
 # No emoji: `package.module:factory: ...` is a message, not a picture of a factory.
 _out = Console(markup=False, emoji=False, highlight=False)
@@ -82,7 +82,7 @@ def destination(
     `-` is standard output, which then holds the file alone: everything else that is printed, by us
     or by the model's code, goes to standard error.
     """
-    from protrain_plan.records import files
+    from protrain_runtime.contract.records import files
 
     path = Path("/dev/stdout") if str(path) == "-" else path
     fix = f"name a file with {option}"

@@ -27,7 +27,7 @@ from protrain_plan.commands.options import (
     size,
     updates_of,
 )
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.planning.questions.growth import Quantity
@@ -195,7 +195,7 @@ def plan(
         show,
     )
     from protrain_plan.presentation.plans import answer_json, answer_text, point_text, search_text
-    from protrain_plan.records import read_profile, write_plan, write_profile
+    from protrain_runtime.contract.records import read_profile, write_plan, write_profile
 
     of_model = {
         "--seq-len": seq_len,
@@ -227,7 +227,7 @@ def plan(
     from protrain_plan.planning.questions.objectives import Objective, Question, ask
     from protrain_plan.planning.questions.planner import SOLVERS, Solver
     from protrain_plan.planning.search.improving import Effort
-    from protrain_plan.program.group import group_on, profile_of_rank
+    from protrain_runtime.contract.program.group import group_on, profile_of_rank
 
     solver_name: Solver = choice("--solver", solver, SOLVERS)
     asked = {

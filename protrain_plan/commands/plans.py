@@ -13,7 +13,7 @@ from protrain_plan.commands.options import (
     ProfileOption,
     choice,
 )
-from protrain_plan.errors import RecordError
+from protrain_runtime.contract.errors import RecordError
 
 if TYPE_CHECKING:
     from protrain_plan.presentation.report.page import FrontPoint
@@ -54,7 +54,7 @@ def simulate(
     from protrain_plan.presentation.report.screen import summary_json, summary_text
     from protrain_plan.presentation.report.step import read_step
     from protrain_plan.presentation.terminal import wrote
-    from protrain_plan.records.files import replace_text
+    from protrain_runtime.contract.records.files import replace_text
 
     target = (
         None
@@ -93,9 +93,9 @@ def report(
     from protrain_plan.presentation.report.page import page_text
     from protrain_plan.presentation.report.step import read_step
     from protrain_plan.presentation.terminal import wrote
-    from protrain_plan.program.compiling import program_of
-    from protrain_plan.program.recording import check_recording, read_recording
-    from protrain_plan.records.files import replace_text
+    from protrain_runtime.contract.program.compiling import program_of
+    from protrain_runtime.contract.program.recording import check_recording, read_recording
+    from protrain_runtime.contract.records.files import replace_text
 
     target = destination(output, inputs=(*_read_for(plan, profile), recording))
     step = read_step(plan, profile)
@@ -121,7 +121,7 @@ def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.presentation.plans import search_text
     from protrain_plan.presentation.report.page import FrontPoint
-    from protrain_plan.program.group import DeviceGroup
+    from protrain_runtime.contract.program.group import DeviceGroup
 
     plan, device = step.plan, step.profile.hardware.device
     budgets = replace(plan.budgets, device=max(plan.budgets.device, device.memory_bytes))
@@ -170,8 +170,8 @@ def diff(
     from protrain_plan.checking.diffing import plan_diff
     from protrain_plan.commands.output import print_json, print_rendered, print_text
     from protrain_plan.presentation.checks import diffs
-    from protrain_plan.records import loads_plan
-    from protrain_plan.records.files import read_text
+    from protrain_runtime.contract.records import loads_plan
+    from protrain_runtime.contract.records.files import read_text
 
     form: DiffFormat = choice(
         "--format", "json" if as_json else output_format, get_args(DiffFormat)
@@ -208,7 +208,7 @@ def diff(
 
 def _is_plan(text: str | RecordError) -> bool:
     """Whether the text says that it is a plan, as the reader of plans sees it."""
-    from protrain_plan.records.reader import kind_of
+    from protrain_runtime.contract.records.reader import kind_of
 
     try:
         return isinstance(text, str) and kind_of(text) == "plan"
@@ -239,8 +239,8 @@ def export(
     from protrain_plan.presentation.exporting import EXPORTERS
     from protrain_plan.presentation.exporting import export as exported
     from protrain_plan.presentation.terminal import Text, wrote
-    from protrain_plan.records import read_plan
-    from protrain_plan.records.files import replace_text
+    from protrain_runtime.contract.records import read_plan
+    from protrain_runtime.contract.records.files import replace_text
 
     found = exported(read_plan(plan), choice("--to", to, tuple(EXPORTERS)))
     path = output or Path(found.file_name)

@@ -14,9 +14,9 @@ from multiprocessing import active_children, get_context
 from typing import Any, Generic, Protocol, TypeVar
 
 from protrain_plan.commands.output import quiet_libraries
-from protrain_plan.errors import ProtrainError
 from protrain_plan.garbage import collected_seldom
 from protrain_plan.models.model_code import end_with
+from protrain_runtime.contract.errors import ProtrainError
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")

@@ -22,7 +22,7 @@ from protrain_plan.commands.options import (
     leaves_named,
     size,
 )
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 
 def profile(
@@ -151,8 +151,8 @@ def profile(
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.profiles import profile_json, profile_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
-    from protrain_plan.records import write_profile
-    from protrain_plan.records.profile import DType, Precision
+    from protrain_runtime.contract.records import write_profile
+    from protrain_runtime.contract.records.profile import DType, Precision
 
     dtype_name: DType = choice("--dtype", dtype, get_args(DType))
     precision_name: Precision = choice("--precision", precision, get_args(Precision))

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from protrain_plan.commands.options import JsonOption, PlanArgument, SpillOption, size
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.simulation.memory import Excess
+    from protrain_runtime.contract.program.memory import Excess
     from protrain_runtime.preparation import Check
     from protrain_runtime.ranks.group import Launched
 
@@ -91,12 +91,12 @@ def run(
     from protrain_plan.checking.plan_files import opened, read_files
     from protrain_plan.commands.output import destination, progress, show
     from protrain_plan.presentation.plans import run_json, run_text
-    from protrain_plan.program.recording import write_recording
-    from protrain_plan.records import fingerprint, read_plan
-    from protrain_plan.records.commands import profile_command
-    from protrain_plan.records.hardware import is_accelerator
-    from protrain_plan.records.profile import Profile
-    from protrain_plan.simulation.memory import exceeded
+    from protrain_runtime.contract.program.memory import exceeded
+    from protrain_runtime.contract.program.recording import write_recording
+    from protrain_runtime.contract.records import fingerprint, read_plan
+    from protrain_runtime.contract.records.commands import profile_command
+    from protrain_runtime.contract.records.hardware import is_accelerator
+    from protrain_runtime.contract.records.profile import Profile
 
     with ExitStack() as started:
         who: Launched | None = None

@@ -26,7 +26,7 @@ from protrain_plan.commands.options import (
     integers,
     updates_of,
 )
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.planning.questions.machines import Offer
@@ -88,7 +88,7 @@ def search(
     from protrain_plan.planning.questions.objectives import Question
     from protrain_plan.presentation.choosing import search_json, search_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
-    from protrain_plan.program.group import profile_of_rank
+    from protrain_runtime.contract.program.group import profile_of_rank
 
     when = updates_of(updates, clip=clip)
     share = clip_share_of(clip_share, when)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from protrain_plan.commands.options import choice
-from protrain_plan.errors import ProtrainError, cut
-from protrain_plan.records.hardware import PCIE, Hardware
-from protrain_plan.records.schema import MAX_COUNT
-from protrain_plan.units import parse_bytes
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.records.hardware import PCIE, Hardware
+from protrain_runtime.contract.records.schema import MAX_COUNT
+from protrain_runtime.contract.units import parse_bytes
 
 if TYPE_CHECKING:
     from protrain_plan.planning.questions.objectives import Fit, Question

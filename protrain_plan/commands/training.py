@@ -16,19 +16,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
-from protrain_plan.program.recording import Recording
-from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.records.plan import Plan, TierBytes
-from protrain_plan.records.profile import Compilation, Profile
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
 from protrain_runtime.checkpoint.loading import load, read_extra
 from protrain_runtime.checkpoint.saving import save
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.recording import Recording
+from protrain_runtime.contract.records.hardware import is_accelerator
+from protrain_runtime.contract.records.plan import Plan, TierBytes
+from protrain_runtime.contract.records.profile import Compilation, Profile
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import explained_exhaustion
 from protrain_runtime.devices.memory_meter import device_of, storage_bytes

@@ -6,10 +6,10 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records import Hardware, loads_hardware, loads_profile
-from protrain_plan.records.files import read_text
-from protrain_plan.records.reader import kind_of
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import Hardware, loads_hardware, loads_profile
+from protrain_runtime.contract.records.files import read_text
+from protrain_runtime.contract.records.reader import kind_of
 
 
 def hardware_names() -> tuple[str, ...]:

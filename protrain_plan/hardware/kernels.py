@@ -26,7 +26,7 @@ tests/hardware/test_kernels.py has these figures).
 from functools import lru_cache
 from typing import NamedTuple
 
-from protrain_plan.records.hardware import Rates
+from protrain_runtime.contract.records.hardware import Rates
 
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Rows and columns of the result; the first are as fast as a multiprocessor computes."""

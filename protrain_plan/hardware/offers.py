@@ -22,14 +22,14 @@ from pathlib import Path
 
 import yaml
 
-from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
-from protrain_plan.program.group import DeviceGroup, group_on
-from protrain_plan.records.files import read_text
-from protrain_plan.records.hardware import PCIE, Hardware, TierName
-from protrain_plan.records.schema import MAX_COUNT, MAX_LIST, PRICES
-from protrain_plan.records.tree import Node, did_you_mean, listed, root
-from protrain_plan.units import format_bytes, parse_bytes
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.program.group import DeviceGroup, group_on
+from protrain_runtime.contract.records.files import read_text
+from protrain_runtime.contract.records.hardware import PCIE, Hardware, TierName
+from protrain_runtime.contract.records.schema import MAX_COUNT, MAX_LIST, PRICES
+from protrain_runtime.contract.records.tree import Node, did_you_mean, listed, root
+from protrain_runtime.contract.units import format_bytes, parse_bytes
 
 KEYS = ("price_per_hour", "num_devices", "host_memory", "disk", "link")
 MOST_NODES = 4

@@ -19,8 +19,8 @@ from protrain_plan.hardware.kernels import (
     product_efficiency,
 )
 from protrain_plan.hardware.operators import HALF, INT8_PRODUCT, PACKED_PRODUCT
-from protrain_plan.records.hardware import Rates
 from protrain_runtime.activations.trees import named, tensors_in
+from protrain_runtime.contract.records.hardware import Rates
 from protrain_runtime.devices.memory_meter import storage_bytes
 
 aten = torch.ops.aten

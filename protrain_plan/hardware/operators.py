@@ -28,9 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from protrain_plan.hardware.probe import processor_name
-from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
-from protrain_plan.records.hardware import Device, DeviceKind, is_accelerator
 from protrain_runtime.activations.trees import named, tensors_in
+from protrain_runtime.contract.program.program import BLOCK_BYTES, block_bytes, in_blocks
+from protrain_runtime.contract.records.hardware import Device, DeviceKind, is_accelerator
 
 aten = torch.ops.aten
 PACKED_PRODUCT = "bitsandbytes::gemm_4bit"

@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.speeds import (
     Overheads,
     PinnedLink,
@@ -41,8 +40,9 @@ from protrain_plan.hardware.speeds import (
     update_step,
     update_team,
 )
-from protrain_plan.program.program import PAGE_BYTES
-from protrain_plan.records.hardware import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import PAGE_BYTES
+from protrain_runtime.contract.records.hardware import (
     Cached,
     Collectives,
     Contention,
@@ -53,8 +53,8 @@ from protrain_plan.records.hardware import (
     Observed,
     Tier,
 )
-from protrain_plan.records.profile import DType
-from protrain_plan.units import four_digits
+from protrain_runtime.contract.records.profile import DType
+from protrain_runtime.contract.units import four_digits
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.devices.stores import DiskStore

@@ -21,8 +21,9 @@ from torch.nn.functional import linear
 
 from protrain_plan.models.building import parameter_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
-from protrain_plan.records.hardware import Contention, Link, Rates
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare, record, restore
+from protrain_runtime.contract.records.hardware import Contention, Link, Rates
+from protrain_runtime.contract.records.plan import (
     Budgets,
     Keep,
     Offload,
@@ -34,9 +35,8 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
-from protrain_plan.records.profile import DType, Precision, Workload
-from protrain_plan.units import four_digits
-from protrain_runtime import prepare, record, restore
+from protrain_runtime.contract.records.profile import DType, Precision, Workload
+from protrain_runtime.contract.units import four_digits
 from protrain_runtime.devices.device import current_stream, found, on_host, synchronize
 from protrain_runtime.devices.lanes import Backend, take_threads
 from protrain_runtime.devices.stores import HostStore

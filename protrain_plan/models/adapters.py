@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from protrain_plan.errors import ProtrainError, cut
-from protrain_plan.records.adapters import ALL_LINEAR, Lora, read_adapter
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.records.adapters import ALL_LINEAR, Lora, read_adapter
 
 _MAX_REASON = 300
 """Characters of what PEFT says that a message repeats."""

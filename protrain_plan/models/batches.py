@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain_plan.errors import ProtrainError, RecordError
-from protrain_plan.records.files import read_bytes
 from protrain_runtime.activations.trees import taken_apart, tensors_in
+from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.records.files import read_bytes
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | Tensor
 """What one call of a model takes: keyword arguments, positional arguments, or one tensor.

@@ -20,9 +20,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.profile import DType, Precision
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.profile import DType, Precision
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.states.quantized import carry_scales, name_scales, packed_layers
 

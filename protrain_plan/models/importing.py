@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 
 def models_path() -> list[str]:

@@ -19,7 +19,7 @@ from textwrap import indent
 from traceback import walk_tb
 from typing import Literal, NoReturn
 
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 _MOST_CALLS = 12
 """Calls that a report of our own mistake names."""

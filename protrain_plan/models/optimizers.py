@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.models.importing import imported
-from protrain_plan.records.profile import Precision
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.records.profile import Precision
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.stepping import in_train_mode
 

@@ -7,9 +7,9 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.files import read_text
-from protrain_plan.records.tree import parsed_json
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.files import read_text
+from protrain_runtime.contract.records.tree import parsed_json
 
 JsonObject = dict[str, object]
 

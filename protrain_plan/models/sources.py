@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
-from protrain_plan.errors import ProtrainError, cut
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import (
     Batch,
@@ -48,7 +47,8 @@ from protrain_plan.models.building import (
 from protrain_plan.models.importing import imported
 from protrain_plan.models.presets import JsonObject, parse_config, preset_names, read_config
 from protrain_plan.models.quantizing import as_made, packed_as_drawn, quantized, settled
-from protrain_plan.records.profile import DType, Precision, Quantize
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.records.profile import DType, Precision, Quantize
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.devices.preflight import free_host_bytes
 

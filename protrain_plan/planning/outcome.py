@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Plan
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.units import format_bytes
 
 Status = Literal["optimal", "feasible"]
 

@@ -11,8 +11,8 @@ from protrain_plan.planning.questions.spending import cost_of
 from protrain_plan.presentation.plans import devices_json, fits_json, fits_text, solved_json
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.terminal import Text, table_of
-from protrain_plan.records.hardware import PCIE
-from protrain_plan.units import exact_bytes
+from protrain_runtime.contract.records.hardware import PCIE
+from protrain_runtime.contract.units import exact_bytes
 
 if TYPE_CHECKING:
     from protrain_plan.planning.outcome import Solved

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from protrain_plan.records.adapters import option_of
-from protrain_plan.records.forms import FORMS
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.adapters import option_of
+from protrain_runtime.contract.records.forms import FORMS
+from protrain_runtime.contract.records.plan import (
     STEPPED,
     Keep,
     Offload,
@@ -24,7 +24,7 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
-from protrain_plan.records.tree import listed
+from protrain_runtime.contract.records.tree import listed
 
 Config = dict[str, Any]
 

@@ -31,18 +31,18 @@ from protrain_plan.presentation.terminal import (
     table_of,
     wrote,
 )
-from protrain_plan.program.group import DeviceGroup
-from protrain_plan.records import activations_text, states_text
-from protrain_plan.records.commands import profile_command
-from protrain_plan.records.forms import FORMS
-from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.records.plan import Plan, Prediction, TierBytes
-from protrain_plan.records.profile import Profile
-from protrain_plan.records.tree import listed
-from protrain_plan.simulation.memory import Excess, checkpoint_bytes
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.simulation.wear import wear
-from protrain_plan.units import format_bytes, format_range, format_seconds
+from protrain_runtime.contract.program.group import DeviceGroup
+from protrain_runtime.contract.program.memory import Excess, checkpoint_bytes
+from protrain_runtime.contract.records import activations_text, states_text
+from protrain_runtime.contract.records.commands import profile_command
+from protrain_runtime.contract.records.forms import FORMS
+from protrain_runtime.contract.records.hardware import is_accelerator
+from protrain_runtime.contract.records.plan import Plan, Prediction, TierBytes
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
 
 if TYPE_CHECKING:
     from protrain_plan.commands.training import Run

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
-from protrain_plan.records.folding import unfold
-from protrain_plan.records.hardware import Collectives, Hardware, Rates, Tier
-from protrain_plan.records.profile import Compilation, Profile, Unit
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime.contract.records.folding import unfold
+from protrain_runtime.contract.records.hardware import Collectives, Hardware, Rates, Tier
+from protrain_runtime.contract.records.profile import Compilation, Profile, Unit
+from protrain_runtime.contract.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from protrain_plan.models.presets import Preset

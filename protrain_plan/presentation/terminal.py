@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.style import Style
 
-from protrain_plan.escaping import one_line
+from protrain_runtime.contract.escaping import one_line
 
 
 class Text(rich.text.Text):

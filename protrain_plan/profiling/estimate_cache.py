@@ -32,13 +32,20 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
-from protrain_plan import __version__
-from protrain_plan.errors import RecordError
 from protrain_plan.models.presets import JsonObject
-from protrain_plan.records import dumps_hardware, dumps_profile, loads_profile
-from protrain_plan.records.files import read_text, replace_text
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import Compile, DType, Precision, Profile, Quantize, Workload
+from protrain_runtime.contract import __version__
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.records import dumps_hardware, dumps_profile, loads_profile
+from protrain_runtime.contract.records.files import read_text, replace_text
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.profile import (
+    Compile,
+    DType,
+    Precision,
+    Profile,
+    Quantize,
+    Workload,
+)
 
 SWITCH = "PROTRAIN_NO_CACHE"
 """The environment variable that switches the cache off, whatever its value."""

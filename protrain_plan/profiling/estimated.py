@@ -20,7 +20,6 @@ from typing import Unpack
 
 import torch
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.hardware.operators import (
     DEVICE_TYPES,
@@ -60,15 +59,16 @@ from protrain_plan.profiling.unit_by_unit import (
     sketch_and_model,
     workload_of,
 )
-from protrain_plan.records.forms import FORMS, allowed_forms, names_of
-from protrain_plan.records.hardware import DeviceKind, Hardware, Rates
-from protrain_plan.records.profile import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_of
+from protrain_runtime.contract.records.hardware import DeviceKind, Hardware, Rates
+from protrain_runtime.contract.records.profile import (
     SPARSE,
     OptimizerCost,
     Profile,
     Workload,
 )
-from protrain_plan.units import four_digits
+from protrain_runtime.contract.units import four_digits
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 

@@ -11,7 +11,6 @@ from typing import TypedDict, Unpack
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.probe import BRIEF, Progress, Watch, probe
 from protrain_plan.hardware.speeds import measure_overheads, update_speeds
 from protrain_plan.models.batches import Batch, first_of, of_one_size
@@ -58,11 +57,19 @@ from protrain_plan.profiling.unit_by_unit import (
     sketched,
     workload_of,
 )
-from protrain_plan.program.compiling import program_of
-from protrain_plan.program.program import PIECE_ALIGNMENT
-from protrain_plan.records.forms import FORMS, allowed_forms
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import (
+from protrain_plan.simulation.timeline import simulated_seconds
+from protrain_runtime.activations.compiled import (
+    are_compiled,
+    compile_each,
+    refuse_compiled_around,
+)
+from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.program import PIECE_ALIGNMENT
+from protrain_runtime.contract.records.forms import FORMS, allowed_forms
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.profile import (
     Compilation,
     DType,
     Form,
@@ -73,14 +80,7 @@ from protrain_plan.records.profile import (
     Unit,
     Workload,
 )
-from protrain_plan.simulation.timeline import simulated_seconds
-from protrain_plan.units import four_digits
-from protrain_runtime.activations.compiled import (
-    are_compiled,
-    compile_each,
-    refuse_compiled_around,
-)
-from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
+from protrain_runtime.contract.units import four_digits
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.speeds import plan_to_measure
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import (
@@ -29,9 +28,10 @@ from protrain_plan.models.optimizers import (
 )
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
-from protrain_plan.program.program import FILE_BYTES
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import FILE_BYTES
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Persistent,
@@ -40,7 +40,7 @@ from protrain_plan.records.plan import (
     Swap,
     UnitPlan,
 )
-from protrain_plan.records.profile import Workload
+from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import out_of_memory
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, reachable_bytes

@@ -20,7 +20,6 @@ from typing import Required, TypedDict
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.garbage import collected_as_usual
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import Progress, host_memory_bytes, processor_name
@@ -49,10 +48,18 @@ from protrain_plan.profiling.structure.discovery import (
 )
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.structure.rerun import run_once
-from protrain_plan.records.hardware import Device, DeviceKind
-from protrain_plan.records.profile import Compile, DType, Form, Precision, Quantize, Workload
-from protrain_plan.units import format_bytes
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import Device, DeviceKind
+from protrain_runtime.contract.records.profile import (
+    Compile,
+    DType,
+    Form,
+    Precision,
+    Quantize,
+    Workload,
+)
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.states.chunks import refuse_parameters

@@ -1,1 +1,1 @@
-"""Program x Profile -> bytes at every slot, and when each move starts and ends."""
+"""Program x Profile -> when each move starts and ends, and what a step waits for."""

@@ -4,14 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
-from protrain_plan.program.implications import BoundProgram
-from protrain_plan.program.program import Move, MoveKind, slot_words
-from protrain_plan.records.plan import TierBytes
-from protrain_plan.simulation.memory import SlotBytes, device_bytes, peak_bytes
 from protrain_plan.simulation.timeline import Stall, Timeline, simulate
-from protrain_plan.units import format_bytes, format_seconds
-
-COMPUTE = "compute"
+from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.program.memory import SlotBytes, device_bytes, peak_bytes
+from protrain_runtime.contract.program.program import COMPUTE, Move, MoveKind, slot_words
+from protrain_runtime.contract.records.plan import TierBytes
+from protrain_runtime.contract.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

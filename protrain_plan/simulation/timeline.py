@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
-from protrain_plan.program.group import collective_seconds
-from protrain_plan.program.implications import BoundProgram, update_seconds
-from protrain_plan.program.program import Lane, Move, Settings
-from protrain_plan.records.hardware import Contention, TierName
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.program.group import collective_seconds
+from protrain_runtime.contract.program.implications import BoundProgram, update_seconds
+from protrain_runtime.contract.program.program import Lane, Move, Settings
+from protrain_runtime.contract.records.hardware import Contention, TierName
+from protrain_runtime.contract.records.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)

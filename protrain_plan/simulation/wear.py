@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from protrain_plan.program.compiling import bind
-from protrain_plan.program.group import profile_for
-from protrain_plan.program.implications import Implications
-from protrain_plan.program.program import Program, Settings
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import Profile
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.program.compiling import bind
+from protrain_runtime.contract.program.group import profile_for
+from protrain_runtime.contract.program.implications import Implications
+from protrain_runtime.contract.program.program import Program, Settings
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.units import format_bytes
 
 DAY_S = 86_400.0
 

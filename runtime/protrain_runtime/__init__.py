@@ -7,16 +7,20 @@
 Everything else of a training loop stays as it is, and computes what plain PyTorch computes.
 """
 
-from protrain_plan.errors import OutOfMemoryError
-from protrain_runtime.checkpoint.loading import load
-from protrain_runtime.checkpoint.saving import save
-from protrain_runtime.devices.memory_meter import return_freed_memory
-from protrain_runtime.diagnostics.out_of_memory import explain_memory
-from protrain_runtime.diagnostics.recording import record
-from protrain_runtime.model.between_steps import MovingAverage, full_parameters
-from protrain_runtime.model.prepared import restore
-from protrain_runtime.preparation import compile_blocks, prepare
-from protrain_runtime.states.master_weights import with_master_weights
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from protrain_runtime.checkpoint.loading import load
+    from protrain_runtime.checkpoint.saving import save
+    from protrain_runtime.contract.errors import OutOfMemoryError
+    from protrain_runtime.devices.memory_meter import return_freed_memory
+    from protrain_runtime.diagnostics.out_of_memory import explain_memory
+    from protrain_runtime.diagnostics.recording import record
+    from protrain_runtime.model.between_steps import MovingAverage, full_parameters
+    from protrain_runtime.model.prepared import restore
+    from protrain_runtime.preparation import compile_blocks, prepare
+    from protrain_runtime.states.master_weights import with_master_weights
 
 __all__ = [
     "MovingAverage",
@@ -32,3 +36,29 @@ __all__ = [
     "save",
     "with_master_weights",
 ]
+
+# Imported when first asked for: `protrain_runtime.contract` does not wait for PyTorch.
+_HOMES = {
+    "MovingAverage": "model.between_steps",
+    "OutOfMemoryError": "contract.errors",
+    "compile_blocks": "preparation",
+    "explain_memory": "diagnostics.out_of_memory",
+    "full_parameters": "model.between_steps",
+    "load": "checkpoint.loading",
+    "prepare": "preparation",
+    "record": "diagnostics.recording",
+    "restore": "model.prepared",
+    "return_freed_memory": "devices.memory_meter",
+    "save": "checkpoint.saving",
+    "with_master_weights": "states.master_weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

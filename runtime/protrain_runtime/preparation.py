@@ -14,13 +14,6 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from protrain_plan import __version__
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.compiling import compile_plan
-from protrain_plan.program.program import Settings, gradient_home
-from protrain_plan.records import fingerprint, read_plan
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Persistent, Plan, Swap, SwapInput
 from protrain_runtime.activations.compiled import (
     are_compiled,
     compile_each,
@@ -30,6 +23,13 @@ from protrain_runtime.activations.compiled import (
 )
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
+from protrain_runtime.contract import __version__
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import compile_plan
+from protrain_runtime.contract.program.program import Settings, gradient_home
+from protrain_runtime.contract.records import fingerprint, read_plan
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import Persistent, Plan, Swap, SwapInput
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import (
     WAIT_LIMIT_S,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.checking.budgets import Limits, MachineBudget, find_limits
-from protrain_plan.errors import ProtrainError, RecordError
-from protrain_plan.records.forms import FORMS, leaves_of
-from protrain_plan.records.tree import listed
+from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.records.forms import FORMS, leaves_of
+from protrain_runtime.contract.records.tree import listed
 from tests.support.messages import Speaker
 from tests.support.record_fuzz import FLOODS, TEXTS
 

@@ -17,11 +17,11 @@ from protrain_plan.checking.budgets import MachineBudget, find_limits
 from protrain_plan.checking.looking import look_away
 from protrain_plan.checking.rules import RULES, Failed, Passed, Report, Skipped, check
 from protrain_plan.cli import main
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.group import DeviceGroup
-from protrain_plan.records import read_hardware, write_hardware
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Budgets, Keep, Offload, Plan
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.group import DeviceGroup
+from protrain_runtime.contract.records import read_hardware, write_hardware
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Budgets, Keep, Offload, Plan
 from tests.support.checking_cases import PROFILE, AssertGolden, commit, find_plans, offloading
 from tests.support.forked import protrain
 from tests.support.planning_cases import cpu, gpu, joined

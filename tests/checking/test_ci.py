@@ -18,8 +18,8 @@ from rich.console import Console
 
 from protrain_plan.checking.budgets import find_limits
 from protrain_plan.checking.rules import Failed, Report, Skipped, check
-from protrain_plan.escaping import one_line
 from protrain_plan.presentation.checks.reports import text
+from protrain_runtime.contract.escaping import one_line
 from tests.support.checking_cases import AssertGolden, commit, find_plans, look
 from tests.support.commands import EXAMPLE, Result, bash, copy_example, protrain, shell, version
 from tests.support.markdown import code, rendered

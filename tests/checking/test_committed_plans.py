@@ -13,8 +13,8 @@ from plans.make import PAGE, PAIRS, Pair, page
 from protrain_plan.checking.looking import Look, look_away
 from protrain_plan.checking.plan_files import opened, read_files
 from protrain_plan.checking.rules import Failed, Skipped, check, plan_command, profile_command
-from protrain_plan.records import read_plan
-from protrain_plan.units import exact_bytes
+from protrain_runtime.contract.records import read_plan
+from protrain_runtime.contract.units import exact_bytes
 from tests.support.checking_cases import find_plans, look
 
 ROOT = Path(__file__).parents[2]

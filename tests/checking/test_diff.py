@@ -11,8 +11,8 @@ from rich.console import Console
 from protrain_plan.checking.diffing import in_words, plan_diff
 from protrain_plan.checking.plan_on_machine import predicted
 from protrain_plan.presentation.checks.diffs import diff_markdown, diff_text
-from protrain_plan.records import write_plan
-from protrain_plan.records.plan import Keep, Persistent, Plan, Schedule
+from protrain_runtime.contract.records import write_plan
+from protrain_runtime.contract.records.plan import Keep, Persistent, Plan, Schedule
 from tests.support.checking_cases import BUDGETS, PROFILE, AssertGolden, offloading
 from tests.support.forked import protrain
 from tests.support.planning_cases import MB

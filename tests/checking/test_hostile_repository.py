@@ -25,9 +25,9 @@ from protrain_plan.checking.budgets import find_limits
 from protrain_plan.checking.looking import Broken, Today, look_away
 from protrain_plan.checking.plan_files import search
 from protrain_plan.checking.rules import Failed, check
-from protrain_plan.errors import RecordError
 from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.estimate_cache import SWITCH
+from protrain_runtime.contract.errors import RecordError
 from tests.support import forked
 from tests.support.checking_cases import PROFILE, commit, offloading
 from tests.support.commands import PROTRAIN, Result, bash, version

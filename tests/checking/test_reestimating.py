@@ -16,9 +16,9 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as planned
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.records import read_plan, read_profile, write_plan, write_profile
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records import read_plan, read_profile, write_plan, write_profile
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.checking_cases import find_plans, look
 
 ROOT = Path(__file__).parents[2]

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from safetensors.torch import load as loaded_by_the_package
 from torch import Tensor, nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.building import seeded
-from protrain_plan.records.plan import Keep, Offload, Persistent, Placement
 from protrain_runtime import load, prepare, save
 from protrain_runtime.checkpoint.entries import described, fill_values
 from protrain_runtime.checkpoint.files import shown, write_tensors
 from protrain_runtime.checkpoint.index import INDEX, Saved, seal
 from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.checkpoint.training import encoded, read_training
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Placement
 from protrain_runtime.states.values import Held, Source, part_of
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_without_protrain
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import Offload, Persistent, Placement
 from protrain_runtime import load, prepare, save
 from protrain_runtime.checkpoint.exporting import export
 from protrain_runtime.checkpoint.loading import read_extra
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Offload, Persistent, Placement
 from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
 from tests.support.routed_model import State, built, made, plan_of, same, state_of, step
 from tests.support.runtime_cases import ADAMW, differences

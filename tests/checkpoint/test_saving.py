@@ -23,20 +23,20 @@ from torch import nn
 
 from protrain_plan.commands.run import run
 from protrain_plan.commands.training import Checkpoints, Run, train
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as plan_within
 from protrain_plan.presentation.plans import solved_text
-from protrain_plan.program.program import SAVING_BYTES
-from protrain_plan.records import read_plan, write_plan
-from protrain_plan.records.plan import Budgets, Keep, Offload, Persistent, Plan, Swap
-from protrain_plan.records.profile import Precision, Workload
-from protrain_plan.simulation.memory import checkpoint_bytes
-from protrain_plan.units import format_bytes
 from protrain_runtime import load, prepare, restore, save, with_master_weights
 from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.checkpoint.loading import read_extra
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import checkpoint_bytes
+from protrain_runtime.contract.program.program import SAVING_BYTES
+from protrain_runtime.contract.records import read_plan, write_plan
+from protrain_runtime.contract.records.plan import Budgets, Keep, Offload, Persistent, Plan, Swap
+from protrain_runtime.contract.records.profile import Precision, Workload
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.commands import MODEL, PROTRAIN, printed, protrain
@@ -746,7 +746,7 @@ SAVES = """
 import os, resource, sys, time
 import torch
 from pathlib import Path
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_plan.models.building import seeded
 from protrain_runtime import save
 from tests.support.functional_model import FunctionalStack

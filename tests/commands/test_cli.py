@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from protrain_plan.records import read_plan, read_profile, write_hardware, write_profile
+from protrain_runtime.contract.records import read_plan, read_profile, write_hardware, write_profile
 from tests.support import forked
 from tests.support.checking_cases import commit
 from tests.support.commands import ROOT, printed, protrain

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from protrain_plan.commands.sweeping import Sweep, read_sweep
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.hardware import PCIE
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import PCIE
 from tests.support.forked import protrain
 
 GIB = 2**30

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from protrain_plan.commands.output import JsonList, print_json
-from protrain_plan.records import read_plan, read_profile
-from protrain_plan.records.writer import fingerprint
+from protrain_runtime.contract.records import read_plan, read_profile
+from protrain_runtime.contract.records.writer import fingerprint
 from tests.support.commands import PROTRAIN, printed
 from tests.support.forked import protrain
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.records import read_plan, write_hardware, write_profile
-from protrain_plan.records.plan import Recompute, Swap, SwapInput
+from protrain_runtime.contract.records import read_plan, write_hardware, write_profile
+from protrain_runtime.contract.records.plan import Recompute, Swap, SwapInput
 from tests.support.commands import PROTRAIN, printed
 from tests.support.forked import protrain
 from tests.support.planning_cases import cpu, decoder, gpu, joined

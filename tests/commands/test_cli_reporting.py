@@ -12,8 +12,8 @@ import pytest
 
 from protrain_plan.presentation.report.page import page_text
 from protrain_plan.presentation.report.step import read_step
-from protrain_plan.program.recording import write_recording
-from protrain_plan.records import write_plan, write_profile
+from protrain_runtime.contract.program.recording import write_recording
+from protrain_runtime.contract.records import write_plan, write_profile
 from tests.support.commands import ROOT, Result, printed, protrain
 from tests.support.planning_cases import cpu, decoder
 from tests.support.reporting_cases import GOLDEN, recorded, small_step

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.model_code import explained
 from protrain_plan.profiling.structure.whereabouts import REHEARSING, Place
+from protrain_runtime.contract.errors import ProtrainError
 from tests.support import forked
 from tests.support.commands import Result, protrain
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from protrain_plan.commands.processes import answers_of, pipelined, workers
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 
 def squared(number: int) -> tuple[int, int]:

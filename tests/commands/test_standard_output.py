@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.records import read_hardware, read_plan, read_profile
+from protrain_runtime.contract.records import read_hardware, read_plan, read_profile
 from tests.support.checking_cases import commit
 from tests.support.commands import PROTRAIN
 from tests.support.forked import Result, protrain

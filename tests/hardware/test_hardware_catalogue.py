@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.machines import CONTEXT_BYTES, MACHINES, Machine
-from protrain_plan import records
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
-from protrain_plan.records.hardware import Hardware, Rates
+from protrain_runtime.contract import records
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import Hardware, Rates
 from tests.support import forked
 from tests.support.record_samples import HARDWARE, PLAN, PROFILE
 

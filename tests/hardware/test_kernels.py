@@ -14,7 +14,7 @@ from protrain_plan.hardware.kernels import (
     product_efficiency,
 )
 from protrain_plan.hardware.operator_log import Work
-from protrain_plan.records.hardware import Rates
+from protrain_runtime.contract.records.hardware import Rates
 
 SIDES = st.integers(1, 20_000)
 PRODUCTS = st.builds(Product, st.integers(1, 64), SIDES, SIDES, SIDES)

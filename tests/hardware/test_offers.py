@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.hardware.offers import catalogue_offers, device_counts, read_offers
-from protrain_plan.records import loads_hardware, write_hardware
-from protrain_plan.records.hardware import PCIE
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import loads_hardware, write_hardware
+from protrain_runtime.contract.records.hardware import PCIE
 from tests.support.record_samples import HARDWARE
 
 GIB = 2**30

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.probe import ProbedFile, Watch, host_memory_bytes, observed, probe
 from protrain_plan.hardware.speeds import in_worker, update_speeds
-from protrain_plan.records import read_hardware, read_profile, write_hardware
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import DType, Precision
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import read_hardware, read_profile, write_hardware
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.profile import DType, Precision
 from tests.support import forked
 from tests.support.messages import Speaker
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from protrain_plan.records.hardware import Rates
+from protrain_runtime.contract.records.hardware import Rates
 from tests.support.operator_logs import watching
 
 RATES = Rates(

@@ -17,8 +17,8 @@ import protrain_runtime
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.records import write_plan
-from protrain_plan.records.plan import Budgets
+from protrain_runtime.contract.records import write_plan
+from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.runtime_cases import made_once, profiled_here
 
@@ -34,7 +34,7 @@ EXAMPLES = [
 ]
 
 
-PUBLIC = ("protrain_runtime", "protrain_runtime.integrations.", "protrain_plan.records")
+PUBLIC = ("protrain_runtime", "protrain_runtime.integrations.", "protrain_runtime.contract.records")
 """What users import. A name that ends in a dot stands for the modules below it."""
 
 

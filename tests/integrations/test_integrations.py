@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, default_collate
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records import write_plan
-from protrain_plan.records.plan import Persistent, Plan
-from protrain_plan.records.profile import Precision
 from protrain_runtime import restore, with_master_weights
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import write_plan
+from protrain_runtime.contract.records.plan import Persistent, Plan
+from protrain_runtime.contract.records.profile import Precision
 from protrain_runtime.integrations import accelerate as in_accelerate
 from protrain_runtime.integrations import transformers as in_transformers
 from protrain_runtime.integrations.adopting import follow

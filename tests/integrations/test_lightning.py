@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import Plan
 from protrain_runtime import restore
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.model.prepared import engine_of
 from tests.support.integration_cases import (
     CLIPPED,

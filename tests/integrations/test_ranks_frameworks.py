@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments
 
-from protrain_plan.records.plan import Offload, Persistent, Placement, Plan
+from protrain_runtime.contract.records.plan import Offload, Persistent, Placement, Plan
 from protrain_runtime.integrations import accelerate, transformers
 from protrain_runtime.integrations.lightning import PlannedRanks, UsePlan
 from tests.support.ranks_cases import run_ranks

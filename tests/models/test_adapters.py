@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import ZOO
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.sources import load_source
-from protrain_plan.records.adapters import Lora, option_of, parse_lora, read_adapter
-from protrain_plan.records.commands import profile_command
-from protrain_plan.records.profile import DType, Workload
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.adapters import Lora, option_of, parse_lora, read_adapter
+from protrain_runtime.contract.records.commands import profile_command
+from protrain_runtime.contract.records.profile import DType, Workload
 from tests.support.by_peft import by_peft
 from tests.support.messages import Speaker
 

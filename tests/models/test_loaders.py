@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from protrain_plan.commands.training import train
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.profiling.estimated import estimates
-from protrain_plan.records.plan import Budgets, Plan
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Budgets, Plan
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.runtime_cases import profiled_here
 from tests.support.thinning import thinned
 

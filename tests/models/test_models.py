@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.zoo import ZOO
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.presets import Preset, preset_config, preset_names, presets
 from protrain_plan.models.sources import load_source
-from protrain_plan.records.profile import DType
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.profile import DType
 from tests.support.messages import Speaker
 
 PUBLISHED = {  # millions, as model cards and papers say, which round

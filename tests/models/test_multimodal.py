@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from protrain_plan.commands.training import train
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import parse_pin
@@ -16,8 +15,9 @@ from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.profiles import caveats
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import Profile, Quantize
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import Profile, Quantize
 from tests.support.runtime_cases import profiled_here
 from tests.support.thinning import thinned
 

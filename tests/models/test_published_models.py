@@ -8,7 +8,7 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.presets import preset_config, presets
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.thinning import thinned
 
 PRESETS = {preset.name: preset for preset in presets()}

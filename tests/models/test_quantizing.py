@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.quantizing import KINDS, read_quantize
 from protrain_plan.models.sources import load_source
-from protrain_plan.records import dumps_profile, loads_profile
-from protrain_plan.records.commands import profile_command
-from protrain_plan.records.profile import DType, Precision, Quantize
 from protrain_runtime.checkpoint.saving import model_values
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import dumps_profile, loads_profile
+from protrain_runtime.contract.records.commands import profile_command
+from protrain_runtime.contract.records.profile import DType, Precision, Quantize
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.quantized import packed_layers, scales_of

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
 from protrain_plan.models.optimizers import optimizer_factory
@@ -25,10 +24,18 @@ from protrain_plan.profiling.measured import refuse_sparse, workspace
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed
-from protrain_plan.records.plan import Keep, Offload, Persistent, Recompute, Swap, UnitPlan
-from protrain_plan.records.profile import OptimizerCost, Profile, Unit, Workload
-from protrain_plan.simulation.memory import device_bytes
 from protrain_runtime import prepare
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Recompute,
+    Swap,
+    UnitPlan,
+)
+from protrain_runtime.contract.records.profile import OptimizerCost, Profile, Unit, Workload
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint, with_batch_sizes
 from protrain_runtime.diagnostics.recording import measure_step

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.zoo import ZOO
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import KNOWN, OPTIMIZERS, optimizer_factory
@@ -14,7 +13,8 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records.profile import DType, Precision
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.profile import DType, Precision
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.update_rules import UpdateRules

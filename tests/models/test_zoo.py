@@ -20,17 +20,17 @@ from protrain_plan.profiling.measured import workspace
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed
-from protrain_plan.records.forms import FORMS, allowed_forms
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.forms import FORMS, allowed_forms
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Recompute,
     Swap,
     UnitPlan,
 )
-from protrain_plan.records.profile import Form, OptimizerCost, Profile
-from protrain_plan.simulation.memory import device_bytes
-from protrain_runtime import prepare
+from protrain_runtime.contract.records.profile import Form, OptimizerCost, Profile
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.diagnostics.recording import measure_step

@@ -15,9 +15,9 @@ from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.evaluation import schedule, step_seconds
-from protrain_plan.records.plan import Budgets, Persistent
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.plan import Budgets, Persistent
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
 from tests.support.random_problems import PLENTY, random_choice, random_problem, random_rule
 from tests.support.thinning import thinned

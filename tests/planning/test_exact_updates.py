@@ -9,9 +9,9 @@ from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.presentation.plans import other_results
-from protrain_plan.records import read_plan, write_plan
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Budgets, Plan
+from protrain_runtime.contract.records import read_plan, write_plan
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Budgets, Plan
 from tests.support.planning_cases import cpu, decoder, gpu
 
 AMPLE = 10**12

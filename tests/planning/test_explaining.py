@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.explain.explaining import (
     GIB,
     MAX_GROUPS,
@@ -25,8 +24,9 @@ from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,
@@ -40,8 +40,8 @@ from protrain_plan.records.plan import (
     TierBytes,
     Updates,
 )
-from protrain_plan.records.profile import FormCost, Profile
-from protrain_plan.records.writer import fingerprint
+from protrain_runtime.contract.records.profile import FormCost, Profile
+from protrain_runtime.contract.records.writer import fingerprint
 from tests.support.messages import Speaker
 from tests.support.planning_cases import MB, decoder, gpu, random_profile
 

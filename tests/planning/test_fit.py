@@ -19,9 +19,9 @@ from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.objectives import Question, fit
 from protrain_plan.planning.questions.planner import problem_of, solve_any
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.program.group import ALONE, DeviceGroup
-from protrain_plan.records.plan import Budgets, Offload, Persistent
 from protrain_plan.simulation.report import report
+from protrain_runtime.contract.program.group import ALONE, DeviceGroup
+from protrain_runtime.contract.records.plan import Budgets, Offload, Persistent
 from tests.support.planning_cases import MB, decoder, gpu, joined
 
 GB, GAP = 1000 * MB, 0.02

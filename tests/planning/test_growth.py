@@ -21,11 +21,11 @@ from protrain_plan.planning.questions.growth import (
 )
 from protrain_plan.planning.search.choices import min_memory, plain_choices
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.program.program import BLOCK_BYTES
-from protrain_plan.records import dumps_profile, loads_profile
-from protrain_plan.records.adapters import parse_lora
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import FormCost, Profile, Unit
+from protrain_runtime.contract.program.program import BLOCK_BYTES
+from protrain_runtime.contract.records import dumps_profile, loads_profile
+from protrain_runtime.contract.records.adapters import parse_lora
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import FormCost, Profile, Unit
 from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
 
 KIB, MIB = 1024, 1 << 20

@@ -11,8 +11,8 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.growth import grown
 from protrain_plan.profiling.estimated import estimates
-from protrain_plan.records.adapters import parse_lora
-from protrain_plan.records.profile import DType, Precision, Profile
+from protrain_runtime.contract.records.adapters import parse_lora
+from protrain_runtime.contract.records.profile import DType, Precision, Profile
 
 Size = tuple[int, int]  # [sequences], [tokens] of each
 

@@ -18,7 +18,7 @@ from protrain_plan.planning.search.layouts import (
     reordered,
     steps,
 )
-from protrain_plan.records.plan import Budgets
+from protrain_runtime.contract.records.plan import Budgets
 from tests.support.planning_cases import MB, decoder, gpu
 
 

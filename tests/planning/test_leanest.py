@@ -7,7 +7,7 @@ import pytest
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search import choices
 from protrain_plan.planning.search.choices import leanest_plain, min_memory
-from protrain_plan.records.plan import Budgets
+from protrain_runtime.contract.records.plan import Budgets
 from tests.support.planning_cases import decoder, gpu, random_profile
 
 

@@ -10,9 +10,9 @@ from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import TOLERANCE
-from protrain_plan.records.forms import FORMS
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records.forms import FORMS
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import random_profile, with_copies
 
 LEAVE = ("rounding", "int8-activations")

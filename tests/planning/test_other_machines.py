@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.machines import (
     LANES,
@@ -33,10 +32,11 @@ from protrain_plan.planning.questions.sensitivities import (
 )
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.program.group import DeviceGroup
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Budgets
-from protrain_plan.simulation.memory import peak_bytes
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.group import DeviceGroup
+from protrain_runtime.contract.program.memory import peak_bytes
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Budgets
 from tests.support.planning_cases import MB, cpu, decoder, gpu, joined
 
 GAP = 0.02

@@ -11,7 +11,8 @@ from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import PACES, Evaluator, plans_of, step_seconds
 from protrain_plan.planning.search.pacing import Pace, Pacer
 from protrain_plan.planning.search.scheduling import DEPTHS, LATES, WINDOWS, ScheduleRule
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.program.memory import device_bytes, device_totals
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Offload,
@@ -19,7 +20,6 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
-from protrain_plan.simulation.memory import device_bytes, device_totals
 from tests.support.planning_cases import MB, decoder, gpu, random_profile
 from tests.support.random_problems import PLENTY, random_choice, random_problem
 

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.report.step import simulated
-from protrain_plan.program.group import profile_for, through_cache
-from protrain_plan.records import dumps_plan, loads_plan
-from protrain_plan.records.hardware import Cached, Contention, Hardware, Link
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.group import profile_for, through_cache
+from protrain_runtime.contract.records import dumps_plan, loads_plan
+from protrain_runtime.contract.records.hardware import Cached, Contention, Hardware, Link
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.messages import Speaker
 from tests.support.planning_cases import MB, cpu, decoder, joined
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.options import (
     Pin,
     UnitOptions,
@@ -15,9 +14,10 @@ from protrain_plan.planning.model.options import (
     read_pins,
 )
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.records.decisions import activations_text, states_text
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.decisions import activations_text, states_text
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import (
     Budgets,
     Keep,
     Offload,

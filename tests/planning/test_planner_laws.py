@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.options import Pin, parse_pin, pinned_options
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
@@ -17,9 +16,17 @@ from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.records.decisions import ACTIVATIONS, STATES, activations_text, states_text
-from protrain_plan.records.hardware import Hardware, Link
-from protrain_plan.records.plan import (
+from protrain_plan.simulation.timeline import simulate
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.decisions import (
+    ACTIVATIONS,
+    STATES,
+    activations_text,
+    states_text,
+)
+from protrain_runtime.contract.records.hardware import Hardware, Link
+from protrain_runtime.contract.records.plan import (
     Budgets,
     Keep,
     Offload,
@@ -30,9 +37,7 @@ from protrain_plan.records.plan import (
     SwapInput,
     Updates,
 )
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes
-from protrain_plan.simulation.timeline import simulate
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.messages import Speaker
 from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
 from tests.support.program_graph import waits_in_a_circle

@@ -15,12 +15,12 @@ from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.search.scheduling import DEPTHS, WINDOWS, ScheduleRule
-from protrain_plan.program.compiling import program_of
-from protrain_plan.records.hardware import Contention, Hardware
-from protrain_plan.records.plan import Budgets, Keep, Persistent, Schedule
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes
 from protrain_plan.simulation.timeline import simulate
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.hardware import Contention, Hardware
+from protrain_runtime.contract.records.plan import Budgets, Keep, Persistent, Schedule
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, cpu, decoder, gpu
 from tests.support.thinning import thinned
 

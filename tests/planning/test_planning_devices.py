@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
@@ -18,19 +17,20 @@ from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.search.scheduling import DEPTHS, WINDOWS, ScheduleRule
 from protrain_plan.presentation.report.step import simulated
-from protrain_plan.program.group import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.group import (
     ALONE,
     DeviceGroup,
     collective_seconds,
     group_on,
     profile_of_rank,
 )
-from protrain_plan.program.program import Settings
-from protrain_plan.records import dumps_plan, loads_plan, states_text
-from protrain_plan.records.hardware import Contention, Hardware
-from protrain_plan.records.plan import Budgets, Keep, Offload, Persistent
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.program.program import Settings
+from protrain_runtime.contract.records import dumps_plan, loads_plan, states_text
+from protrain_runtime.contract.records.hardware import Contention, Hardware
+from protrain_runtime.contract.records.plan import Budgets, Keep, Offload, Persistent
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, cpu, decoder, gpu, joined, on_several, random_profile
 from tests.support.program_graph import waits_in_a_circle
 from tests.support.thinning import thinned

@@ -19,11 +19,11 @@ from protrain_plan.planning.search.choices import plain_choices
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.plans import solved_json, solved_text
-from protrain_plan.program.group import ALONE, DeviceGroup
-from protrain_plan.records import states_text
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.program.group import ALONE, DeviceGroup
+from protrain_runtime.contract.records import states_text
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, decoder, gpu, joined, on_several, random_profile
 from tests.support.thinning import thinned
 

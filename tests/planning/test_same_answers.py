@@ -15,8 +15,8 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.choices import min_memory
-from protrain_plan.program.group import ALONE
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.program.group import ALONE
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,

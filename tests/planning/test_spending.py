@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from protrain_plan.planning.questions.spending import TOKENS, Spending, spending
-from protrain_plan.program.group import ALONE, DeviceGroup
-from protrain_plan.records.hardware import Hardware, Rates
-from protrain_plan.records.profile import DType, Profile
+from protrain_runtime.contract.program.group import ALONE, DeviceGroup
+from protrain_runtime.contract.records.hardware import Hardware, Rates
+from protrain_runtime.contract.records.profile import DType, Profile
 from tests.support.planning_cases import MB, decoder, gpu
 
 RATES = Rates(

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from protrain_plan.checking.plan_on_machine import misfit
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
@@ -13,9 +12,10 @@ from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
-from protrain_plan.records import dumps_profile, loads_profile
-from protrain_plan.records.plan import Budgets, Offload, Persistent
-from protrain_plan.records.profile import SPARSE, Profile
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import dumps_profile, loads_profile
+from protrain_runtime.contract.records.plan import Budgets, Offload, Persistent
+from protrain_runtime.contract.records.profile import SPARSE, Profile
 from tests.support.messages import Speaker
 from tests.support.planning_cases import MB, decoder, gpu
 

@@ -18,9 +18,9 @@ from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.plans import fits_text, run_json, run_text
 from protrain_plan.presentation.profiles import profile_json, profile_text
 from protrain_plan.presentation.report.fit_page import fit_page
-from protrain_plan.records import dumps_profile, loads_profile
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import Compilation
+from protrain_runtime.contract.records import dumps_profile, loads_profile
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import Compilation
 from tests.support.planning_cases import cpu, decoder, random_profile, with_copies
 
 AMPLE = 10**12

@@ -12,8 +12,16 @@ from transformers import TrainingArguments
 
 from protrain_plan.commands.plans import export as export_command
 from protrain_plan.presentation.exporting import EXPORTERS, Exporter, Switches, export, tools_text
-from protrain_plan.records import write_plan
-from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recompute, Swap, SwapInput
+from protrain_runtime.contract.records import write_plan
+from protrain_runtime.contract.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Plan,
+    Recompute,
+    Swap,
+    SwapInput,
+)
 from tests.support.checking_cases import AssertGolden, offloading
 from tests.support.forked import protrain
 

@@ -24,8 +24,6 @@ from protrain_plan.checking.diffing import plan_diff
 from protrain_plan.checking.rules import RULES, Failed, Finding, Passed, Report, Skipped
 from protrain_plan.cli import main
 from protrain_plan.commands import output
-from protrain_plan.errors import ProtrainError
-from protrain_plan.escaping import in_code, lines, one_line
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.presentation.checks.diffs import diff_markdown, diff_text, error_markdown
 from protrain_plan.presentation.checks.reports import github, junit, plain_data, sarif, text
@@ -37,7 +35,9 @@ from protrain_plan.presentation.profiles import (
 )
 from protrain_plan.presentation.report.page import page_text, step_data, trace_text
 from protrain_plan.presentation.report.screen import Screen, summary_text
-from protrain_plan.records.commands import profile_command
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.escaping import in_code, lines, one_line
+from protrain_runtime.contract.records.commands import profile_command
 from tests.support.checking_cases import commit
 from tests.support.hostile_names import NAMES, SETS_A_MARK, hostile_profile, hostile_step
 from tests.support.markdown import code, rendered

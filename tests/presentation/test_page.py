@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page
 
-from protrain_plan.escaping import one_line
 from protrain_plan.presentation.report.page import page_text
 from protrain_plan.presentation.report.step import memory, slot_begins_s
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime.contract.escaping import one_line
+from protrain_runtime.contract.units import format_bytes, format_seconds
 from tests.support.browsers import chromium, needs_chromium, opened
 from tests.support.hostile_names import NAMES, hostile_step
 from tests.support.reporting_cases import FRONT, GOLDEN, deep_step, recorded, small_step

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.presentation.report.page import (
     page_text,
     step_data,
@@ -41,9 +40,10 @@ from protrain_plan.presentation.report.step import (
     slot_begins_s,
     waits,
 )
-from protrain_plan.program.recording import Event
-from protrain_plan.records import fingerprint, write_plan, write_profile
-from protrain_plan.records.plan import Offload, Recompute
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.recording import Event
+from protrain_runtime.contract.records import fingerprint, write_plan, write_profile
+from protrain_runtime.contract.records.plan import Offload, Recompute
 from tests.support.planning_cases import cpu, decoder
 from tests.support.reporting_cases import (
     GOLDEN,

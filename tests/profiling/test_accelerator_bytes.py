@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.building import kernels
 from protrain_plan.models.sources import ModelSource
@@ -21,12 +20,13 @@ from protrain_plan.presentation.plans import tiers_json
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory.unit_bytes import analyze_units
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Budgets, Plan
-from protrain_plan.records.profile import Profile
-from protrain_plan.records.reader import loads
-from protrain_plan.records.writer import dumps
-from protrain_plan.simulation.memory import gap_bytes
+from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.program.memory import gap_bytes
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Budgets, Plan
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.reader import loads
+from protrain_runtime.contract.records.writer import dumps
 from protrain_runtime.diagnostics.matching import check_kernels
 from protrain_runtime.states.chunk_layouts import make_chunk
 from tests.support.messages import Speaker

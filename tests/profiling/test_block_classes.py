@@ -16,8 +16,8 @@ from protrain_plan.profiling.memory.passes import Meter
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.profiling.structure.faking import fake_batch, faking
-from protrain_plan.records.hardware import Device
-from protrain_plan.records.profile import Form, Unit
+from protrain_runtime.contract.records.hardware import Device
+from protrain_runtime.contract.records.profile import Form, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from tests.support.configs import CONFIGS, SMALL
 from tests.support.thinning import thinned

@@ -11,8 +11,8 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.presets import JsonObject, read_config
 from protrain_plan.profiling import estimate_cache
 from protrain_plan.profiling.estimate_cache import SWITCH, EstimateCache, EstimateRequest
-from protrain_plan.records import dumps_hardware, dumps_profile
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records import dumps_hardware, dumps_profile
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import cpu, decoder
 
 CONFIG = read_config("tiny-llama")

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.presentation.profiles import profile_text
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records import dumps_profile, loads_profile
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import DType, Profile
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import dumps_profile, loads_profile
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.profile import DType, Profile
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.estimates import bytes_alone, machine

@@ -12,10 +12,10 @@ from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.first_steps import first_steps
-from protrain_plan.records import dumps_profile, loads_profile
-from protrain_plan.records.plan import STEPPED, Budgets, Persistent, Recompute
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import promised_bytes
+from protrain_runtime.contract.program.memory import promised_bytes
+from protrain_runtime.contract.records import dumps_profile, loads_profile
+from protrain_runtime.contract.records.plan import STEPPED, Budgets, Persistent, Recompute
+from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.peaks import SLACK_BYTES, bytes_of_others
 from tests.support.runtime_cases import (

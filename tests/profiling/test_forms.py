@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records.forms import allowed_forms, names_of
-from protrain_plan.records.profile import Form, Unit
 from protrain_runtime.activations.forms import in_form as code_in_form
+from protrain_runtime.contract.records.forms import allowed_forms, names_of
+from protrain_runtime.contract.records.profile import Form, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import RECOMPUTED, batch, build

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
+from protrain_runtime.contract.errors import ProtrainError
 from tests.support.held_models import (
     HELD,
     KEPT,

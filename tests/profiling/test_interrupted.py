@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.profiling.measured import measure_model
-from protrain_plan.records.profile import Workload
+from protrain_runtime.contract.records.profile import Workload
 from tests.support.forked import protrain
 from tests.support.runtime_cases import attached, copied, differences
 from tests.support.thinning import thinned

@@ -20,14 +20,14 @@ from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.records.plan import Activations, Persistent, Recompute, SwapInput
-from protrain_plan.records.profile import Form, Profile
-from protrain_plan.simulation.memory import device_bytes
 from protrain_runtime.activations.selective_recompute import (
     LARGEST_RANK,
     is_low_rank,
     kind_of,
 )
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.plan import Activations, Persistent, Recompute, SwapInput
+from protrain_runtime.contract.records.profile import Form, Profile
 from tests.support.peaks import SLACK_BYTES, bytes_of_others, without_freedom
 from tests.support.programs import compile_units
 from tests.support.runtime_cases import (

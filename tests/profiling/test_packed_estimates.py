@@ -14,8 +14,8 @@ from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.program.program import BLOCK_BYTES, in_blocks
-from protrain_plan.records.profile import DType, Profile, Quantize
+from protrain_runtime.contract.program.program import BLOCK_BYTES, in_blocks
+from protrain_runtime.contract.records.profile import DType, Profile, Quantize
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.estimates import bytes_alone, machine

@@ -21,10 +21,10 @@ from protrain_plan.profiling.measured import measure_model
 from protrain_plan.profiling.memory.unit_bytes import analyze_units
 from protrain_plan.profiling.rehearsal import ALLOWANCE_BYTES
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.program.program import BLOCK_BYTES
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import Profile, Workload
-from protrain_plan.simulation.memory import device_bytes
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.program.program import BLOCK_BYTES
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import Profile, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from tests.support.cards import need_compiler

@@ -13,9 +13,9 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.objectives import Fit, Question, fit
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.records.hardware import Rates
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import Precision
+from protrain_runtime.contract.records.hardware import Rates
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import Precision
 from tests.support.operator_logs import watching
 
 GRACE_ADAM = (10.4e9, 13.2e9)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.options import parse_pin, pinned_options
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.records.plan import Budgets
-from protrain_plan.records.profile import Profile
 from protrain_runtime import restore
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.held_models import Block, Stack, batch, made, stack_of
 from tests.support.held_training import NUM_STEPS, four_plans, profiled, takable, trained
 from tests.support.runtime_cases import differences, outcome, profiled_here

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import processor_name
 from protrain_plan.models.batches import Batch
@@ -19,9 +18,10 @@ from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.fake_meter import FakeMeter
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.profiling.structure.faking import fake_batch, faking, without_values
-from protrain_plan.program.program import BLOCK_BYTES
-from protrain_plan.records.hardware import Device, DeviceKind
-from protrain_plan.records.profile import DType, Form
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import BLOCK_BYTES
+from protrain_runtime.contract.records.hardware import Device, DeviceKind
+from protrain_runtime.contract.records.profile import DType, Form
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment
 from tests.support.messages import Speaker
 from tests.support.thinning import thinned

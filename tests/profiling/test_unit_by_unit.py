@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.building import without_parameters
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.memory import passes
@@ -20,8 +19,9 @@ from protrain_plan.profiling.memory.block_classes import filled, stubs_in_place
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed
 from protrain_plan.profiling.unit_by_unit import build_sparsely, free_bytes, sketched
-from protrain_plan.records import read_plan, read_profile
-from protrain_plan.records.profile import Unit, Workload
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import read_plan, read_profile
+from protrain_runtime.contract.records.profile import Unit, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of
 from protrain_runtime.diagnostics.matching import model_fingerprint

@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.zoo import ZOO
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import processor_name
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
-from protrain_plan.records.hardware import Device
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import Device
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from tests.support.messages import Speaker
 

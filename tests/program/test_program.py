@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.program.implications import BoundProgram
-from protrain_plan.records.plan import Budgets, Schedule, UnitPlan
-from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.timeline import simulate
+from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.records.plan import Budgets, Schedule, UnitPlan
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import random_profile
 from tests.support.program_graph import dependency_graph, waits_in_a_circle
 from tests.support.programs import compile_units

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from protrain_plan.errors import RecordError
-from protrain_plan.program.recording import (
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.program.recording import (
     Event,
     Recording,
     check_recording,
@@ -18,7 +18,7 @@ from protrain_plan.program.recording import (
     read_recording,
     write_recording,
 )
-from protrain_plan.records import fingerprint
+from protrain_runtime.contract.records import fingerprint
 from tests.support.reporting_cases import small_step
 
 RECORDING = Recording(

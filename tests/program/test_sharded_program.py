@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from protrain_plan.program.compiling import compile_plan
-from protrain_plan.program.program import (
+from protrain_runtime.contract.program.compiling import compile_plan
+from protrain_runtime.contract.program.program import (
     COLLECT,
     ChunkSize,
     Program,
@@ -14,9 +14,9 @@ from protrain_plan.program.program import (
     padded,
     shard_of,
 )
-from protrain_plan.records import dumps_plan, loads_plan
-from protrain_plan.records.hardware import DeviceKind
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records import dumps_plan, loads_plan
+from protrain_runtime.contract.records.hardware import DeviceKind
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Persistent,

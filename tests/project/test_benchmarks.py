@@ -57,14 +57,14 @@ from benchmarks.published_models import AsRun, Logits
 from benchmarks.published_runs import ARCHITECTURES, PUBLISHED, machine_of, read_published
 from benchmarks.rounds import read_rounds
 from benchmarks.runtime_runs import COMPARISONS
-from protrain_plan.errors import RecordError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.optimizers import host_share
 from protrain_plan.models.presets import JsonObject
 from protrain_plan.models.sources import ConfigSource, load_source
 from protrain_plan.planning.questions.allowance import MEDIAN
-from protrain_plan.program.recording import Event, Recording
 from protrain_plan.simulation.timeline import Span
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.program.recording import Event, Recording
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.emulated import building
 from tests.support import forked

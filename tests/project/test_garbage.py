@@ -9,7 +9,7 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.profiling.estimated import estimates
-from protrain_plan.records.plan import Budgets
+from protrain_runtime.contract.records.plan import Budgets
 
 USUAL = gc.get_threshold()
 

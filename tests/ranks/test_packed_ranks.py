@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import seeded
-from protrain_plan.records.plan import Offload, Persistent, Plan, Recompute
 from protrain_runtime import load, prepare, restore, save
+from protrain_runtime.contract.records.plan import Offload, Persistent, Plan, Recompute
 from tests.support import quantized_models
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import copied, decided, differences, plan_for, units_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Recompute,

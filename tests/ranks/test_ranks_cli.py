@@ -10,10 +10,10 @@ import pytest
 
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.program.compiling import program_of
-from protrain_plan.records import write_plan
-from protrain_plan.records.plan import Budgets, Offload, Persistent, Placement
-from protrain_plan.simulation.memory import promised_bytes
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.memory import promised_bytes
+from protrain_runtime.contract.records import write_plan
+from protrain_runtime.contract.records.plan import Budgets, Offload, Persistent, Placement
 from tests.support.ranks_cases import started
 from tests.support.runtime_cases import profiled_here
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from protrain_plan.records.plan import Offload, Persistent, Recompute, Swap
 from protrain_runtime.activations.compiled import compile_each
+from protrain_runtime.contract.records.plan import Offload, Persistent, Recompute, Swap
 from protrain_runtime.diagnostics.compiling import compiled_whole
 from tests.support.ranks_cases import run_ranks
 from tests.support.ranks_loops import Loop, assert_as_ddp, in_turn, several

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.plan import Offload, Persistent, Swap
 from protrain_runtime import prepare
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Offload, Persistent, Swap
 from protrain_runtime.devices.lanes import StreamTicket
 from tests.support import routed_model
 from tests.support.cards import host_waits

@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import (
     Offload,
     Persistent,
     Placement,
     Schedule,
 )
-from protrain_runtime import prepare
 from protrain_runtime.devices.preflight import Room, for_each
 from tests.support.messages import Speaker
 from tests.support.ranks_cases import (

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from protrain_plan.records.plan import Offload, Persistent, Placement
 from protrain_runtime import load, save
 from protrain_runtime.checkpoint.index import INDEX
+from protrain_runtime.contract.records.plan import Offload, Persistent, Placement
 from tests.support.ranks_cases import end_ranks, run_ranks
 from tests.support.routed_model import State, made, same, state_of, step
 

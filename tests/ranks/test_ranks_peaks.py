@@ -11,13 +11,14 @@ import torch
 
 import protrain_runtime
 from protrain_plan.commands.training import train
-from protrain_plan.errors import OutOfMemoryError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
-from protrain_plan.program.compiling import program_of
-from protrain_plan.records import read_profile
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.errors import OutOfMemoryError
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.memory import gap_bytes, promised_bytes, slot_name
+from protrain_runtime.contract.records import read_profile
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Persistent,
@@ -27,9 +28,8 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import gap_bytes, promised_bytes, slot_name
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.model.prepared import engine_of
 from tests.support.peaks import assert_disk_within, bytes_of_others, profile_file

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records import write_plan
-from protrain_plan.records.plan import Offload, Persistent, Placement, TierBytes
 from protrain_runtime import full_parameters, load, prepare, restore, save
 from protrain_runtime.checkpoint import loading, saving
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import write_plan
+from protrain_runtime.contract.records.plan import Offload, Persistent, Placement, TierBytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.model.between_steps import FullParameters

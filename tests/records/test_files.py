@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.errors import RecordError
-from protrain_plan.records.files import descriptor_of, read_text, replace_text
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.records.files import descriptor_of, read_text, replace_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ STOPS_IN_THE_MIDDLE = """
 import os, signal, sys, time
 # A shell that runs tests in the background lets them ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from protrain_plan.records.files import replace_text
+from protrain_runtime.contract.records.files import replace_text
 def stop(descriptor):
     print("in the middle", flush=True)
     while True:  # a signal just before a long sleep would be seen after it
@@ -33,7 +33,7 @@ replace_text(sys.argv[1], "new\\n" * 1000)
 # Writes two files of its own in turn, for ever.
 WRITES_FOR_EVER = """
 import sys
-from protrain_plan.records.files import replace_text
+from protrain_runtime.contract.records.files import replace_text
 print("started", flush=True)
 while True:
     for letter in "ab":

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protrain_plan import records
-from protrain_plan.errors import RecordError
-from protrain_plan.records.hardware import Hardware, Rates
-from protrain_plan.records.plan import (
+from protrain_runtime.contract import records
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.records.hardware import Hardware, Rates
+from protrain_runtime.contract.records.plan import (
     Plan,
 )
-from protrain_plan.records.profile import (
+from protrain_runtime.contract.records.profile import (
     Profile,
 )
-from protrain_plan.records.schema import Record
-from protrain_plan.records.tree import number_text
+from protrain_runtime.contract.records.schema import Record
+from protrain_runtime.contract.records.tree import number_text
 from tests.support.messages import Speaker
 from tests.support.record_samples import HARDWARE, PLAN, PLAN_TEXT, PROFILE
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.records import read_plan
-from protrain_plan.records.schema import MAX_UNITS
+from protrain_runtime.contract.records import read_plan
+from protrain_runtime.contract.records.schema import MAX_UNITS
 from tests.support.checking_cases import commit
 from tests.support.record_fuzz import OFTEN, SELDOM, WITH_TORCH, judged, run
 from tests.support.record_samples import PLAN_TEXT

@@ -12,12 +12,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protrain_plan import records
-from protrain_plan.errors import RecordError
-from protrain_plan.records.decisions import ACTIVATIONS, STATES
-from protrain_plan.records.folding import fold, runs, unfold
-from protrain_plan.records.forms import FORMS, exactness_of, leaves_of
-from protrain_plan.records.hardware import (
+from protrain_runtime.contract import records
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.records.decisions import ACTIVATIONS, STATES
+from protrain_runtime.contract.records.folding import fold, runs, unfold
+from protrain_runtime.contract.records.forms import FORMS, exactness_of, leaves_of
+from protrain_runtime.contract.records.hardware import (
     Collectives,
     Contention,
     Device,
@@ -28,7 +28,7 @@ from protrain_plan.records.hardware import (
     Tier,
     TierName,
 )
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,
@@ -43,15 +43,15 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
-from protrain_plan.records.profile import (
+from protrain_runtime.contract.records.profile import (
     FormCost,
     OptimizerCost,
     Profile,
     UnitKind,
     Workload,
 )
-from protrain_plan.records.schema import Record
-from protrain_plan.records.tree import number_text, unseen
+from protrain_runtime.contract.records.schema import Record
+from protrain_runtime.contract.records.tree import number_text, unseen
 from tests.support.messages import Speaker
 from tests.support.record_samples import (
     HARDWARE,
@@ -166,7 +166,7 @@ def test_every_decision_can_be_written() -> None:
 
 def test_the_same_record_gives_the_same_bytes_in_every_process() -> None:
     script = (
-        "import sys; from protrain_plan import records; "
+        "import sys; from protrain_runtime.contract import records; "
         "sys.stdout.write(records.dumps_plan(records.loads_plan(sys.stdin.read())))"
     )
     for seed in ("0", "1"):

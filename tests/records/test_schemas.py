@@ -13,12 +13,12 @@ from jsonschema import Draft202012Validator
 
 from protrain_plan.checking.budgets import find_limits
 from protrain_plan.checking.json_schema import SCHEMAS
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records import dumps_hardware, dumps_plan, dumps_profile
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import Profile
-from protrain_plan.records.reader import loads
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import dumps_hardware, dumps_plan, dumps_profile
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.reader import loads
 from tests.support.checking_cases import PROFILE, AssertGolden, offloading
 from tests.support.record_samples import HARDWARE, PLAN
 from tests.support.record_samples import PROFILE as SMALL_PROFILE

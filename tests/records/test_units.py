@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.units import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.units import (
     MAX_BYTES,
     exact_bytes,
     format_bytes,

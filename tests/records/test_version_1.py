@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.errors import RecordError
 from protrain_plan.planning.model.options import parse_pin
-from protrain_plan.records import (
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.records import (
     dumps_hardware,
     dumps_plan,
     dumps_profile,
@@ -18,8 +18,8 @@ from protrain_plan.records import (
     read_plan,
     read_profile,
 )
-from protrain_plan.records.decisions import OLD_PHRASES, STATES
-from protrain_plan.records.plan import Offload
+from protrain_runtime.contract.records.decisions import OLD_PHRASES, STATES
+from protrain_runtime.contract.records.plan import Offload
 
 OLD = Path(__file__).parents[1] / "formats" / "records-1"
 

@@ -26,15 +26,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from protrain_plan.commands.training import train
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure
-from protrain_plan.program.compiling import program_of
-from protrain_plan.records.hardware import Hardware, TierName
-from protrain_plan.records.plan import (
+from protrain_runtime import OutOfMemoryError, explain_memory, prepare, record, restore
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.hardware import Hardware, TierName
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,
@@ -48,9 +50,7 @@ from protrain_plan.records.plan import (
     SwapInput,
     TierBytes,
 )
-from protrain_plan.records.profile import Precision, Profile
-from protrain_plan.simulation.memory import device_bytes
-from protrain_runtime import OutOfMemoryError, explain_memory, prepare, record, restore
+from protrain_runtime.contract.records.profile import Precision, Profile
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import SWITCH_INTERVAL_S, Backend
 from protrain_runtime.devices.memory_meter import reachable_bytes
@@ -408,7 +408,7 @@ STRAY = """
 import sys, tempfile, torch
 from tests.emulated.device import extension
 extension()
-from protrain_plan.records.plan import Offload, Swap
+from protrain_runtime.contract.records.plan import Offload, Swap
 from protrain_runtime import prepare, restore
 from tests.support.runtime_cases import ADAMW, build, decided, described, on_device, plan_for, step
 torch.accelerator.set_device_index(1)

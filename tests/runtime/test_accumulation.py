@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Keep, Offload, UnitPlan, Updates
 from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import Keep, Offload, UnitPlan, Updates
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (

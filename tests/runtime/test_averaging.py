@@ -10,8 +10,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 import protrain_runtime
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.plan import Offload, Persistent, Placement, Recompute
 from protrain_runtime import MovingAverage, prepare, restore
+from protrain_runtime.contract.records.plan import Offload, Persistent, Placement, Recompute
 from tests.support.runtime_cases import ADAMW, batch, build, decided, described, plan_for
 from tests.support.thinning import thinned
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from protrain_plan.models.building import seeded
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records.plan import Keep, Offload, Placement, Schedule, UnitPlan
 from protrain_runtime import prepare
+from protrain_runtime.contract.records.plan import Keep, Offload, Placement, Schedule, UnitPlan
 from protrain_runtime.devices.lanes import Backend, Buffers
 from protrain_runtime.model.prepared import parameter_values
 from tests.support.runtime_cases import ADAMW, decision_name, plan_for

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.program.program import Lane
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime import MovingAverage, full_parameters, load, prepare, restore, save
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import Lane
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,
@@ -28,7 +29,6 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
-from protrain_runtime import MovingAverage, full_parameters, load, prepare, restore, save
 from protrain_runtime.devices.lanes import Backend, LaneError, nothing
 from protrain_runtime.devices.stores import (
     BLOCK_BYTES,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.plan import Offload, Recompute, Updates
 from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.plan import Offload, Recompute, Updates
 from protrain_runtime.diagnostics.checking import CHECKED_STEPS, DifferenceError
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from tests.support.functional_model import FunctionalBlock

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Persistent,
@@ -23,7 +24,6 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_runtime import prepare
 from protrain_runtime.states.stand_ins import OffloadedGradient
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.sources import load_source
@@ -20,7 +19,10 @@ from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import compiler_bytes, measure
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records import (
+from protrain_runtime.activations.compiled import compile_each
+from protrain_runtime.activations.forms import wrap_forward
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import (
     dumps_plan,
     dumps_profile,
     fingerprint,
@@ -28,8 +30,8 @@ from protrain_plan.records import (
     loads_profile,
     write_plan,
 )
-from protrain_plan.records.forms import FORMS, exactness_of, leaves_of
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.forms import FORMS, exactness_of, leaves_of
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Plan,
@@ -39,9 +41,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
     activations_in,
 )
-from protrain_plan.records.profile import Compilation, Compile, Profile, Unit
-from protrain_runtime.activations.compiled import compile_each
-from protrain_runtime.activations.forms import wrap_forward
+from protrain_runtime.contract.records.profile import Compilation, Compile, Profile, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
 from protrain_runtime.model.prepared import restore

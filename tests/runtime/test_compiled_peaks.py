@@ -11,9 +11,16 @@ from torch import nn
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.measured import measure
-from protrain_plan.records import read_profile, write_profile
-from protrain_plan.records.plan import Activations, Keep, Offload, Persistent, Placement, Recompute
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records import read_profile, write_profile
+from protrain_runtime.contract.records.plan import (
+    Activations,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Recompute,
+)
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.peaks import assert_within_the_promise, bytes_of_others, peaks
 from tests.support.runtime_cases import decided, described_by, made_once
 

@@ -20,9 +20,13 @@ from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.records import read_profile, write_profile
-from protrain_plan.records.decisions import ACTIVATIONS, activations_text
-from protrain_plan.records.plan import (
+from protrain_runtime import load, prepare, save, with_master_weights
+from protrain_runtime.activations import compressed
+from protrain_runtime.activations.compressed import GROUP, MIN_ELEMENTS, dequantized, quantized
+from protrain_runtime.activations.forms import in_form, wrap_forward
+from protrain_runtime.contract.records import read_profile, write_profile
+from protrain_runtime.contract.records.decisions import ACTIVATIONS, activations_text
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,
@@ -34,11 +38,7 @@ from protrain_plan.records.plan import (
     Swap,
     UnitPlan,
 )
-from protrain_plan.records.profile import Form, Profile
-from protrain_runtime import load, prepare, save, with_master_weights
-from protrain_runtime.activations import compressed
-from protrain_runtime.activations.compressed import GROUP, MIN_ELEMENTS, dequantized, quantized
-from protrain_runtime.activations.forms import in_form, wrap_forward
+from protrain_runtime.contract.records.profile import Form, Profile
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.compressing import scales_of, seeded
 from tests.support.peaks import (

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from protrain_plan.records import read_plan, write_plan, write_profile
-from protrain_plan.records.plan import Offload, Swap
-from protrain_plan.records.profile import Workload
+from protrain_runtime.contract.records import read_plan, write_plan, write_profile
+from protrain_runtime.contract.records.plan import Offload, Swap
+from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.commands import MODEL, PROTRAIN, protrain
 from tests.support.planning_cases import cpu, decoder

@@ -23,10 +23,10 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.plan import Offload, Plan, Swap
 from protrain_runtime import prepare, restore
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Offload, Plan, Swap
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import Backend, LaneError
 from protrain_runtime.devices.memory_meter import process_memory, storage_bytes

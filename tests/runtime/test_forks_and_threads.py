@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.plan import (
+from protrain_runtime import MovingAverage, full_parameters, load, prepare, restore, save
+from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,
@@ -32,7 +33,6 @@ from protrain_plan.records.plan import (
     Recompute,
     Swap,
 )
-from protrain_runtime import MovingAverage, full_parameters, load, prepare, restore, save
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import OWN_THREADS, nothing
 from protrain_runtime.devices.turns import TurnError

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import seeded
-from protrain_plan.records.adapters import parse_lora
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare
+from protrain_runtime.contract.records.adapters import parse_lora
+from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,
@@ -24,7 +25,6 @@ from protrain_plan.records.plan import (
     SwapInput,
     UnitPlan,
 )
-from protrain_runtime import prepare
 from protrain_runtime.model.prepared import engine_of
 from tests.support.cards import every_device
 from tests.support.runtime_cases import (

@@ -8,8 +8,15 @@ import torch
 from torch import nn
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.plan import STEPPED, Keep, Offload, Persistent, Recompute, Swap
 from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.plan import (
+    STEPPED,
+    Keep,
+    Offload,
+    Persistent,
+    Recompute,
+    Swap,
+)
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (

@@ -27,11 +27,18 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import protrain_runtime
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
-from protrain_plan.records.plan import Keep, Offload, Persistent, Placement, UnitPlan, Updates
 from protrain_runtime import prepare, restore
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    UnitPlan,
+    Updates,
+)
 from protrain_runtime.devices.preflight import NoRoomError
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import engine_of, prepared_of

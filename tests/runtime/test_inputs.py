@@ -9,9 +9,9 @@ from torch import nn
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.records.plan import Offload, Recompute
-from protrain_plan.records.profile import Workload
 from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.plan import Offload, Recompute
+from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.diagnostics.matching import with_batch_sizes
 from tests.support.runtime_cases import ADAMW, decided, described_by, plan_of
 

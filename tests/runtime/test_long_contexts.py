@@ -15,16 +15,16 @@ import torch
 
 from examples.long_context_model import short_factory
 from protrain_plan.commands.training import Run, train
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.records.plan import Budgets, Keep, Persistent, Plan, Recompute
-from protrain_plan.simulation.memory import device_bytes
 from protrain_runtime import prepare
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.plan import Budgets, Keep, Persistent, Plan, Recompute
 from protrain_runtime.devices.memory_meter import process_memory
 from tests.support.commands import bash
 from tests.support.peaks import bytes_of_others

@@ -18,7 +18,6 @@ from transformers import BertConfig, BertForMaskedLM, Gemma2Config, Gemma2ForCau
 from transformers.modeling_outputs import CausalLMOutput
 
 from protrain_plan.commands.training import train
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
@@ -29,8 +28,18 @@ from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.records import dumps_plan, dumps_profile, loads_plan, loads_profile
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare
+from protrain_runtime.activations.loss_in_place import (
+    TILE_ROWS,
+    UsedTwiceError,
+    Widened,
+    loss_in_place,
+    tile_rows,
+)
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records import dumps_plan, dumps_profile, loads_plan, loads_profile
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,
@@ -42,16 +51,7 @@ from protrain_plan.records.plan import (
     Swap,
     UnitPlan,
 )
-from protrain_plan.records.profile import DType, Profile
-from protrain_plan.simulation.memory import device_bytes
-from protrain_runtime import prepare
-from protrain_runtime.activations.loss_in_place import (
-    TILE_ROWS,
-    UsedTwiceError,
-    Widened,
-    loss_in_place,
-    tile_rows,
-)
+from protrain_runtime.contract.records.profile import DType, Profile
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.model.prepared import restore
 from tests.support import runtime_cases

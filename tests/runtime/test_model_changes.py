@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records import dumps_plan, loads_plan
-from protrain_plan.records.plan import Keep, Offload, Plan
 from protrain_runtime import prepare
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import dumps_plan, loads_plan
+from protrain_runtime.contract.records.plan import Keep, Offload, Plan
 from protrain_runtime.diagnostics.matching import model_changes, model_tensors
 from tests.support.runtime_cases import ADAMW, MODELS, build, decided, described, plan_for
 

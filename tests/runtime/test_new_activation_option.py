@@ -13,22 +13,22 @@ import torch
 
 from protrain_plan.commands.options import leaves_named
 from protrain_plan.commands.training import train as train_plan
-from protrain_plan.errors import ProtrainError, RecordError
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.records import (
+from protrain_runtime import prepare
+from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.records import (
     dumps_plan,
     dumps_profile,
     loads_plan,
     loads_profile,
     register_form,
 )
-from protrain_plan.records.decisions import ACTIVATIONS
-from protrain_plan.records.plan import Budgets, Keep, Plan, Swap
-from protrain_plan.records.profile import Profile
-from protrain_runtime import prepare
+from protrain_runtime.contract.records.decisions import ACTIVATIONS
+from protrain_runtime.contract.records.plan import Budgets, Keep, Plan, Swap
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.half_activations import HALF
 from tests.support.peaks import assert_disk_within, bytes_of_others
 from tests.support.runtime_cases import (

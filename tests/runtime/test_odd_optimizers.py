@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare, with_master_weights
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import (
     STEPPED,
     Budgets,
     Offload,
@@ -27,8 +28,7 @@ from protrain_plan.records.plan import (
     Recompute,
     UnitPlan,
 )
-from protrain_plan.records.profile import Profile
-from protrain_runtime import prepare, with_master_weights
+from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support import judging, odd_optimizers
 from tests.support.messages import Speaker

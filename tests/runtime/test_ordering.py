@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare, record, restore
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,
@@ -37,7 +38,6 @@ from protrain_plan.records.plan import (
     SwapInput,
     UnitPlan,
 )
-from protrain_runtime import prepare, record, restore
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices import lanes, stores
 from protrain_runtime.devices.lanes import (

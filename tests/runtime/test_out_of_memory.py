@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.records import read_profile, write_plan
-from protrain_plan.records.plan import Offload, Plan, Swap, TierBytes
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records import read_profile, write_plan
+from protrain_runtime.contract.records.plan import Offload, Plan, Swap, TierBytes
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.peaks import profile_file
 from tests.support.runtime_cases import decided, described_by, plan_of
 
@@ -27,7 +27,7 @@ import protrain_runtime
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
-from protrain_plan.records import read_plan
+from protrain_runtime.contract.records import read_plan
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.model.prepared import engine_of
 

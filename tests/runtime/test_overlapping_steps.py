@@ -16,10 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Offload, Recompute, Schedule, Updates
 from protrain_runtime import (
     MovingAverage,
     full_parameters,
@@ -29,6 +26,9 @@ from protrain_runtime import (
     restore,
     save,
 )
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import Offload, Recompute, Schedule, Updates
 from protrain_runtime.devices.lanes import LaneError
 from protrain_runtime.model.prepared import engine_of, parameter_values
 from protrain_runtime.states.updates import Piece

@@ -15,14 +15,16 @@ import torch
 from torch import nn
 
 from protrain_plan.commands.training import Checkpoints, Run, train
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import seeded
 from protrain_plan.models.quantizing import as_made
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.measured import measure
-from protrain_plan.records.plan import (
+from protrain_runtime import load, prepare, restore, save
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,
@@ -33,9 +35,7 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
-from protrain_plan.records.profile import Profile, Quantize
-from protrain_plan.simulation.memory import device_bytes
-from protrain_runtime import load, prepare, restore, save
+from protrain_runtime.contract.records.profile import Profile, Quantize
 from protrain_runtime.states.chunks import refuse_parameters
 from protrain_runtime.states.quantized import (
     packed_layers,

@@ -24,10 +24,12 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure_model, workspace
-from protrain_plan.program.compiling import program_of
-from protrain_plan.records import read_profile, write_profile
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.memory import device_bytes, evaluation_bytes
+from protrain_runtime.contract.records import read_profile, write_profile
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
     Budgets,
@@ -42,9 +44,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.records.profile import DType, Profile, Workload
-from protrain_plan.simulation.memory import device_bytes, evaluation_bytes
-from protrain_runtime import prepare
+from protrain_runtime.contract.records.profile import DType, Profile, Workload
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from protrain_plan.models.sources import load_source
-from protrain_plan.records import read_profile, write_profile
-from protrain_plan.records.decisions import activations_text
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records import read_profile, write_profile
+from protrain_runtime.contract.records.decisions import activations_text
+from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,
@@ -26,7 +26,7 @@ from protrain_plan.records.plan import (
     Swap,
     Updates,
 )
-from protrain_plan.records.profile import DType, Precision, Profile
+from protrain_runtime.contract.records.profile import DType, Precision, Profile
 from protrain_runtime.devices.device import HOST
 from protrain_runtime.devices.memory_meter import reachable, storage_bytes
 from tests.support.peaks import (

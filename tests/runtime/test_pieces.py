@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from protrain_plan.planning.search.evaluation import schedule
 from protrain_plan.planning.search.scheduling import ScheduleRule
-from protrain_plan.program.program import (
+from protrain_runtime.contract.program.program import (
     MAX_PIECES,
     PAGE_BYTES,
     ChunkSize,
@@ -67,7 +67,7 @@ def test_pinned_memory_comes_in_pages() -> None:
 def test_pieces_take_the_room_that_a_whole_chunk_would_not_fit_in() -> None:
     from protrain_plan.planning.model.problem import Problem
     from protrain_plan.planning.search.choices import min_memory
-    from protrain_plan.records.plan import Budgets
+    from protrain_runtime.contract.records.plan import Budgets
 
     leads = []
     for pieces in (1, 7):

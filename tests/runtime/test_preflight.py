@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import Keep, Offload, Plan, TierBytes
 from protrain_runtime import prepare
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Keep, Offload, Plan, TierBytes
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.devices.preflight import NoRoomError, Room, check_room, room_here, slow_disk
 from tests.support.runtime_cases import ADAMW, attached, build, decided, described, plan_for

@@ -10,14 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.presentation.report.step import read_step
-from protrain_plan.program.program import Program
-from protrain_plan.program.recording import Recording, check_recording, read_recording
-from protrain_plan.records import write_plan
-from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Recompute, Swap, Updates
 from protrain_runtime import prepare, record
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import Program
+from protrain_runtime.contract.program.recording import Recording, check_recording, read_recording
+from protrain_runtime.contract.records import write_plan
+from protrain_runtime.contract.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Plan,
+    Recompute,
+    Swap,
+    Updates,
+)
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.model.prepared import engine_of

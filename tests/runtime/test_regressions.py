@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare, with_master_weights
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,
@@ -22,8 +23,7 @@ from protrain_plan.records.plan import (
     SwapInput,
     UnitPlan,
 )
-from protrain_plan.records.profile import Form
-from protrain_runtime import prepare, with_master_weights
+from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.model.prepared import engine_of
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.cards import every_device

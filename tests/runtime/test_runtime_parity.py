@@ -16,15 +16,16 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.program.compiling import compile_plan
-from protrain_plan.program.program import (
+from protrain_runtime import prepare, restore
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import compile_plan
+from protrain_runtime.contract.program.program import (
     MAX_PIECES,
     Settings,
 )
-from protrain_plan.records import write_plan
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records import write_plan
+from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,
@@ -35,7 +36,6 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
-from protrain_runtime import prepare, restore
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.stores import DiskStore, HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint

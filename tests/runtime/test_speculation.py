@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Persistent, Placement, Plan, Schedule
 from protrain_runtime import full_parameters, load, prepare, save
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import Persistent, Placement, Plan, Schedule
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import engine_of
 from tests.support.messages import Speaker

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from protrain_plan.profiling.rehearsal import unseen_staging_bytes
-from protrain_plan.program.program import (
+from protrain_runtime.contract.program.program import (
     EDGE_BYTES,
     FILE_BYTES,
     NUM_REQUESTS,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.plan import (
     Activations,
     Offload,
     Persistent,
@@ -22,8 +23,7 @@ from protrain_plan.records.plan import (
     SwapInput,
     UnitPlan,
 )
-from protrain_plan.records.profile import Unit
-from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.profile import Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from tests.support.runtime_cases import decided, plan_for
 

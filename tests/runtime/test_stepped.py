@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.program.compiling import program_of
-from protrain_plan.records.plan import STEPPED, Budgets, Keep, Persistent, Plan
-from protrain_plan.simulation.memory import peak_bytes
 from protrain_plan.simulation.timeline import simulated_seconds
 from protrain_runtime import prepare, restore
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.memory import peak_bytes
+from protrain_runtime.contract.records.plan import STEPPED, Budgets, Keep, Persistent, Plan
 from protrain_runtime.states.stand_ins import ConsumedGradient
 from tests.support.cards import every_device
 from tests.support.messages import Speaker

@@ -28,11 +28,18 @@ from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.records import dumps_plan, loads_plan
-from protrain_plan.records.plan import Budgets, Keep, Offload, Persistent, Placement, Recompute
-from protrain_plan.records.profile import Profile
 from protrain_runtime import prepare
 from protrain_runtime.activations.forms import around
+from protrain_runtime.contract.records import dumps_plan, loads_plan
+from protrain_runtime.contract.records.plan import (
+    Budgets,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Recompute,
+)
+from protrain_runtime.contract.records.profile import Profile
 from tests.support import runtime_cases
 from tests.support.peaks import (
     assert_within_the_promise,

@@ -24,10 +24,10 @@ from transformers import (
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.records.plan import Offload, Persistent, Placement, Recompute
-from protrain_plan.records.profile import Profile
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.activations.tiled_mlp import takes_tokens_apart
+from protrain_runtime.contract.records.plan import Offload, Persistent, Placement, Recompute
+from protrain_runtime.contract.records.profile import Profile
 from tests.support import runtime_cases
 from tests.support.peaks import (
     assert_within_the_promise,

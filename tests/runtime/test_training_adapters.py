@@ -20,8 +20,10 @@ from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.profiling.memory.unit_bytes import ModelStructure, analyze_units
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records.adapters import parse_lora
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare, restore
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.adapters import parse_lora
+from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
     Keep,
@@ -32,9 +34,7 @@ from protrain_plan.records.plan import (
     Swap,
     SwapInput,
 )
-from protrain_plan.records.profile import Precision, Profile
-from protrain_plan.simulation.memory import device_bytes
-from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.profile import Precision, Profile
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.diagnostics.recording import measure_step
 from tests.support.by_peft import by_peft

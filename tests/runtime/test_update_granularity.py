@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import KNOWN, OF_8_BITS, OF_MATRICES, optimizer_factory
@@ -22,10 +21,18 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import cuts_of
 from protrain_plan.profiling.structure.faking import faking
-from protrain_plan.records.plan import STEPPED, Keep, Offload, Persistent, Recompute, Swap
-from protrain_plan.records.profile import OptimizerCost
 from protrain_runtime import prepare, save
 from protrain_runtime.checkpoint.loading import load
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import (
+    STEPPED,
+    Keep,
+    Offload,
+    Persistent,
+    Recompute,
+    Swap,
+)
+from protrain_runtime.contract.records.profile import OptimizerCost
 from protrain_runtime.states import update_rules
 from protrain_runtime.states.chunks import Cut
 from protrain_runtime.states.compositions import Composition, is_composed, taken_apart

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from protrain_plan.hardware.speeds import in_worker
 from protrain_plan.models.optimizers import OPTIMIZERS
 from protrain_plan.profiling.measured import workspace
-from protrain_plan.program.program import PIECE_ALIGNMENT
+from protrain_runtime.contract.program.program import PIECE_ALIGNMENT
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.devices.stores import HostStore

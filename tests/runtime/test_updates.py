@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare, restore, with_master_weights
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     Offload,
     Persistent,
     Placement,
@@ -27,8 +28,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.records.profile import Precision
-from protrain_runtime import prepare, restore, with_master_weights
+from protrain_runtime.contract.records.profile import Precision
 from tests.support.runtime_cases import (
     ADAMW,
     Outcome,

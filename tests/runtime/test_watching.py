@@ -10,8 +10,8 @@ from weakref import ref
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from protrain_plan.records.plan import Offload, Plan, Recompute, TierBytes
 from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.plan import Offload, Plan, Recompute, TierBytes
 from tests.support.cards import every_device
 from tests.support.runtime_cases import ADAMW, build, decided, described, device, plan_for, step
 

@@ -9,11 +9,11 @@ import torch
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.sources import load_source
-from protrain_plan.records import read_profile
-from protrain_plan.records.plan import Keep, Offload, Persistent, Plan, Swap, Updates
-from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.wear import wear
 from protrain_runtime import prepare
+from protrain_runtime.contract.records import read_profile
+from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Plan, Swap, Updates
+from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.stores import DiskStore
 from tests.support.peaks import PIECE_BYTES, profile_file
 from tests.support.runtime_cases import ADAMW, decided, described_by, mixed, plan_of

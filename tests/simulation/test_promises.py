@@ -11,16 +11,16 @@ import yaml
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.presentation.profiles import trust, unsteady
-from protrain_plan.records import (
+from protrain_runtime.contract.program.memory import Excess, exceeded, promised_bytes
+from protrain_runtime.contract.records import (
     dumps_profile,
     loads_profile,
     read_profile,
     write_profile,
 )
-from protrain_plan.records.hardware import PublishedError, Rates
-from protrain_plan.records.plan import Budgets, Plan
-from protrain_plan.records.profile import Profile, Repetitions
-from protrain_plan.simulation.memory import Excess, exceeded, promised_bytes
+from protrain_runtime.contract.records.hardware import PublishedError, Rates
+from protrain_runtime.contract.records.plan import Budgets, Plan
+from protrain_runtime.contract.records.profile import Profile, Repetitions
 from tests.support import forked
 from tests.support.commands import printed, protrain
 from tests.support.peaks import profile_file

@@ -4,11 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from protrain_plan.program.compiling import bind
-from protrain_plan.program.implications import BoundProgram, Implications
-from protrain_plan.program.program import Settings
-from protrain_plan.records.hardware import Contention, Hardware, Link, Tier
-from protrain_plan.records.plan import (
+from protrain_plan.simulation.timeline import (
+    Timeline,
+    first_step_seconds,
+    simulate,
+    simulated_seconds,
+)
+from protrain_runtime.contract.program.compiling import bind
+from protrain_runtime.contract.program.implications import BoundProgram, Implications
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.program.program import Settings
+from protrain_runtime.contract.records.hardware import Contention, Hardware, Link, Tier
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Persistent,
@@ -18,14 +25,7 @@ from protrain_plan.records.plan import (
     Swap,
     UnitPlan,
 )
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes
-from protrain_plan.simulation.timeline import (
-    Timeline,
-    first_step_seconds,
-    simulate,
-    simulated_seconds,
-)
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, cpu, decoder, gpu, unit
 from tests.support.programs import compile_units
 

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protrain_plan.program.implications import BoundProgram
-from protrain_plan.records.hardware import Contention, Hardware, Link, Tier
-from protrain_plan.records.plan import (
+from protrain_plan.simulation.report import StepReport, in_words, report
+from protrain_plan.simulation.timeline import Stall, Timeline, simulate, simulated_seconds
+from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.hardware import Contention, Hardware, Link, Tier
+from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,
@@ -24,9 +27,6 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.simulation.memory import device_bytes
-from protrain_plan.simulation.report import StepReport, in_words, report
-from protrain_plan.simulation.timeline import Stall, Timeline, simulate, simulated_seconds
 from tests.support.messages import Speaker
 from tests.support.planning_cases import MB, decoder, gpu, random_profile, unit
 from tests.support.programs import compile_units

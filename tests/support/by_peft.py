@@ -9,7 +9,7 @@ from torch import nn
 
 from protrain_plan.models.building import seeded
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.records.profile import DType
+from protrain_runtime.contract.records.profile import DType
 
 
 def by_peft(

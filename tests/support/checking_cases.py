@@ -17,12 +17,12 @@ from protrain_plan.checking.looking import (
 )
 from protrain_plan.checking.plan_files import search
 from protrain_plan.checking.plan_on_machine import predicted
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.program.group import ALONE, DeviceGroup
-from protrain_plan.records import fingerprint, write_plan, write_profile
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.group import ALONE, DeviceGroup
+from protrain_runtime.contract.records import fingerprint, write_plan, write_profile
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import (
     Budgets,
     Keep,
     Offload,
@@ -33,7 +33,7 @@ from protrain_plan.records.plan import (
     Schedule,
     TierBytes,
 )
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, cpu, decoder
 
 AssertGolden = Callable[[str | Path, str], None]

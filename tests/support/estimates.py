@@ -6,8 +6,8 @@ import torch
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.profile import FormCost, Unit
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.profile import FormCost, Unit
 
 
 def machine(name: str = "cpu") -> Hardware:

@@ -7,8 +7,8 @@ from torch import Tensor, bfloat16, float32, is_grad_enabled, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from protrain_plan.records import ActivationForm
 from protrain_runtime.activations.forms import Code, outer_hooks
+from protrain_runtime.contract.records import ActivationForm
 
 
 def keep_half(forward: Code, module: nn.Module) -> Code:

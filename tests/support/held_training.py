@@ -14,7 +14,9 @@ from protrain_plan.profiling.memory.block_classes import equal_blocks, filled, s
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed
 from protrain_plan.profiling.structure.rerun import run_once
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare, restore
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Persistent,
@@ -23,9 +25,7 @@ from protrain_plan.records.plan import (
     SwapInput,
     UnitPlan,
 )
-from protrain_plan.records.profile import OptimizerCost, Profile, Workload
-from protrain_plan.simulation.memory import device_bytes
-from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.profile import OptimizerCost, Profile, Workload
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.diagnostics.recording import measure_step

@@ -4,8 +4,15 @@ from dataclasses import replace
 from functools import cache
 
 from protrain_plan.presentation.report.step import Step
-from protrain_plan.records.plan import Keep, Offload, Persistent, Recompute, Schedule, Swap
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Recompute,
+    Schedule,
+    Swap,
+)
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import decoder, gpu
 from tests.support.reporting_cases import step_of
 

@@ -13,8 +13,8 @@ from torch import nn
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.building import seeded
 from protrain_plan.models.quantizing import quantized
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import Precision
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import Precision
 from tests.support.runtime_cases import (
     SEQUENCE,
     VOCABULARY,

@@ -24,12 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.profiling.measured import measure_model, workspace
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Persistent,
@@ -38,9 +40,7 @@ from protrain_plan.records.plan import (
     Swap,
     UnitPlan,
 )
-from protrain_plan.records.profile import OptimizerCost, Profile, Workload
-from protrain_plan.simulation.memory import device_bytes
-from protrain_runtime import prepare
+from protrain_runtime.contract.records.profile import OptimizerCost, Profile, Workload
 from protrain_runtime.devices.lanes import LaneError
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer

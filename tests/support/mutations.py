@@ -319,14 +319,14 @@ ON_A_DEVICE = (
         scenario="on_the_device_with_late_lanes",
     ),
     Mutation(
-        where="protrain_plan/program/compiling.py::_Compiler._add_updates",
+        where="runtime/protrain_runtime/contract/program/compiling.py::_Compiler._add_updates",
         line="waits = gradients  # which it reads, too",
         instead="pass",
         keeps="gradients are read with the states before they are in host memory",
         scenario="micro_batches_on_the_device_with_late_threads",
     ),
     Mutation(
-        where="protrain_plan/program/compiling.py::_Compiler._add_updates",
+        where="runtime/protrain_runtime/contract/program/compiling.py::_Compiler._add_updates",
         line="waits = gradients  # which it reads, too",
         instead="pass",
         keeps="gradients are copied for an update ahead of the norm before they are in host memory",

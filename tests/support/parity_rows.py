@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Plan
 from protrain_runtime import load, prepare, restore, save
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.states.stand_ins import ConsumedGradient, OffloadedGradient
 from tests.support.pairwise import Impossible, Row, covering_rows
 from tests.support.runtime_cases import (

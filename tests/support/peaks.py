@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from protrain_plan.commands.training import Run, train
-from protrain_plan.program.compiling import program_of
-from protrain_plan.program.program import LARGE_BEGIN_BYTES, PAGE_BYTES
-from protrain_plan.records import write_profile
-from protrain_plan.records.plan import Plan, UnitPlan, Updates
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.program.program import LARGE_BEGIN_BYTES, PAGE_BYTES
+from protrain_runtime.contract.records import write_profile
+from protrain_runtime.contract.records.plan import Plan, UnitPlan, Updates
+from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable, storage_bytes
 from protrain_runtime.states.stand_ins import ConsumedGradient

@@ -3,8 +3,8 @@
 import random
 from dataclasses import replace
 
-from protrain_plan.program.group import DeviceGroup
-from protrain_plan.records.hardware import (
+from protrain_runtime.contract.program.group import DeviceGroup
+from protrain_runtime.contract.records.hardware import (
     Collectives,
     Contention,
     Device,
@@ -14,7 +14,13 @@ from protrain_plan.records.hardware import (
     Shared,
     Tier,
 )
-from protrain_plan.records.profile import FormCost, OptimizerCost, Profile, Unit, Workload
+from protrain_runtime.contract.records.profile import (
+    FormCost,
+    OptimizerCost,
+    Profile,
+    Unit,
+    Workload,
+)
 
 MB = 1_000_000
 FREE = Contention(compute=1.0, lane=1.0)

@@ -2,7 +2,7 @@
 
 import networkx as nx
 
-from protrain_plan.program.program import Program
+from protrain_runtime.contract.program.program import Program
 
 
 def dependency_graph(program: Program) -> "nx.DiGraph[str]":

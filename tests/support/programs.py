@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from protrain_plan.program.compiling import bind
-from protrain_plan.program.implications import BoundProgram, Implications
-from protrain_plan.program.program import Settings
-from protrain_plan.records.plan import UnitPlan, Updates
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.program.compiling import bind
+from protrain_runtime.contract.program.implications import BoundProgram, Implications
+from protrain_runtime.contract.program.program import Settings
+from protrain_runtime.contract.records.plan import UnitPlan, Updates
+from protrain_runtime.contract.records.profile import Profile
 
 
 def compile_units(

@@ -4,9 +4,9 @@ import random
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.scheduling import ALL, ScheduleRule
-from protrain_plan.program.group import ALONE
-from protrain_plan.records.plan import Budgets, Updates
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.program.group import ALONE
+from protrain_runtime.contract.records.plan import Budgets, Updates
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import on_several
 
 STEPS: list[tuple[Updates, int]] = [

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Updates
 from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import Updates
 from tests.support.random_models import (
     Between,
     BlockKind,

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.plan import (
+from protrain_runtime import prepare, restore
+from protrain_runtime.activations.compiled import compile_each
+from protrain_runtime.contract.records.plan import (
     Offload,
     Persistent,
     Placement,
@@ -22,8 +24,6 @@ from protrain_plan.records.plan import (
     StateTier,
     UnitPlan,
 )
-from protrain_runtime import prepare, restore
-from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.diagnostics.compiling import compiled_whole
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Plan, StateTier
 from protrain_runtime import load, prepare, restore, save
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import Plan, StateTier
 from tests.support.pairwise import Impossible, Row, covering_rows
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (

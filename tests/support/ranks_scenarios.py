@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.records.plan import Offload, Persistent, Placement
 from protrain_runtime import prepare, restore
+from protrain_runtime.contract.records.plan import Offload, Persistent, Placement
 from tests.support import routed_model
 from tests.support.mutations import AMONG_RANKS, mutate
 from tests.support.ranks_cases import end_ranks

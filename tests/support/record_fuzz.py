@@ -28,10 +28,10 @@ from typing import Any
 import yaml
 
 from protrain_plan import cli
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.group import DeviceGroup
-from protrain_plan.program.recording import Event, Recording, dumps_recording
-from protrain_plan.records import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.group import DeviceGroup
+from protrain_runtime.contract.program.recording import Event, Recording, dumps_recording
+from protrain_runtime.contract.records import (
     dumps_hardware,
     dumps_plan,
     dumps_profile,
@@ -40,8 +40,8 @@ from protrain_plan.records import (
     read_plan,
     read_profile,
 )
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.checking_cases import PROFILE, offloading
 from tests.support.planning_cases import decoder, gpu, joined
 from tests.support.reporting_cases import random_step, small_step

@@ -1,7 +1,7 @@
 """Records, and the texts that they are as files, for the tests of reading and writing."""
 
-from protrain_plan.records.hardware import Contention, Device, Hardware, Link, Tier
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.hardware import Contention, Device, Hardware, Link, Tier
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,
@@ -15,7 +15,7 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
-from protrain_plan.records.profile import (
+from protrain_runtime.contract.records.profile import (
     Form,
     FormCost,
     OptimizerCost,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from protrain_plan.presentation.report.page import FrontPoint
 from protrain_plan.presentation.report.step import Step, simulated
-from protrain_plan.program.recording import Event, Recording
-from protrain_plan.records import fingerprint
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.program.recording import Event, Recording
+from protrain_runtime.contract.records import fingerprint
+from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Keep,
@@ -27,7 +27,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, decoder, gpu, random_profile
 
 Decision = tuple[Activations, Placement, Schedule]

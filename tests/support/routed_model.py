@@ -7,8 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from protrain_plan.records.plan import Keep, Offload, Persistent, Placement, Plan, UnitPlan
 from protrain_runtime import prepare
+from protrain_runtime.contract.records.plan import (
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    UnitPlan,
+)
 from tests.support.runtime_cases import ADAMW, copied, device, differences, plan_for
 
 SHARED: tuple[Placement, ...] = (Persistent(), Offload(tier="device"), Offload(tier="disk"))

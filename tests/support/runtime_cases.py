@@ -33,8 +33,8 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.memory.passes import saved_bytes
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
     Budgets,
@@ -52,7 +52,14 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
-from protrain_plan.records.profile import DType, Form, Precision, Profile, Quantize, Workload
+from protrain_runtime.contract.records.profile import (
+    DType,
+    Form,
+    Precision,
+    Profile,
+    Quantize,
+    Workload,
+)
 from protrain_runtime.devices import device as devices
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.compositions import Composition, is_composed

@@ -13,9 +13,10 @@ from protrain_plan.models.adapters import adapted
 from protrain_plan.models.building import computing_in, parameter_dtype, seeded
 from protrain_plan.models.optimizers import OF_8_BITS
 from protrain_plan.models.quantizing import quantized
-from protrain_plan.records.forms import misfit
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime import with_master_weights
+from protrain_runtime.contract.records.forms import misfit
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
     Keep,
@@ -31,8 +32,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.records.profile import Form, Precision, Workload
-from protrain_runtime import with_master_weights
+from protrain_runtime.contract.records.profile import Form, Precision, Workload
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.pairwise import Impossible, Row
 from tests.support.runtime_cases import (

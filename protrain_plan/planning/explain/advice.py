@@ -3,17 +3,17 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import AMPLE, Problem
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.search.choices import Leanest, min_memory
 from protrain_plan.planning.search.evaluation import schedule
 from protrain_plan.planning.search.scheduling import ScheduleRule
-from protrain_plan.program.program import slot_words
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Budgets
-from protrain_plan.simulation.memory import device_bytes
-from protrain_plan.units import exact_bytes, format_bytes
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.program.program import slot_words
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.units import exact_bytes, format_bytes
 
 _BESIDES = "besides tensors"
 _HELD_BACK = "held back for the allocator"

@@ -22,19 +22,19 @@ from typing import Literal, NamedTuple
 
 import pulp
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem, misfit
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
-from protrain_plan.program.implications import ActivationOption, StateOption
-from protrain_plan.program.program import slot_words
-from protrain_plan.records.decisions import WORDINGS
-from protrain_plan.records.folding import fold, runs
-from protrain_plan.records.plan import STEPPED, Keep, Persistent, Plan, StateTier
-from protrain_plan.records.profile import Profile
-from protrain_plan.records.tree import listed
-from protrain_plan.simulation.memory import evaluation_bytes
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.implications import ActivationOption, StateOption
+from protrain_runtime.contract.program.memory import evaluation_bytes
+from protrain_runtime.contract.program.program import slot_words
+from protrain_runtime.contract.records.decisions import WORDINGS
+from protrain_runtime.contract.records.folding import fold, runs
+from protrain_runtime.contract.records.plan import STEPPED, Keep, Persistent, Plan, StateTier
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.units import format_bytes, format_seconds
 
 MAX_GROUPS = 12
 """Groups that are explained, the largest first."""

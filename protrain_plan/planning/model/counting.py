@@ -32,15 +32,15 @@ from protrain_plan.planning.model.decision_model import (
 from protrain_plan.planning.model.fluid import Fluid, crossing
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import LinearProgram, Solution, Stopped
-from protrain_plan.program.implications import (
+from protrain_runtime.contract.program.implications import (
     NO_STAGING,
     ActivationOption,
     StateOption,
     staging_pieces,
 )
-from protrain_plan.program.program import PASSING_BYTES
-from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.simulation.memory import base_bytes
+from protrain_runtime.contract.program.memory import base_bytes
+from protrain_runtime.contract.program.program import PASSING_BYTES
+from protrain_runtime.contract.records.hardware import is_accelerator
 
 SLACK = 1e-7
 """What a slope gives away for the solver's tolerance, of the model's plain compute time: for each

@@ -12,19 +12,19 @@ import pulp
 
 from protrain_plan.planning.model.problem import SAFE, Problem
 from protrain_plan.planning.model.solver import Stopped, solve
-from protrain_plan.program.implications import (
+from protrain_runtime.contract.program.implications import (
     NO_STAGING,
     ActivationOption,
     Holding,
     StateOption,
     staging_pieces,
 )
-from protrain_plan.program.program import PASSING_BYTES
-from protrain_plan.records import activations_text, states_text
-from protrain_plan.records.files import replace_text
-from protrain_plan.records.hardware import TierName, is_accelerator
-from protrain_plan.records.plan import Offload, Placement
-from protrain_plan.simulation.memory import base_bytes
+from protrain_runtime.contract.program.memory import base_bytes
+from protrain_runtime.contract.program.program import PASSING_BYTES
+from protrain_runtime.contract.records import activations_text, states_text
+from protrain_runtime.contract.records.files import replace_text
+from protrain_runtime.contract.records.hardware import TierName, is_accelerator
+from protrain_runtime.contract.records.plan import Offload, Placement
 
 Terms = list[tuple[pulp.LpVariable, float]]
 

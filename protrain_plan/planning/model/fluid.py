@@ -46,7 +46,7 @@ import pulp
 
 from protrain_plan.planning.model.decision_model import EQ, GE, LE, DecisionModel, Terms
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.records.hardware import Contention, TierName
+from protrain_runtime.contract.records.hardware import Contention, TierName
 
 
 class Chain(NamedTuple):

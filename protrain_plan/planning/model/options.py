@@ -22,10 +22,14 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
-from protrain_plan.errors import ProtrainError, RecordError
-from protrain_plan.program.implications import ActivationOption, Implications, StateOption
-from protrain_plan.program.program import gradient_home, residencies
-from protrain_plan.records.decisions import (
+from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.program.implications import (
+    ActivationOption,
+    Implications,
+    StateOption,
+)
+from protrain_runtime.contract.program.program import gradient_home, residencies
+from protrain_runtime.contract.records.decisions import (
     ACTIVATIONS,
     OLD_PHRASES,
     PLAIN,
@@ -35,11 +39,11 @@ from protrain_plan.records.decisions import (
     activations_text,
     states_text,
 )
-from protrain_plan.records.files import read_text
-from protrain_plan.records.folding import fold, runs, unfold
-from protrain_plan.records.forms import FORMS
-from protrain_plan.records.hardware import TierName, is_accelerator
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.files import read_text
+from protrain_runtime.contract.records.folding import fold, runs, unfold
+from protrain_runtime.contract.records.forms import FORMS
+from protrain_runtime.contract.records.hardware import TierName, is_accelerator
+from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
     Keep,
@@ -52,9 +56,9 @@ from protrain_plan.records.plan import (
     SwapInput,
     activations_in,
 )
-from protrain_plan.records.profile import WHOLE, Unit
-from protrain_plan.records.reader import headed
-from protrain_plan.records.tree import did_you_mean, listed, root
+from protrain_runtime.contract.records.profile import WHOLE, Unit
+from protrain_runtime.contract.records.reader import headed
+from protrain_runtime.contract.records.tree import did_you_mean, listed, root
 
 Decision = tuple[int, int]
 """The numbers of a unit's activation option and of its state option."""

@@ -6,7 +6,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, get_args
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.options import (
     Decision,
     Pin,
@@ -15,8 +14,9 @@ from protrain_plan.planning.model.options import (
     speculating_on,
     unit_options,
 )
-from protrain_plan.program.compiling import bind
-from protrain_plan.program.group import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import bind
+from protrain_runtime.contract.program.group import (
     ALONE,
     DeviceGroup,
     collective_seconds_per_byte,
@@ -24,7 +24,7 @@ from protrain_plan.program.group import (
     profile_of_rank,
     through_cache,
 )
-from protrain_plan.program.implications import (
+from protrain_runtime.contract.program.implications import (
     ActivationOption,
     BoundProgram,
     Implications,
@@ -32,11 +32,12 @@ from protrain_plan.program.implications import (
     device_staging_bytes,
     tier_staging_bytes,
 )
-from protrain_plan.program.program import Settings
-from protrain_plan.records.decisions import activations_text, states_text
-from protrain_plan.records.forms import FORMS, allowed_forms
-from protrain_plan.records.hardware import Hardware, Tier, TierName, is_accelerator
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.program.memory import base_bytes
+from protrain_runtime.contract.program.program import Settings
+from protrain_runtime.contract.records.decisions import activations_text, states_text
+from protrain_runtime.contract.records.forms import FORMS, allowed_forms
+from protrain_runtime.contract.records.hardware import Hardware, Tier, TierName, is_accelerator
+from protrain_runtime.contract.records.plan import (
     CLIP_SHARE,
     Activations,
     Budgets,
@@ -49,9 +50,8 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.records.profile import SPARSE, Profile
-from protrain_plan.records.tree import listed
-from protrain_plan.simulation.memory import base_bytes
+from protrain_runtime.contract.records.profile import SPARSE, Profile
+from protrain_runtime.contract.records.tree import listed
 
 MIN_PIECE_BYTES = 8 * 2**20
 """Smaller pieces spend their time on starting."""

@@ -19,9 +19,9 @@ Others saw more: GMLake (arXiv 2401.08156) lowers fragmentation by 15 % of what 
 mean of eight models, by 33 % at most; STAlloc (arXiv 2507.16274) found up to 43 % of it wasted.
 """
 
-from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.records.plan import TierBytes
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records.hardware import is_accelerator
+from protrain_runtime.contract.records.plan import TierBytes
+from protrain_runtime.contract.records.profile import Profile
 
 PAIRS = ((9.16, 10.22), (8.28, 10.24), (25.86, 32.67), (20.20, 27.36), (15.22, 19.36))
 """GB of tensors and GB reserved of the runs above."""

@@ -15,7 +15,8 @@ from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.questions.allowance import is_tight
 from protrain_plan.planning.search.choices import uniform
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.program.memory import peak_bytes
+from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
     Persistent,
@@ -25,8 +26,7 @@ from protrain_plan.records.plan import (
     TierBytes,
     UnitPlan,
 )
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import peak_bytes
+from protrain_runtime.contract.records.profile import Profile
 
 
 class Policy(NamedTuple):

@@ -54,13 +54,13 @@ from typing import Literal, NamedTuple
 
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory, plain_choices
-from protrain_plan.program.program import BLOCK_BYTES
-from protrain_plan.records.forms import FORMS
-from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.records.plan import Activations, Placement
-from protrain_plan.records.profile import Form, FormCost, Profile, Unit
-from protrain_plan.simulation.memory import base_bytes
-from protrain_plan.units import four_digits
+from protrain_runtime.contract.program.memory import base_bytes
+from protrain_runtime.contract.program.program import BLOCK_BYTES
+from protrain_runtime.contract.records.forms import FORMS
+from protrain_runtime.contract.records.hardware import is_accelerator
+from protrain_runtime.contract.records.plan import Activations, Placement
+from protrain_runtime.contract.records.profile import Form, FormCost, Profile, Unit
+from protrain_runtime.contract.units import four_digits
 
 Quantity = Literal["batch-size", "seq-len"]
 

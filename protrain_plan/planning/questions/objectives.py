@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.options import Pin
@@ -29,12 +28,13 @@ from protrain_plan.planning.questions.spending import Spending, spending, tokens
 from protrain_plan.planning.search.baselines import kept_seconds
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.program.group import ALONE, DeviceGroup, profile_of_rank
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import CLIP_SHARE, Budgets, Updates
-from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.report import StepReport, report
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.group import ALONE, DeviceGroup, profile_of_rank
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import CLIP_SHARE, Budgets, Updates
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.units import format_bytes
 
 FIRST_STEP = 0.002
 """By how much of the budget the search for the least memory goes up at first."""

@@ -28,7 +28,6 @@ from functools import cached_property
 from math import inf, isfinite
 from typing import Literal
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.garbage import collected_seldom
 from protrain_plan.planning.explain.advice import infeasible
 from protrain_plan.planning.model.counting import Counting, Layout, Prices
@@ -52,14 +51,15 @@ from protrain_plan.planning.search.improving import (
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
 from protrain_plan.planning.search.pacing import Pace
 from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
-from protrain_plan.program.compiling import bind
-from protrain_plan.program.group import ALONE, DeviceGroup
-from protrain_plan.program.implications import Implications
-from protrain_plan.records.plan import Budgets, Plan, Prediction
-from protrain_plan.records.profile import Profile
-from protrain_plan.records.writer import fingerprint
-from protrain_plan.simulation.memory import peak_bytes
 from protrain_plan.simulation.timeline import first_step_seconds, simulated_seconds
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import bind
+from protrain_runtime.contract.program.group import ALONE, DeviceGroup
+from protrain_runtime.contract.program.implications import Implications
+from protrain_runtime.contract.program.memory import peak_bytes
+from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.writer import fingerprint
 
 MARGINS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.25)
 """Parts of the device that relaxations leave free: moves are whole, and stand before they are

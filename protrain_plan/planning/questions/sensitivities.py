@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Choice
@@ -23,9 +22,10 @@ from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.objectives import Question
 from protrain_plan.planning.questions.planner import problem_of, solve_any, status_of
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.records.hardware import PCIE, Hardware, TierName
-from protrain_plan.records.profile import SPARSE
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import PCIE, Hardware, TierName
+from protrain_runtime.contract.records.profile import SPARSE
+from protrain_runtime.contract.units import format_bytes
 
 Resource = Literal["host", "device", "disk", "link"]
 

@@ -12,8 +12,8 @@ products.
 
 from dataclasses import dataclass
 
-from protrain_plan.program.group import DeviceGroup
-from protrain_plan.records.profile import Profile, Workload
+from protrain_runtime.contract.program.group import DeviceGroup
+from protrain_runtime.contract.records.profile import Profile, Workload
 
 TOKENS = 1_000_000_000
 """Hours, cost and energy are of so many."""

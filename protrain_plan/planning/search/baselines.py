@@ -22,8 +22,8 @@ from protrain_plan.planning.model.options import homes
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.choices import uniform
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,

@@ -14,8 +14,8 @@ from protrain_plan.planning.model.decision_model import COUNTED, LE, DecisionMod
 from protrain_plan.planning.model.options import Decision
 from protrain_plan.planning.model.problem import AMPLE, Choice, Problem
 from protrain_plan.planning.model.solver import Stopped, solve
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     Activations,
     Placement,
     StateTier,

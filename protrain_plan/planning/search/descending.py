@@ -16,8 +16,8 @@ from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, Rule
 from protrain_plan.planning.search.improving import changed
 from protrain_plan.planning.search.layouts import Move, choice_of, decided, reordered, steps
 from protrain_plan.planning.search.pacing import PLAIN, Pace
-from protrain_plan.program.implications import ActivationOption, StateOption
-from protrain_plan.records.hardware import TierName
+from protrain_runtime.contract.program.implications import ActivationOption, StateOption
+from protrain_runtime.contract.records.hardware import TierName
 
 LESS = 1e-4
 """A step must be faster by this fraction."""

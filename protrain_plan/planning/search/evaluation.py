@@ -16,8 +16,8 @@ from protrain_plan.planning.search.scheduling import (
     ScheduleRule,
     fill,
 )
-from protrain_plan.records.plan import Persistent, Schedule, UnitPlan
 from protrain_plan.simulation.timeline import simulated_seconds
+from protrain_runtime.contract.records.plan import Persistent, Schedule, UnitPlan
 
 Rule = ScheduleRule | Pace
 """What makes a schedule for decisions."""

@@ -19,9 +19,10 @@ from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import Stopped
 from protrain_plan.planning.search.baselines import may_reach
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
-from protrain_plan.records.forms import FORMS
-from protrain_plan.records.hardware import Collectives, Hardware
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.program.memory import device_totals
+from protrain_runtime.contract.records.forms import FORMS
+from protrain_runtime.contract.records.hardware import Collectives, Hardware
+from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
     Persistent,
@@ -30,8 +31,7 @@ from protrain_plan.records.plan import (
     SwapInput,
     UnitPlan,
 )
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_totals
+from protrain_runtime.contract.records.profile import Profile
 
 TOLERANCE = 0.002
 """The fraction of the step's time that a tidier schedule may cost."""

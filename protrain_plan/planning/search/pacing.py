@@ -25,10 +25,15 @@ from protrain_plan.planning.search.scheduling import (
     late_units,
     schedule_of,
 )
-from protrain_plan.program.implications import ActivationOption, Fetch, Gathered, StateOption
-from protrain_plan.program.program import pieces_in
-from protrain_plan.records.hardware import Contention, TierName
-from protrain_plan.records.plan import Schedule
+from protrain_runtime.contract.program.implications import (
+    ActivationOption,
+    Fetch,
+    Gathered,
+    StateOption,
+)
+from protrain_runtime.contract.program.program import pieces_in
+from protrain_runtime.contract.records.hardware import Contention, TierName
+from protrain_runtime.contract.records.plan import Schedule
 
 LOOKED_AHEAD = 6
 """Slots for which what is about to leave counts before something is fetched ahead of them."""

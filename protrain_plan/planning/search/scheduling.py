@@ -14,8 +14,8 @@ from math import ceil, floor
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.program.implications import Fetch, Gathered, StateOption
-from protrain_plan.records.plan import Schedule
+from protrain_runtime.contract.program.implications import Fetch, Gathered, StateOption
+from protrain_runtime.contract.records.plan import Schedule
 
 _Coming = Fetch | Gathered
 

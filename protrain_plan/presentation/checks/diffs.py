@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.checking.diffing import PlanDiff, in_words
-from protrain_plan.errors import ProtrainError
-from protrain_plan.escaping import in_code, in_code_block
 from protrain_plan.presentation.terminal import Text, table_of
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.escaping import in_code, in_code_block
 
 ABSENT = "(not there)"
 _DATA = {"units": (0,), "given": (1, 2)}

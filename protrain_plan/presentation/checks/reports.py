@@ -14,10 +14,10 @@ from xml.etree import ElementTree as ET
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
-from protrain_plan import __version__
 from protrain_plan.checking.rules import RULES, Failed, Finding, Passed, Report, Rule, Skipped
-from protrain_plan.escaping import lines, one_line
 from protrain_plan.presentation.terminal import Table, Text
+from protrain_runtime.contract import __version__
+from protrain_runtime.contract.escaping import lines, one_line
 
 VERDICTS: dict[str, type[Passed] | type[Failed] | type[Skipped]] = {
     "passed": Passed,

@@ -12,13 +12,13 @@ from math import ceil, floor, log10
 from string import Template
 from typing import NamedTuple
 
-from protrain_plan import __version__
-from protrain_plan.escaping import one_line
 from protrain_plan.planning.questions.objectives import Fit
 from protrain_plan.presentation.plans import TIGHT, other_results
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.spending import heads_of, in_words, spending_cells
-from protrain_plan.records.plan import TierBytes
+from protrain_runtime.contract import __version__
+from protrain_runtime.contract.escaping import one_line
+from protrain_runtime.contract.records.plan import TierBytes
 
 _GIB = 2**30
 _WIDTH, _HEIGHT = 1000, 460

@@ -12,8 +12,6 @@ from math import floor, log10
 from string import Template
 from typing import Any, NamedTuple
 
-from protrain_plan import __version__
-from protrain_plan.escaping import one_line
 from protrain_plan.presentation.plans import devices_json
 from protrain_plan.presentation.report.step import (
     Bar,
@@ -24,12 +22,15 @@ from protrain_plan.presentation.report.step import (
     slot_begins_s,
     waits,
 )
-from protrain_plan.program.group import DeviceGroup
-from protrain_plan.program.recording import Recording
-from protrain_plan.records import activations_text, fingerprint, states_text
-from protrain_plan.records.plan import UnitPlan
-from protrain_plan.simulation.report import COMPUTE, in_words
+from protrain_plan.simulation.report import in_words
 from protrain_plan.simulation.wear import wear
+from protrain_runtime.contract import __version__
+from protrain_runtime.contract.escaping import one_line
+from protrain_runtime.contract.program.group import DeviceGroup
+from protrain_runtime.contract.program.program import COMPUTE
+from protrain_runtime.contract.program.recording import Recording
+from protrain_runtime.contract.records import activations_text, fingerprint, states_text
+from protrain_runtime.contract.records.plan import UnitPlan
 
 Data = dict[str, Any]
 

@@ -9,7 +9,6 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
-from protrain_plan.escaping import one_line
 from protrain_plan.presentation.plans import (
     devices_json,
     other_results,
@@ -20,10 +19,12 @@ from protrain_plan.presentation.plans import (
 from protrain_plan.presentation.report.page import workload_text
 from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory, waits
 from protrain_plan.presentation.terminal import Text, table_of
-from protrain_plan.program.group import DeviceGroup
-from protrain_plan.records.decisions import WORDINGS
-from protrain_plan.simulation.report import COMPUTE, in_words
-from protrain_plan.units import format_bytes, format_range, format_seconds
+from protrain_plan.simulation.report import in_words
+from protrain_runtime.contract.escaping import one_line
+from protrain_runtime.contract.program.group import DeviceGroup
+from protrain_runtime.contract.program.program import COMPUTE
+from protrain_runtime.contract.records.decisions import WORDINGS
+from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
 
 NARROWEST, WIDEST = 60, 132
 LABEL = 16  # the columns to the left of every strip

@@ -7,19 +7,19 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.planning.model.problem import misfit
-from protrain_plan.program.compiling import program_of
-from protrain_plan.program.group import profile_for
-from protrain_plan.program.implications import BoundProgram, host_staging_bytes
-from protrain_plan.program.program import pinned_bytes
-from protrain_plan.program.recording import Event
-from protrain_plan.records import fingerprint, read_plan, read_profile
-from protrain_plan.records.hardware import TierName, is_accelerator
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import Profile
 from protrain_plan.simulation.report import StepReport, report, stall_cause
 from protrain_plan.simulation.timeline import Span, Timeline, simulate
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.group import profile_for
+from protrain_runtime.contract.program.implications import BoundProgram, host_staging_bytes
+from protrain_runtime.contract.program.program import pinned_bytes
+from protrain_runtime.contract.program.recording import Event
+from protrain_runtime.contract.records import fingerprint, read_plan, read_profile
+from protrain_runtime.contract.records.hardware import TierName, is_accelerator
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

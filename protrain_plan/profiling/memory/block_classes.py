@@ -33,10 +33,10 @@ from protrain_plan.profiling.structure.discovery import FoundUnit, undisturbed
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_plan.profiling.structure.rerun import writing_arguments
-from protrain_plan.records.plan import UnitPlan
-from protrain_plan.records.profile import Unit
 from protrain_runtime.activations.compiled import replace_code
 from protrain_runtime.activations.trees import is_value, tensors_in
+from protrain_runtime.contract.records.plan import UnitPlan
+from protrain_runtime.contract.records.profile import Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,16 +21,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.rerun import held_tensors
-from protrain_plan.program.program import grouped, in_blocks
-from protrain_plan.records.forms import FORMS
-from protrain_plan.records.profile import Form
 from protrain_runtime.activations.forms import around, wrap_forward
 from protrain_runtime.activations.saved_tensors import MIN_SWAP_BYTES
 from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import grouped, in_blocks
+from protrain_runtime.contract.records.forms import FORMS
+from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.devices.memory_meter import Segment, device_of, strided_parts

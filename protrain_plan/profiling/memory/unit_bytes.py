@@ -16,7 +16,6 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import (
     DEFAULT_OPTIMIZER,
@@ -30,13 +29,22 @@ from protrain_plan.profiling.structure.discovery import (
     starting_from,
 )
 from protrain_plan.profiling.structure.rerun import held_tensors, run_once, writing_arguments
-from protrain_plan.program.program import BLOCK_BYTES, block_bytes, in_blocks
-from protrain_plan.records.forms import FORMS, allowed_forms, names_of
-from protrain_plan.records.hardware import DeviceKind, is_accelerator
-from protrain_plan.records.plan import Keep, Persistent, UnitPlan
-from protrain_plan.records.profile import SPARSE, TOGETHER, WHOLE, Form, FormCost, Precision, Unit
-from protrain_plan.units import format_bytes
 from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import BLOCK_BYTES, block_bytes, in_blocks
+from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_of
+from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
+from protrain_runtime.contract.records.plan import Keep, Persistent, UnitPlan
+from protrain_runtime.contract.records.profile import (
+    SPARSE,
+    TOGETHER,
+    WHOLE,
+    Form,
+    FormCost,
+    Precision,
+    Unit,
+)
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import (
     Segment,

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from protrain_plan.errors import ProtrainError
 from protrain_plan.models.batches import Batch, call_model
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.compiled import uncompiled
 from protrain_runtime.activations.trees import tensors_in, written_arguments
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.devices import device as devices
 from protrain_runtime.states.chunks import extent
 

@@ -1,6 +1,6 @@
 """Executors: what runs a block's forward so that its activations wait in a form.
 
-`protrain_plan.records.forms.FORMS` names one for every form. An executor takes the code of a
+`contract.records.forms.FORMS` names one for every form. An executor takes the code of a
 block's forward and the block's module, and returns the code that runs instead: it may let the
 forward run again in backward (`recompute`), or stand around it with hooks of its own that keep
 something else in place of what autograd saves. Such hooks hand what they keep to `outer_hooks()`,
@@ -20,9 +20,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from protrain_plan.records.forms import FORMS
-from protrain_plan.records.profile import Form
 from protrain_runtime.activations.compiled import code_of, replace_code
+from protrain_runtime.contract.records.forms import FORMS
+from protrain_runtime.contract.records.profile import Form
 
 Code = Callable[..., object]
 """What a call of a module runs."""

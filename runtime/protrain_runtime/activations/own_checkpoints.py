@@ -24,8 +24,8 @@ import torch.utils.checkpoint as pytorch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from protrain_plan.errors import ProtrainError
 from protrain_runtime.activations.recompute import Draws, with_running_statistics
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.devices import device as devices
 
 OTHER_ORDER = (

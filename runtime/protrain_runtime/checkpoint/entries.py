@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.program import SAVING_BYTES
 from protrain_runtime.checkpoint.files import DTYPES, NAMES, opened, shown
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import memory_of
 from protrain_runtime.states.values import Fill, Held, Source, Value, order_of, part_of
 

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.program import SAVING_BYTES
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import memory_of
 from protrain_runtime.states.values import Source, part_bytes, part_of
 

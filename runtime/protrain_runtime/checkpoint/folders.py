@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.files import replace_text
 from protrain_runtime.checkpoint.index import FOLDER, INDEX, Saved, found_index, seal
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.files import replace_text
 
 ROOM = "make room there, or save to another directory; what was saved before is whole"
 _ELSEWHERE = "save to another directory"

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from protrain_plan.errors import ProtrainError
 from protrain_runtime.checkpoint.entries import Entry, Part, are_numbers, parsed
 from protrain_runtime.checkpoint.files import (
     DTYPES,
@@ -39,6 +38,7 @@ from protrain_runtime.checkpoint.files import (
     shown,
     verify,
 )
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.ranks.group import Ranks
 
 INDEX = "model.safetensors.index.json"

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError, cut
-from protrain_plan.units import format_bytes
 from protrain_runtime.checkpoint.entries import Entry, fill_values
 from protrain_runtime.checkpoint.files import damaged, shown
 from protrain_runtime.checkpoint.index import Saved
@@ -21,6 +19,8 @@ from protrain_runtime.checkpoint.saving import (
     with_extra_state,
 )
 from protrain_runtime.checkpoint.training import read_training
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
 from protrain_runtime.model.prepared import (

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.distributed import all_gather_object
 
-from protrain_plan.errors import ProtrainError
 from protrain_runtime.checkpoint.entries import described
 from protrain_runtime.checkpoint.files import DTYPES, write_tensors
 from protrain_runtime.checkpoint.folders import ROOM, commit, next_save
 from protrain_runtime.checkpoint.index import FORMAT
 from protrain_runtime.checkpoint.training import encoded
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
 from protrain_runtime.model.optimizer import PlannedOptimizer

@@ -2,7 +2,8 @@
 
 Numbers, texts, lists and dicts by text are what they are in JSON. Everything else is a dict of one
 entry, whose key begins with "$" and says what it is: {"$tuple": [1, 2]}. A tensor is written with
-those of the model; {"$tensor": "extra.scale"} says which. Reading makes nothing else than such values.
+those of the model; {"$tensor": "extra.scale"} says which. Reading makes no other
+values than these.
 """
 
 import itertools
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
 from protrain_runtime.checkpoint.entries import fill_values
 from protrain_runtime.checkpoint.files import NAMES, damaged, shown
 from protrain_runtime.checkpoint.index import Saved
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.states.values import Held, Source
 
 _MOST_LEVELS = 100

@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
-from protrain_plan.errors import OutOfMemoryError, ProtrainError
-from protrain_plan.program.program import BLOCK_BYTES
+from protrain_runtime.contract.errors import OutOfMemoryError, ProtrainError
+from protrain_runtime.contract.program.program import BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.program import pinned_bytes
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import pinned_bytes
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import explained_exhaustion
 

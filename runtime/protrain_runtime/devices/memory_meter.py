@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from protrain_plan.program.program import block_bytes, in_blocks
+from protrain_runtime.contract.program.program import block_bytes, in_blocks
 from protrain_runtime.devices import device as devices
 
 # The profiler's events of these names are marks, by number, and ends of storages from before the

@@ -15,10 +15,10 @@ from typing import ClassVar
 
 import torch
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.escaping import one_line
-from protrain_plan.records.plan import Plan
-from protrain_plan.units import format_bytes, format_seconds
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.escaping import one_line
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.units import format_bytes, format_seconds
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.devices.spill_file import SpillFile

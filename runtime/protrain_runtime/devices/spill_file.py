@@ -28,7 +28,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from protrain_plan.program.program import (
+from protrain_runtime.contract.program.program import (
     EDGE_BYTES,
     NUM_REQUESTS,
     REQUEST_BYTES,

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.program import FILE_BYTES, PASSAGE_BYTES
-from protrain_plan.records.plan import StateTier
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import FILE_BYTES, PASSAGE_BYTES
+from protrain_runtime.contract.records.plan import StateTier
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.spill_file import SpillFile

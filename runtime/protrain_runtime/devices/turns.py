@@ -18,7 +18,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 Owner = TypeVar("Owner")
 Rest = ParamSpec("Rest")

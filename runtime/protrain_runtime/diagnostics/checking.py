@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import Plan
 from protrain_runtime.activations.compiled import compile_copy, replace_code
 from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import parameter_values

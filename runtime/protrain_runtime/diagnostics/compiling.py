@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from protrain_plan.records.profile import Compilation
-from protrain_plan.units import four_digits
+from protrain_runtime.contract.records.profile import Compilation
+from protrain_runtime.contract.units import four_digits
 
 
 class Compiled(NamedTuple):

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.decisions import activations_text
-from protrain_plan.records.folding import fold, runs, unfolded
-from protrain_plan.records.forms import FORMS, PLAN_AGAIN, misfit
-from protrain_plan.records.hardware import is_accelerator
-from protrain_plan.records.plan import STEPPED, Keep, Persistent, Plan, UnitPlan
-from protrain_plan.records.profile import Workload
 from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.decisions import activations_text
+from protrain_runtime.contract.records.folding import fold, runs, unfolded
+from protrain_runtime.contract.records.forms import FORMS, PLAN_AGAIN, misfit
+from protrain_runtime.contract.records.hardware import is_accelerator
+from protrain_runtime.contract.records.plan import STEPPED, Keep, Persistent, Plan, UnitPlan
+from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
 from protrain_runtime.states.chunks import Chunk, of_one_storage, overlapping

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from protrain_plan.errors import OutOfMemoryError
-from protrain_plan.program.compiling import program_of
-from protrain_plan.program.implications import HoldingKind
-from protrain_plan.records import read_profile
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import Profile
-from protrain_plan.simulation.memory import device_bytes, slot_name
-from protrain_plan.units import format_bytes, parse_bytes
+from protrain_runtime.contract.errors import OutOfMemoryError
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.implications import HoldingKind
+from protrain_runtime.contract.program.memory import device_bytes, slot_name
+from protrain_runtime.contract.records import read_profile
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.units import format_bytes, parse_bytes
 from protrain_runtime.devices.device import out_of_memory, refusal
 from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.devices.preflight import Room, room_here

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.recording import Recording
-from protrain_plan.records import fingerprint
-from protrain_plan.records.commands import profile_command
-from protrain_plan.records.plan import Plan, TierBytes
-from protrain_plan.simulation.memory import exceeded
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import exceeded
+from protrain_runtime.contract.program.recording import Recording
+from protrain_runtime.contract.records import fingerprint
+from protrain_runtime.contract.records.commands import profile_command
+from protrain_runtime.contract.records.plan import Plan, TierBytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import (
     MemoryMeter,

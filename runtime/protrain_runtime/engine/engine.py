@@ -15,10 +15,10 @@ from weakref import ref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from protrain_plan.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
-from protrain_plan.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
 from protrain_runtime.activations.forms import around
 from protrain_runtime.activations.saved_tensors import ByPointer, SavedTensors
+from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
+from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
 from protrain_runtime.devices.lanes import Backend, LaneError, Ticket, WorkLane, is_held, nothing
 from protrain_runtime.devices.memory_meter import addresses
 from protrain_runtime.devices.stores import DeviceStore

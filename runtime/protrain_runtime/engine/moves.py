@@ -24,7 +24,8 @@ from weakref import ref
 
 import torch
 
-from protrain_plan.program.program import (
+from protrain_runtime.activations.saved_tensors import SwappedStorage
+from protrain_runtime.contract.program.program import (
     ARRIVING_GRADIENTS,
     STAGING_PIECES,
     Move,
@@ -34,9 +35,15 @@ from protrain_plan.program.program import (
     pieces_in,
     reads_gradients,
 )
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import Offload, Persistent, Placement, Swap, SwapInput, UnitPlan
-from protrain_runtime.activations.saved_tensors import SwappedStorage
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
+    Offload,
+    Persistent,
+    Placement,
+    Swap,
+    SwapInput,
+    UnitPlan,
+)
 from protrain_runtime.devices.lanes import Backend, Buffers
 from protrain_runtime.devices.stores import DeviceStore, HostStore, Store
 from protrain_runtime.ranks.group import Ranks

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from protrain_plan.program.program import Program
-from protrain_plan.program.recording import Event
-from protrain_plan.simulation.report import COMPUTE
+from protrain_runtime.contract.program.program import COMPUTE, Program
+from protrain_runtime.contract.program.recording import Event
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import WorkLane
 

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, DynamoBackend
 from torch import nn
 
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import DType
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import DType
 from protrain_runtime.integrations.adopting import Framework, check_loop, follow, loaded
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Check

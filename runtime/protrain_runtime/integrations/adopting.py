@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records import read_plan
-from protrain_plan.records.plan import Persistent, Plan
-from protrain_plan.records.profile import DType
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records import read_plan
+from protrain_runtime.contract.records.plan import Persistent, Plan
+from protrain_runtime.contract.records.profile import DType
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Check, prepare
 from protrain_runtime.states.stepping import is_plain

@@ -14,9 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import DType
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import DType
 from protrain_runtime.integrations.adopting import Framework, check_loop, follow, loaded
 from protrain_runtime.preparation import Check
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import Plan
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.integrations.accelerate import autocast_of, compiles, leave_to_the_plan
 from protrain_runtime.integrations.adopting import Framework, check_loop, follow, loaded
 from protrain_runtime.preparation import Check

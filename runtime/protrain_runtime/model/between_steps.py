@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.program import SAVING_BYTES
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.devices.preflight import check_free
 from protrain_runtime.devices.turns import in_turn

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import nn
 
-from protrain_plan.records.plan import Plan
+from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.devices.turns import Turns
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.model.optimizer import PlannedOptimizer

@@ -32,8 +32,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.records.plan import Plan
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import PATIENCE_S
 from protrain_runtime.devices.memory_meter import borrowing

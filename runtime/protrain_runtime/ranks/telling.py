@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 from torch._C._distributed_c10d import Store
 
-from protrain_plan.errors import ProtrainError
+from protrain_runtime.contract.errors import ProtrainError
 
 ANSWER_S = 3.0
 """How long a rank that is there may take to say so, or to see what it is told; it looks four times

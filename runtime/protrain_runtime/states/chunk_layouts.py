@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from protrain_plan.program.program import SHARD_ALIGNMENT, grouped, shard_bytes
-from protrain_plan.records.plan import Persistent, UnitPlan
+from protrain_runtime.contract.program.program import SHARD_ALIGNMENT, grouped, shard_bytes
+from protrain_runtime.contract.records.plan import Persistent, UnitPlan
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import (
     ALIGNMENT,

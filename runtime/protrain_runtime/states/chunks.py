@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.program import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import (
     PIECE_ALIGNMENT,
     ChunkSize,
     pieces_in,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain_plan.records.plan import Plan
+from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.states.chunk_layouts import unit_parameters
 from protrain_runtime.states.stepping import OptimizerFactory
 

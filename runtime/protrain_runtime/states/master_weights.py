@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import nn
 
-from protrain_plan.program.program import PIECE_ALIGNMENT
+from protrain_runtime.contract.program.program import PIECE_ALIGNMENT
 from protrain_runtime.states.compositions import is_composed
 from protrain_runtime.states.stepping import MASTERS_OF, OptimizerFactory, attributes_of
 

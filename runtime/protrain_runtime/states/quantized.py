@@ -40,8 +40,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.program import in_blocks
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import in_blocks
 
 STATE = "quant_state"
 """The attribute of a packed weight of 4 bits, and of its layer, that holds the scales."""

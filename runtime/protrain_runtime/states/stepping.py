@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from protrain_plan.errors import ProtrainError, cut
+from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.states.compositions import Composition, is_composed, taken_apart
 
 OptimizerFactory = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from protrain_plan.errors import ProtrainError, cut
-from protrain_plan.program.program import PIECE_ALIGNMENT, in_blocks
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, in_blocks
 from protrain_runtime.devices.fake import FakeMode
 from protrain_runtime.states.compositions import Composition, is_composed, taken_apart
 from protrain_runtime.states.stepping import (

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from protrain_plan.program.program import LONGEST_SPAN
+from protrain_runtime.contract.program.program import LONGEST_SPAN
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_threads
 from protrain_runtime.devices.stores import HostStore, Store

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.program import SAVING_BYTES, in_blocks
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import SAVING_BYTES, in_blocks
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.chunks import (
     Chunk,

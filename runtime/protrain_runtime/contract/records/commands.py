@@ -3,8 +3,8 @@
 import shlex
 from collections.abc import Sequence
 
-from protrain_plan.records.adapters import option_of
-from protrain_plan.records.profile import Workload
+from protrain_runtime.contract.records.adapters import option_of
+from protrain_runtime.contract.records.profile import Workload
 
 
 def profile_command(

@@ -8,20 +8,20 @@ from functools import cache, partial
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from protrain_plan.errors import ProtrainError, RecordError, cut
-from protrain_plan.records.decisions import ACTIVATIONS, OLD_PHRASES, PLAIN, STATES
-from protrain_plan.records.folding import MAX_RUN, run_length, unfold
-from protrain_plan.records.forms import (
+from protrain_runtime.contract.errors import ProtrainError, RecordError, cut
+from protrain_runtime.contract.records.decisions import ACTIVATIONS, OLD_PHRASES, PLAIN, STATES
+from protrain_runtime.contract.records.folding import MAX_RUN, run_length, unfold
+from protrain_runtime.contract.records.forms import (
     FORMS,
     PLAN_AGAIN,
     exactness_of,
     leaves_of,
     misfit,
 )
-from protrain_plan.records.hardware import Hardware, Tier
-from protrain_plan.records.plan import Activations, Placement, Plan, Schedule, UnitPlan
-from protrain_plan.records.profile import FormCost, Profile, Unit, Workload
-from protrain_plan.records.schema import (
+from protrain_runtime.contract.records.hardware import Hardware, Tier
+from protrain_runtime.contract.records.plan import Activations, Placement, Plan, Schedule, UnitPlan
+from protrain_runtime.contract.records.profile import FormCost, Profile, Unit, Workload
+from protrain_runtime.contract.records.schema import (
     KINDS,
     MAX_CHARACTERS,
     MAX_ENTRIES,
@@ -38,8 +38,15 @@ from protrain_plan.records.schema import (
     is_size,
     limits_of,
 )
-from protrain_plan.records.tree import MAX_TEXT, Node, did_you_mean, listed, parsed_json, root
-from protrain_plan.units import parse_bytes
+from protrain_runtime.contract.records.tree import (
+    MAX_TEXT,
+    Node,
+    did_you_mean,
+    listed,
+    parsed_json,
+    root,
+)
+from protrain_runtime.contract.units import parse_bytes
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 from yaml.composer import ComposerError
 
-from protrain_plan.errors import MAX_SHOWN, RecordError, cut
-from protrain_plan.records.files import MAX_FILE_BYTES
+from protrain_runtime.contract.errors import MAX_SHOWN, RecordError, cut
+from protrain_runtime.contract.records.files import MAX_FILE_BYTES
 
 _MAP, _SEQ, _STR, _INT, _FLOAT, _BOOL, _NULL = (
     f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")

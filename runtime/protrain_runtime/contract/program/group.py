@@ -3,11 +3,17 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.program import Settings
-from protrain_plan.records.hardware import Hardware, Interconnect, Link, Tier, is_accelerator
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import Settings
+from protrain_runtime.contract.records.hardware import (
+    Hardware,
+    Interconnect,
+    Link,
+    Tier,
+    is_accelerator,
+)
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import Profile
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 

@@ -6,14 +6,14 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from protrain_plan.errors import ProtrainError
-from protrain_plan.program.implications import (
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.implications import (
     BoundProgram,
     Implications,
     StateOption,
     placed,
 )
-from protrain_plan.program.program import (
+from protrain_runtime.contract.program.program import (
     ARRIVING_GRADIENTS,
     COLLECT,
     MAX_PIECES_OF_STATES,
@@ -30,7 +30,7 @@ from protrain_plan.program.program import (
     shares,
     written_share,
 )
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.plan import (
     STEPPED,
     Offload,
     Persistent,
@@ -39,7 +39,7 @@ from protrain_plan.records.plan import (
     SwapInput,
     UnitPlan,
 )
-from protrain_plan.records.profile import Profile
+from protrain_runtime.contract.records.profile import Profile
 
 
 def compile_plan(

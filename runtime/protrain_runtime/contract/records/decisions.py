@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Generic, TypeVar, get_args
 
-from protrain_plan.records.forms import FORMS, ActivationForm
-from protrain_plan.records.hardware import TierName
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.forms import FORMS, ActivationForm
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
     Offload,
@@ -19,7 +19,7 @@ from protrain_plan.records.plan import (
     StateTier,
     activations_in,
 )
-from protrain_plan.records.profile import Form
+from protrain_runtime.contract.records.profile import Form
 
 Decision = Activations | Placement
 D = TypeVar("D", bound=Decision, covariant=True)

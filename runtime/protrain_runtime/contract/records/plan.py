@@ -3,10 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from protrain_plan.records.folding import unfolded
-from protrain_plan.records.forms import FORMS, Exactness, exactness_of, least_exact, leaves_of
-from protrain_plan.records.hardware import TierName, is_accelerator
-from protrain_plan.records.profile import Form, UnitKind, Workload
+from protrain_runtime.contract.records.folding import unfolded
+from protrain_runtime.contract.records.forms import (
+    FORMS,
+    Exactness,
+    exactness_of,
+    least_exact,
+    leaves_of,
+)
+from protrain_runtime.contract.records.hardware import TierName, is_accelerator
+from protrain_runtime.contract.records.profile import Form, UnitKind, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

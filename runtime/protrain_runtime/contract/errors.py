@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from protrain_plan.escaping import lines, one_line, without_commands
+from protrain_runtime.contract.escaping import lines, one_line, without_commands
 
 MAX_SHOWN = 60
 """Characters of a text that a message quotes."""

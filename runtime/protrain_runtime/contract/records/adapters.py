@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from protrain_plan.errors import ProtrainError, cut
+from protrain_runtime.contract.errors import ProtrainError, cut
 
 ALL_LINEAR = "all-linear"
 AdapterDType = Literal["float32", "base"]

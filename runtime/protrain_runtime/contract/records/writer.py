@@ -6,14 +6,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
-from protrain_plan.records.decisions import FIRST_PHRASES, WORDINGS
-from protrain_plan.records.folding import fold, runs
-from protrain_plan.records.hardware import Collectives, Contention, Hardware, Link, Observed, Rates
-from protrain_plan.records.plan import Budgets, Plan, Schedule, TierBytes, UnitPlan
-from protrain_plan.records.profile import Compilation, FormCost, Profile, Repetitions, Unit
-from protrain_plan.records.schema import KINDS, OLD_KEYS, STEP_END, VERSION, Record, is_size
-from protrain_plan.records.tree import number_text
-from protrain_plan.units import exact_bytes
+from protrain_runtime.contract.records.decisions import FIRST_PHRASES, WORDINGS
+from protrain_runtime.contract.records.folding import fold, runs
+from protrain_runtime.contract.records.hardware import (
+    Collectives,
+    Contention,
+    Hardware,
+    Link,
+    Observed,
+    Rates,
+)
+from protrain_runtime.contract.records.plan import Budgets, Plan, Schedule, TierBytes, UnitPlan
+from protrain_runtime.contract.records.profile import (
+    Compilation,
+    FormCost,
+    Profile,
+    Repetitions,
+    Unit,
+)
+from protrain_runtime.contract.records.schema import (
+    KINDS,
+    OLD_KEYS,
+    STEP_END,
+    VERSION,
+    Record,
+    is_size,
+)
+from protrain_runtime.contract.records.tree import number_text
+from protrain_runtime.contract.units import exact_bytes
 
 _COMMENTS: dict[type[Record], str] = {
     Hardware: """\

@@ -19,7 +19,7 @@ Files of version 1 are read too. They spell the keys of `OLD_KEYS` and the phras
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from protrain_plan.records.hardware import (
+from protrain_runtime.contract.records.hardware import (
     Contention,
     Device,
     Hardware,
@@ -29,8 +29,8 @@ from protrain_plan.records.hardware import (
     PublishedError,
     Rates,
 )
-from protrain_plan.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
-from protrain_plan.records.profile import (
+from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
+from protrain_runtime.contract.records.profile import (
     Compilation,
     FormCost,
     OptimizerCost,
@@ -39,7 +39,7 @@ from protrain_plan.records.profile import (
     Unit,
     Workload,
 )
-from protrain_plan.units import MAX_BYTES, exact_bytes
+from protrain_runtime.contract.units import MAX_BYTES, exact_bytes
 
 VERSION = 2
 

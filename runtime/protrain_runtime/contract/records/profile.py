@@ -8,7 +8,7 @@ A *level* is the number of live bytes between two slots.
 from dataclasses import dataclass
 from typing import Literal
 
-from protrain_plan.records.hardware import DeviceKind, Hardware
+from protrain_runtime.contract.records.hardware import DeviceKind, Hardware
 
 Form = str
 """In what form a unit's activations wait for backward: the name of an entry of `forms.FORMS`."""

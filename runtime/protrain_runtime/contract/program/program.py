@@ -44,8 +44,8 @@ from itertools import accumulate
 from math import floor
 from typing import Literal, NamedTuple
 
-from protrain_plan.records.hardware import DeviceKind, is_accelerator
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
+from protrain_runtime.contract.records.plan import (
     CLIP_SHARE,
     Offload,
     Plan,
@@ -53,7 +53,7 @@ from protrain_plan.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_plan.records.profile import Unit
+from protrain_runtime.contract.records.profile import Unit
 
 MoveKind = Literal[
     "fetch",  # a chunk's parameters to the device; of several devices: the rank's shard of them
@@ -95,6 +95,9 @@ what it needs besides (a float32 gradient, the temporaries of a plain loop) is n
 whose pages the system clears first: twice as fast with master weights, three times as fast in a
 loop of operators (`benchmarks/results/updates.md`). Runs of a quarter cost a fused step up to a
 tenth."""
+
+COMPUTE = "compute"
+"""Name of the lane on which slots run; moves have the others."""
 
 
 class Lane(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any, Literal, NamedTuple, get_args
 
-from protrain_plan.program.program import (
+from protrain_runtime.contract.program.program import (
     ARRIVING_GRADIENTS,
     LARGE_BEGIN_BYTES,
     LONGEST_SPAN,
@@ -31,8 +31,8 @@ from protrain_plan.program.program import (
     residencies,
     shard_of,
 )
-from protrain_plan.records.hardware import TierName, is_accelerator
-from protrain_plan.records.plan import (
+from protrain_runtime.contract.records.hardware import TierName, is_accelerator
+from protrain_runtime.contract.records.plan import (
     Activations,
     Offload,
     Persistent,
@@ -42,7 +42,7 @@ from protrain_plan.records.plan import (
     SwapInput,
     UnitPlan,
 )
-from protrain_plan.records.profile import FormCost, OptimizerCost, Profile
+from protrain_runtime.contract.records.profile import FormCost, OptimizerCost, Profile
 
 PINNED: frozenset[StateTier] = frozenset({"host"})
 """Where an accelerator copies from the memory, in regions of whole pages."""

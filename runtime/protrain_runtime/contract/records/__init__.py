@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from protrain_plan.errors import RecordError
-from protrain_plan.records.decisions import activations_text, register_form, states_text
-from protrain_plan.records.files import read_text, replace_text
-from protrain_plan.records.forms import ActivationForm
-from protrain_plan.records.hardware import Hardware
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.profile import Profile
-from protrain_plan.records.reader import loads
-from protrain_plan.records.schema import Record
-from protrain_plan.records.writer import dumps, fingerprint
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.records.decisions import activations_text, register_form, states_text
+from protrain_runtime.contract.records.files import read_text, replace_text
+from protrain_runtime.contract.records.forms import ActivationForm
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.reader import loads
+from protrain_runtime.contract.records.schema import Record
+from protrain_runtime.contract.records.writer import dumps, fingerprint
 
 __all__ = [
     "ActivationForm",

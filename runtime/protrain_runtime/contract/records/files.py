@@ -15,8 +15,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from protrain_plan.errors import RecordError
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.units import format_bytes
 
 MAX_FILE_BYTES = 2 * 2**20
 """Of a file with a record: a hundred times the largest that is known, and a second to read."""

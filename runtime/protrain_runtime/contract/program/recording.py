@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from protrain_plan.errors import RecordError
-from protrain_plan.program.program import Program
-from protrain_plan.records import fingerprint
-from protrain_plan.records.files import read_text, replace_text
-from protrain_plan.records.plan import Plan
-from protrain_plan.records.tree import parsed_json
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.program.program import Program
+from protrain_runtime.contract.records import fingerprint
+from protrain_runtime.contract.records.files import read_text, replace_text
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.tree import parsed_json
 
 KIND, VERSION = "recording", 1
 _OLD_NAME = re.compile(r"^gather (?=\d)")

@@ -4,7 +4,7 @@ import math
 import re
 from fractions import Fraction
 
-from protrain_plan.errors import ProtrainError, cut
+from protrain_runtime.contract.errors import ProtrainError, cut
 
 _PREFIXES = "KMGTP"
 _SCALES: dict[str, int] = (

@@ -27,15 +27,15 @@ from functools import cache
 from itertools import accumulate
 from math import prod
 
-from protrain_plan.program.compiling import program_of
-from protrain_plan.program.implications import (
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.implications import (
     BoundProgram,
     Holding,
     HoldingKind,
     StateOption,
     device_staging_bytes,
 )
-from protrain_plan.program.program import (
+from protrain_runtime.contract.program.program import (
     BLOCK_BYTES,
     SAVING_BYTES,
     SHARD_ALIGNMENT,
@@ -45,10 +45,10 @@ from protrain_plan.program.program import (
     pieces_in,
     slot_words,
 )
-from protrain_plan.records.hardware import DeviceKind, is_accelerator
-from protrain_plan.records.plan import Persistent, Plan, TierBytes, UnitPlan
-from protrain_plan.records.profile import Profile
-from protrain_plan.units import format_bytes
+from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
+from protrain_runtime.contract.records.plan import Persistent, Plan, TierBytes, UnitPlan
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
