@@ -61,7 +61,7 @@ class Tiny(nn.Module):
         super().__init__()
         self.embedding = nn.Parameter(torch.randn(80, 2))  # so much that ranks share it
         self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(2, 1)
+        self.head = nn.Linear(2, 2)
         self.calls = 0
 
     def get_extra_state(self) -> int:
@@ -292,29 +292,38 @@ def put_instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return put
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "cut to half": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "empty": lambda path: os.truncate(path, 0),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b" "),
-    "twice": lambda path: path.write_bytes(2 * path.read_bytes()),
-    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "overwritten": lambda path: overwritten(path, 0),
-    "overwritten end": lambda path: overwritten(path, path.stat().st_size - 100),
-    "missing": Path.unlink,
-    "a directory": put_instead(Path.mkdir),
-    "a pipe": put_instead(os.mkfifo),
-    "a device": put_instead(lambda path: path.symlink_to("/dev/zero")),
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    # What it does, and what is said of a file of tensors.
+    "cut": (lambda p: os.truncate(p, p.stat().st_size - 1), "the file is cut off: it has "),
+    "cut to half": (
+        lambda p: os.truncate(p, p.stat().st_size // 2),
+        "the file is cut off: it has ",
+    ),
+    "empty": (lambda p: os.truncate(p, 0), "the file is cut off: it has 0 bytes instead of "),
+    "longer": (lambda p: p.write_bytes(p.read_bytes() + b" "), "the file goes on behind its end: "),
+    "twice": (lambda p: p.write_bytes(2 * p.read_bytes()), "the file goes on behind its end: "),
+    "zeroed": (lambda p: p.write_bytes(bytes(p.stat().st_size)), "the header is damaged"),
+    "overwritten": (lambda p: overwritten(p, 0), "the header is damaged"),
+    "overwritten end": (lambda p: overwritten(p, p.stat().st_size - 100), ""),
+    "missing": (Path.unlink, "cannot be read: No such file or directory"),
+    "a directory": (put_instead(Path.mkdir), "this is no regular file"),
+    "a pipe": (put_instead(os.mkfifo), "this is no regular file"),
+    "a device": (put_instead(lambda p: p.symlink_to("/dev/zero")), "a link leads out of "),
 }
 
 
 def test_a_damaged_file_is_refused_before_anything_changes(
     training: Training, whole: Path, tmp_path: Path
 ) -> None:
-    for (number, path), damage in itertools.product(enumerate(files_of(whole)), DAMAGES):
-        checkpoint = Path(copytree(whole, tmp_path / f"{number} {damage}"))
-        DAMAGES[damage](checkpoint / path.relative_to(whole))
-        training.refuses(checkpoint)
+    for (number, path), (name, damage) in itertools.product(
+        enumerate(files_of(whole)), DAMAGES.items()
+    ):
+        checkpoint = Path(copytree(whole, tmp_path / f"{number} {name}"))
+        damage[0](checkpoint / path.relative_to(whole))
+        error = training.refuses(checkpoint)
+        if path.name != INDEX:
+            assert error.source == str(checkpoint / path.relative_to(whole))
+            assert error.message.startswith(damage[1])
 
 
 def test_files_that_were_exchanged_are_refused(
@@ -639,7 +648,7 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
         ) as caught:
             load(model, None, tmp_path)
         assert caught.value.source == str(path)
-        assert model.a.sum() == 2
+        assert model.get_buffer("a").sum() == 2
 
 
 @pytest.mark.parametrize("target", ["nothing", "a.safetensors", "pipe", "/dev/zero"])

@@ -101,7 +101,7 @@ def test_one_device_saves_and_two_ranks_go_on(tmp_path: Path) -> None:
 
 def exchanging_transposed(rank: int, count: int, folder: Path) -> tuple[State, State]:
     """The states that two ranks save, and those after they load what one device saved."""
-    model = built(rank)
+    model: nn.Module = built(rank)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data = parameter.detach().t().contiguous().t()

@@ -526,35 +526,6 @@ def test_offloaded_states_have_no_room_for_others(tmp_path: Path) -> None:
     )
 
 
-def cut(path: Path, by: int) -> None:
-    os.truncate(path, path.stat().st_size - by)
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "problem"),
-    [
-        ("model-00002-of-*", lambda p: cut(p, 1), "the file is cut off: it has {} bytes instead of"
-         " {}"),
-        ("model-00001-of-*", Path.unlink, "cannot be read: No such file or directory"),
-        ("training-*", lambda p: p.write_bytes(bytes(p.stat().st_size)), "the header is damaged"),
-    ],
-    ids=["cut", "missing", "zeroed"],
-)  # fmt: skip
-def test_a_damaged_checkpoint_changes_nothing(
-    file: str, damage: Callable[[Path], object], problem: str, tmp_path: Path
-) -> None:
-    saved_functional(tmp_path)
-    path = next(tmp_path.glob(f"*/{file}"))
-    size = path.stat().st_size
-    damage(path)
-    model = build("functional", seed=5)
-    before = copied(model.state_dict())
-    found = message(lambda: load(model, ADAMW(one_group(model)), tmp_path))
-    expected = problem.format(size - 1, size)
-    assert found == f"{path}: {expected}\n  fix: load another checkpoint"
-    assert list(differences(model.state_dict(), before, "")) == []
-
-
 def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
     model = build("functional")
     fix = "\n  fix: name a directory that protrain_runtime.save (or --save) wrote"
