@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.uniform import AMPLE, plan_of_units
 from benchmarks.zoo import ZOO, Specimen
 from protrain_plan.models.presets import JsonObject
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.planning.search.choices import min_memory
@@ -23,6 +23,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Recompute,
     Schedule,
+    StepSettings,
     Swap,
     SwapInput,
 )
@@ -146,7 +147,9 @@ def plan_of(kind: PlanKind, profile: Profile) -> Plan:
     """The plan of this kind for what was profiled."""
     disk = profile.hardware.tier("disk").capacity_bytes
     budgets = Budgets(device=AMPLE, host=0, disk=disk)
-    problem = Problem.of(profile, budgets, piece_bytes=PIECE_BYTES, overlap_steps=False)
+    problem = Problem.of(
+        profile, budgets, settings=StepSettings(piece_bytes=PIECE_BYTES, overlap_steps=False)
+    )
     if kind != "planned":
         return _uniform(problem, _POLICIES[kind])
     most = _uniform(problem, _POLICIES["keep"]).prediction.peak_bytes.device
@@ -154,7 +157,7 @@ def plan_of(kind: PlanKind, profile: Profile) -> Plan:
     assert lean is not None, "the disk holds everything"
     context = profile.hardware.device.context_bytes
     half = Budgets(device=context + (lean.bytes + most) // 2, host=0, disk=disk)
-    outcome = solve(profile, half, piece_bytes=PIECE_BYTES)
+    outcome = solve(profile, half, settings=replace(OVERLAPPING, piece_bytes=PIECE_BYTES))
     assert isinstance(outcome, Solved), "half way up, the leanest plan fits"
     return outcome.plan
 

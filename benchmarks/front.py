@@ -20,13 +20,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.provenance import commit, today
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, baseline
@@ -85,7 +85,11 @@ def budgets_of(profile: Profile, device: int) -> Budgets:
 def sizes(profile: Profile, updates: Updates) -> list[int]:
     """Bytes of the device that are asked for; none where no plan fits the card."""
     card = profile.hardware.device.memory_bytes
-    lean = min_memory(Problem.of(profile, budgets_of(profile, card), updates=updates))
+    lean = min_memory(
+        Problem.of(
+            profile, budgets_of(profile, card), settings=replace(OVERLAPPING, updates=updates)
+        )
+    )
     least = card + 1 if lean is None else lean.bytes + profile.hardware.device.besides_bytes
     return [round(least * (card / least) ** share) for share in SHARES if least <= card]
 
@@ -96,7 +100,7 @@ def solved(
     """For each size of the device what the planner and the baselines make of it."""
     for device in devices:
         within = budgets_of(profile, device)
-        problem = Problem.of(profile, within, updates=updates)
+        problem = Problem.of(profile, within, settings=replace(OVERLAPPING, updates=updates))
         started = time.process_time()
         answer = solve_problem(problem, within)
         taken = time.process_time() - started

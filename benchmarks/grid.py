@@ -22,11 +22,11 @@ from benchmarks.machines import Machine, updated_per_s
 from benchmarks.shapes import SHAPES, profile
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.planning.model.decision_model import least_lane_seconds
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.search.choices import min_memory
-from protrain_runtime.contract.program.group import ALONE, DeviceGroup, group_on, profile_of_rank
+from protrain_runtime.contract.program.group import group_on, profile_of_rank
 from protrain_runtime.contract.records.files import replace_text
-from protrain_runtime.contract.records.plan import Budgets, Updates
+from protrain_runtime.contract.records.plan import ALONE, Budgets, DeviceGroup, Updates
 from protrain_runtime.contract.records.profile import Profile
 
 DRAWN_GRID = Path(__file__).parent / "grid.json"
@@ -137,9 +137,12 @@ def problems(setup: Setup, device: int) -> list[Problem]:
         Problem.of(
             profiled(setup),
             budgets(setup, device),
-            updates=setup.updates,
-            micro_batches=setup.micro_batches,
-            group=replace(group, num_replicas=number),
+            settings=replace(
+                OVERLAPPING,
+                updates=setup.updates,
+                micro_batches=setup.micro_batches,
+                group=replace(group, num_replicas=number),
+            ),
         )
         for number in counts
     ]

@@ -27,6 +27,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Prediction,
     Schedule,
+    StepSettings,
     Swap,
     TierBytes,
     UnitPlan,
@@ -172,8 +173,8 @@ def plan(model: nn.Module, batch: Tensor) -> Plan:
         exact=True,
         budgets=Budgets(device=0, host=0, disk=0),
         prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
-        piece_bytes=2**20,
         units=units,
+        settings=StepSettings(piece_bytes=2**20),
     )
 
 

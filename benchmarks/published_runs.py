@@ -33,6 +33,7 @@ from protrain_runtime.contract.records.plan import (
     Placement,
     Recompute,
     Schedule,
+    StepSettings,
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import DType, Precision, Profile, Quantize
@@ -393,10 +394,12 @@ def problem_of(run: Run, profile: Profile) -> Problem:
     return Problem.of(
         profile,
         Budgets(device=AMPLE, host=0, disk=0),
-        updates="after backward",  # as plain PyTorch, clipped or not
-        micro_batches=run.micro_batches,
-        group=group,
-        overlap_steps=False,
+        settings=StepSettings(
+            updates="after backward",
+            micro_batches=run.micro_batches,
+            group=group,
+            overlap_steps=False,
+        ),
     )
 
 

@@ -22,12 +22,13 @@ from benchmarks.machines import Machine, updated_per_s
 from benchmarks.ranks_measured import measured
 from benchmarks.shapes import SHAPES, profile
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.improving import Effort
-from protrain_runtime.contract.program.group import DeviceGroup, group_on, profile_of_rank
+from protrain_runtime.contract.program.group import group_on, profile_of_rank
 from protrain_runtime.contract.records import states_text
-from protrain_runtime.contract.records.plan import Budgets, Plan
+from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, Plan
 from protrain_runtime.contract.records.profile import Profile
 
 MODELS = ("llama-3.1-70b", "llama-3.1-405b")
@@ -63,7 +64,12 @@ def simulated(cell: Cell) -> Json:
     own = profile_of_rank(profiled, cell.group).hardware
     capacity = {tier.name: tier.capacity_bytes for tier in own.tiers}
     budgets = Budgets(device=own.device.memory_bytes, host=capacity["host"], disk=capacity["disk"])
-    answer = plan(profiled, budgets, group=cell.group, effort=Effort(gap_target=GAP))
+    answer = plan(
+        profiled,
+        budgets,
+        effort=Effort(gap_target=GAP),
+        settings=replace(OVERLAPPING, group=cell.group),
+    )
     found: Json = {
         "model": cell.model,
         "devices": cell.group.num_devices,

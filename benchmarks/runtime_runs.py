@@ -26,7 +26,7 @@ from benchmarks.zoo import Specimen
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.simulation.timeline import (
     device_update_seconds,
@@ -46,6 +46,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Recompute,
     Schedule,
+    StepSettings,
     Swap,
     Updates,
 )
@@ -185,7 +186,11 @@ def plan_of(
 ) -> Plan:
     """The same decisions for every block; parts keep their activations and persist."""
     budgets = Budgets(device=AMPLE, host=0, disk=AMPLE)
-    problem = Problem.of(profile, budgets, updates=updates, overlap_steps=overlap, clip_share=0.0)
+    problem = Problem.of(
+        profile,
+        budgets,
+        settings=StepSettings(updates=updates, overlap_steps=overlap, clip_share=0.0),
+    )
     units = tuple(
         problem.unit_plan(
             index,
@@ -201,7 +206,9 @@ def plan_of(
 
 def one_after_the_other(plan: Plan, profile: Profile) -> float:
     """Seconds of all that a plan computes and moves, with nothing beside anything."""
-    problem = Problem.of(profile, plan.budgets, piece_bytes=plan.piece_bytes)
+    problem = Problem.of(
+        profile, plan.budgets, settings=replace(OVERLAPPING, piece_bytes=plan.settings.piece_bytes)
+    )
     program = problem.program(plan.units)
     return (
         sum(slot_seconds(program))

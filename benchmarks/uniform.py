@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime.contract.program.memory import device_bytes
-from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
+from protrain_runtime.contract.records.plan import (
+    Budgets,
+    Plan,
+    Prediction,
+    StepSettings,
+    TierBytes,
+    UnitPlan,
+)
 from protrain_runtime.contract.records.writer import fingerprint
 
 AMPLE = 1 << 40
@@ -35,8 +42,10 @@ def plan_of_units(problem: Problem, units: Sequence[UnitPlan], *, timed: bool = 
             lower_bound_seconds=seconds,
             peak_bytes=TierBytes(device=peak, context=context, host=0, disk=0),
         ),
-        piece_bytes=problem.settings.piece_bytes,
         units=tuple(units),
-        updates=problem.settings.updates,
-        overlap_steps=problem.settings.overlap_steps,
+        settings=StepSettings(
+            piece_bytes=problem.settings.piece_bytes,
+            updates=problem.settings.updates,
+            overlap_steps=problem.settings.overlap_steps,
+        ),
     )

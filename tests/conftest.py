@@ -1,4 +1,4 @@
-"""Settings that must hold before torch is imported, the same as on the command line."""
+"""StepSettings that must hold before torch is imported, the same as on the command line."""
 
 import gc
 import json

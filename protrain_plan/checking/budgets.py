@@ -27,6 +27,7 @@ import yaml
 from protrain_runtime.contract.errors import ProtrainError, RecordError, cut
 from protrain_runtime.contract.records.files import read_text, refuse_outside
 from protrain_runtime.contract.records.forms import FORMS, leaves_of
+from protrain_runtime.contract.records.reader import headed
 from protrain_runtime.contract.records.schema import MAX_LIST, STEPS
 from protrain_runtime.contract.records.tree import (
     Node,
@@ -107,14 +108,9 @@ def find_limits(named: Path | None, *, folder: Path = Path()) -> Limits:
 
 def read_limits(path: Path) -> Limits:
     """The limits in a YAML file; RecordError where it has something else."""
-    top = root(read_text(path), str(path))
-    if KIND_KEY not in top.any_mapping():  # then its keys are not for us to show
-        raise top.error(f"missing key {KIND_KEY!r}", f"start the file with {KIND_KEY}: {KIND}")
+    # Of a file that is none of ours no key is shown.
+    top = headed(root(read_text(path), str(path)), KIND, VERSION)
     values = top.mapping((KIND_KEY, "version", "budgets", "allow"), optional=("allow",))
-    if (kind := values[KIND_KEY].text()) != KIND:
-        raise values[KIND_KEY].error(f"expected {KIND}, got {kind!r}", did_you_mean(kind, [KIND]))
-    if (version := values["version"].integer()) != VERSION:
-        raise values["version"].error(f"expected version {VERSION}, got {version}")
     return Limits(
         budgets=_budgets(values["budgets"], str(path)), allow=_leaves(values.get("allow"))
     )

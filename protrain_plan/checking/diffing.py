@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from protrain_runtime.contract.program.group import DeviceGroup
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.folding import fold, runs
 from protrain_runtime.contract.records.plan import Plan, Prediction, UnitPlan
@@ -215,12 +214,12 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("device budget", lambda plan: _size(plan.budgets.device)),
         ("host budget", lambda plan: _size(plan.budgets.host)),
         ("disk budget", lambda plan: _size(plan.budgets.disk)),
-        ("page cache", lambda plan: _size(plan.page_cache_bytes)),
-        ("updates", lambda plan: plan.updates),
-        ("clipped steps", lambda plan: f"{plan.clip_share:.3g}"),
-        ("micro-batches", lambda plan: str(plan.micro_batches)),
-        ("devices", lambda plan: str(DeviceGroup.of(plan))),
-        ("pieces of states", lambda plan: _size(plan.piece_bytes)),
+        ("page cache", lambda plan: _size(plan.settings.page_cache_bytes)),
+        ("updates", lambda plan: plan.settings.updates),
+        ("clipped steps", lambda plan: f"{plan.settings.clip_share:.3g}"),
+        ("micro-batches", lambda plan: str(plan.settings.micro_batches)),
+        ("devices", lambda plan: str(plan.group)),
+        ("pieces of states", lambda plan: _size(plan.settings.piece_bytes)),
         ("exactness", lambda plan: plan.exactness),
     )
     for name, text in texts:
@@ -257,8 +256,7 @@ def _schedule(unit: UnitPlan) -> str:
     drains = "/".join(
         "end" if drain is None else f"{drain:g}" for drain in (plan.swap_drain, plan.update_drain)
     )
-    late = ", updated late" if plan.update_late else ""
-    return f"leads {leads}/{plan.swap_lead:g}, drains {drains}{late}"
+    return f"leads {leads}/{plan.swap_lead:g}, drains {drains}"
 
 
 def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:

@@ -8,7 +8,7 @@ together.
 """
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -33,6 +33,7 @@ from protrain_runtime.contract.records.schema import (
     Limits,
     is_size,
     limits_of,
+    may_miss,
 )
 from protrain_runtime.contract.records.tree import MAX_TEXT
 
@@ -105,7 +106,8 @@ def _object(owner: Any, definitions: dict[str, Schema]) -> Schema:
         for f in fields(owner)
         if f.name != "schedule"
     }
-    required = [f.name for f in fields(owner) if f.default is MISSING and f.name != "used_by"]
+    missing_ok = {*may_miss(owner), "used_by"}
+    required = [f.name for f in fields(owner) if f.name not in missing_ok]
     schema: Schema = {"type": "object", "properties": properties, "required": required}
     if owner is UnitPlan:
         properties |= _object(Schedule, definitions)["properties"]

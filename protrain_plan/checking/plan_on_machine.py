@@ -18,7 +18,7 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.problem import misfit as problem_misfit
 from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import DeviceGroup, not_joined, profile_of_rank
+from protrain_runtime.contract.program.group import not_joined, profile_of_rank
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.files import refuse_outside
 from protrain_runtime.contract.records.hardware import Hardware, TierName
@@ -215,7 +215,7 @@ def _machine(budget: MachineBudget) -> Hardware:
 def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -> PlanOnMachine:
     """One device's limits. What a budget says is a node's, as is what a machine's devices share."""
     case, own = model.case, machine.name == model.case.profile.hardware.name
-    planned, group = case.plan.budgets, DeviceGroup.of(case.plan)
+    planned, group = case.plan.budgets, case.plan.group
     asked = budget or MachineBudget(machine=machine.name, source="")
     has = machine
     if not_joined(case.plan, machine) is None:

@@ -28,7 +28,7 @@ from protrain_plan.hardware.catalogue import hardware_names
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory
 from protrain_runtime.contract.errors import ProtrainError, RecordError
-from protrain_runtime.contract.program.group import DeviceGroup, not_joined
+from protrain_runtime.contract.program.group import not_joined
 from protrain_runtime.contract.records import commands as records
 from protrain_runtime.contract.records.hardware import Hardware, TierName
 from protrain_runtime.contract.records.plan import CLIP_SHARE, Budgets
@@ -363,8 +363,8 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
         problem = f"the plan uses {' and '.join(missing)}, which this machine does not have"
         return Failed(problem=problem, key="units", fix=fix)
     if (reason := not_joined(case.plan, machine)) is not None:
-        problem = f"the plan is for {DeviceGroup.of(case.plan)}: {reason}"
-        return Failed(problem=problem, key="num_devices", fix=plan_again(case))
+        problem = f"the plan is for {case.plan.group}: {reason}"
+        return Failed(problem=problem, key="settings.group.num_devices", fix=plan_again(case))
     if (budget := situation.budget) is not None:
         has = [("device", machine.device.memory_bytes)]
         has += [(tier.name, tier.capacity_bytes) for tier in machine.tiers]
@@ -543,22 +543,27 @@ def plan_again(case: Case) -> str:
 
 def plan_command(case: Case, budgets: Budgets) -> str:
     """`protrain plan` as the plan was asked for, within these budgets."""
-    plan, group = case.plan, DeviceGroup.of(case.plan)
+    plan, group = case.plan, case.plan.group
     words = ["--device-memory", exact_bytes(budgets.device)]
     options = {"host": ("--host-memory", budgets.host), "disk": ("--disk", budgets.disk)}
     for tier in case.profile.hardware.tiers:
         option, size = options[tier.name]
         if size != tier.capacity_bytes:  # what the planner takes by itself
             words += [option, exact_bytes(size * group.in_node)]
-    if plan.page_cache_bytes:
-        words += ["--page-cache", exact_bytes(plan.page_cache_bytes * group.in_node)]
-    words += group.options
-    if plan.updates == "after backward":
+    if plan.settings.page_cache_bytes:
+        words += ["--page-cache", exact_bytes(plan.settings.page_cache_bytes * group.in_node)]
+    counts = (
+        ("--num-devices", group.num_devices),
+        ("--nodes", group.num_nodes),
+        ("--replicas", group.num_replicas),
+    )
+    words += [word for name, count in counts if count > 1 for word in (name, str(count))]
+    if plan.settings.updates == "after backward":
         words.append("--clip")
-        if plan.clip_share != CLIP_SHARE:
-            words += ["--clip-share", number_text(plan.clip_share)]
-    if plan.micro_batches > 1:
-        words += ["--accumulate", str(plan.micro_batches)]
+        if plan.settings.clip_share != CLIP_SHARE:
+            words += ["--clip-share", number_text(plan.settings.clip_share)]
+    if plan.settings.micro_batches > 1:
+        words += ["--accumulate", str(plan.settings.micro_batches)]
     words += records.allow_options(plan.allowed)
     return records.command("plan", str(case.profile_path), [*words, "-o", str(case.path)])
 

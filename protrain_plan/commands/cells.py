@@ -21,9 +21,9 @@ from protrain_plan.planning.questions.objectives import Question
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimate_cache import EstimateCache, processes_at_once
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import DeviceGroup, profile_of_rank
+from protrain_runtime.contract.program.group import profile_of_rank
 from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.plan import Updates
+from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 
 Answer = TypeVar("Answer")
@@ -52,8 +52,7 @@ class Cells:
     device_memory: str | None
     host_memory: str | None
     disk: str | None
-    updates: Updates
-    clip_share: float
+    settings: StepSettings
     cache: EstimateCache
     jobs: int | None = None
 
@@ -202,12 +201,9 @@ class Cells:
         machine = profile_of_rank(profile, group).hardware
         return Question(
             profile=profile,
-            group=group,
+            settings=replace(self.settings, group=group, micro_batches=micro_batches),
             replicas=group.replica_counts if group.num_replicas == 1 else (),
             budgets=budgets_of(machine, group, self.device_memory, self.host_memory, self.disk),
-            updates=self.updates,
-            clip_share=self.clip_share,
-            micro_batches=micro_batches,
             allow=self.requests[0].allow,
         )
 

@@ -30,14 +30,13 @@ from protrain_plan.commands.options import (
     QuantizeOption,
     UpdatesOption,
     choice,
-    clip_share_of,
     integers,
     leaves_named,
     machine_with,
     prices_of,
     refuse_batches,
     refuse_host_memory,
-    updates_of,
+    step_settings,
 )
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -152,7 +151,7 @@ def fit(
 
     read = (model, *on.split(","))
     page = None if report is None else destination(report, option="--report", inputs=read)
-    when = updates_of(updates, clip=clip)
+    settings = step_settings(updates, clip=clip, clip_share=clip_share)
     machines = [machine_with(name.strip(), host_memory, disk) for name in on.split(",")]
     refuse_host_memory(host_memory, machines)
     refuse_batches(global_batch, batch_size, accumulate)
@@ -192,8 +191,7 @@ def fit(
         device_memory=device_memory,
         host_memory=host_memory,
         disk=disk,
-        updates=when,
-        clip_share=clip_share_of(clip_share, when),
+        settings=settings,
         cache=EstimateCache(off=no_cache),
         jobs=jobs,
     )

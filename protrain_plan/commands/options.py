@@ -17,9 +17,8 @@ from protrain_runtime.contract.units import parse_bytes
 if TYPE_CHECKING:
     import torch
 
-    from protrain_runtime.contract.program.group import DeviceGroup
     from protrain_runtime.contract.records.hardware import Hardware
-    from protrain_runtime.contract.records.plan import Budgets, Updates
+    from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings, Updates
 
 Name = TypeVar("Name", bound=str)
 
@@ -228,32 +227,31 @@ def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(leave for leave in known if leave in (given or ()))
 
 
-def updates_of(text: str | None, *, clip: bool) -> "Updates":
-    """When `--updates` and its short form `--clip` say that parameters are updated."""
-    given = text or ("after-backward" if clip else "in-backward")
-    if choice("--updates", given, ("in-backward", "after-backward")) == "after-backward":
-        return "after backward"
-    if clip:
-        raise ProtrainError("--clip is --updates after-backward", key="--updates")
-    return "in backward"
-
-
-def clip_share_of(share: float | None, updates: "Updates") -> float:
-    """What `--clip-share` says; ProtrainError where there is no such part, or no clipping."""
-    from protrain_runtime.contract.records.plan import CLIP_SHARE, Plan
+def step_settings(updates: str | None, *, clip: bool, clip_share: float | None) -> "StepSettings":
+    """The step that `--updates`, `--clip` and `--clip-share` ask for; ProtrainError if none is."""
+    from protrain_plan.planning.model.problem import OVERLAPPING
+    from protrain_runtime.contract.records.plan import StepSettings
     from protrain_runtime.contract.records.schema import limits_of
 
-    if share is None:
-        return CLIP_SHARE
-    if updates == "in backward":
+    after = (
+        clip
+        or choice("--updates", updates or "in-backward", ("in-backward", "after-backward"))
+        == "after-backward"
+    )
+    if clip and updates == "in-backward":
+        raise ProtrainError("--clip is --updates after-backward", key="--updates")
+    if not after and clip_share is not None:
         raise ProtrainError(
             "it is for updates after backward", key="--clip-share", fix="add --clip"
         )
-    if share not in (limits := limits_of(Plan, "clip_share")):
+    if clip_share is None:
+        clip_share = OVERLAPPING.clip_share
+    elif clip_share not in (limits := limits_of(StepSettings, "clip_share")):
         raise ProtrainError(
-            f"expected a part of all steps {limits}, got {share:g}", key="--clip-share"
+            f"expected a part of all steps {limits}, got {clip_share:g}", key="--clip-share"
         )
-    return share
+    when: Updates = "after backward" if after else "in backward"
+    return replace(OVERLAPPING, updates=when, clip_share=clip_share)
 
 
 def found_device(text: str) -> "torch.device":

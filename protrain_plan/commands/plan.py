@@ -1,5 +1,6 @@
 """`protrain plan`: the fastest plan for a profile."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,13 +20,12 @@ from protrain_plan.commands.options import (
     UpdatesOption,
     budgets_of,
     choice,
-    clip_share_of,
     leaves_named,
     machine_with,
     refuse_batches,
     refuse_host_memory,
     size,
-    updates_of,
+    step_settings,
 )
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -238,8 +238,7 @@ def plan(
     objectives = [option for option, is_asked in asked.items() if is_asked]
     if len(objectives) > 1:
         raise ProtrainError(f"{objectives[0]} and {objectives[1]} ask for different things")
-    when = updates_of(updates, clip=clip)
-    share, leaves = clip_share_of(clip_share, when), leaves_named(allow)
+    settings, leaves = step_settings(updates, clip=clip, clip_share=clip_share), leaves_named(allow)
     if on is None:
         record = read_profile(Path(profile))
         if missing := [leave for leave in leaves if leave not in record.allowed]:
@@ -279,30 +278,30 @@ def plan(
             device_memory=device_memory,
             host_memory=host_memory,
             disk=disk,
-            updates=when,
-            clip_share=share,
+            settings=settings,
             cache=EstimateCache(off=no_cache),
         )
         with progress(quiet=as_json) as report:
             [estimate] = cells.questions(
                 report, micro_batches=accumulate, global_batch=global_batch
             )
-        record, accumulate = estimate.profile, estimate.micro_batches
+        record, accumulate = estimate.profile, estimate.settings.micro_batches
     refuse_host_memory(host_memory, [record.hardware])
     group = group_on(record.hardware, num_devices, num_nodes=nodes, num_replicas=replicas or 1)
     question = Question(
         profile=record,
-        group=group,
+        settings=replace(
+            settings,
+            group=group,
+            micro_batches=accumulate,
+            overlap_steps=overlap,
+            page_cache_bytes=size("--page-cache", page_cache, 0) // group.in_node,
+        ),
         replicas=group.replica_counts if replicas is None else (),
         budgets=budgets_of(
             profile_of_rank(record, group).hardware, group, device_memory, host_memory, disk
         ),
-        updates=when,
-        clip_share=share,
-        micro_batches=accumulate,
         allow=leaves,
-        overlap_steps=overlap,
-        page_cache_bytes=size("--page-cache", page_cache, 0) // group.in_node,
         pins=(
             *(read_pins(pins) if pins else ()),
             *(parse_pin(text) for text in pin or ()),

@@ -121,19 +121,11 @@ def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.presentation.plans import search_text
     from protrain_plan.presentation.report.page import FrontPoint
-    from protrain_runtime.contract.program.group import DeviceGroup
 
     plan, device = step.plan, step.profile.hardware.device
     budgets = replace(plan.budgets, device=max(plan.budgets.device, device.memory_bytes))
-    question = Question(
-        profile=step.profile,
-        budgets=budgets,
-        piece_bytes=plan.piece_bytes,
-        updates=plan.updates,
-        clip_share=plan.clip_share,
-        micro_batches=plan.micro_batches,
-        group=DeviceGroup.of(plan),
-    )
+    settings = replace(plan.settings, overlap_steps=True)
+    question = Question(profile=step.profile, budgets=budgets, settings=settings)
     with output.progress(quiet=False) as tell, output.interruptible() as interrupted:
         answer = ask(
             question,

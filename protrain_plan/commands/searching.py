@@ -22,9 +22,8 @@ from protrain_plan.commands.options import (
     QuantizeOption,
     UpdatesOption,
     budgets_of,
-    clip_share_of,
     integers,
-    updates_of,
+    step_settings,
 )
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -90,8 +89,7 @@ def search(
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.program.group import profile_of_rank
 
-    when = updates_of(updates, clip=clip)
-    share = clip_share_of(clip_share, when)
+    settings = step_settings(updates, clip=clip, clip_share=clip_share)
     offered = catalogue_offers() if among is None else read_offers(among)
     within = [one for one in offered if price_limit is None or one.price_per_hour <= price_limit]
     if not within:
@@ -126,12 +124,9 @@ def search(
                 part = profile_of_rank(profile, one.group).hardware
                 question = Question(
                     profile=profile,
-                    group=one.group,
+                    settings=replace(settings, group=one.group, micro_batches=accumulate),
                     replicas=one.group.replica_counts,
                     budgets=budgets_of(part, one.group, None, None, None),
-                    updates=when,
-                    clip_share=share,
-                    micro_batches=accumulate,
                 )
                 offers.append(
                     machines.Offer(

@@ -164,9 +164,9 @@ def train(
             text=text,
             seed=workload.seed,
         )
-        needed = num_steps * plan.micro_batches * plan.num_devices
+        needed = num_steps * plan.settings.micro_batches * plan.group.num_devices
         batches = _enough(batches, needed, source=workload.model)
-        batches = islice(batches, rank, None, plan.num_devices)
+        batches = islice(batches, rank, None, plan.group.num_devices)
         call: nn.Module = model
         optimizer: torch.optim.Optimizer
         if plain:
@@ -177,7 +177,7 @@ def train(
             optimizer = make(p for p in model.parameters() if p.requires_grad)
             if workload.compile:
                 compile_blocks(model, plan)
-            if plan.num_devices > 1:
+            if plan.group.num_devices > 1:
                 check_ranks(plan, None)
                 call = DistributedDataParallel(model)
         else:
@@ -200,7 +200,7 @@ def train(
             recorded=recorded,
             measured=measured,
         )
-        several = plain and plan.num_devices > 1
+        several = plain and plan.group.num_devices > 1
         with (
             compiled_whole() if several and workload.compile else nullcontext(),
             explain_memory(model, profile),
@@ -238,9 +238,9 @@ def _training(plan: Plan, text: Path | None) -> dict[str, object]:
         "seq_len": workload.seq_len,
         "seed": workload.seed,
         "optimizer": plan.optimizer,
-        "updates": plan.updates,
-        "micro_batches": plan.micro_batches,
-        **({"num_devices": plan.num_devices} if plan.num_devices > 1 else {}),
+        "updates": plan.settings.updates,
+        "micro_batches": plan.settings.micro_batches,
+        **({"num_devices": plan.group.num_devices} if plan.group.num_devices > 1 else {}),
         "text": "" if text is None else hashlib.sha256(byte_tokens(text)).hexdigest(),
     }
 
@@ -265,7 +265,7 @@ class _Trainer:
         recorder: Recorder | None = None
         last_timed = max(num_steps - 2, first)
         for step in range(first, num_steps):
-            micro_batches = list(islice(batches, self.plan.micro_batches))
+            micro_batches = list(islice(batches, self.plan.settings.micro_batches))
             if self.measured and first < step == num_steps - 1:
                 # The last one: what a memory meter leaves behind would count in steps after it.
                 self._measured_step(micro_batches)
@@ -319,7 +319,7 @@ class _Trainer:
                 source=str(directory),
                 fix="--steps counts from the very first one: name a larger number",
             )
-        for _ in islice(batches, done * self.plan.micro_batches):
+        for _ in islice(batches, done * self.plan.settings.micro_batches):
             pass  # what was trained on
         load(self.model, self.optimizer, directory)  # random states too: last
         return done
@@ -334,7 +334,7 @@ class _Trainer:
             total += loss.item()
         if observe is not None:
             observe("update")
-        if self.plan.updates == "after backward":
+        if self.plan.settings.updates == "after backward":
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()

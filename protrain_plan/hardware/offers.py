@@ -24,9 +24,10 @@ import yaml
 
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_runtime.contract.errors import ProtrainError, cut
-from protrain_runtime.contract.program.group import DeviceGroup, group_on
+from protrain_runtime.contract.program.group import group_on
 from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.hardware import PCIE, Hardware, TierName
+from protrain_runtime.contract.records.plan import DeviceGroup
 from protrain_runtime.contract.records.schema import MAX_COUNT, MAX_LIST, PRICES
 from protrain_runtime.contract.records.tree import Node, did_you_mean, listed, root
 from protrain_runtime.contract.units import format_bytes, parse_bytes

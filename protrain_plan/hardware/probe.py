@@ -58,6 +58,7 @@ from protrain_runtime.contract.units import four_digits
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.devices.stores import DiskStore
+from protrain_runtime.ranks.group import gather_shards, sum_shards
 
 _BUFFER_BYTES = 2**20
 """What models that a CPU trains move at a time: tensors of up to a few MiB, too small for the huge
@@ -429,28 +430,26 @@ def probe_with_ranks(
 
 
 class _Group:
-    """Ranks that gather and reduce together, with their buffers."""
+    """Ranks that gather and reduce together, as the runtime's do, in one buffer."""
 
     def __init__(
         self, device: torch.device, group: distributed.ProcessGroup, size: int, *, num_bytes: int
     ) -> None:
         self.device, self.group, self.size = device, group, size
         self.whole = torch.ones(num_bytes // 4 // size * size, device=device)
-        self.shard = torch.ones(self.whole.numel() // size, device=device)
+        self.rank = distributed.get_rank(group)
         self.gather()  # connects the ranks
         self.reduce()
 
     def gather(self, each: int | None = None) -> None:
         """One all-gather, of so many elements of each shard; returns when this rank has them."""
-        shard = self.shard[:each]
-        whole = self.whole[: self.size * shard.numel()]
-        distributed.all_gather(list(whole.chunk(self.size)), shard, group=self.group)
+        whole = self.whole if each is None else self.whole[: self.size * each]
+        gather_shards(whole, whole.chunk(self.size)[self.rank], self.group)
         self._wait()
 
     def reduce(self) -> None:
         """One reduce-scatter; returns when this rank has its sum."""
-        parts = list(self.whole.chunk(self.size))
-        distributed.reduce_scatter(self.shard, parts, group=self.group)
+        sum_shards(self.whole, self.whole.chunk(self.size)[self.rank], self.group)
         self._wait()
 
     def _wait(self) -> None:

@@ -31,6 +31,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Prediction,
     Schedule,
+    StepSettings,
     Swap,
     TierBytes,
     UnitPlan,
@@ -518,9 +519,10 @@ def measure_overheads(
     factory = optimizer_factory(optimizer)
     tokens = torch.ones(_LAYER_WIDTH, _LAYER_WIDTH)
     plain_cpu = _cpu_seconds(_training(plain, factory(plain.parameters()), tokens))
+    plan = _plan(planned)
     model, stepper = prepare(
         planned,
-        replace(_plan(planned), page_cache_bytes=2**30 * cached),
+        replace(plan, settings=replace(plan.settings, page_cache_bytes=2**30 * cached)),
         optimizer=factory,
         spill_directory=spill_directory,
     )
@@ -584,7 +586,7 @@ def plan_to_measure(
         exact=True,
         budgets=Budgets(device=0, host=0, disk=0),
         prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
-        piece_bytes=2**20,
+        settings=StepSettings(piece_bytes=2**20),
         units=tuple(units),
     )
 

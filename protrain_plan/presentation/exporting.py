@@ -56,10 +56,10 @@ class Switches:
         held = [states for states in moved if states.keep_gathered]
         decided = [unit.activations for unit in plan.units]
         return Switches(
-            shard_states=plan.num_devices > 1 and bool(moved),
+            shard_states=plan.group.num_devices > 1 and bool(moved),
             offload_states=any(states.tier != "device" for states in moved),
             states_on_disk=any(states.tier == "disk" for states in moved),
-            fetch_twice=plan.num_devices == 1 or len(held) < len(plan.units),
+            fetch_twice=plan.group.num_devices == 1 or len(held) < len(plan.units),
             recompute=any(isinstance(one, Recompute | SwapInput) for one in decided),
             offload_inputs=any(isinstance(one, SwapInput) for one in decided),
             offload_saved=any(isinstance(one, Swap) for one in decided),
@@ -86,12 +86,12 @@ def _deepspeed(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         zero |= {"offload_optimizer": place, "offload_param": place}
     config: Config = {
         "train_micro_batch_size_per_gpu": plan.workload.batch_size,
-        "gradient_accumulation_steps": plan.micro_batches,
+        "gradient_accumulation_steps": plan.settings.micro_batches,
         "zero_optimization": zero,
         "bf16": {"enabled": plan.workload.dtype == "bfloat16"},
         "fp16": {"enabled": plan.workload.dtype == "float16"},
     }
-    if plan.updates == "after backward":
+    if plan.settings.updates == "after backward":
         config["gradient_clipping"] = 1.0
     losses = _common_losses(plan, switches)
     if switches.recompute:
@@ -109,7 +109,7 @@ def _deepspeed(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         )
     if switches.offload_saved:
         losses.append("Swapping what autograd saved, without recomputation, cannot be said.")
-    if plan.updates == "after backward":
+    if plan.settings.updates == "after backward":
         losses.append("The norm to clip at is not in the plan: 1.0 is written.")
     if switches.states_on_disk:
         losses.append("The plan names no path for what goes to disk: /local_nvme is written.")
@@ -122,8 +122,8 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
         "mixed_precision": _mixed_precision(plan),
-        "num_machines": plan.num_nodes,
-        "num_processes": plan.num_devices,
+        "num_machines": plan.group.num_nodes,
+        "num_processes": plan.group.num_devices,
         "fsdp_config": {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -140,7 +140,7 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         losses.append("Swapped activations cannot be said: they stay on the device.")
     workload = plan.workload
     sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
-    sizes = f"{sequences} of {workload.seq_len} tokens, {plan.micro_batches} per update"
+    sizes = f"{sequences} of {workload.seq_len} tokens, {plan.settings.micro_batches} per update"
     losses.append(f"The batch ({sizes}) and the dtype are the script's.")
     return config, losses
 
@@ -148,10 +148,10 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
 def _torchtune(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     """The keys of a recipe of torchtune that are about memory."""
     stepped = any(unit.states == STEPPED for unit in plan.units)
-    in_backward = plan.updates == "in backward" and plan.micro_batches == 1
+    in_backward = plan.settings.updates == "in backward" and plan.settings.micro_batches == 1
     config: Config = {
         "batch_size": plan.workload.batch_size,
-        "gradient_accumulation_steps": plan.micro_batches,
+        "gradient_accumulation_steps": plan.settings.micro_batches,
         "tokenizer": {"max_seq_len": plan.workload.seq_len},
         "dtype": {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[plan.workload.dtype],
         "enable_activation_checkpointing": switches.recompute or switches.offload_saved,
@@ -159,7 +159,7 @@ def _torchtune(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "fsdp_cpu_offload": switches.offload_states,
         "optimizer_in_bwd": stepped and not switches.offload_states,
     }
-    if plan.updates == "after backward":
+    if plan.settings.updates == "after backward":
         config["clip_grad_norm"] = 1.0
     losses = _common_losses(plan, switches, in_backward=True)
     if plan.workload.precision != "pure":
@@ -181,12 +181,12 @@ def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     """Arguments of SFTConfig that are about memory."""
     config: Config = {
         "per_device_train_batch_size": plan.workload.batch_size,
-        "gradient_accumulation_steps": plan.micro_batches,
+        "gradient_accumulation_steps": plan.settings.micro_batches,
         "max_length": plan.workload.seq_len,
         **{dtype: _mixed_precision(plan) == dtype for dtype in ("bf16", "fp16")},
         "gradient_checkpointing": switches.recompute,
         "activation_offloading": switches.offload_inputs or switches.offload_saved,
-        "max_grad_norm": 1.0 if plan.updates == "after backward" else 0.0,
+        "max_grad_norm": 1.0 if plan.settings.updates == "after backward" else 0.0,
     }
     losses = _common_losses(plan, switches)
     if switches.offload_states:
@@ -254,11 +254,11 @@ def _common_losses(plan: Plan, switches: Switches, *, in_backward: bool = False)
         losses.append(
             f"{_blocks(ahead)} would be updated before the norm is known: here all updates wait."
         )
-    if plan.num_devices > 1:
-        nodes = f" in {plan.num_nodes} nodes" if plan.num_nodes > 1 else ""
-        started = f"{plan.num_devices}{nodes}"
+    if plan.group.num_devices > 1:
+        nodes = f" in {plan.group.num_nodes} nodes" if plan.group.num_nodes > 1 else ""
+        started = f"{plan.group.num_devices}{nodes}"
         losses.append(f"How many processes run is the launcher's: it has to start {started}.")
-    if plan.num_replicas > 1 and switches.shard_states:
+    if plan.group.num_replicas > 1 and switches.shard_states:
         losses.append("That shards are replicated has to be said to the launcher or the script.")
     tiers = {unit.states.tier for unit in blocks if not isinstance(unit.states, Persistent)}
     if len(tiers) > 1:

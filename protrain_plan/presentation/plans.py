@@ -33,13 +33,12 @@ from protrain_plan.presentation.terminal import (
 )
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.simulation.wear import wear
-from protrain_runtime.contract.program.group import DeviceGroup
 from protrain_runtime.contract.program.memory import Excess, checkpoint_bytes
 from protrain_runtime.contract.records import activations_text, states_text
 from protrain_runtime.contract.records.commands import profile_command
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import is_accelerator
-from protrain_runtime.contract.records.plan import Plan, Prediction, TierBytes
+from protrain_runtime.contract.records.plan import DeviceGroup, Plan, Prediction, TierBytes
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.tree import listed
 from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
@@ -57,7 +56,7 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
     return {
         "status": solved.status,
         "gap": solved.gap,
-        **devices_json(DeviceGroup.of(solved.plan)),
+        **devices_json(solved.plan.group),
         "exactness": solved.plan.exactness,
         "allowed": list(solved.plan.allowed),
         "lower_bound_seconds": prediction.lower_bound_seconds,
@@ -105,7 +104,7 @@ def other_steps(plan: Plan) -> list[str]:
     found, prediction = [], plan.prediction
     if prediction.clipped_step_seconds:
         seconds = format_seconds(prediction.clipped_step_seconds)
-        share = f"{100 * plan.clip_share:.3g} %"
+        share = f"{100 * plan.settings.clip_share:.3g} %"
         found.append(f"a step that is clipped takes {seconds}, as {share} of all are taken to")
     if prediction.slow_step_seconds:
         often = (
@@ -132,7 +131,7 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
     """What `protrain plan` prints for a plan; `paths` are what it wrote."""
     plan, prediction = solved.plan, solved.plan.prediction
     peak = prediction.peak_bytes
-    several = DeviceGroup.of(plan) if plan.num_devices > 1 else None
+    several = plan.group if plan.group.num_devices > 1 else None
     decisions = table_of("units", "activations", "model states")
     same = itertools.groupby(plan.units, key=lambda u: (u.kind, u.activations, u.states))
     for (kind, activations, states), run in same:
@@ -186,8 +185,8 @@ def disk_notes(plan: Plan, profile: Profile) -> list[str]:
     """How far its seconds know the disk that a measured profile's plan spills to."""
     if not plan.prediction.peak_bytes.disk or profile.method != "measured":
         return []
-    if plan.page_cache_bytes:
-        cache = format_bytes(plan.page_cache_bytes)
+    if plan.settings.page_cache_bytes:
+        cache = format_bytes(plan.settings.page_cache_bytes)
         return [f"what is on disk goes through the page cache: up to {cache} beside the budgets"]
     observed = profile.hardware.tier("disk").observed
     if observed is None:
@@ -205,7 +204,7 @@ def _others(solved: "Solved") -> str:
     """What the numbers of replicas that were not chosen would take."""
     words = []
     for one in solved.replicas:
-        if one.number == solved.plan.num_replicas:
+        if one.number == solved.plan.group.num_replicas:
             continue
         if one.lower_bound_seconds is None:
             found = "no plan fits"

@@ -3,7 +3,8 @@
 Lanes, their files, the optimizer and the engine take memory of their own, and kernels are loaded
 where they first run. The rehearsal offloads and swaps everything, for two steps with a learning
 rate of zero, so that no parameter changes. An accelerator keeps the states of its smallest unit,
-so that its optimizer runs, too. States that cannot leave the device stay there.
+so that its optimizer runs, too, and clips and unscales a few gradients of every dtype. States that
+cannot leave the device stay there.
 
 `Reserve` sees what an accelerator's allocator does besides the tensors of steps.
 """
@@ -259,6 +260,7 @@ def rehearse(
         else:
             with reserve.watching():
                 step(lambda _: None)
+            _clip_and_unscale(model)
             devices.synchronize(device)
             held = devices.context_bytes(device)
         return Rehearsal(
@@ -269,6 +271,22 @@ def rehearse(
         )
     finally:
         restore_as_is(model)  # the learning rate is zero
+
+
+def _clip_and_unscale(model: nn.Module) -> None:
+    """Load the kernels of what plans that update after backward do between it and the step."""
+    device, trained = device_of(model), (p for p in model.parameters() if p.requires_grad)
+    few = [nn.Parameter(torch.ones(8, dtype=d, device=device)) for d in {p.dtype for p in trained}]
+    for parameter in few:
+        parameter.grad = torch.ones_like(parameter)
+    scaled = [parameter for parameter in few if parameter.dtype == torch.float32]
+    if scaled:  # PyTorch unscales no others on all devices
+        scaler, stepper = torch.amp.GradScaler(device.type), torch.optim.SGD(scaled, lr=0.0)
+        scaler.scale(torch.ones((), device=device))
+        scaler.unscale_(stepper)
+        scaler.step(stepper)
+        scaler.update()
+    torch.nn.utils.clip_grad_norm_(few, 1.0)
 
 
 def unseen_staging_bytes(directory: Path) -> int:

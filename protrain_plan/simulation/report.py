@@ -1,9 +1,10 @@
 """What a step spends its time and its memory on: a record for programs, sentences for people."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+from protrain_plan.simulation.critical_path import PathPart, critical_path
 from protrain_plan.simulation.timeline import Stall, Timeline, simulate
 from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.program.memory import SlotBytes, device_bytes, peak_bytes
@@ -52,6 +53,7 @@ class StepReport:
     """A simulated step. The last of `slots`, after 2U of them, is the device's update.
 
     Stalls are summed by the lane of the move that ended them and by cause, most seconds first.
+    `critical_path` is what the step waits for, one after the other (see `critical_path`).
     """
 
     step_seconds: float
@@ -59,6 +61,7 @@ class StepReport:
     lanes: tuple[LaneReport, ...]  # compute first
     stall_by_lane: dict[str, float]
     stall_by_cause: dict[str, float]  # "parameters from host" -> seconds
+    critical_path: tuple[PathPart, ...]
     slots: tuple[SlotReport, ...]
     peak_slot: PeakSlot
     tier_peaks: TierBytes
@@ -82,6 +85,7 @@ def report(program: BoundProgram) -> StepReport:
             (stall_cause(stall, moves[stall.waited_for]), stall.seconds)
             for stall in timeline.stalls
         ),
+        critical_path=critical_path(program, timeline),
         slots=slots,
         peak_slot=PeakSlot(index=peak, name=slots[peak].name),
         tier_peaks=peak_bytes(program, device),
@@ -104,6 +108,7 @@ def in_words(report: StepReport) -> list[str]:
             f"{100 * busiest.utilisation:.0f} % of the step"
             + (f", with {format_bytes(busiest.bytes)}" if busiest.bytes else "")
         )
+        sentences.append(_path_in_words(report.critical_path))
     fullest = report.slots[report.peak_slot.index].device
     by_kind = sorted(fullest.by_kind.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in by_kind if size)
@@ -116,6 +121,19 @@ def in_words(report: StepReport) -> list[str]:
     if held:
         sentences.append(f"below the device, {held}")
     return sentences
+
+
+def _path_in_words(path: Sequence[PathPart]) -> str:
+    """Seconds of each lane on the critical path, and the longest of its other parts."""
+    seconds = _summed((part.lane, part.end_s - part.start_s) for part in path)
+    shares = ", ".join(f"{lane} {format_seconds(s)}" for lane, s in seconds.items())
+    words = f"the critical path is {shares}"
+    others = [part for part in path if part.lane != COMPUTE]
+    if not others:
+        return words
+    longest = max(others, key=lambda part: part.end_s - part.start_s)
+    to_last = f" to {longest.last}" if longest.last != longest.first else ""
+    return f"{words}; most of all it waits for {longest.first}{to_last}"
 
 
 def _lanes(program: BoundProgram, timeline: Timeline) -> tuple[LaneReport, ...]:

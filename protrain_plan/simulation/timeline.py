@@ -18,8 +18,9 @@ from typing import Literal
 
 from protrain_runtime.contract.program.group import collective_seconds
 from protrain_runtime.contract.program.implications import BoundProgram, update_seconds
-from protrain_runtime.contract.program.program import Lane, Move, Settings
-from protrain_runtime.contract.records.hardware import Contention, TierName
+from protrain_runtime.contract.program.program import Lane, Move
+from protrain_runtime.contract.records.hardware import Contention, TierName, is_accelerator
+from protrain_runtime.contract.records.plan import StepSettings
 from protrain_runtime.contract.records.profile import Profile
 
 
@@ -70,7 +71,7 @@ class Timeline:
     compute: tuple[tuple[float, float], ...]
 
 
-def move_seconds(move: Move, profile: Profile, settings: Settings) -> float:
+def move_seconds(move: Move, profile: Profile, settings: StepSettings) -> float:
     """How long a move takes when nothing interferes: latency + bytes / bandwidth.
 
     The optimizer's step on a piece: piece_s + parameters / speed.
@@ -118,6 +119,14 @@ def device_update_seconds(program: BoundProgram) -> float:
     end = len(program.slots)
     parameters = sum(state.num_stepped for state in program.states if state.step_slot == end)
     return parameters / program.profile.optimizer.device_parameters_per_s
+
+
+def host_update_seconds(program: BoundProgram) -> float:
+    """Seconds of a step's updates by threads beside an accelerator, when nothing interferes."""
+    if not is_accelerator(program.device):
+        return 0.0
+    moves = zip(program.moves, _work(program), strict=True)
+    return sum(s for m, s in moves if m.lane.direction == "update" and m.lane.tier != "device")
 
 
 def simulate(program: BoundProgram) -> Timeline:

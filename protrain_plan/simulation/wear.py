@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from protrain_runtime.contract.program.compiling import bind
 from protrain_runtime.contract.program.group import profile_for
 from protrain_runtime.contract.program.implications import Implications
-from protrain_runtime.contract.program.program import Program, Settings
+from protrain_runtime.contract.program.program import Program
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
@@ -38,16 +38,16 @@ def wear(plan: Plan, profile: Profile) -> Wear | None:
     if not plan.prediction.peak_bytes.disk:
         return None
     own = profile_for(profile, plan)
-    implied = Implications(own, Settings.of(plan, own.hardware.device.kind))
+    implied = Implications(own, plan.settings)
     last = bind(plan.units, implied)
     written = float(_to_disk(last))
     if last.speculative:
         clipped = _to_disk(bind(plan.units, implied, clipped=True))
-        written += plan.clip_share * (clipped - written)
-    if plan.micro_batches > 1:
+        written += plan.settings.clip_share * (clipped - written)
+    if plan.settings.micro_batches > 1:
         before = _to_disk(bind(plan.units, implied, updating=False))
-        written += (plan.micro_batches - 1) * before
-    step_bytes = round(written) * (plan.num_devices // plan.num_nodes)
+        written += (plan.settings.micro_batches - 1) * before
+    step_bytes = round(written) * (plan.group.num_devices // plan.group.num_nodes)
     if not step_bytes:
         return None
     seconds = plan.prediction.step_seconds

@@ -26,7 +26,7 @@ from protrain_runtime.activations.own_checkpoints import switch_off_checkpointin
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import compile_plan
-from protrain_runtime.contract.program.program import Settings, gradient_home
+from protrain_runtime.contract.program.program import gradient_home
 from protrain_runtime.contract.records import fingerprint, read_plan
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Persistent, Plan, Swap, SwapInput
@@ -45,6 +45,7 @@ from protrain_runtime.devices.preflight import (
     free_host_bytes,
     room_here,
     warn_of_slow_disk,
+    warn_of_threads,
 )
 from protrain_runtime.devices.stores import Store, Stores
 from protrain_runtime.devices.turns import watch_zero_grad
@@ -156,7 +157,7 @@ def prepare(
         device = device_of(model)
         devices.require(device)
         room = room_here(device, directory)
-        if plan.num_devices > 1:
+        if plan.group.num_devices > 1:
             room = for_each(room, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         check_room(plan, room, directory)
         optimizer = in_turn(optimizer)
@@ -177,13 +178,13 @@ def prepare(
             backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
             if ranks is not None:
                 facts = _facts(model, plan, inner, names, device, wait_limit_s)
-                ranks.connect(facts, num_replicas=plan.num_replicas, device=device)
+                ranks.connect(facts, num_replicas=plan.group.num_replicas, device=device)
                 undo.append(ranks.meeting.close)
             stores = Stores(
                 backend,
                 directory,
                 checked=check == "spills",
-                cached=plan.page_cache_bytes > 0,
+                cached=plan.settings.page_cache_bytes > 0,
             )
             undo.append(stores.close)
             leaving = _attach(
@@ -198,6 +199,7 @@ def prepare(
             )
             last.append(partial(_leave, leaving))
             warn_of_slow_disk(plan, directory)
+            warn_of_threads(plan, spare_threads(device))
         model.__dict__[ATTRIBUTE] = prepared
         own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
         undo.append(let_copy(before))
@@ -372,7 +374,7 @@ def _attach(
     plan, undo, ranks = prepared.plan, prepared.undo, prepared.ranks
     if not backend.on_host:
         undo.append(quick_turns())
-    settings = Settings.of(plan, backend.device.type)
+    settings, kind = plan.settings, backend.device.type
     alignment = devices.alignment(backend.device)
     chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
     rules = rules_of(factory, prepared.optimizer)
@@ -394,7 +396,7 @@ def _attach(
             continue
         store = stores.get(unit.states.tier)
         offload(chunk, store, rules, speculate=unit.states.speculate)
-        home = gradient_home(unit.states, settings)
+        home = gradient_home(unit.states, settings, kind)
         if home in ("host", "disk"):
             mine = chunk.own
             mine.gradient_store = stores.get(home)
@@ -408,8 +410,8 @@ def _attach(
         else:
             chunk.unbind(chunk.every_group)
     sizes = [chunk.size(rules) for chunk in chunks]
-    program = compile_plan(plan.units, sizes, settings, clipped=True)
-    accumulating = compile_plan(plan.units, sizes, settings, updating=False)
+    program = compile_plan(plan.units, sizes, settings, device=kind, clipped=True)
+    accumulating = compile_plan(plan.units, sizes, settings, device=kind, updating=False)
     team = UpdateTeam(spare_threads(backend.device), by_lines=by_lines)
     undo.append(team.close)
     moves = Moves(

@@ -18,10 +18,9 @@ from protrain_plan.checking.looking import look_away
 from protrain_plan.checking.rules import RULES, Failed, Passed, Report, Skipped, check
 from protrain_plan.cli import main
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import DeviceGroup
 from protrain_runtime.contract.records import read_hardware, write_hardware
 from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.plan import Budgets, Keep, Offload, Plan
+from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, Keep, Offload, Plan
 from tests.support.checking_cases import PROFILE, AssertGolden, commit, find_plans, offloading
 from tests.support.forked import protrain
 from tests.support.planning_cases import cpu, gpu, joined
@@ -90,11 +89,11 @@ def test_ver001_names_the_line(tmp_path: Path) -> None:
 
 
 def test_ver001_of_a_profile(tmp_path: Path) -> None:
-    plan = edited(commit(tmp_path / "a"), "version: 2", "version: 3", file="profile.yaml")
+    plan = edited(commit(tmp_path / "a"), "version: 3", "version: 4", file="profile.yaml")
     problem = failures(checked(plan))["VER001"]
     assert problem == (
-        f"{plan.parent / 'profile.yaml'}:5: version: version 3 is newer than this program, which"
-        " reads up to 2"
+        f"{plan.parent / 'profile.yaml'}:5: version: version 4 is newer than this program, which"
+        " reads 3"
     )
 
 

@@ -288,7 +288,7 @@ def test_a_plan_that_cannot_be_read_is_told_in_the_summary(tmp_path: Path) -> No
     """The comparison goes on: that it cannot be read is for the check to fail."""
     newer, changed = commit(tmp_path / "plans/a b"), commit(tmp_path / "plans/c")
     version(tmp_path)
-    newer.write_text(newer.read_text().replace("version: 2", "version: 3"))
+    newer.write_text(newer.read_text().replace("version: 3", "version: 4"))
     changed.write_text(changed.read_text().replace("step_seconds: ", "step_seconds: 1"))
     summary = tmp_path / "summary.md"
     result = compare(tmp_path, base="main", summary=summary)
@@ -297,7 +297,7 @@ def test_a_plan_that_cannot_be_read_is_told_in_the_summary(tmp_path: Path) -> No
     assert first == "### Memory plan `plans/a b/plan.yaml`"
     assert words == "It cannot be compared:"
     assert message.startswith("    plans/a b/plan.yaml:")
-    assert "version 3 is newer than this program" in message
+    assert "version 4 is newer than this program" in message
     assert second == "### Memory plan `plans/c/plan.yaml`"
 
 

@@ -97,7 +97,11 @@ def test_names_on_a_terminal_leave_out_what_all_begin_with() -> None:
 
 def test_what_is_given_is_compared() -> None:
     workload = replace(OLD.workload, batch_size=2, adapter="lora r=16")
-    new = replace(OLD, workload=workload, updates="after backward", micro_batches=4)
+    new = replace(
+        OLD,
+        workload=workload,
+        settings=replace(OLD.settings, updates="after backward", micro_batches=4),
+    )
     assert [(fact.name, fact.before, fact.after) for fact in plan_diff(OLD, new).facts] == [
         ("batch", "1 x 1024 tokens", "2 x 1024 tokens"),
         ("adapter", "none", "lora r=16"),

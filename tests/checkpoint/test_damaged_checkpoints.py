@@ -28,8 +28,9 @@ from protrain_runtime.checkpoint.index import INDEX, Saved, seal
 from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.checkpoint.training import encoded, read_training
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Placement
+from protrain_runtime.contract.records.plan import DeviceGroup, Keep, Offload, Persistent, Placement
 from protrain_runtime.states.values import Held, Source, part_of
+from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (
     copied,
@@ -120,7 +121,8 @@ def trained(tier: str, folder: Path, *, seed: int, count: int = 1) -> Training:
         below: Placement = Offload(tier="disk" if tier == "disk" else "device")
         *units, head = decided(units_of(Tiny(), TOKENS), Keep(), below)
         units.append(replace(head, states=Persistent()))
-        plan = replace(plan_for(model, units, piece_bytes=64), num_devices=count)
+        plan = plan_for(model, units, piece_bytes=64)
+        plan = with_settings(plan, group=DeviceGroup(num_devices=count))
         made = prepare(model, plan, optimizer=factory, spill_directory=folder, wait_limit_s=60)
         training = Training(*made)
     training.step()

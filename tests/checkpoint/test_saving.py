@@ -41,6 +41,7 @@ from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.commands import MODEL, PROTRAIN, printed, protrain
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import cpu, decoder
 from tests.support.runtime_cases import (
     BATCH,
@@ -608,7 +609,7 @@ def plan_of_factory(**changes: Any) -> Plan:
     units = decided(described("gpt2"), Swap(tier="disk"), Offload(tier="disk"))
     fingerprint = model_fingerprint(build("gpt2"))
     plan = plan_of(units, fingerprint=fingerprint, workload=workload)
-    return replace(plan, micro_batches=2, **changes)
+    return replace(plan, **changes, settings=replace(plan.settings, micro_batches=2))
 
 
 @pytest.mark.slow
@@ -667,7 +668,7 @@ def test_a_run_refuses_what_it_cannot_resume(tmp_path: Path) -> None:
         f"{saved}: the checkpoint has 1 steps done: of 1 none are left\n"
         "  fix: --steps counts from the very first one: name a larger number"
     )
-    other = replace(plan_of_factory(optimizer="sgd"), micro_batches=3)
+    other = with_settings(plan_of_factory(optimizer="sgd"), micro_batches=3)
     assert refused(other, 2, saved) == (
         f"{saved}: the checkpoint is of other training: optimizer, micro_batches differ\n"
         "  fix: resume it with a plan for the same training, and the same --text"

@@ -398,7 +398,7 @@ def test_no_command_writes_over_what_it_reads(command: str, way: str, tmp_path: 
     plan = commit(tmp_path)
     loaded = read_profile(tmp_path / "profile.yaml")
     write_hardware(loaded.hardware, tmp_path / "machine.yaml")
-    (tmp_path / "pins.yaml").write_text("protrain: pins\nversion: 1\npins: {'*': keep}\n")
+    (tmp_path / "pins.yaml").write_text("protrain: pins\nversion: 2\npins: {'*': keep}\n")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.py").write_text("def factory(): raise SystemExit\n")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -212,7 +212,7 @@ def test_a_model_is_planned_by_its_name_with_the_best_batch(tmp_path: Path) -> N
     assert made.profile_fingerprint == fingerprint(record)
     assert made.workload == record.workload
     # All fits, and one micro-batch of four sequences launches the fewest kernels.
-    assert (record.workload.batch_size, made.micro_batches) == (4, 1)
+    assert (record.workload.batch_size, made.settings.micro_batches) == (4, 1)
     assert (record.workload.precision, record.workload.dtype) == ("master", "bfloat16")
     assert answer["step_seconds"] == made.prediction.step_seconds
 

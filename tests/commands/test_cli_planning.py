@@ -34,7 +34,7 @@ def small(tmp_path: Path) -> Path:
 
 def test_pins_are_kept_and_their_cost_is_told(profile: Path, tmp_path: Path) -> None:
     pins = tmp_path / "pins.yaml"
-    pins.write_text("protrain: pins\nversion: 1\npins:\n  layers.0-1: recompute\n")
+    pins.write_text("protrain: pins\nversion: 2\npins:\n  layers.0-1: recompute\n")
     arguments = ("plan", profile, "--device-memory", "12GiB", "--pins", pins)
     pinned = (*arguments, "--pin", "layers.5: swap to host, offload to host")
     answer = printed(protrain(*pinned, "--json", folder=tmp_path))
@@ -161,7 +161,7 @@ def test_clipping_and_micro_batches_stand_in_the_plan(profile: Path, tmp_path: P
     arguments = ("--device-memory", "8GiB", *later, "--accumulate", 4, "--json")
     printed(protrain("plan", profile, *arguments, folder=tmp_path))
     plan = read_plan(tmp_path / "plan.yaml")
-    assert (plan.updates, plan.micro_batches) == ("after backward", 4)
+    assert (plan.settings.updates, plan.settings.micro_batches) == ("after backward", 4)
     assert "updates: after backward\nmicro_batches: 4\n" in (tmp_path / "plan.yaml").read_text()
 
 
@@ -173,7 +173,7 @@ def test_the_share_of_clipped_steps_stands_in_the_plan_and_in_what_is_said_of_it
     options = ("--clip", "--clip-share", "0.25", "--pin", pin)
     answer = printed(protrain("plan", "profile.yaml", *options, "--json", folder=tmp_path))
     plan = read_plan(tmp_path / "plan.yaml")
-    assert plan.clip_share == 0.25
+    assert plan.settings.clip_share == 0.25
     assert answer["clipped_step_seconds"] == plan.prediction.clipped_step_seconds
     assert answer["step_seconds"] < answer["clipped_step_seconds"]
     text = protrain("plan", "profile.yaml", *options, folder=tmp_path).stdout
@@ -188,7 +188,7 @@ def test_several_devices_stand_in_the_plan_and_in_what_is_said_of_it(tmp_path: P
     options = ("--replicas", 2, "--host-memory", "64GiB")
     answer = printed(protrain(*arguments, *options, "--json", folder=tmp_path))
     made = read_plan(tmp_path / "plan.yaml")
-    assert (made.num_devices, made.num_nodes, made.num_replicas) == (8, 2, 2)
+    assert (made.group.num_devices, made.group.num_nodes, made.group.num_replicas) == (8, 2, 2)
     assert made.budgets.host == 16 * 2**30  # of 64 GiB that four devices of a node share
     assert (answer["num_devices"], answer["num_nodes"], answer["num_replicas"]) == (8, 2, 2)
     text = protrain(*arguments, *options, folder=tmp_path).stdout

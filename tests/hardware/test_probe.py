@@ -157,7 +157,7 @@ def test_the_command_writes_what_records_read(tmp_path: Path) -> None:
 def test_two_ranks_measure_what_joins_them(tmp_path: Path) -> None:
     """As the how-to says it, up to a plan for both; rank 0 alone writes and prints."""
     (tmp_path / "spill").mkdir()
-    probing, profiling = how_to("hardware probe"), how_to("--interconnect")
+    probing, profiling = how_to("hardware probe"), how_to("--interconnect my")
     options = ("--json", "--name", "here", "--spill-directory", "spill")
     result = run(*probing, *options, folder=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")

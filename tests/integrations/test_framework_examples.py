@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 import protrain_runtime
 from protrain_plan.models.sources import load_source
+from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records import write_plan
@@ -73,9 +75,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         question = Question(
             profile=profile,
             budgets=Budgets(device=profile.hardware.device.memory_bytes, host=0, disk=disk),
-            updates="after backward",
-            micro_batches=1,
             pins=(),
+            settings=replace(OVERLAPPING, updates="after backward", micro_batches=1),
         )
         answer = ask(question, Objective(max_slowdown=2.0), effort=Effort())
         assert answer.solved is not None

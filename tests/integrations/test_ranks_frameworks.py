@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 from protrain_runtime.contract.records.plan import Offload, Persistent, Placement, Plan
 from protrain_runtime.integrations import accelerate, transformers
 from protrain_runtime.integrations.lightning import PlannedRanks, UsePlan
+from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
 from tests.support.ranks_loops import Loop, in_turn, leaves, several
 from tests.support.runtime_cases import ADAMW, build, copied, differences
@@ -44,7 +45,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 def plan(**options: Any) -> Plan:
     made = several(LOOP, in_turn(LOOP.name, *PLACES), 2, **options)
-    return replace(made, updates="after backward")
+    return replace(made, settings=replace(made.settings, updates="after backward"))
 
 
 def far(found: Any, expected: Any) -> list[float]:
@@ -133,7 +134,7 @@ def with_lightning(rank: int, count: int) -> list[str]:
             accelerator="cpu",
             devices=count,
             strategy=PlannedRanks() if planned else "ddp",
-            callbacks=[UsePlan(replace(plan(), updates="in backward"))] if planned else [],
+            callbacks=[UsePlan(with_settings(plan(), updates="in backward"))] if planned else [],
             max_steps=4,
             logger=False,
             enable_checkpointing=False,

@@ -16,7 +16,7 @@ from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.evaluation import schedule, step_seconds
 from protrain_runtime.contract.program.memory import device_bytes
-from protrain_runtime.contract.records.plan import Budgets, Persistent
+from protrain_runtime.contract.records.plan import Budgets, Persistent, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
 from tests.support.random_problems import PLENTY, random_choice, random_problem, random_rule
@@ -74,7 +74,7 @@ def test_the_bound_over_whole_numbers_is_that_of_the_best_choice(seed: int) -> N
     problem = Problem.of(
         profile,
         Budgets(device=rng.randrange(4_000, 7_000) * MB, host=host, disk=10**12),
-        overlap_steps=False,
+        settings=StepSettings(overlap_steps=False),
     )
     every = [
         [(a, s) for a in range(len(o.activations)) for s in range(len(o.states))]

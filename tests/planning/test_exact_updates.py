@@ -36,6 +36,9 @@ def test_a_plan_that_updates_on_the_host_says_so_and_its_reader_knows(tmp_path: 
     assert (plan.exact, plan.exactness, plan.allowed) == (False, "host rounding", ())
     (line,) = other_results(plan)
     assert line.startswith(f"host rounding: {len(plan.host_updated)} of {len(plan.units)} units")
+    promise = plan.prediction
+    assert promise.host_update_threads == gpu().device.num_threads - 1
+    assert 0 < promise.host_update_seconds < promise.step_seconds
     write_plan(plan, tmp_path / "plan.yaml")
     assert read_plan(tmp_path / "plan.yaml") == plan
     # Files of before said that they were exact.
@@ -48,6 +51,7 @@ def test_exact_updates_stay_on_the_device_or_stream_to_it() -> None:
     assert not plan.host_updated
     assert (plan.exact, plan.exactness) == (True, "bitwise")
     assert other_results(plan) == []
+    assert plan.prediction.host_update_threads == plan.prediction.host_update_seconds == 0
 
 
 def test_a_cpu_machines_updates_are_its_own() -> None:

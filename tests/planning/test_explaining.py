@@ -18,7 +18,7 @@ from protrain_plan.planning.explain.explaining import (
     in_words,
 )
 from protrain_plan.planning.model.fluid import Fluid
-from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import solve_problem
@@ -36,6 +36,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Prediction,
     Recompute,
+    StepSettings,
     Swap,
     TierBytes,
     Updates,
@@ -89,9 +90,9 @@ def made(
     problem = Problem.of(
         profile,
         budgets,
-        piece_bytes=PIECE_BYTES,
-        updates=updates,
-        micro_batches=micro_batches,
+        settings=replace(
+            OVERLAPPING, piece_bytes=PIECE_BYTES, updates=updates, micro_batches=micro_batches
+        ),
     )
     evaluation = Evaluator(problem).evaluate(choice)
     assert evaluation
@@ -108,10 +109,10 @@ def made(
             lower_bound_seconds=evaluation.seconds,
             peak_bytes=TierBytes(device=0, context=0, host=0, disk=0),
         ),
-        piece_bytes=PIECE_BYTES,
         units=evaluation.plans,
-        updates=updates,
-        micro_batches=micro_batches,
+        settings=StepSettings(
+            piece_bytes=PIECE_BYTES, updates=updates, micro_batches=micro_batches
+        ),
     )
 
 
@@ -119,10 +120,12 @@ def problem_of(profile: Profile, plan: Plan) -> Problem:
     return Problem.of(
         profile,
         plan.budgets,
-        piece_bytes=plan.piece_bytes,
-        updates=plan.updates,
-        micro_batches=plan.micro_batches,
-        overlap_steps=plan.overlap_steps,
+        settings=StepSettings(
+            piece_bytes=plan.settings.piece_bytes,
+            updates=plan.settings.updates,
+            micro_batches=plan.settings.micro_batches,
+            overlap_steps=plan.settings.overlap_steps,
+        ),
     )
 
 
@@ -134,7 +137,9 @@ def with_blocks(
     profile: Profile, decisions: list[tuple[Activations, Placement]], *, spare: int
 ) -> Plan:
     """Parts keep everything, blocks do as told; `spare` bytes more than that stands for."""
-    problem = Problem.of(profile, budgets_of(profile, 10**11), piece_bytes=PIECE_BYTES)
+    problem = Problem.of(
+        profile, budgets_of(profile, 10**11), settings=replace(OVERLAPPING, piece_bytes=PIECE_BYTES)
+    )
     choice = chosen(problem, [KEPT, *decisions, KEPT])
     peak = max(problem.static_bytes(choice))
     return made(profile, budgets_of(profile, peak + spare), choice)
@@ -244,9 +249,9 @@ def random_plan(rng: random.Random) -> tuple[Profile, Plan]:
     problem = Problem.of(
         profile,
         budgets_of(profile, 10**12),
-        piece_bytes=PIECE_BYTES,
-        updates=update,
-        micro_batches=micro_batches,
+        settings=replace(
+            OVERLAPPING, piece_bytes=PIECE_BYTES, updates=update, micro_batches=micro_batches
+        ),
     )
     while True:
         choice = tuple(
@@ -359,7 +364,9 @@ def test_worth_of_memory_is_what_planning_with_more_saves() -> None:
     budgets = [budgets_of(profile, device) for device in (1400 * MB, 1600 * MB)]
     before, after = (
         solve_problem(
-            Problem.of(profile, budget, piece_bytes=PIECE_BYTES, overlap_steps=False),
+            Problem.of(
+                profile, budget, settings=StepSettings(piece_bytes=PIECE_BYTES, overlap_steps=False)
+            ),
             budget,
             effort=Effort(gap_target=0.001),
         )

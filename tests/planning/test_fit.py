@@ -11,6 +11,7 @@ from protrain_plan.planning.explain.explaining import (
     lane_words,
     limits_of,
 )
+from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.allowance import MOST, PAIRS, allowance_bytes
 from protrain_plan.planning.questions.alternatives import Alternative, alternatives
@@ -20,8 +21,7 @@ from protrain_plan.planning.questions.objectives import Question, fit
 from protrain_plan.planning.questions.planner import problem_of, solve_any
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.simulation.report import report
-from protrain_runtime.contract.program.group import ALONE, DeviceGroup
-from protrain_runtime.contract.records.plan import Budgets, Offload, Persistent
+from protrain_runtime.contract.records.plan import ALONE, Budgets, DeviceGroup, Offload, Persistent
 from tests.support.planning_cases import MB, decoder, gpu, joined
 
 GB, GAP = 1000 * MB, 0.02
@@ -43,7 +43,11 @@ def question(*, device: int, host: int = 100 * GB, num_devices: int = 1) -> Ques
         pieces=5,
     )
     group = DeviceGroup(num_devices=num_devices) if num_devices > 1 else ALONE
-    return Question(profile=profile, group=group, budgets=Budgets(device=device, host=host, disk=0))
+    return Question(
+        profile=profile,
+        budgets=Budgets(device=device, host=host, disk=0),
+        settings=replace(OVERLAPPING, group=group),
+    )
 
 
 def by_name(found: tuple[Alternative, ...]) -> dict[tuple[str, bool], Alternative]:
@@ -81,7 +85,9 @@ def test_offloaded_states_are_updated_after_backward_on_the_host() -> None:
     (problem,) = asked.problems()
     kept = by_name(alternatives([problem]))["ZeRO-Offload", False]
     assert {type(unit.states) for unit in kept.units if unit.states != Persistent()} == {Offload}
-    after = replace(asked, updates="after backward", overlap_steps=False).problem()
+    after = replace(
+        asked, settings=replace(asked.settings, updates="after backward", overlap_steps=False)
+    ).problem()
     told = report(after.program(kept.units))
     assert kept.step_seconds == pytest.approx(told.step_seconds)
     parameters = sum(unit.num_parameters for unit in asked.profile.units)
@@ -94,7 +100,7 @@ def test_the_fastest_micro_batch_is_that_of_planning_all(device: int) -> None:
         replace(
             asked,
             profile=grown(asked.profile, batch_size=size),
-            micro_batches=8 // size,
+            settings=replace(asked.settings, micro_batches=8 // size),
         )
         for asked in [question(device=device)]
         for size in divisors(8)

@@ -9,7 +9,7 @@ import pytest
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import Pin, parse_pin
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.questions.growth import (
     LOOSE_BYTES,
     STEPS,
@@ -187,7 +187,9 @@ def sized(profile: Profile, quantity: Quantity, value: int) -> Profile:
 
 
 def within(limits: Budgets, pins: Sequence[Pin] = ()) -> Callable[[Profile], Problem]:
-    return lambda profile: Problem.of(profile, limits, piece_bytes=PIECE_BYTES, pins=pins)
+    return lambda profile: Problem.of(
+        profile, limits, pins=pins, settings=replace(OVERLAPPING, piece_bytes=PIECE_BYTES)
+    )
 
 
 def fits(profile: Profile, of: Quantity, budgets: Budgets, value: int) -> bool:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.questions.machines import (
     LANES,
     MEMORY,
@@ -33,10 +33,9 @@ from protrain_plan.planning.questions.sensitivities import (
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import DeviceGroup
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.plan import Budgets, DeviceGroup
 from tests.support.planning_cases import MB, cpu, decoder, gpu, joined
 
 GAP = 0.02
@@ -57,7 +56,12 @@ def question(
     capacities = {tier.name: tier.capacity_bytes for tier in hardware.tiers}
     budgets = Budgets(device=device, host=capacities.get("host", 0), disk=capacities.get("disk", 0))
     group = group or DeviceGroup()
-    return Question(profile=profile, budgets=budgets, group=group, replicas=group.replica_counts)
+    return Question(
+        profile=profile,
+        budgets=budgets,
+        replicas=group.replica_counts,
+        settings=replace(OVERLAPPING, group=group),
+    )
 
 
 def seconds_of(reached: Reached) -> float:

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import PACES, Evaluator, plans_of, step_seconds
 from protrain_plan.planning.search.pacing import Pace, Pacer
-from protrain_plan.planning.search.scheduling import DEPTHS, LATES, WINDOWS, ScheduleRule
+from protrain_plan.planning.search.scheduling import DEPTHS, WINDOWS, ScheduleRule
 from protrain_runtime.contract.program.memory import device_bytes, device_totals
 from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
     Offload,
     Recompute,
+    StepSettings,
     Swap,
     SwapInput,
 )
@@ -29,7 +30,6 @@ def random_pace(rng: random.Random) -> Pace:
         ahead=rng.choice([0.0, 0.5, 3.0]),
         wait=rng.choice([0.0, 0.1, 1.0]),
         care=rng.choice([0.0, 1.0]),
-        late=rng.choice([0.0, 0.3, 1.0]),
     )
 
 
@@ -84,7 +84,11 @@ HOST = Offload(tier="host")
 def a_decoder(*, micro_batches: int = 1, overlap_steps: bool = False) -> Problem:
     profile = decoder(gpu(disk_gb=1000), blocks=16, kept=200 * MB)
     budgets = Budgets(device=7_000 * MB, host=10**12, disk=10**12)
-    return Problem.of(profile, budgets, micro_batches=micro_batches, overlap_steps=overlap_steps)
+    return Problem.of(
+        profile,
+        budgets,
+        settings=StepSettings(micro_batches=micro_batches, overlap_steps=overlap_steps),
+    )
 
 
 def every_other(problem: Problem, policy: Activations) -> Choice:
@@ -124,15 +128,3 @@ def test_paces_are_as_fast_as_the_rules_that_a_search_tries() -> None:
         assert paced
         assert ruled
         assert paced.seconds <= ruled.seconds * 1.02
-
-
-def test_late_updates_are_tried_where_steps_overlap() -> None:
-    problem = a_decoder(overlap_steps=True)
-    choice = every_other(problem, SwapInput(tier="host"))
-    found = Evaluator(problem).best_schedule(choice, rule=PACES[0])
-    assert found
-    assert isinstance(found.rule, Pace)
-    for late in LATES:
-        other = Evaluator(problem).evaluate(choice, rules=[found.rule._replace(late=late)])
-        assert other
-        assert found.seconds <= other.seconds * (1 + 1e-9)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
@@ -47,7 +48,11 @@ def small(hardware: Hardware) -> Profile:
 def asked(profile: Profile, page_cache_bytes: int) -> Solved | Infeasible:
     """The fastest plan in a device that holds less than a third of the states."""
     budgets = Budgets(device=700 * MB, host=0, disk=10**11)
-    question = Question(profile=profile, budgets=budgets, page_cache_bytes=page_cache_bytes)
+    question = Question(
+        profile=profile,
+        budgets=budgets,
+        settings=replace(OVERLAPPING, page_cache_bytes=page_cache_bytes),
+    )
     answer = ask(question, Objective(), effort=Effort(gap_target=0.01))
     outcome = answer.solved or answer.infeasible
     assert outcome is not None
@@ -64,7 +69,7 @@ def test_a_plan_says_it_and_is_simulated_as_it_runs() -> None:
     assert loads_plan(dumps_plan(plan)) == plan
     own = simulated(plan, profile)
     assert own.report.step_seconds == pytest.approx(plan.prediction.step_seconds)
-    past = simulated(replace(plan, page_cache_bytes=0), profile)
+    past = simulated(replace(plan, settings=replace(plan.settings, page_cache_bytes=0)), profile)
     assert past.report.step_seconds > own.report.step_seconds
     direct = asked(profile, 0)
     assert isinstance(direct, Solved)
@@ -105,7 +110,12 @@ def test_ranks_share_the_cache_s_speed() -> None:
     profile = small(caching(joined(cpu(), below="of the node")))
     plan = asked(profile, 10**10)
     assert isinstance(plan, Solved)
-    two = replace(plan.plan, num_devices=2, num_replicas=1)
+    two = replace(
+        plan.plan,
+        settings=replace(
+            plan.plan.settings, group=replace(plan.plan.group, num_devices=2, num_replicas=1)
+        ),
+    )
     [disk] = profile_for(profile, two).hardware.tiers
     assert disk.link.read_bytes_per_s == FAST.read_bytes_per_s / 2
     again = profile_for(profile_for(profile, two), two)

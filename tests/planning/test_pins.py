@@ -13,7 +13,7 @@ from protrain_plan.planning.model.options import (
     pinned_options,
     read_pins,
 )
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.hardware import Hardware
@@ -30,15 +30,15 @@ from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder, gpu
 
 
-def options(
+def problem(
     hardware: Hardware | None = None,
     *,
     blocks: int = 4,
     tied: bool = False,
     prefix: str = "",
     names: Sequence[str] = (),
-) -> tuple[UnitOptions, ...]:
-    """The options of an embedding, blocks and a head; blocks with a prefix, or all with `names`."""
+) -> Problem:
+    """The problem of an embedding, blocks and a head; blocks with a prefix, or all with `names`."""
     profile = decoder(hardware or gpu(), blocks=blocks, tied=tied)
     given = names or [
         unit.name if unit.kind == "part" else f"{prefix}{unit.name}" for unit in profile.units
@@ -46,7 +46,7 @@ def options(
     units = (replace(unit, name=name) for unit, name in zip(profile.units, given, strict=True))
     budgets = Budgets(device=10**12, host=10**12, disk=10**12)
     profile = replace(profile, units=tuple(units))
-    return Problem.of(profile, budgets, piece_bytes=1 << 20).options
+    return Problem.of(profile, budgets, settings=replace(OVERLAPPING, piece_bytes=1 << 20))
 
 
 def decided(units: tuple[UnitOptions, ...]) -> dict[str, str]:
@@ -62,11 +62,11 @@ def decided(units: tuple[UnitOptions, ...]) -> dict[str, str]:
     return found
 
 
-def pinned(units: tuple[UnitOptions, ...], *texts: str) -> dict[str, str]:
+def pinned(of: Problem, *texts: str) -> dict[str, str]:
     """What the pins change: the decisions that were open without them."""
     before, after = (
-        decided(units),
-        decided(pinned_options(units, [parse_pin(text) for text in texts])),
+        decided(of.options),
+        decided(pinned_options(of.implied, [parse_pin(text) for text in texts])),
     )
     return {name: words for name, words in after.items() if words != before[name]}
 
@@ -97,15 +97,6 @@ def pinned(units: tuple[UnitOptions, ...], *texts: str) -> dict[str, str]:
             ),
         ),
         ("a:b: keep", Pin(units="a:b", activations=Keep(), states=None, source="--pin")),
-        (
-            "head: buffer from host",
-            Pin(
-                units="head",
-                activations=None,
-                states=Offload(tier="host", keep_gathered=True),
-                source="--pin",
-            ),
-        ),
     ],
 )
 def test_a_pin_is_units_and_one_or_two_decisions(text: str, pin: Pin) -> None:
@@ -146,7 +137,7 @@ def test_what_is_wrong_in_a_pin(text: str) -> None:
 
 FILE = """\
 protrain: pins
-version: 1
+version: 2
 pins:
   layers.0-3: recompute
   '*.layers.*': persistent, keep
@@ -176,14 +167,14 @@ FILE_ERRORS = [
         "pins.yaml:1: protrain: expected pins, got 'pin'\n  fix: did you mean 'pins'?",
     ),
     (
-        "version: 1",
+        "version: 2",
         "version: 3",
-        "pins.yaml:2: version: version 3 is newer than this program, which reads up to 2\n"
+        "pins.yaml:2: version: version 3 is newer than this program, which reads 2\n"
         "  fix: update protrain-plan",
     ),
-    ("version: 1", "version: 0", "pins.yaml:2: version: expected version 2, got 0"),
-    ("version: 1\n", "", "pins.yaml:1: missing key 'version'\n  fix: write version: 2"),
-    ("version: 1", "version: 1\nunits: 3", "pins.yaml:3: unknown key 'units'\n"
+    ("version: 2", "version: 0", "pins.yaml:2: version: expected version 2, got 0"),
+    ("version: 2\n", "", "pins.yaml:1: missing key 'version'\n  fix: write version: 2"),
+    ("version: 2", "version: 2\nunits: 3", "pins.yaml:3: unknown key 'units'\n"
      "  fix: the keys are protrain, version and pins"),
     ("recompute", "recompte", "pins.yaml:4: pins.layers.0-3: expected a decision, got 'recompte'\n"
      "  fix: did you mean 'recompute'?"),
@@ -222,8 +213,8 @@ def test_a_pattern_is_quoted_where_it_would_be_an_alias(
 
 @pytest.mark.parametrize("prefix", ["", "model.", "model.decoder."])
 def test_a_pattern_may_leave_out_what_stands_before_a_dot(prefix: str) -> None:
-    units = options(prefix=prefix)
-    names = [unit.unit.name for unit in units]
+    units = problem(prefix=prefix)
+    names = [unit.unit.name for unit in units.options]
     blocks = names[1:5]
     assert list(pinned(units, "layers.1: recompute")) == blocks[1:2]
     assert list(pinned(units, "layers.0-2: recompute")) == blocks[:3]
@@ -235,24 +226,25 @@ def test_a_pattern_may_leave_out_what_stands_before_a_dot(prefix: str) -> None:
 
 def test_a_part_of_a_word_is_no_name() -> None:
     with pytest.raises(ProtrainError):
-        pinned(options(), "ayers.0: recompute")
+        pinned(problem(), "ayers.0: recompute")
 
 
 def test_a_whole_name_comes_before_an_ending() -> None:
-    units = options(blocks=2, names=["embedding", "decoder.layers.1", "layers.1", "head"])
+    units = problem(blocks=2, names=["embedding", "decoder.layers.1", "layers.1", "head"])
     assert list(pinned(units, "layers.1: recompute")) == ["layers.1"]
     assert list(pinned(units, "decoder.layers.1: recompute")) == ["decoder.layers.1"]
 
 
 def test_a_unit_may_be_called_like_a_run() -> None:
-    units = options(blocks=2, names=["embedding", "layers.1-4", "layers.1", "head"])
+    units = problem(blocks=2, names=["embedding", "layers.1-4", "layers.1", "head"])
     assert list(pinned(units, "layers.1-4: recompute")) == ["layers.1-4"]
 
 
 def test_pins_leave_the_decision_alone_and_the_rest_as_it_was() -> None:
-    units = options(gpu(disk_gb=512))
+    of = problem(gpu(disk_gb=512))
+    units = of.options
     left = pinned_options(
-        units, [parse_pin("layers.1: swap to disk"), parse_pin("layers.2: offload to host")]
+        of.implied, [parse_pin("layers.1: swap to disk"), parse_pin("layers.2: offload to host")]
     )
     assert [option.decision for option in left[2].activations] == [Swap(tier="disk")]
     assert left[2].states == units[2].states
@@ -260,11 +252,11 @@ def test_pins_leave_the_decision_alone_and_the_rest_as_it_was() -> None:
     assert [option.decision for option in left[3].states] == [Offload(tier="host")]
     assert (left[0], left[1], *left[4:]) == (units[0], units[1], *units[4:])
     assert left[2].activations[0] in units[2].activations
-    assert pinned_options(units, []) == units
+    assert pinned_options(of.implied, []) == units
 
 
 def test_a_later_pin_holds() -> None:
-    units = options(tied=True)
+    units = problem(tied=True)
     found = pinned(
         units,
         "*: recompute, offload to host",
@@ -337,12 +329,12 @@ UNIT_ERRORS = [
 @pytest.mark.parametrize(("text", "message"), UNIT_ERRORS)
 def test_what_units_cannot_do(text: str, message: str) -> None:
     with pytest.raises(ProtrainError) as caught:
-        pinned(options(prefix="model.", tied=True), text)
+        pinned(problem(prefix="model.", tied=True), text)
     assert str(caught.value) == message
 
 
 def test_a_message_names_a_few_units_at_most(assert_says: Speaker) -> None:
-    units = options(blocks=9, names=[f"part{2 * number}" for number in range(11)])
+    units = problem(blocks=9, names=[f"part{2 * number}" for number in range(11)])
     with pytest.raises(ProtrainError) as caught:
         pinned(units, "zzz: keep")
     assert_says(caught.value)
@@ -350,7 +342,7 @@ def test_a_message_names_a_few_units_at_most(assert_says: Speaker) -> None:
 
 def test_a_machine_without_tiers_says_so(assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
-        pinned(options(replace(cpu(), tiers=())), "layers.0: swap to disk")
+        pinned(problem(replace(cpu(), tiers=())), "layers.0: swap to disk")
     assert_says(caught.value)
 
 
@@ -360,5 +352,5 @@ def test_a_file_and_its_line_are_named_where_a_unit_cannot(
     path = tmp_path / "pins.yaml"
     path.write_text(FILE)
     with pytest.raises(ProtrainError) as caught:
-        pinned_options(options(blocks=2), read_pins(path))
+        pinned_options(problem(blocks=2).implied, read_pins(path))
     assert_says(caught.value)

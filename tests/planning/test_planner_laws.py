@@ -5,10 +5,11 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
+import networkx as nx
 import pytest
 
 from protrain_plan.planning.model.options import Pin, parse_pin, pinned_options
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.questions.planner import plan, solve_problem
@@ -16,6 +17,7 @@ from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
+from protrain_plan.simulation.critical_path import waits_of
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
@@ -40,7 +42,6 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.messages import Speaker
 from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
-from tests.support.program_graph import waits_in_a_circle
 from tests.support.thinning import thinned
 
 CLOSE = Effort(gap_target=0.001)
@@ -86,19 +87,21 @@ def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int) -> None:
     profile = random_profile(rng, max_blocks=8)
     updates, micro_batches = MODES[seed % len(MODES)]
     free = Problem.of(
-        profile, within(profile, 10**12), updates=updates, micro_batches=micro_batches
+        profile,
+        within(profile, 10**12),
+        settings=replace(OVERLAPPING, updates=updates, micro_batches=micro_batches),
     )
     device = some_budget(free, rng)
     problem, budgets = replace(free, device=device), within(profile, device)
     answer = solve_problem(problem, budgets)
     assert isinstance(answer, Solved)
     made = answer.plan
-    assert (made.updates, made.micro_batches) == (updates, micro_batches)
+    assert (made.settings.updates, made.settings.micro_batches) == (updates, micro_batches)
     prediction, seconds = made.prediction, 0.0
-    problem = problem.overlapping(made.overlap_steps)
+    problem = problem.overlapping(made.settings.overlap_steps)
     for updating, times in ((True, 1), (False, micro_batches - 1)):
         program = problem.program(made.units, updating=updating)
-        assert waits_in_a_circle(program) == []
+        assert nx.is_directed_acyclic_graph(waits_of(program))
         timeline = simulate(program)
         assert sum(stall.seconds for stall in timeline.stalls) == pytest.approx(timeline.stall_s)
         seconds += times * timeline.step_seconds
@@ -108,7 +111,7 @@ def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int) -> None:
             clipped = problem.program(made.units, clipped=True)
             assert max(s.total for s in device_bytes(clipped)) <= prediction.peak_bytes.device
             longer_s = simulate(clipped).step_seconds - timeline.step_seconds
-            seconds += made.clip_share * max(0.0, longer_s)
+            seconds += made.settings.clip_share * max(0.0, longer_s)
             assert prediction.clipped_step_seconds >= prediction.step_seconds
     assert prediction.step_seconds == pytest.approx(seconds, rel=1e-12)
     assert prediction.lower_bound_seconds <= prediction.step_seconds
@@ -207,10 +210,18 @@ def test_more_forms_are_never_slower() -> None:
 
 def test_updates_that_wait_for_the_norm_forfeit_their_overlap_with_backward() -> None:
     profile = model(gpu())
-    question = Question(profile=profile, budgets=within(profile, 700 * MB), clip_share=1.0)
+    question = Question(
+        profile=profile,
+        budgets=within(profile, 700 * MB),
+        settings=replace(OVERLAPPING, clip_share=1.0),
+    )
     seconds = []
     for updates in ("in backward", "after backward"):
-        answer = ask(replace(question, updates=updates), Objective(), effort=CLOSE)
+        answer = ask(
+            replace(question, settings=replace(question.settings, updates=updates)),
+            Objective(),
+            effort=CLOSE,
+        )
         assert answer.solved is not None
         seconds.append(answer.solved.plan.prediction.step_seconds)
     assert seconds[1] > seconds[0] * 1.05
@@ -219,12 +230,18 @@ def test_updates_that_wait_for_the_norm_forfeit_their_overlap_with_backward() ->
 def test_updates_run_ahead_of_the_norm_where_few_steps_are_clipped() -> None:
     profile = model(gpu(), blocks=4)
     question = Question(
-        profile=profile, budgets=within(profile, 700 * MB), updates="after backward"
+        profile=profile,
+        budgets=within(profile, 700 * MB),
+        settings=replace(OVERLAPPING, updates="after backward"),
     )
     plans: list[Plan] = []
     for share in (0.0, 1.0):
         effort = Effort(gap_target=0.02)
-        answer = ask(replace(question, clip_share=share), Objective(), effort=effort)
+        answer = ask(
+            replace(question, settings=replace(question.settings, clip_share=share)),
+            Objective(),
+            effort=effort,
+        )
         assert answer.solved is not None
         plans.append(answer.solved.plan)
     ahead, waiting = (
@@ -243,7 +260,11 @@ def test_micro_batches_share_one_update() -> None:
     question = Question(profile=profile, budgets=within(profile, 900 * MB))
     steps = {}
     for count in (1, 2, 4):
-        answer = ask(replace(question, micro_batches=count), Objective(), effort=CLOSE)
+        answer = ask(
+            replace(question, settings=replace(question.settings, micro_batches=count)),
+            Objective(),
+            effort=CLOSE,
+        )
         assert answer.solved is not None
         steps[count] = answer.solved.plan.prediction.step_seconds
     # Each micro-batch moves and computes all but the update, and adds its gradients.
@@ -338,18 +359,19 @@ def test_any_pins_give_a_plan_that_keeps_them_or_one_answer(seed: int) -> None:
     profile = random_profile(rng, max_blocks=4)
     updates, micro_batches = MODES[seed % len(MODES)]
     free = Problem.of(
-        profile, within(profile, 10**12), updates=updates, micro_batches=micro_batches
+        profile,
+        within(profile, 10**12),
+        settings=replace(OVERLAPPING, updates=updates, micro_batches=micro_batches),
     )
     question = Question(
         profile=profile,
         budgets=within(profile, int(some_budget(free, rng) * rng.choice([0.6, 1.1, 10]))),
-        updates=updates,
-        micro_batches=micro_batches,
         pins=random_pins(free, rng),
+        settings=replace(OVERLAPPING, updates=updates, micro_batches=micro_batches),
     )
     refused, pinned = "", free.options
     try:
-        pinned = pinned_options(free.options, question.pins)
+        pinned = pinned_options(free.implied, question.pins)
     except ProtrainError as error:
         refused = error.message
     if refused:
@@ -365,7 +387,7 @@ def test_any_pins_give_a_plan_that_keeps_them_or_one_answer(seed: int) -> None:
     made = answer.solved.plan
     for unit, options in zip(made.units, pinned, strict=True):
         assert options.decision(unit.activations, unit.states) is not None
-    program = question.problem().overlapping(made.overlap_steps).program(made.units)
+    program = question.problem().overlapping(made.settings.overlap_steps).program(made.units)
     most = max(slot.total for slot in device_bytes(program))
     assert most <= made.prediction.peak_bytes.device <= question.problem().device
 

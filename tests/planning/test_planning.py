@@ -4,12 +4,13 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from protrain_plan.planning.model.fluid import Fluid
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.evaluation import Evaluator
@@ -60,7 +61,7 @@ CASES = {
 def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
     profile = CASES[name]
     budgets = budget(profile, device)
-    problem = Problem.of(profile, budgets, piece_bytes=64 << 20)
+    problem = Problem.of(profile, budgets, settings=replace(OVERLAPPING, piece_bytes=64 << 20))
     evaluator = Evaluator(problem)
     open_to_units = [
         list(itertools.product(range(len(options.activations)), range(len(options.states))))
@@ -70,7 +71,7 @@ def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
         evaluator.evaluate(choice, rules=EVERY_RULE) for choice in itertools.product(*open_to_units)
     ]
     best = min((found.seconds for found in evaluation if found), default=None)
-    answer = plan(profile, budgets, piece_bytes=64 << 20)
+    answer = plan(profile, budgets, settings=replace(OVERLAPPING, piece_bytes=64 << 20))
     if best is None:
         assert isinstance(answer, Infeasible)
         return
@@ -160,7 +161,9 @@ def test_little_host_memory_is_named_and_its_smallest_budget_works() -> None:
 
 def test_written_model_names_what_it_limits(tmp_path: Path) -> None:
     profile = CASES["cpu"]
-    problem = Problem.of(profile, budget(profile, 700 * MB), piece_bytes=64 << 20)
+    problem = Problem.of(
+        profile, budget(profile, 700 * MB), settings=replace(OVERLAPPING, piece_bytes=64 << 20)
+    )
     Fluid(problem).write_lp(tmp_path / "model.lp")
     text = (tmp_path / "model.lp").read_text()
     for row in ("one_states_1", "arrive_disk_f1", "memory_b2", "budget_disk", "static_end"):

@@ -116,7 +116,7 @@ def test_the_simulated_step_of_many_is_the_one_that_repeats(seed: int) -> None:
     """One more step takes as long as the one that is simulated, where steps overlap."""
     rng = random.Random(seed)
     problem = random_problem(random_profile(rng), PLENTY, rng).overlapping(True)
-    if not problem.settings.may_overlap:
+    if not problem.settings.is_single:
         return
     choice = random_choice(problem, rng)
     limit = round(max(problem.static_bytes(choice)) * (1 + rng.random()))

@@ -4,10 +4,11 @@ import itertools
 import random
 from dataclasses import replace
 
+import networkx as nx
 import pytest
 
 from protrain_plan.planning.model.options import parse_pin
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.questions.planner import plan, solve_problem
@@ -17,22 +18,23 @@ from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.search.scheduling import DEPTHS, WINDOWS, ScheduleRule
 from protrain_plan.presentation.report.step import simulated
+from protrain_plan.simulation.critical_path import waits_of
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import (
-    ALONE,
-    DeviceGroup,
-    collective_seconds,
-    group_on,
-    profile_of_rank,
-)
+from protrain_runtime.contract.program.group import collective_seconds, group_on, profile_of_rank
 from protrain_runtime.contract.program.memory import device_bytes
-from protrain_runtime.contract.program.program import Settings
 from protrain_runtime.contract.records import dumps_plan, loads_plan, states_text
 from protrain_runtime.contract.records.hardware import Contention, Hardware
-from protrain_runtime.contract.records.plan import Budgets, Keep, Offload, Persistent
+from protrain_runtime.contract.records.plan import (
+    ALONE,
+    Budgets,
+    DeviceGroup,
+    Keep,
+    Offload,
+    Persistent,
+    StepSettings,
+)
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, cpu, decoder, gpu, joined, on_several, random_profile
-from tests.support.program_graph import waits_in_a_circle
 from tests.support.thinning import thinned
 
 TWO = DeviceGroup(num_devices=2)
@@ -67,7 +69,12 @@ def budget(profile: Profile, device: int, below: int = 10**12) -> Budgets:
 
 
 def made(profile: Profile, budgets: Budgets, group: DeviceGroup) -> Solved:
-    answer = plan(profile, budgets, group=group, effort=Effort(gap_target=0.001))
+    answer = plan(
+        profile,
+        budgets,
+        effort=Effort(gap_target=0.001),
+        settings=replace(OVERLAPPING, group=group),
+    )
     assert isinstance(answer, Solved)
     return answer
 
@@ -88,7 +95,9 @@ CASES = {
 def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
     profile = CASES[name]
     budgets = budget(profile, device)
-    problem = Problem.of(profile, budgets, piece_bytes=64 << 20, group=TWO)
+    problem = Problem.of(
+        profile, budgets, settings=replace(OVERLAPPING, piece_bytes=64 << 20, group=TWO)
+    )
     evaluator = Evaluator(problem)
     open_to_units = [
         list(itertools.product(range(len(options.activations)), range(len(options.states))))
@@ -103,7 +112,7 @@ def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
     near = sorted(rough)[:200]
     evaluation = [evaluator.evaluate(choice, rules=EVERY_RULE[::3]) for _, choice in near]
     best = min((found.seconds for found in evaluation if found), default=None)
-    answer = plan(profile, budgets, piece_bytes=64 << 20, group=TWO)
+    answer = plan(profile, budgets, settings=replace(OVERLAPPING, piece_bytes=64 << 20, group=TWO))
     if best is None:
         assert isinstance(answer, Infeasible)
         return
@@ -118,7 +127,7 @@ def test_a_plan_for_several_devices_keeps_its_promises(name: str) -> None:
     profile = CASES[name]
     solved = made(profile, budget(profile, 700 * MB), DeviceGroup(num_devices=4))
     assert loads_plan(dumps_plan(solved.plan)) == solved.plan
-    assert solved.plan.num_devices == 4
+    assert solved.plan.group.num_devices == 4
     step = simulated(solved.plan, profile)
     prediction = solved.plan.prediction
     assert step.timeline.step_seconds == prediction.step_seconds
@@ -133,18 +142,18 @@ def test_a_plan_for_several_devices_keeps_its_promises(name: str) -> None:
 def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int) -> None:
     rng = random.Random(seed)
     profile, group = on_several(random_profile(rng, max_blocks=4), rng)
-    free = Problem.of(profile, budget(profile, 10**12), group=group)
+    free = Problem.of(profile, budget(profile, 10**12), settings=replace(OVERLAPPING, group=group))
     lean = min_memory(free)
     assert lean
     plain = max(free.static_bytes(tuple((0, 0) for _ in free.options)))
     context = free.profile.hardware.device.context_bytes
     device = context + lean.bytes + int(rng.random() * max(0, plain - lean.bytes))
     budgets = Budgets(device=device, host=10**12, disk=10**12)
-    problem = Problem.of(profile, budgets, group=group)
+    problem = Problem.of(profile, budgets, settings=replace(OVERLAPPING, group=group))
     answer = solve_problem(problem, budgets)
     assert isinstance(answer, Solved)
     program = problem.program(answer.plan.units)
-    assert waits_in_a_circle(program) == []
+    assert nx.is_directed_acyclic_graph(waits_of(program))
     slots = device_bytes(program)
     assert max(slot.total for slot in slots) + context <= device
     prediction = answer.plan.prediction
@@ -162,7 +171,9 @@ def test_more_devices_never_need_more_memory_of_each() -> None:
     needed = []
     for count in (1, 2, 4, 8, 64):
         group = DeviceGroup(num_devices=count)
-        lean = min_memory(Problem.of(profile, budget(profile, 10**12), group=group))
+        lean = min_memory(
+            Problem.of(profile, budget(profile, 10**12), settings=replace(OVERLAPPING, group=group))
+        )
         assert lean
         needed.append(lean.bytes)
     assert needed == sorted(needed, reverse=True)
@@ -182,7 +193,9 @@ def test_what_fits_a_device_is_replicated_for_many_micro_batches() -> None:
     """Sums are taken once for all of them, shards are gathered for each."""
     profile = small(joined(gpu(), network=2e9), blocks=3, seconds=1e-3, device_speed=1e15)
     budgets = budget(profile, 20_000 * MB)
-    problem = Problem.of(profile, budgets, micro_batches=8, group=TWO)
+    problem = Problem.of(
+        profile, budgets, settings=replace(OVERLAPPING, micro_batches=8, group=TWO)
+    )
     solved = solve_problem(problem, budgets, effort=Effort(gap_target=0.001))
     assert isinstance(solved, Solved)
     assert {unit.states for unit in solved.plan.units} == {Persistent()}
@@ -215,17 +228,19 @@ def test_replicas_of_shards_are_a_plan_too() -> None:
     spread = DeviceGroup(num_devices=8, num_nodes=2)
     whole = made(profile, budgets, spread)
     hybrid = made(profile, budgets, replace(spread, num_replicas=2))
-    assert (hybrid.plan.num_replicas, hybrid.plan.num_nodes) == (2, 2)
+    assert (hybrid.plan.group.num_replicas, hybrid.plan.group.num_nodes) == (2, 2)
     # What is gathered stays in a node then, where the network is a hundred times as fast.
     assert hybrid.plan.prediction.step_seconds < whole.plan.prediction.step_seconds
 
 
 def test_questions_are_asked_of_several_devices() -> None:
     profile = small(joined(gpu(), library_bytes=50 * MB), blocks=4)
-    question = Question(profile=profile, budgets=budget(profile, 900 * MB), group=TWO)
+    question = Question(
+        profile=profile, budgets=budget(profile, 900 * MB), settings=replace(OVERLAPPING, group=TWO)
+    )
     answer = ask(question, Objective(maximize="batch-size"), effort=Effort())
     assert answer.solved and answer.largest
-    assert answer.solved.plan.num_devices == 2
+    assert answer.solved.plan.group.num_devices == 2
     # The library's memory stands beside the context.
     context = profile.hardware.device.context_bytes + 50 * MB
     assert answer.solved.plan.prediction.peak_bytes.context == context
@@ -235,13 +250,17 @@ def test_a_shard_cannot_be_pinned_on_one_device() -> None:
     profile = small(joined(gpu()), blocks=1)
     budgets = budget(profile, 10**12)
     pins = [parse_pin("layers.0: shard")]
-    [option] = Problem.of(profile, budgets, pins=pins, group=TWO).options[1].states
+    [option] = (
+        Problem.of(profile, budgets, pins=pins, settings=replace(OVERLAPPING, group=TWO))
+        .options[1]
+        .states
+    )
     assert option.decision == Offload(tier="device")
     with pytest.raises(ProtrainError) as caught:
         _ = Problem.of(profile, budgets, pins=pins).options
     assert str(caught.value).startswith(
-        "--pin: layers.0: layers.0 cannot take 'shard': states are shared over several devices"
-        " alone\n  fix: it can take "
+        "--pin: layers.0: layers.0 cannot take 'shard': that is for several devices, which share"
+        " states\n  fix: it can take "
     )
 
 
@@ -338,14 +357,8 @@ def test_devices_that_cannot_train_together_are_one_error(
 # Collectives
 
 
-def settings(group: DeviceGroup) -> Settings:
-    return Settings(
-        device="cuda",
-        piece_bytes=1,
-        num_devices=group.num_devices,
-        num_replicas=group.num_replicas,
-        num_nodes=group.num_nodes,
-    )
+def settings(group: DeviceGroup) -> StepSettings:
+    return StepSettings(piece_bytes=1, group=group)
 
 
 HOP = 1e-5
@@ -386,7 +399,7 @@ def test_a_link_and_collectives_share_pcie() -> None:
     """A chunk below the devices: what is fetched for one gather overlaps with the one before."""
     profile = small(joined(gpu(), network=20e9), blocks=3)
     shared = replace(profile, hardware=joined(gpu(), network=20e9, link_share=0.5))
-    problem = Problem.of(profile, budget(profile, 10**12), group=TWO)
+    problem = Problem.of(profile, budget(profile, 10**12), settings=replace(OVERLAPPING, group=TWO))
     choice = tuple(
         (0, next(k for k, o in enumerate(options.states) if o.decision == Offload(tier="host")))
         if options.unit.used_by
@@ -394,6 +407,8 @@ def test_a_link_and_collectives_share_pcie() -> None:
         for options in problem.options
     )
     alone = Evaluator(problem).best_schedule(choice)
-    beside = Evaluator(Problem.of(shared, budget(profile, 10**12), group=TWO)).best_schedule(choice)
+    beside = Evaluator(
+        Problem.of(shared, budget(profile, 10**12), settings=replace(OVERLAPPING, group=TWO))
+    ).best_schedule(choice)
     assert alone and beside
     assert alone.seconds < beside.seconds < 2 * alone.seconds

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from protrain_plan.planning.model.decision_model import least_lane_seconds
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.questions.planner import solve_any, solve_problem
@@ -19,10 +19,9 @@ from protrain_plan.planning.search.choices import plain_choices
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.plans import solved_json, solved_text
-from protrain_runtime.contract.program.group import ALONE, DeviceGroup
 from protrain_runtime.contract.records import states_text
 from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.plan import ALONE, Budgets, DeviceGroup
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, decoder, gpu, joined, on_several, random_profile
 from tests.support.thinning import thinned
@@ -81,8 +80,8 @@ def question(name: str) -> Question:
     return Question(
         profile=small(hardware, frozen=case.frozen),
         budgets=Budgets(device=case.device + context, host=case.below, disk=0),
-        group=EIGHT,
         replicas=EIGHT.replica_counts,
+        settings=replace(OVERLAPPING, group=EIGHT),
     )
 
 
@@ -106,12 +105,12 @@ def test_groups_have_whole_nodes_or_equal_parts_of_one() -> None:
 @pytest.mark.parametrize("name", thinned(tuple(CASES)))
 def test_no_number_of_replicas_is_faster_than_the_chosen_one(name: str) -> None:
     asked, best = question(name), chosen(name)
-    assert best.plan.num_replicas == CASES[name].replicas
+    assert best.plan.group.num_replicas == CASES[name].replicas
     prediction = best.plan.prediction
     assert prediction.lower_bound_seconds <= prediction.step_seconds
     for problem, told in zip(asked.problems(), best.replicas, strict=True):
         alone = solve_problem(problem, asked.budgets, effort=Effort(gap_target=GAP))
-        assert told.number == problem.settings.num_replicas
+        assert told.number == problem.settings.group.num_replicas
         if isinstance(alone, Infeasible):  # fractions of decisions may fit all the same
             continue
         seconds = alone.plan.prediction.step_seconds
@@ -160,7 +159,7 @@ def test_a_given_number_is_kept() -> None:
     asked = replace(question("slow across nodes"), replicas=())
     answer = ask(asked, Objective(), effort=Effort(gap_target=GAP))
     assert answer.solved
-    assert (answer.solved.plan.num_replicas, answer.solved.replicas) == (1, ())
+    assert (answer.solved.plan.group.num_replicas, answer.solved.replicas) == (1, ())
 
 
 def test_the_least_memory_may_have_other_replicas_than_the_fastest_step() -> None:
@@ -180,7 +179,7 @@ def test_a_front_is_as_fast_as_its_budgets_plans() -> None:
     effort = Effort(gap_target=0.05)
     answer = ask(asked, Objective(pareto_points=3), effort=effort)
     assert answer.solved and answer.front
-    assert answer.solved.plan.num_replicas == 2
+    assert answer.solved.plan.group.num_replicas == 2
     seconds = [point.solved.plan.prediction.step_seconds for point in answer.front]
     assert seconds == sorted(seconds, reverse=True)
 
@@ -201,7 +200,11 @@ def test_no_schedule_is_faster_than_the_lanes(seed: int) -> None:
     profile, group = on_several(random_profile(rng, max_blocks=4), rng)
     context = profile.hardware.device.context_bytes
     budgets = Budgets(device=context + rng.choice([1, 3, 20]) * 500 * MB, host=10**11, disk=10**12)
-    problem = Problem.of(profile, budgets, group=group, micro_batches=rng.choice([1, 3]))
+    problem = Problem.of(
+        profile,
+        budgets,
+        settings=replace(OVERLAPPING, group=group, micro_batches=rng.choice([1, 3])),
+    )
     bound, evaluator = least_lane_seconds(problem), Evaluator(problem)
     evaluation = [evaluator.evaluate(choice) for choice in plain_choices(problem)]
     seconds = [one.seconds for one in evaluation if one]
@@ -211,7 +214,8 @@ def test_no_schedule_is_faster_than_the_lanes(seed: int) -> None:
 def test_problems_differ_in_replicas_alone() -> None:
     first, *others = question("little memory").problems()
     for problem in others:
-        settings = replace(first.settings, num_replicas=problem.settings.num_replicas)
+        group = replace(first.settings.group, num_replicas=problem.settings.group.num_replicas)
+        settings = replace(first.settings, group=group)
         assert problem == Problem(
             profile=first.profile,
             made_from=first.made_from,

@@ -7,16 +7,17 @@ sees which problems got faster. Seconds are compared as the bits that they are.
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.choices import min_memory
-from protrain_runtime.contract.program.group import ALONE
 from protrain_runtime.contract.records.plan import (
+    ALONE,
     Activations,
     Budgets,
     Keep,
@@ -59,10 +60,13 @@ def problem_of(number: int) -> tuple[Problem, Budgets]:
         return Problem.of(
             profile,
             budgets(device),
-            updates=updates,
-            micro_batches=micro_batches,
-            group=group,
-            piece_bytes=64 * MB,
+            settings=replace(
+                OVERLAPPING,
+                updates=updates,
+                micro_batches=micro_batches,
+                group=group,
+                piece_bytes=64 * MB,
+            ),
         )
 
     ample = problem(10**15)

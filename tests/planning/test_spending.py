@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from protrain_plan.planning.questions.spending import TOKENS, Spending, spending
-from protrain_runtime.contract.program.group import ALONE, DeviceGroup
 from protrain_runtime.contract.records.hardware import Hardware, Rates
+from protrain_runtime.contract.records.plan import ALONE, DeviceGroup
 from protrain_runtime.contract.records.profile import DType, Profile
 from tests.support.planning_cases import MB, decoder, gpu
 

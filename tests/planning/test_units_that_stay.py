@@ -6,7 +6,7 @@ import pytest
 
 from protrain_plan.checking.plan_on_machine import misfit
 from protrain_plan.planning.model.options import parse_pin
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.baselines import BASELINES, baseline
@@ -104,5 +104,5 @@ def test_a_plan_that_moves_them_does_not_fit_its_profile() -> None:
 
 def test_sparse_gradients_are_not_summed(assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as error:
-        Problem.of(profile(SPARSE), budgets(10**12), micro_batches=2)
+        Problem.of(profile(SPARSE), budgets(10**12), settings=replace(OVERLAPPING, micro_batches=2))
     assert_says(error.value)

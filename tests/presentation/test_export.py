@@ -49,7 +49,11 @@ def mixed() -> Plan:
         replace(blocks[2], activations=SwapInput(tier="host"), states=Offload(tier="disk")),
         replace(blocks[3], activations=Recompute(form="mlp"), states=Offload(tier="host")),
     )
-    return replace(made, units=(first, *decided, last), updates="after backward", micro_batches=2)
+    return replace(
+        made,
+        units=(first, *decided, last),
+        settings=replace(made.settings, updates="after backward", micro_batches=2),
+    )
 
 
 @pytest.mark.parametrize("tool", TOOLS)

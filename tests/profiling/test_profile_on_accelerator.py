@@ -6,9 +6,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from protrain_plan.commands.training import train
 from protrain_plan.hardware.probe import probe
@@ -24,7 +28,7 @@ from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.program.program import BLOCK_BYTES
 from protrain_runtime.contract.records.plan import Budgets
-from protrain_runtime.contract.records.profile import Profile, Workload
+from protrain_runtime.contract.records.profile import DType, Profile, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from tests.support.cards import need_compiler
@@ -52,23 +56,28 @@ def card() -> Iterator[torch.device]:
 
 @cache
 def profiled(where: torch.device) -> Profile:
-    """Of a machine that is not probed, while others have tensors and the libraries have run."""
+    """While others have tensors and the libraries have run."""
     others = torch.ones(MIB, device=where).requires_grad_()
     (others.view(1024, 1024) @ others.view(1024, 1024)).sum().backward()
     others.grad = None
+    return measured_model(where, "bfloat16")
+
+
+def measured_model(where: torch.device, dtype: DType) -> Profile:
+    """Of a machine that is not probed."""
     machine = gpu(disk_gb=1)
     device = replace(machine.device, kind="emulated", memory_bytes=2**32)
-    batches = SOURCE.batches(batch_size=2, seq_len=64, dtype="bfloat16", device=where)
+    batches = SOURCE.batches(batch_size=2, seq_len=64, dtype=dtype, device=where)
     with TemporaryDirectory() as spill:
         return measure_model(
-            SOURCE.build(dtype="bfloat16", device=where),
+            SOURCE.build(dtype=dtype, device=where),
             batches,
             workload=Workload(
                 model=SOURCE.name,
                 model_config=SOURCE.model_config,
                 batch_size=2,
                 seq_len=64,
-                dtype="bfloat16",
+                dtype=dtype,
                 device=where.type,
                 seed=0,
             ),
@@ -100,6 +109,52 @@ def test_a_profile_counts_workspaces_and_context_and_the_other_device_has_nothin
     assert all(form.forward_s > 0 for unit in profile.units for form in unit.forms)
 
 
+class Kernels(TorchDispatchMode):
+    """Operators that run on the device, with the dtypes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[tuple[str, frozenset[torch.dtype]]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+        if any(t.device.type == "emulated" and type(t) is not FakeTensor for t in found):
+            self.seen.add((func.name(), frozenset(t.dtype for t in found)))
+        return result
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_clipping_and_unscaling_load_no_kernel_after_the_context_was_measured(
+    card: torch.device, dtype: DType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Kernels() as kernels:
+        measured: list[set[Any]] = []
+
+        def context_bytes(device: torch.device) -> int:
+            measured.append(kernels.seen.copy())
+            return asked(device)
+
+        asked = devices.context_bytes
+        monkeypatch.setattr(devices, "context_bytes", context_bytes)
+        measured_model(card, dtype)
+    weights = [
+        torch.nn.Parameter(torch.ones(24, dtype=getattr(torch, dtype), device=card))
+        for _ in range(2)
+    ]
+    stepper = torch.optim.SGD(weights, lr=0.1)
+    scaler = torch.amp.GradScaler(card.type, enabled=dtype == "float32")
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with Kernels() as between:
+        if scaler.is_enabled():
+            scaler.scale(torch.ones((), device=card))
+            scaler.unscale_(stepper)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+    assert between.seen
+    assert between.seen <= measured[-1]
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     card: torch.device, share: float, tmp_path: Path
@@ -121,9 +176,9 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     program = compile_units(
         plan.units,
         profile,
-        piece_bytes=plan.piece_bytes,
-        updates=plan.updates,
-        overlap_steps=plan.overlap_steps,
+        piece_bytes=plan.settings.piece_bytes,
+        updates=plan.settings.updates,
+        overlap_steps=plan.settings.overlap_steps,
     )
     predicted = [slot.total for slot in device_bytes(program)]
     gc.collect()

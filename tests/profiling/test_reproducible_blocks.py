@@ -5,6 +5,7 @@ The oracle is plain PyTorch, bit by bit.
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.planning.model.options import parse_pin, pinned_options
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_runtime import restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Budgets
@@ -192,9 +193,9 @@ def test_a_block_that_cannot_run_twice_says_why_and_keeps(
     assert {unit.runs_once for unit in blocks} == {reason}
     assert {cost.form for unit in blocks for cost in unit.forms} == {"keep"}
     budgets = Budgets(device=10**12, host=0, disk=10**12)
-    options = Problem.of(profile, budgets, piece_bytes=1 << 20).options
+    problem = Problem.of(profile, budgets, replace(OVERLAPPING, piece_bytes=1 << 20))
     with pytest.raises(ProtrainError) as raised:
-        pinned_options(options, [parse_pin("blocks.1: recompute")])
+        pinned_options(problem.implied, [parse_pin("blocks.1: recompute")])
     assert raised.value.message == f"blocks.1 cannot take 'recompute': {reason}"
 
 

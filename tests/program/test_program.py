@@ -1,18 +1,19 @@
 """Laws of compiled programmes: nothing waits for what comes later, and everything arrives."""
 
 import random
+from dataclasses import replace
 
 import networkx as nx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
+from protrain_plan.simulation.critical_path import waits_of
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.records.plan import Budgets, Schedule, UnitPlan
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import random_profile
-from tests.support.program_graph import dependency_graph, waits_in_a_circle
 from tests.support.programs import compile_units
 
 
@@ -20,7 +21,9 @@ def random_plans(rng: random.Random) -> tuple[Profile, list[UnitPlan], BoundProg
     """Any decisions with any schedule, feasible or not."""
     profile = random_profile(rng)
     plenty = Budgets(device=10**14, host=10**14, disk=10**14)
-    options = Problem.of(profile, plenty, piece_bytes=64 << 20).options
+    options = Problem.of(
+        profile, plenty, settings=replace(OVERLAPPING, piece_bytes=64 << 20)
+    ).options
     drains = [None, 0, 1, 2, 7]
     plans = [
         UnitPlan(
@@ -80,7 +83,7 @@ def test_random_plans_end_and_every_move_runs_once(seed: int) -> None:
 @given(seed=st.integers(0, 10**9))
 def test_the_graph_of_waits_has_no_cycle_by_networkx(seed: int) -> None:
     _, _, program = random_plans(random.Random(seed))
-    assert waits_in_a_circle(program) == []
-    graph = dependency_graph(program)
-    assert nx.has_path(graph, "begin 0", f"slot {len(program.slots) - 1}")
-    assert set(graph) >= {program.move_name(number) for number in range(len(program.moves))}
+    graph = waits_of(program)
+    assert nx.is_directed_acyclic_graph(graph)
+    assert nx.has_path(graph, ("slot", 0), ("slot", len(program.slots)))
+    assert set(graph) >= {("move", number) for number in range(len(program.moves))}

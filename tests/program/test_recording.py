@@ -144,9 +144,3 @@ def test_a_recording_belongs_to_one_plan() -> None:
         "r.json: events[1].name: 'forward 0' stands there twice"
     )
     assert checked(slot_bytes=(1, 2)) == ("r.json: slot_bytes: expected 13 numbers or none, got 2")
-
-
-def test_a_fetch_of_parameters_is_read_under_its_old_name() -> None:
-    text = dumps_recording(RECORDING)
-    assert '"fetch 3 @3"' in text
-    assert loads_recording(text.replace('"fetch 3 @3"', '"gather 3 @3"')) == RECORDING

@@ -9,7 +9,6 @@ from protrain_runtime.contract.program.program import (
     COLLECT,
     ChunkSize,
     Program,
-    Settings,
     gradient_home,
     padded,
     shard_of,
@@ -17,11 +16,13 @@ from protrain_runtime.contract.program.program import (
 from protrain_runtime.contract.records import dumps_plan, loads_plan
 from protrain_runtime.contract.records.hardware import DeviceKind
 from protrain_runtime.contract.records.plan import (
+    DeviceGroup,
     Keep,
     Offload,
     Persistent,
     Placement,
     Schedule,
+    StepSettings,
     UnitPlan,
     Updates,
 )
@@ -38,16 +39,9 @@ CHUNK = ChunkSize(
 )
 
 
-def settings(
-    num_devices: int, *, num_replicas: int = 1, device: DeviceKind = "cpu", updates: Updates
-) -> Settings:
-    return Settings(
-        device=device,
-        piece_bytes=1000,
-        updates=updates,
-        num_devices=num_devices,
-        num_replicas=num_replicas,
-    )
+def settings(num_devices: int, *, num_replicas: int = 1, updates: Updates) -> StepSettings:
+    group = DeviceGroup(num_devices=num_devices, num_replicas=num_replicas)
+    return StepSettings(piece_bytes=1000, updates=updates, group=group)
 
 
 IN_BACKWARD = settings(2, updates="in backward")
@@ -55,7 +49,7 @@ IN_BACKWARD = settings(2, updates="in backward")
 
 def compiled(
     *states: Placement,
-    of: Settings = IN_BACKWARD,
+    of: StepSettings = IN_BACKWARD,
     schedule: Schedule = Schedule(),  # noqa: B008
 ) -> Program:
     units = [
@@ -63,7 +57,7 @@ def compiled(
         for n, place in enumerate(states)
     ]
     chunks = [replace(CHUNK, used_by=(number,)) for number in range(len(states))]
-    return compile_plan(units, chunks, of)
+    return compile_plan(units, chunks, of, device="cpu")
 
 
 def names(program: Program) -> list[str]:
@@ -85,7 +79,7 @@ def test_a_shard_has_its_part_of_every_group_in_whole_blocks_of_256_bytes() -> N
 
 def test_replicas_share_nothing_with_each_other() -> None:
     of = settings(4, num_replicas=2, updates="in backward")
-    assert of.num_shards == 2
+    assert of.group.num_shards == 2
     assert shard_of(CHUNK, of) == shard_of(CHUNK, IN_BACKWARD)
 
 
@@ -135,11 +129,11 @@ def test_gathered_parameters_leave_after_every_stay() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_where_the_shard_of_the_gradients_waits(device: DeviceKind) -> None:
     for updates in ("in backward", "after backward"):
-        of = settings(2, device=device, updates=updates)
+        of = settings(2, updates=updates)
         on_disk = "device" if device == "cpu" else "host"
-        assert gradient_home(Offload(tier="device"), of) == "device"
-        assert gradient_home(Offload(tier="host"), of) == "host"
-        assert gradient_home(Offload(tier="disk"), of) == on_disk
+        assert gradient_home(Offload(tier="device"), of, device) == "device"
+        assert gradient_home(Offload(tier="host"), of, device) == "host"
+        assert gradient_home(Offload(tier="disk"), of, device) == on_disk
 
 
 def test_a_drain_waits_for_the_sum_and_for_the_shard() -> None:
@@ -154,16 +148,20 @@ def test_a_drain_waits_for_the_sum_and_for_the_shard() -> None:
 
 def test_micro_batches_before_the_last_reduce_nothing() -> None:
     units = [UnitPlan(name="layers.0", activations=Keep(), states=Offload(tier="disk"))]
-    program = compile_plan(units, [CHUNK], IN_BACKWARD, updating=False)
+    program = compile_plan(units, [CHUNK], IN_BACKWARD, device="cpu", updating=False)
     assert names(program) == ["fetch 0 @0", "all-gather 0 @0"]
 
 
 def test_plans_for_several_devices_read_back_and_others_do_not_mention_them() -> None:
     shard, held = Offload(tier="device"), Offload(tier="device", keep_gathered=True)
     units = (replace(PLAN.units[0], states=shard), replace(PLAN.units[1], states=held))
-    several = replace(PLAN, units=units + PLAN.units[2:], num_devices=8, num_replicas=2)
+    several = replace(
+        PLAN,
+        units=units + PLAN.units[2:],
+        settings=replace(PLAN.settings, group=replace(PLAN.group, num_devices=8, num_replicas=2)),
+    )
     text = dumps_plan(several)
     assert loads_plan(text) == several
-    assert "num_devices: 8\nnum_replicas: 2\n" in text
+    assert "group: {num_devices: 8, num_replicas: 2}}\n" in text
     assert "states: shard" in text and "states: shard and keep gathered" in text
     assert "num_" not in dumps_plan(PLAN)

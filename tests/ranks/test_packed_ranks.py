@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import seeded
 from protrain_runtime import load, prepare, restore, save
-from protrain_runtime.contract.records.plan import Offload, Persistent, Plan, Recompute
+from protrain_runtime.contract.records.plan import DeviceGroup, Offload, Persistent, Plan, Recompute
 from tests.support import quantized_models
+from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import copied, decided, differences, plan_for, units_of
 
@@ -86,7 +87,7 @@ def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
         replace(unit, states=places[number % len(places)]) for number, unit in enumerate(units)
     )
     plans = [
-        replace(plan_for(model, decisions), num_devices=2)
+        with_settings(plan_for(model, decisions), group=DeviceGroup(num_devices=2))
         for decisions in (decided(units, Recompute(), Offload(tier="device")), in_turn)
     ]
     for found in run_ranks(compared, 2, tmp_path, plans, tmp_path):

@@ -17,6 +17,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from tests.support import odd_optimizers
+from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import ranks_on_every_device_at_night
 from tests.support.ranks_loops import PLACES, ROUNDING, TIERS, Loop, assert_as_ddp, in_turn, several
 from tests.support.runtime_cases import (
@@ -88,7 +89,7 @@ def test_two_ranks_match_ddp_bitwise_under_mixed_plans(name: str, tmp_path: Path
 def test_two_ranks_add_micro_batches_up_as_ddp_does_bitwise(tmp_path: Path) -> None:
     loop = Loop("gpt2", micro_batches=3)
     plans = [several(loop, in_turn(loop.name, *PLACES), 2), several(loop, mixed("gpt2", 7), 2)]
-    plans.append(replace(plans[0], updates="after backward"))
+    plans.append(with_settings(plans[0], updates="after backward"))
     assert_as_ddp(2, loop, plans, tmp_path)
 
 

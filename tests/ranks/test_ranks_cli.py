@@ -34,7 +34,11 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     units = [
         replace(unit, states=PLACES[number % 3]) for number, unit in enumerate(found.plan.units)
     ]
-    plan = replace(found.plan, units=tuple(units), num_devices=2)
+    plan = replace(
+        found.plan,
+        units=tuple(units),
+        settings=replace(found.plan.settings, group=replace(found.plan.group, num_devices=2)),
+    )
     peak = replace(
         plan.prediction.peak_bytes,
         device=max(promised_bytes(plan, profile)),

@@ -53,7 +53,12 @@ def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
 def test_two_ranks_add_micro_batches_up_as_ddp_does_bitwise(tmp_path: Path) -> None:
     loop = Loop(NAME, micro_batches=2)
     plan = several(loop, in_turn(NAME, *PLACES), 2)
-    assert_as_ddp(2, loop, [plan, replace(plan, updates="after backward")], tmp_path)
+    assert_as_ddp(
+        2,
+        loop,
+        [plan, replace(plan, settings=replace(plan.settings, updates="after backward"))],
+        tmp_path,
+    )
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import gap_bytes, promised_bytes, slot_name
 from protrain_runtime.contract.records import read_profile
 from protrain_runtime.contract.records.plan import (
+    DeviceGroup,
     Keep,
     Offload,
     Persistent,
@@ -33,6 +34,7 @@ from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.model.prepared import engine_of
 from tests.support.peaks import assert_disk_within, bytes_of_others, profile_file
+from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (
     activation_decisions,
@@ -84,7 +86,7 @@ def assert_within_the_promise(
     """
     slack = SLACK_BYTES + gap_bytes(profile.tensors)
     plans = [
-        replace(
+        with_settings(
             plan_of(
                 units,
                 fingerprint=profile.model_fingerprint,
@@ -93,8 +95,7 @@ def assert_within_the_promise(
             ),
             updates=updates,
             micro_batches=micro_batches,
-            num_devices=count,
-            num_replicas=num_replicas,
+            group=DeviceGroup(num_devices=count, num_replicas=num_replicas),
         )
         for units in cases
     ]
@@ -146,7 +147,7 @@ def explained(rank: int, _: int, plan: Plan, profile: Profile) -> str:
 def test_memory_that_runs_out_on_a_rank_is_explained(profile: Profile, tmp_path: Path) -> None:
     units = decided(described_by(profile), Keep(), Offload(tier="device"))
     made = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    plan = replace(made, num_devices=2)
+    plan = replace(made, settings=replace(made.settings, group=replace(made.group, num_devices=2)))
     planned = promised_bytes(plan, profile)[len(units) + 1]
     for said in run_ranks(explained, 2, tmp_path, plan, profile):
         assert said.startswith(f"out of memory in {slot_name(plan, len(units) + 1)}: ")

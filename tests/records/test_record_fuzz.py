@@ -114,13 +114,15 @@ def test_what_would_fill_the_memory_is_refused(name: str, tmp_path: Path) -> Non
 
 def test_pieces_that_never_end_are_refused(tmp_path: Path) -> None:
     path = commit(tmp_path)
-    size = read_plan(path).piece_bytes
+    size = read_plan(path).settings.piece_bytes
     text = path.read_text()
     for pieces in ("1", "1000"):
         path.write_text(text.replace("piece_bytes: 8MiB", f"piece_bytes: {pieces}"))
         assert size == 8 * 2**20
         message = told(tmp_path, "show", "plan.yaml")
-        assert message.startswith("plan.yaml: piece_bytes: optimizer states would move in ")
+        assert message.startswith(
+            "plan.yaml: settings.piece_bytes: optimizer states would move in "
+        )
         with inside(tmp_path):
             assert run(["check", "plan.yaml", "--records-only"])[0] == 1
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -186,13 +187,16 @@ def test_fingerprints_tell_contents_apart_and_ignore_comments() -> None:
     assert records.fingerprint(PLAN) == records.fingerprint(
         records.loads_plan("# reviewed\n" + PLAN_TEXT)
     )
-    others = [dataclasses.replace(PLAN, piece_bytes=size) for size in (1, 2)]
+    others = [
+        dataclasses.replace(PLAN, settings=replace(PLAN.settings, piece_bytes=size))
+        for size in (1, 2)
+    ]
     every: list[Record] = [HARDWARE, PROFILE, PLAN, *others]
     prints = {records.fingerprint(record) for record in every}
     assert len(prints) == 5
     assert all(len(text) == len("sha256:") + 16 for text in prints)
     # A format that changes by accident would make every committed plan a stranger.
-    assert records.fingerprint(PLAN) == "sha256:8ce11dd9f4e2923c"
+    assert records.fingerprint(PLAN) == "sha256:574459f1142ff022"
 
 
 def test_files_hold_records(tmp_path: Path) -> None:
@@ -428,6 +432,8 @@ def plans(draw: st.DrawFn) -> Plan:
                 peak_bytes=st.builds(
                     TierBytes, device=SIZES, context=SIZES, host=SIZES, disk=SIZES
                 ),
+                host_update_seconds=st.just(0.0) | SPEEDS,
+                host_update_threads=st.integers(0, 1000),
             ),
             piece_bytes=st.integers(1, 2**60),
             units=st.just(tuple(units)),

@@ -11,6 +11,7 @@ import gc
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -58,10 +59,12 @@ from protrain_runtime.devices.preflight import NoRoomError
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.checking import DifferenceError
 from protrain_runtime.model.prepared import below_device, engine_of
+from protrain_runtime.states.updates import spare_threads
 from tests.support import runtime_cases
 from tests.support.cards import CARDS, capped, card_called, host_waits
 from tests.support.pairwise import Row
 from tests.support.parity_rows import ROWS, assert_row
+from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import gpu
 from tests.support.programs import compile_units
 from tests.support.random_models import Shape
@@ -137,7 +140,7 @@ def test_a_half_precision_model_is_scaled_like_plain_torch(tmp_path: Path) -> No
         optimizer: torch.optim.Optimizer = ADAMW(model.parameters())
         if planned:
             units = decided(described("llama-tied"), Recompute(), Offload(tier="host"))
-            plan = replace(plan_for(model, units), updates="after backward")
+            plan = with_settings(plan_for(model, units), updates="after backward")
             model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
         scaler = torch.amp.GradScaler(device().type, init_scale=2.0**40, growth_interval=2)
         seen: list[Tensor | float] = []
@@ -384,6 +387,45 @@ def test_steps_wait_for_the_card_no_more_often_than_plain_ones(
     assert found[1] <= found[0]
 
 
+def test_another_number_of_update_threads_than_the_plans_is_told_once(tmp_path: Path) -> None:
+    model, spare = build("llama"), spare_threads(device())
+    plan = plan_for(model, decided(described("llama"), Keep(), Offload(tier="host")))
+
+    def said(threads: int) -> list[str]:
+        promise = replace(plan.prediction, host_update_seconds=0.5, host_update_threads=threads)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = prepare(
+                model,
+                replace(plan, prediction=promise),
+                optimizer=ADAMW,
+                spill_directory=tmp_path,
+            )
+            step("llama", *made, 0)
+        restore(model)
+        return [str(one.message) for one in caught if "host updates" in str(one.message)]
+
+    assert said(spare) == []
+    (message,) = said(3 * spare)
+    assert message == (
+        f"host updates take 500 ms a step with the {3 * spare} threads that the plan counts on,"
+        f" and about 1.50 s with the {spare} of this process: set OMP_NUM_THREADS to one more than"
+        " the plan's, or profile with as many as here"
+    )
+
+
+def test_unscaling_waits_for_the_card_once(tmp_path: Path) -> None:
+    model = build("llama")
+    units = decided(described("llama"), Keep(), Offload(tier="host"))
+    plan = with_settings(plan_for(model, units), updates="after backward")
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    scaler = torch.amp.GradScaler(device().type)
+    scaler.scale(loss_of(call_model(model, batch("llama", 0)))).backward()
+    with host_waits() as waits:
+        scaler.unscale_(optimizer)
+    assert waits.total() == 1
+
+
 @pytest.mark.parametrize("number", [0, 3])
 def test_memory_that_cannot_be_pinned_is_one_message(number: int, tmp_path: Path) -> None:
     """And the model is as it was, also where some of its chunks had left the device."""
@@ -540,7 +582,7 @@ def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_
     """Of tensors, in every slot; and below the device, to the byte."""
     units = mixed(described_by(profile), random.Random(seed), "host", "disk")
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    program = compile_units(units, profile, piece_bytes=plan.piece_bytes)
+    program = compile_units(units, profile, piece_bytes=plan.settings.piece_bytes)
     others = bytes_of_others()
     run = train(
         plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=device()
@@ -561,13 +603,15 @@ def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
 ) -> None:
     """Of the first step, in which the optimizer makes its states, and of those that follow."""
     ahead, overlap = how == "ahead of the norm", how != "apart"
-    schedule = Schedule(forward_lead=1, update_drain=1, update_late=how == "overlapping")
+    schedule = Schedule(forward_lead=1, update_drain=1)
     states = Offload(tier="host", update_on_device=True, speculate=ahead)
     units = decided(described_by(profile), Recompute(), states, schedule)
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    plan = replace(plan, piece_bytes=1 << 16, overlap_steps=overlap)
+    plan = replace(
+        plan, settings=replace(plan.settings, piece_bytes=1 << 16, overlap_steps=overlap)
+    )
     if ahead:
-        plan = replace(plan, updates="after backward")
+        plan = replace(plan, settings=replace(plan.settings, updates="after backward"))
     predicted = [slot.total for slot in device_bytes(program_of(plan, profile))]
     others = bytes_of_others()
     run = train(

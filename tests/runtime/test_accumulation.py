@@ -17,6 +17,7 @@ from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Keep, Offload, UnitPlan, Updates
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     BATCH,
@@ -52,7 +53,7 @@ def prepared(
     if units is None:
         units = mixed(described(NAME), random.Random(5), tier, stepped=False)
         units = (replace(units[0], states=Offload(tier=tier)), *units[1:])
-    plan = replace(plan_for(model, units), micro_batches=micro_batches, updates=updates)
+    plan = with_settings(plan_for(model, units), micro_batches=micro_batches, updates=updates)
     return prepare(model, plan, optimizer=ADAMW, spill_directory=spill, lane_delay=lane_delay)
 
 
@@ -222,7 +223,7 @@ def test_sums_that_are_clipped_between_micro_batches_are_those_of_plain_pytorch(
         seen = []
         for number in range(6):
             seen.append(backward(model, number))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -89,7 +89,11 @@ def everywhere(
 ) -> Callable[[nn.Module], Plan]:
     def plan(model: nn.Module) -> Plan:
         made = plan_for(model, decided(described(name), activations, states))
-        return replace(made, updates="after backward") if clipped else made
+        return (
+            replace(made, settings=replace(made.settings, updates="after backward"))
+            if clipped
+            else made
+        )
 
     return plan
 

@@ -1,7 +1,6 @@
 """`check="bitwise"`: silent where all is well, and a stop where a bit is not."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from protrain_runtime.contract.records.plan import Offload, Recompute, Updates
 from protrain_runtime.diagnostics.checking import CHECKED_STEPS, DifferenceError
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from tests.support.functional_model import FunctionalBlock
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     assert_bitwise,
@@ -57,7 +57,7 @@ def test_micro_batches_clipping_groups_and_schedules_are_checked_too(
     name = "llama-tied"
     model = build(name)
     units = decided(described(name), Recompute(), Offload(tier="disk"))
-    plan = replace(plan_for(model, units), updates=updates, micro_batches=2)
+    plan = with_settings(plan_for(model, units), updates=updates, micro_batches=2)
     model, optimizer = prepare(
         model,
         plan,
@@ -93,7 +93,7 @@ def prepared(
     model: nn.Module, folder: Path, updates: Updates = "in backward"
 ) -> tuple[nn.Module, PlannedOptimizer]:
     units = decided(described("functional"), Recompute(), Offload(tier="disk"))
-    plan = replace(plan_for(model, units), updates=updates)
+    plan = with_settings(plan_for(model, units), updates=updates)
     return prepare(model, plan, optimizer=ADAMW, spill_directory=folder, check="bitwise")
 
 

@@ -25,7 +25,9 @@ from protrain_runtime.contract.records.plan import (
     Updates,
 )
 from protrain_runtime.states.stand_ins import OffloadedGradient
+from tests.support.cards import every_device
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     Factory,
@@ -34,6 +36,7 @@ from tests.support.runtime_cases import (
     build,
     copied,
     described,
+    device,
     differences,
     outcome,
     plan_for,
@@ -70,7 +73,7 @@ def prepared(
     ahead: bool = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(NAME)
-    plan = replace(
+    plan = with_settings(
         plan_for(model, some_offloaded(described(NAME), tier)),
         updates="after backward",
         micro_batches=micro_batches,
@@ -88,6 +91,7 @@ def backward(model: nn.Module, number: int, scale: Tensor | float = 1.0) -> Tens
 # --- norms ----------------------------------------------------------------------------------------
 
 
+@every_device
 @pytest.mark.parametrize(
     ("rounds", "tier", "norm_type", "foreach"),
     thinned(ROUNDS, ["disk", "host"], [2.0, 1.0, float("inf")], [None, False], every=6),
@@ -116,6 +120,41 @@ def test_norms_and_clipped_steps_match_plain_torch_bitwise(
     plainly = ADAMW(reference.parameters())
     expected = outcome(reference, plainly, loop(reference, plainly))
     model, optimizer = prepared(tmp_path, tier=tier, micro_batches=micro_batches, ahead=ahead)
+    assert_bitwise(outcome(model, optimizer, loop(model, optimizer)), expected)
+
+
+@every_device
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_gradients_of_two_dtypes_are_clipped_as_in_plain_torch_bitwise(
+    tier: TierName, tmp_path: Path
+) -> None:
+    """A device multiplies bfloat16 gradients by a factor of float32 that it rounds, a CPU not."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        seen: list[Tensor] = []
+        for number in range(3):
+            tokens = torch.arange(32, device=device()).view(2, 16) + number
+            loss = model(tokens)
+            loss.backward()
+            seen.append(loss.detach())
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    def built() -> Routed:
+        model = routed()
+        model.blocks.bfloat16()
+        model.embed.bfloat16()
+        return model
+
+    reference = built()
+    plainly = ADAMW(reference.parameters())
+    expected = outcome(reference, plainly, loop(reference, plainly))
+    planned = built()
+    plan = plan_for(planned, some_offloaded(routed_units(), tier))
+    plan = replace(plan, settings=replace(plan.settings, updates="after backward"))
+    model, optimizer = prepare(planned, plan, optimizer=ADAMW, spill_directory=tmp_path)
     assert_bitwise(outcome(model, optimizer, loop(model, optimizer)), expected)
 
 
@@ -258,13 +297,13 @@ class Routed(nn.Module):
         hidden = self.embed(tokens)
         for number, block in enumerate(self.blocks):
             hidden = block(hidden, (int(tokens[0, 0]) >> number) & 1)
-        logits = self.head(hidden)
+        logits = self.head(hidden.to(self.head.weight.dtype))
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def routed() -> Routed:
     torch.manual_seed(0)
-    return Routed()
+    return Routed().to(device())
 
 
 def routed_units() -> tuple[UnitPlan, ...]:
@@ -328,7 +367,9 @@ def test_parameters_without_gradients_are_left_alone_bitwise(
 
     model: nn.Module = routed()
     plan = plan_for(model, some_offloaded(routed_units(), tier), piece_bytes=3_000)
-    plan = replace(plan, updates=updates, micro_batches=micro_batches)
+    plan = replace(
+        plan, settings=replace(plan.settings, updates=updates, micro_batches=micro_batches)
+    )
     if ahead and updates == "after backward":
         plan = speculative(plan)
     model, optimizer = prepare(

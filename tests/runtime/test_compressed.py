@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.planning.model.options import parse_pin
+from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
@@ -48,6 +49,7 @@ from tests.support.peaks import (
     peaks,
     without_freedom,
 )
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     BATCH,
@@ -538,7 +540,7 @@ def test_micro_batches_add_up_as_they_do_in_plain_pytorch(form: Form, tmp_path: 
 
     ours = build("llama")
     units = decided(described("llama"), Keep(form=form), Offload(tier="disk"))
-    plan = replace(approximate(plan_for(ours, units)), micro_batches=2)
+    plan = with_settings(approximate(plan_for(ours, units)), micro_batches=2)
     ours, optimizer = prepare(ours, plan, optimizer=ADAMW, spill_directory=tmp_path)
     torch.manual_seed(1)
     assert_bitwise(accumulated(ours, optimizer), expected)
@@ -682,7 +684,7 @@ def solved(profile: Profile, device: int, *pins: str, allow: tuple[str, ...] = (
         budgets=Budgets(device=device, host=0, disk=0),
         pins=tuple(parse_pin(pin) for pin in pins),
         allow=allow,
-        piece_bytes=1 << 16,
+        settings=replace(OVERLAPPING, piece_bytes=1 << 16),
     )
     answer = ask(question, Objective(), effort=Effort())
     return answer.solved.plan if isinstance(answer.solved, Solved) else None

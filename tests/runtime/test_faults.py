@@ -66,8 +66,12 @@ def page_cache_bytes(request: pytest.FixtureRequest) -> int:
 
 def spilling(model: nn.Module, *, clipped: bool = False, page_cache_bytes: int = 0) -> Plan:
     plan = plan_for(model, decided(described(NAME), Swap(tier="disk"), Offload(tier="disk")))
-    plan = replace(plan, page_cache_bytes=page_cache_bytes)
-    return replace(plan, updates="after backward") if clipped else plan
+    plan = replace(plan, settings=replace(plan.settings, page_cache_bytes=page_cache_bytes))
+    return (
+        replace(plan, settings=replace(plan.settings, updates="after backward"))
+        if clipped
+        else plan
+    )
 
 
 def lanes_alive() -> list[str]:

@@ -76,7 +76,7 @@ def planned(
     model = build(NAME)
     plan = plan_for(model, decided(described(NAME), activations, states))
     if clipped:
-        plan = replace(plan, updates="after backward")
+        plan = replace(plan, settings=replace(plan.settings, updates="after backward"))
     return prepare(model, plan, optimizer=factory, spill_directory=folder)
 
 

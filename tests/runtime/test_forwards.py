@@ -1,7 +1,6 @@
 """Several forwards in a step, and forwards that generate: as plain PyTorch, or one clear error."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.model.prepared import engine_of
 from tests.support.cards import every_device
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     LARGE,
@@ -62,7 +62,7 @@ def prepared(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(NAME)
     units = units or decided(described(NAME), Swap(tier="disk"), Offload(tier="disk"))
-    plan = replace(plan_for(model, units), updates="after backward")
+    plan = with_settings(plan_for(model, units), updates="after backward")
     return prepare(model, plan, optimizer=ADAMW, spill_directory=folder, lane_delay=lane_delay)
 
 

@@ -98,7 +98,7 @@ def planned(
     plan = plan_for(model, decided(described() if units is None else units, Keep(), states))
     return prepare(
         model,
-        replace(plan, updates=updates),
+        replace(plan, settings=replace(plan.settings, updates=updates)),
         optimizer=ADAMW,
         param_groups=groups,
         spill_directory=folder,

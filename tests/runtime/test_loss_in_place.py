@@ -23,7 +23,7 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import parse_pin
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.planner import solve_problem
@@ -515,7 +515,7 @@ def test_accumulated_steps_match_plain_torch_bitwise(offloads: bool, tmp_path: P
     model = built("llama-tied", dtype)
     units = units_of(model, given("llama-tied", 0))
     plan = planned(model, decided(units, offloads=offloads), dtype)
-    plan = replace(plan, micro_batches=2)
+    plan = replace(plan, settings=replace(plan.settings, micro_batches=2))
     model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     found = trained("llama-tied", model, optimizer, micro_batches=2)
     assert list(differences(found, expected, "")) == []
@@ -593,7 +593,9 @@ def test_a_tight_budget_takes_it_and_stays_within_the_peak_bitwise(
     def answer(device: int) -> Solved:
         budgets = Budgets(device=device, host=0, disk=0)
         pins = (parse_pin("layers.*: keep"),)
-        problem = Problem.of(profile, budgets, piece_bytes=PIECE_BYTES, pins=pins)
+        problem = Problem.of(
+            profile, budgets, pins=pins, settings=replace(OVERLAPPING, piece_bytes=PIECE_BYTES)
+        )
         found = solve_problem(problem, budgets)
         assert isinstance(found, Solved)
         return found

@@ -14,6 +14,7 @@ import torch
 from protrain_plan.commands.options import leaves_named
 from protrain_plan.commands.training import train as train_plan
 from protrain_plan.planning.model.options import parse_pin
+from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
@@ -70,7 +71,7 @@ def planned(profile: Profile, *pins: str, allow: tuple[str, ...] = ()) -> Plan:
         budgets=Budgets(device=AMPLE, host=0, disk=disk),
         pins=tuple(parse_pin(pin) for pin in pins),
         allow=allow,
-        piece_bytes=1 << 16,
+        settings=replace(OVERLAPPING, piece_bytes=1 << 16),
     )
     answer = ask(question, Objective(), effort=Effort())
     assert isinstance(answer.solved, Solved)

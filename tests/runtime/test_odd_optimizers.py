@@ -33,6 +33,7 @@ from protrain_runtime.states.update_rules import UpdateRules
 from tests.support import judging, odd_optimizers
 from tests.support.messages import Speaker
 from tests.support.odd_optimizers import APART, TOGETHER, UNCOUNTED, WHOLE, Factory, odd
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     Outcome,
     assert_bitwise,
@@ -66,7 +67,7 @@ class Way:
         for number, unit in enumerate(own):
             units.append(replace(unit, states=self.states[number % len(self.states)]))
         after = self.clips or self.micro_batches > 1
-        plan = replace(
+        plan = with_settings(
             plan_for(model, tuple(units)),
             updates="after backward" if after else "in backward",
             micro_batches=self.micro_batches,

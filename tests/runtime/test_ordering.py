@@ -150,7 +150,7 @@ def steps(
             loss.backward()
             losses.append(loss.detach())
         if clip:
-            clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+            clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
     return outcome(model, optimizer, losses)

@@ -7,7 +7,6 @@ is needed by test_ordering.
 import copy
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from protrain_runtime.model.prepared import engine_of, parameter_values
 from protrain_runtime.states.updates import Piece
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     assert_bitwise,
@@ -48,7 +48,6 @@ from tests.support.runtime_cases import (
 
 NAME = "llama-tied"
 AHEAD = Schedule(forward_lead=1, backward_lead=1)
-LATE = Schedule(forward_lead=1, backward_lead=1, update_late=True)
 Model = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -67,7 +66,7 @@ def planned(
     model = build(NAME)
     tier: TierName = "disk" if device().type == "cpu" else "host"
     units = decided(described(NAME), Recompute(), Offload(tier=tier), schedule)
-    plan = replace(plan_for(model, units), overlap_steps=True, **changes)
+    plan = with_settings(plan_for(model, units), overlap_steps=True, **changes)
     return prepare(model, plan, optimizer=ADAMW, spill_directory=folder, lane_delay=lane_delay)
 
 
@@ -93,12 +92,9 @@ def running(model: nn.Module) -> int:
 
 
 @every_device
-@pytest.mark.parametrize("schedule", [AHEAD, LATE], ids=["in the order of backward", "late"])
 @pytest.mark.parametrize("updates", ["in backward", "after backward"])
-def test_updates_run_on_and_training_is_bitwise(
-    schedule: Schedule, updates: Updates, tmp_path: Path
-) -> None:
-    model, optimizer = planned(tmp_path, schedule, updates=updates)
+def test_updates_run_on_and_training_is_bitwise(updates: Updates, tmp_path: Path) -> None:
+    model, optimizer = planned(tmp_path, updates=updates)
     losses: list[Tensor] = []
     for number in range(4):
         losses.append(step(model, optimizer, number))
@@ -212,7 +208,7 @@ def test_a_learning_rate_that_changes_after_a_step_is_the_next_ones(
 
     model = build(NAME)
     units = decided(described(NAME), Recompute(), Offload(tier="disk"), AHEAD)
-    plan = replace(plan_for(model, units), overlap_steps=True)
+    plan = with_settings(plan_for(model, units), overlap_steps=True)
     planned_pair = prepare(
         model, plan, optimizer=factory, spill_directory=tmp_path, lane_delay=slow_updates
     )
@@ -289,20 +285,10 @@ def test_a_recorded_step_ends_with_its_updates(tmp_path: Path) -> None:
     assert {program.move_name(number) for number in range(len(program.moves))} <= names
 
 
-@pytest.mark.parametrize(
-    ("changes", "late"),
-    [
-        ({"micro_batches": 2}, False),
-        ({"overlap_steps": False}, True),
-    ],
-    ids=["micro-batches", "late without overlapping"],
-)
-def test_what_cannot_overlap_is_refused(
-    changes: dict[str, Any], late: bool, assert_says: Speaker
-) -> None:
+def test_micro_batches_cannot_overlap(assert_says: Speaker) -> None:
     model = build(NAME)
-    units = decided(described(NAME), Recompute(), Offload(tier="disk"), LATE if late else AHEAD)
-    plan = replace(plan_for(model, units), overlap_steps=True)
+    units = decided(described(NAME), Recompute(), Offload(tier="disk"), AHEAD)
+    plan = with_settings(plan_for(model, units), overlap_steps=True, micro_batches=2)
     with pytest.raises(ProtrainError) as caught:
-        prepare(model, replace(plan, **changes), optimizer=ADAMW)
+        prepare(model, plan, optimizer=ADAMW)
     assert_says(caught.value)

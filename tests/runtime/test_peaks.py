@@ -21,6 +21,7 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
+from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure_model, workspace
@@ -147,7 +148,7 @@ def test_measured_bytes_of_overlapping_steps_never_exceed_predicted(
     updates: Updates = "in backward" if seed % 3 else "after backward"
     alone = updates == "in backward"
     units = mixed(described_by(profile), random.Random(seed), "disk", stepped=alone)
-    assert_within_the_promise(peaks(profile, units, tmp_path, updates=updates, overlap_seed=seed))
+    assert_within_the_promise(peaks(profile, units, tmp_path, updates=updates, overlap_steps=True))
 
 
 def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
@@ -400,7 +401,7 @@ def slow_peaks(
         workload=profile.workload,
         piece_bytes=SMALL_PIECE_BYTES,
     )
-    plan = replace(plan, overlap_steps=overlap)
+    plan = replace(plan, settings=replace(plan.settings, overlap_steps=overlap))
     program = program_of(plan, profile)
     others, workload = bytes_of_others(), profile.workload
     source = load_source(workload.model, model_config=workload.model_config)
@@ -435,13 +436,12 @@ def slow_peaks(
     )
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in backward", "late"])
 def test_measured_bytes_of_updates_that_run_on_match_predicted(
-    late: bool, tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """What is updated in place stands until the next step fetches it again."""
     profile = read_profile(profile_file(tmp_path_factory, "tiny-llama"))
-    schedule = Schedule(forward_lead=1, update_late=late)
+    schedule = Schedule(forward_lead=1)
     units = decided(described_by(profile), Recompute(), Offload(tier="disk"), schedule)
     assert_reached_in_every_slot(
         lambda: slow_peaks(profile, units, tmp_path_factory.mktemp("spill"), overlap=True)
@@ -526,7 +526,9 @@ def test_solved_plans_stay_within_their_promise_and_budget(
     context = profile.hardware.device.context_bytes
     tensors = round((smallest_budget(profile) - context) * factor)
     answer = solve(
-        profile, Budgets(device=context + tensors, host=0, disk=1 << 34), piece_bytes=PIECE_BYTES
+        profile,
+        Budgets(device=context + tensors, host=0, disk=1 << 34),
+        settings=replace(OVERLAPPING, piece_bytes=PIECE_BYTES),
     )
     assert isinstance(answer, Solved)
     plan = answer.plan

@@ -12,6 +12,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Keep, Offload, Plan, TierBytes
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.devices.preflight import NoRoomError, Room, check_room, room_here, slow_disk
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import ADAMW, attached, build, decided, described, plan_for
 
 NAME = "functional"
@@ -100,7 +101,7 @@ def test_as_much_room_as_the_plan_takes_is_enough(device: str, room: Room) -> No
 
 def test_the_page_cache_of_a_plan_is_memory_that_has_to_be_there() -> None:
     """What is on disk, and not all that the cache might have taken."""
-    cached = replace(plan(device="cpu"), page_cache_bytes=2**40)
+    cached = with_settings(plan(device="cpu"), page_cache_bytes=2**40)
     with pytest.raises(ProtrainError) as caught:
         check_room(cached, Room(memory_bytes=580 * MIB - 1), FOLDER)
     assert "takes up to 580.00 MiB of this process" in str(caught.value)

@@ -32,6 +32,7 @@ from protrain_runtime.model.prepared import engine_of
 from tests.support.cards import every_device
 from tests.support.forked import protrain
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     batch,
@@ -85,7 +86,7 @@ def test_a_recorded_step_is_the_programme(
 ) -> None:
     model = build(NAME)
     units = mixed(described(NAME), random.Random(7), "disk", "host")
-    plan = replace(plan_for(model, units), updates=updates, micro_batches=micro_batches)
+    plan = with_settings(plan_for(model, units), updates=updates, micro_batches=micro_batches)
     model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     engine = engine_of(model)
     assert engine is not None
@@ -105,7 +106,7 @@ def test_a_recorded_step_has_what_ran_ahead_and_what_was_done_again(
 ) -> None:
     model = build(NAME)
     units = mixed(described(NAME), random.Random(7), "disk", "host")
-    plan = speculative(replace(plan_for(model, units), updates="after backward"))
+    plan = speculative(with_settings(plan_for(model, units), updates="after backward"))
     model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     engine = engine_of(model)
     assert engine is not None

@@ -20,10 +20,7 @@ from protrain_plan.models.batches import call_model, loss_of
 from protrain_runtime import prepare, restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import compile_plan
-from protrain_runtime.contract.program.program import (
-    MAX_PIECES,
-    Settings,
-)
+from protrain_runtime.contract.program.program import MAX_PIECES
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import (
     Activations,
@@ -33,6 +30,7 @@ from protrain_runtime.contract.records.plan import (
     Placement,
     Recompute,
     Schedule,
+    StepSettings,
     Swap,
     SwapInput,
 )
@@ -196,7 +194,12 @@ def test_fractional_schedules_cut_every_kind_of_transfer(schedule: Schedule) -> 
         model = build("gpt2")
         units = decided(described("gpt2"), Swap(tier=tier), Offload(tier=tier), schedule)
         chunks = [chunk.size(UpdateRules(ADAMW)) for chunk in make_chunks(model, units)]
-        program = compile_plan(units, chunks, Settings(device="cpu", piece_bytes=15_000))
+        program = compile_plan(
+            units,
+            chunks,
+            StepSettings(piece_bytes=15_000),
+            device="cpu",
+        )
         cut |= {move.kind for move in program.moves if move.share not in whole}
         for unit in range(len(units)):
             own = [m.share for m in program.moves if m.unit == unit and m.kind == "write states"]
@@ -273,7 +276,12 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
         chunk.gradient_offset = host.reserve(chunk.gradient_bytes)
         chunk.unbind(chunk.every_group)
     sizes = [chunk.size(UpdateRules(ADAMW)) for chunk in chunks]
-    program = compile_plan(units, sizes, Settings(device="cuda", piece_bytes=15_000))
+    program = compile_plan(
+        units,
+        sizes,
+        StepSettings(piece_bytes=15_000),
+        device="cuda",
+    )
     team = UpdateTeam(3, smallest=64)
     moves = Moves(
         program,

@@ -45,7 +45,11 @@ def made_plan(model: nn.Module, tier: TierName = "disk", *, overlap: bool = True
     schedule = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
     units = [replace(u, states=next(places), schedule=schedule) for u in described(NAME)]
     plan = plan_for(model, tuple(units), piece_bytes=50_000)
-    return speculative(replace(plan, updates="after backward", overlap_steps=overlap))
+    return speculative(
+        replace(
+            plan, settings=replace(plan.settings, updates="after backward", overlap_steps=overlap)
+        )
+    )
 
 
 def backward(model: nn.Module, number: int) -> Tensor:

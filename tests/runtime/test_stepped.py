@@ -14,7 +14,7 @@ from torch import nn
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.planning.model.options import parse_pin
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.simulation.timeline import simulated_seconds
@@ -226,8 +226,8 @@ def test_the_planner_updates_in_backward_where_gradients_have_no_room_alone(
     clipping = Problem.of(
         profile,
         Budgets(device=10**12, host=0, disk=0),
-        updates="after backward",
         pins=[parse_pin("layers.0: persistent and update in backward")],
+        settings=replace(OVERLAPPING, updates="after backward"),
     )
     with pytest.raises(ProtrainError) as caught:
         assert clipping.options

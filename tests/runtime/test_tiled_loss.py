@@ -25,7 +25,7 @@ from transformers import (
 from protrain_plan.commands.training import train
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import parse_pin
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_runtime import prepare
@@ -306,7 +306,13 @@ def test_a_tight_budget_takes_it_and_says_so(profile: Profile, tmp_path: Path) -
     def answer(device: int, allow: tuple[str, ...] = ROUNDING) -> Solved:
         budgets = Budgets(device=device, host=0, disk=0)
         pins = (parse_pin("layers.*: keep"),)
-        problem = Problem.of(profile, budgets, piece_bytes=PIECE_BYTES, pins=pins, allow=allow)
+        problem = Problem.of(
+            profile,
+            budgets,
+            pins=pins,
+            allow=allow,
+            settings=replace(OVERLAPPING, piece_bytes=PIECE_BYTES),
+        )
         found = solve_problem(problem, budgets)
         assert isinstance(found, Solved)
         return found

@@ -151,9 +151,8 @@ def expected(kind: Kind) -> Outcome:
 def as_kind(plan: Plan, kind: Kind) -> Plan:
     return replace(
         plan,
-        updates=kind.updates,
-        micro_batches=kind.micro_batches,
         workload=replace(plan.workload, precision=kind.precision),
+        settings=replace(plan.settings, updates=kind.updates, micro_batches=kind.micro_batches),
     )
 
 

@@ -46,7 +46,7 @@ def written_in_a_step(plan: Plan, spill: Path) -> int:
         patch.setattr(DiskStore, "_write", counting)
         for _ in range(3):
             written = 0
-            for _ in range(plan.micro_batches):
+            for _ in range(plan.settings.micro_batches):
                 loss_of(call_model(model, inputs)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -79,7 +79,9 @@ def test_a_step_writes_what_is_said(
         workload=profile.workload,
         piece_bytes=PIECE_BYTES,
     )
-    plan = with_a_disk(replace(plan, updates=updates, micro_batches=micro_batches))
+    plan = with_a_disk(
+        replace(plan, settings=replace(plan.settings, updates=updates, micro_batches=micro_batches))
+    )
     said = wear(plan, profile)
     assert said is not None
     assert said.step_bytes == written_in_a_step(plan, tmp_path)

@@ -13,7 +13,6 @@ from protrain_plan.simulation.timeline import (
 from protrain_runtime.contract.program.compiling import bind
 from protrain_runtime.contract.program.implications import BoundProgram, Implications
 from protrain_runtime.contract.program.memory import device_bytes
-from protrain_runtime.contract.program.program import Settings
 from protrain_runtime.contract.records.hardware import Contention, Hardware, Link, Tier
 from protrain_runtime.contract.records.plan import (
     Keep,
@@ -22,6 +21,7 @@ from protrain_runtime.contract.records.plan import (
     Placement,
     Recompute,
     Schedule,
+    StepSettings,
     Swap,
     UnitPlan,
 )
@@ -216,7 +216,7 @@ def test_an_update_runs_on_beside_the_next_forward(lead: int, period: float) -> 
         )
         for number, one in enumerate(units)
     )
-    settings = Settings(device="cuda", piece_bytes=32 << 20, updates="after backward")
+    settings = StepSettings(piece_bytes=32 << 20, updates="after backward")
     apart, overlapping = (
         bind(plans, Implications(profile, replace(settings, overlap_steps=overlap)))
         for overlap in (False, True)

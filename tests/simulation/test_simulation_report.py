@@ -4,10 +4,12 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
+import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protrain_plan.simulation.critical_path import critical_path, waits_of
 from protrain_plan.simulation.report import StepReport, in_words, report
 from protrain_plan.simulation.timeline import Stall, Timeline, simulate, simulated_seconds
 from protrain_runtime.contract.program.implications import BoundProgram
@@ -226,7 +228,33 @@ def test_report_sums_up_the_timeline_and_the_peak_function(seed: int) -> None:
         host=below.get("host", 0),
         disk=below.get("disk", 0),
     )
-    assert 2 <= len(in_words(found)) <= 4
+    assert 2 <= len(in_words(found)) <= 5
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_the_critical_path_covers_the_step_without_a_gap(seed: int) -> None:
+    program = random_case(random.Random(seed))
+    timeline = simulate(program)
+    path = critical_path(program, timeline)
+    assert path[0].start_s == 0
+    assert path[-1].end_s == pytest.approx(timeline.step_seconds)
+    assert [one.end_s for one in path[:-1]] == pytest.approx([one.start_s for one in path[1:]])
+    assert all(one.lane != other.lane for one, other in pairwise(path))
+    assert nx.is_directed_acyclic_graph(waits_of(program))
+
+
+def test_the_critical_path_of_a_fetch_without_lead() -> None:
+    """Both chunks are fetched for forward and for backward; the last update is on the host."""
+    program = two_units(OFFLOADED, PLAIN)
+    assert [part[:3] for part in critical_path(program, simulate(program))] == [
+        ("fetch host", "fetch 0 @0", "fetch 0 @0"),
+        ("compute", "forward 0", "backward 1"),
+        ("fetch host", "fetch 0 @3", "fetch 0 @3"),
+        ("compute", "backward 0", "backward 0"),
+        ("spill host", "spill gradients 0 @3", "spill gradients 0 @3"),
+        ("update host", "update 0 @3 [0:500000000]", "update 0 @3 [0:500000000]"),
+    ]
 
 
 def two_units_report(*decisions: Decision) -> StepReport:

@@ -17,13 +17,14 @@ from protrain_plan.checking.looking import (
 )
 from protrain_plan.checking.plan_files import search
 from protrain_plan.checking.plan_on_machine import predicted
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import ALONE, DeviceGroup
 from protrain_runtime.contract.records import fingerprint, write_plan, write_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
+    ALONE,
     Budgets,
+    DeviceGroup,
     Keep,
     Offload,
     Persistent,
@@ -31,6 +32,7 @@ from protrain_runtime.contract.records.plan import (
     Prediction,
     Recompute,
     Schedule,
+    StepSettings,
     TierBytes,
 )
 from protrain_runtime.contract.records.profile import Profile
@@ -53,7 +55,7 @@ def offloading(
     profile: Profile = PROFILE, budgets: Budgets = BUDGETS, group: DeviceGroup = ALONE
 ) -> Plan:
     """All blocks recompute and have their states on disk; what stands around them is kept."""
-    problem = Problem.of(profile, budgets, group=group)
+    problem = Problem.of(profile, budgets, settings=replace(OVERLAPPING, group=group))
     schedule = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
     units = tuple(
         problem.unit_plan(index, Recompute(), Offload(tier="disk"), schedule)
@@ -71,11 +73,15 @@ def offloading(
         exact=True,
         budgets=budgets,
         prediction=Prediction(step_seconds=1.0, lower_bound_seconds=1.0, peak_bytes=nothing),
-        piece_bytes=problem.settings.piece_bytes,
         units=units,
-        num_devices=group.num_devices,
-        num_replicas=group.num_replicas,
-        num_nodes=group.num_nodes,
+        settings=StepSettings(
+            piece_bytes=problem.settings.piece_bytes,
+            group=DeviceGroup(
+                num_devices=group.num_devices,
+                num_replicas=group.num_replicas,
+                num_nodes=group.num_nodes,
+            ),
+        ),
     )
     draft = draft.regraded()
     found = predicted(draft, profile)

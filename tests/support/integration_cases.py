@@ -51,12 +51,15 @@ def plan(
         made = plan_for(build(name), units)
     made = replace(
         made,
-        updates="after backward" if clips else "in backward",
-        micro_batches=micro_batches,
         workload=replace(
             made.workload,
             precision=precision,
             dtype="bfloat16" if precision == "autocast" else "float32",
+        ),
+        settings=replace(
+            made.settings,
+            updates="after backward" if clips else "in backward",
+            micro_batches=micro_batches,
         ),
     )
     # Below the device a step is updated before its norm is known, where it has one backward.
@@ -102,4 +105,4 @@ def adapter_plan(*, packed: bool) -> Plan:
         units = units_of(with_adapter(packed=packed), batch("llama", 0))
         decided = mixed(units, random.Random(0), "disk", stepped=False)
         made = plan_for(with_adapter(packed=packed), decided)
-    return speculative(replace(made, updates="after backward"))
+    return speculative(replace(made, settings=replace(made.settings, updates="after backward")))

@@ -232,7 +232,7 @@ class Judge:
             piece_bytes=PIECE_BYTES,
         )
         if name == "mixed" and self._waits:
-            plan = replace(plan, updates="after backward")
+            plan = replace(plan, settings=replace(plan.settings, updates="after backward"))
         others = bytes_of_others()
         try:
             model, optimizer = prepare(
@@ -315,7 +315,10 @@ class Judge:
 
     def _above(self, profile: Profile, plan: Plan, found: Trained, disk: int) -> list[str]:
         program = compile_units(
-            plan.units, profile, piece_bytes=plan.piece_bytes, updates=plan.updates
+            plan.units,
+            profile,
+            piece_bytes=plan.settings.piece_bytes,
+            updates=plan.settings.updates,
         )
         predicted = [slot.total for slot in device_bytes(program)]
         on_disk = program.tier_bytes("disk")

@@ -1,7 +1,7 @@
 """Rows of everything that a training run may combine, trained under a plan and plainly."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from tests.support.training_rows import (
     PRECISIONS,
     SCHEDULES,
     optimizer_of,
-    overlapped,
     plainly,
     plan_of_row,
     uncompiled,
@@ -118,7 +117,11 @@ def plan(row: Row, model: nn.Module, *, seed: int = 0) -> Plan:
         tiers = ("disk",) if row["tier"] == "disk" else ("host",)
     alone = row["updates"] == "in backward" and row["micro-batches"] == "1"
     found = plan_of_row(row, model, seed=seed, states_on=tiers, swaps_to=tiers, stepped=alone)
-    return overlapped(found, seed) if row["steps"] == "overlapping" else found
+    return (
+        replace(found, settings=replace(found.settings, overlap_steps=True))
+        if row["steps"] == "overlapping"
+        else found
+    )
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -155,18 +158,13 @@ def trained(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, resume
             losses.append(loss.detach())
         if row["clipping"] != "none":
             scaler.unscale_(optimizer)
-            found.norms.append(clipped(model))
+            found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         found.gradients.append(standing_gradients(model))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     found.outcome = outcome(model, optimizer, losses)
     return found
-
-
-def clipped(model: nn.Module) -> Tensor:
-    """Tensor by tensor, as norms are taken where some gradients wait below a card."""
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
 
 
 def standing_gradients(model: nn.Module) -> dict[str, Tensor]:

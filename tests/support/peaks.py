@@ -18,8 +18,8 @@ from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable, storage_bytes
 from protrain_runtime.states.stand_ins import ConsumedGradient
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import made_once, plan_of, profiled_here
-from tests.support.training_rows import overlapped
 
 PIECE_BYTES = 1 << 16
 NUM_STEPS = 3  # the last one is measured
@@ -108,21 +108,23 @@ def peaks(
     *,
     updates: Updates = "in backward",
     micro_batches: int = 1,
-    overlap_seed: int | None = None,
+    overlap_steps: bool = False,
 ) -> Peaks:
-    """The bytes of a step; with an `overlap_seed`, of steps that overlap."""
-    plan = replace(
-        plan_of(
-            units,
-            fingerprint=profile.model_fingerprint,
-            workload=profile.workload,
-            piece_bytes=PIECE_BYTES,
+    """The bytes of a step."""
+    plan = with_settings(
+        replace(
+            plan_of(
+                units,
+                fingerprint=profile.model_fingerprint,
+                workload=profile.workload,
+                piece_bytes=PIECE_BYTES,
+            ),
+            optimizer=profile.optimizer.name,
         ),
         updates=updates,
         micro_batches=micro_batches,
-        optimizer=profile.optimizer.name,
+        overlap_steps=overlap_steps,
     )
-    plan = plan if overlap_seed is None else overlapped(plan, overlap_seed)
     program = program_of(plan, profile)
     run = trained(plan, spill)
     assert run.measured_peak_bytes is not None

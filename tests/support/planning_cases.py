@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 
-from protrain_runtime.contract.program.group import DeviceGroup
 from protrain_runtime.contract.records.hardware import (
     Collectives,
     Contention,
@@ -14,6 +13,7 @@ from protrain_runtime.contract.records.hardware import (
     Shared,
     Tier,
 )
+from protrain_runtime.contract.records.plan import DeviceGroup
 from protrain_runtime.contract.records.profile import (
     FormCost,
     OptimizerCost,

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from protrain_runtime.contract.program.compiling import bind
 from protrain_runtime.contract.program.implications import BoundProgram, Implications
-from protrain_runtime.contract.program.program import Settings
-from protrain_runtime.contract.records.plan import UnitPlan, Updates
+from protrain_runtime.contract.records.plan import StepSettings, UnitPlan, Updates
 from protrain_runtime.contract.records.profile import Profile
 
 
@@ -21,8 +20,7 @@ def compile_units(
     clipped: bool = False,
 ) -> BoundProgram:
     """The programme of `units` for the model and machine of `profile`."""
-    settings = Settings(
-        device=profile.hardware.device.kind,
+    settings = StepSettings(
         piece_bytes=piece_bytes,
         updates=updates,
         micro_batches=micro_batches,

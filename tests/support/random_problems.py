@@ -4,8 +4,7 @@ import random
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.scheduling import ALL, ScheduleRule
-from protrain_runtime.contract.program.group import ALONE
-from protrain_runtime.contract.records.plan import Budgets, Updates
+from protrain_runtime.contract.records.plan import ALONE, Budgets, StepSettings, Updates
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import on_several
 
@@ -36,11 +35,13 @@ def random_problem(
     return Problem.of(
         profile,
         budgets,
-        piece_bytes=rng.choice([16 << 20, 64 << 20, 1 << 40]),
-        updates=updates,
-        micro_batches=micro_batches,
-        group=group,
-        overlap_steps=rng.random() < 0.7,
+        settings=StepSettings(
+            piece_bytes=rng.choice([16 << 20, 64 << 20, 1 << 40]),
+            updates=updates,
+            micro_batches=micro_batches,
+            group=group,
+            overlap_steps=rng.random() < 0.7,
+        ),
     )
 
 
@@ -48,5 +49,4 @@ def random_rule(rng: random.Random) -> ScheduleRule:
     return ScheduleRule(
         rng.choice([0, 1, 2, 3, 9, ALL]),
         rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]),
-        rng.choice([0, 0.3, 1, rng.random()]),
     )

@@ -1,7 +1,7 @@
 """Random models, trained under random plans and plainly."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -14,6 +14,7 @@ from protrain_plan.models.batches import call_model, loss_of
 from protrain_runtime import prepare, restore
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Updates
+from tests.support.plan_settings import with_settings
 from tests.support.random_models import (
     Between,
     BlockKind,
@@ -114,7 +115,7 @@ def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
     updates: Updates = rng.choice(("in backward", "after backward"))
     alone = updates == "in backward" and micro_batches == 1
     units = mixed(found, rng, *tiers, stepped=alone)
-    plan = replace(
+    plan = with_settings(
         plan_for(model, units, piece_bytes=rng.choice((1_000, 20_000, 10**9))),
         micro_batches=micro_batches,
         updates=updates,

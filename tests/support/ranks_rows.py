@@ -159,7 +159,15 @@ def under_plan(row: Row, rank: int, folder: Path, *, seed: int = 0) -> Pair:
 def plan(row: Row, model: nn.Module, *, seed: int) -> Plan:
     swaps_to = SWAPS.get(row["tier"], ("host", "disk"))
     found = plan_of_row(row, model, seed=seed, states_on=TIERS[row["tier"]], swaps_to=swaps_to)
-    return replace(found, num_devices=int(row["ranks"]), num_replicas=int(row["replicas"]))
+    return replace(
+        found,
+        settings=replace(
+            found.settings,
+            group=replace(
+                found.group, num_devices=int(row["ranks"]), num_replicas=int(row["replicas"])
+            ),
+        ),
+    )
 
 
 def planned(row: Row, rank: int, folder: Path) -> Trained:

@@ -29,7 +29,6 @@ import yaml
 
 from protrain_plan import cli
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import DeviceGroup
 from protrain_runtime.contract.program.recording import Event, Recording, dumps_recording
 from protrain_runtime.contract.records import (
     dumps_hardware,
@@ -40,7 +39,7 @@ from protrain_runtime.contract.records import (
     read_plan,
     read_profile,
 )
-from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.plan import DeviceGroup, Plan
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.checking_cases import PROFILE, offloading
 from tests.support.planning_cases import decoder, gpu, joined
@@ -61,7 +60,7 @@ budgets:
   box: {device: 2GiB, headroom: 5%, slowdown: 12.5%, plans: ["*.yaml"]}
   rtx-4090: {step_seconds: 2.5, device: 20GiB, plans: ["*"]}
 """
-PINS = "protrain: pins\nversion: 1\npins:\n  '*1': persistent\n"
+PINS = "protrain: pins\nversion: 2\npins:\n  '*1': persistent\n"
 TOML = """\
 [tool.protrain.budgets.box]
 device = "2GiB"

@@ -11,6 +11,7 @@ from protrain_runtime.contract.records.plan import (
     Prediction,
     Recompute,
     Schedule,
+    StepSettings,
     SwapInput,
     TierBytes,
     UnitPlan,
@@ -134,8 +135,8 @@ PLAN = Plan(
         lower_bound_seconds=1.2,
         peak_bytes=TierBytes(device=3 * GIB, context=300 * 2**20, host=0, disk=5 * GIB),
     ),
-    piece_bytes=256 * 2**20,
     units=layers(*[SwapInput(tier="disk")] * 12, *[Recompute()] * 20),
+    settings=StepSettings(piece_bytes=256 * 2**20),
 )
 
 PLAN_TEXT = """\
@@ -148,7 +149,7 @@ PLAN_TEXT = """\
 #   ..._drain    bytes have left the device this many slots later; absent: by the step's end
 #                (1.3: two slots for 30 % of the bytes, one slot for the others)
 protrain: plan
-version: 2
+version: 3
 workload:
   model: llama-small
   model_config: '{"hidden_size":512}'
@@ -167,7 +168,7 @@ prediction:
   step_seconds: 1.25
   lower_bound_seconds: 1.2
   peak_bytes: {device: 3GiB, context: 300MiB, host: 0, disk: 5GiB}
-piece_bytes: 256MiB
+settings: {piece_bytes: 256MiB}
 units:
   - {name: embed, activations: keep, states: offload to disk}
   - {names: model.layers.0-11, activations: swap-input to disk, states: offload to disk, \

@@ -21,6 +21,7 @@ from protrain_runtime.contract.records.plan import (
     Prediction,
     Recompute,
     Schedule,
+    StepSettings,
     Swap,
     SwapInput,
     TierBytes,
@@ -62,10 +63,10 @@ def step_of(
         exact=True,
         budgets=Budgets(device=0, host=0, disk=0),
         prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
-        piece_bytes=piece_bytes,
         units=units,
-        updates=updates,
-        micro_batches=micro_batches,
+        settings=StepSettings(
+            piece_bytes=piece_bytes, updates=updates, micro_batches=micro_batches
+        ),
     )
     plan = plan.regraded()
     report = simulated(plan, profile).report

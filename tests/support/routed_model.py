@@ -70,7 +70,11 @@ def plan_of(model: nn.Module, count: int, places: tuple[Placement, ...], **optio
         )
     ]
     plan = plan_for(model, units, piece_bytes=2000)
-    return replace(plan, num_devices=count, **options)
+    return replace(
+        plan,
+        **options,
+        settings=replace(plan.settings, group=replace(plan.group, num_devices=count)),
+    )
 
 
 def made(

@@ -47,6 +47,7 @@ from protrain_runtime.contract.records.plan import (
     Recompute,
     Schedule,
     StateTier,
+    StepSettings,
     Swap,
     SwapInput,
     TierBytes,
@@ -462,8 +463,8 @@ def plan_of(
         exact=True,
         budgets=Budgets(device=0, host=0, disk=0),
         prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
-        piece_bytes=piece_bytes,
         units=tuple(units),
+        settings=StepSettings(piece_bytes=piece_bytes),
     )
 
 

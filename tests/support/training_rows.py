@@ -35,6 +35,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Form, Precision, Workload
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.pairwise import Impossible, Row
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     BATCH,
@@ -218,7 +219,7 @@ def plan_of_row(
         for unit in units(row["model"], row["trained"])
     ]
     updates: Updates = "in backward" if row["updates"] == "in backward" else "after backward"
-    plan = replace(
+    plan = with_settings(
         plan_of(
             decided,
             fingerprint=model_fingerprint(model),
@@ -229,16 +230,6 @@ def plan_of_row(
         micro_batches=int(row["micro-batches"]),
     )
     return speculative(plan) if row["updates"] == "ahead of the norm" else plan
-
-
-def overlapped(plan: Plan, seed: int = 0) -> Plan:
-    """The plan with steps that overlap, and with some of its chunks updated late."""
-    rng = random.Random(f"late {seed}")
-    late = [replace(unit.schedule, update_late=rng.random() < 0.5) for unit in plan.units]
-    decided = [
-        replace(unit, schedule=schedule) for unit, schedule in zip(plan.units, late, strict=True)
-    ]
-    return replace(plan, units=tuple(decided), overlap_steps=True)
 
 
 def _placements(tier: StateTier, *, stepped: bool) -> list[Placement]:

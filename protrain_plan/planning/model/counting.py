@@ -227,7 +227,7 @@ class CountProgram:
 
     def _add_tiers(self) -> None:
         """States, swapped activations and gradients in passing fit each tier's budget."""
-        beside = is_accelerator(self.problem.settings.device)
+        beside = is_accelerator(self.problem.implied.device)
         self.below = self._staging(on_device=False)
         for tier, limit in self.problem.tiers.items():
             terms: Terms = [
@@ -252,7 +252,7 @@ class CountProgram:
     def _add_memory(self) -> None:
         """In some slots: what any units that take an option hold at least, whichever they are."""
         problem, end = self.problem, 2 * self.problem.count
-        staging: Terms = [] if is_accelerator(problem.settings.device) else list(self.below)
+        staging: Terms = [] if is_accelerator(problem.implied.device) else list(self.below)
         if any(option.updated_on_device for _, option in self._states()):
             staging += self._staging(on_device=True)
         base = base_bytes(problem.profile, problem.settings) / self.byte_unit

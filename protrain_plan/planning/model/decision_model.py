@@ -163,7 +163,7 @@ class DecisionModel:
             stand(activation.holdings, x)
         for _, state, y in self.each_state():
             stand(state.holdings, y)
-        if not is_accelerator(problem.settings.device):
+        if not is_accelerator(problem.implied.device):
             change[0] += staging
         if any(state.updated_on_device for state, _ in used):
             change[0] += self._staging(used, on_device=True)
@@ -178,7 +178,7 @@ class DecisionModel:
         for tier, limit in problem.tiers.items():
             # States, swapped activations and gradients in passing fit the tier's budget.
             terms = self.tier_terms(tier)
-            if tier == "host" and is_accelerator(problem.settings.device):
+            if tier == "host" and is_accelerator(problem.implied.device):
                 terms += [*staging, *self._passing(limit)]
             self.row(f"budget_{tier}", terms, LE, limit / unit)
         return memory

@@ -133,7 +133,7 @@ class ForwardBackward:
         self.memory_rows: list[pulp.LpConstraint] = []
         self.stall, self.compute = self.per_window("s"), self.per_window("d")
         self.flows: dict[str, Flow] = {}
-        self.several = self.problem.settings.num_devices > 1
+        self.several = self.problem.settings.group.num_devices > 1
         self.overlap = updating and self.problem.settings.overlap_steps
         self.network = self.problem.lane_seconds.network
         joined = self.problem.profile.hardware.interconnect

@@ -29,9 +29,9 @@ from protrain_runtime.contract.program.implications import (
     StateOption,
 )
 from protrain_runtime.contract.program.program import gradient_home, residencies
+from protrain_runtime.contract.program.requirements import unmet
 from protrain_runtime.contract.records.decisions import (
     ACTIVATIONS,
-    OLD_PHRASES,
     PLAIN,
     SPECULATIVELY,
     STATES,
@@ -42,7 +42,7 @@ from protrain_runtime.contract.records.decisions import (
 from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.folding import fold, runs, unfold
 from protrain_runtime.contract.records.forms import FORMS
-from protrain_runtime.contract.records.hardware import TierName, is_accelerator
+from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
@@ -90,7 +90,7 @@ class UnitOptions:
 
 def homes(implied: Implications) -> list[StateTier]:
     """Where states that are not persistent can live, the nearest first."""
-    shards: list[StateTier] = ["device"] if implied.settings.num_devices > 1 else []
+    shards: list[StateTier] = ["device"] if implied.settings.group.num_devices > 1 else []
     return [*shards, *(tier.name for tier in implied.profile.hardware.tiers)]
 
 
@@ -110,18 +110,18 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
         # What trains little of a chunk, as adapters do, has next to no gradients and states that
         # another place of the update would spare.
         trained = trained and 2 * unit.gradient_bytes >= unit.parameter_bytes
-        if trained and settings.may_step_in_backward:
+        if trained:
             states.append(STEPPED)
         for home in homes(implied) if unit.used_by and not unit.stays else ():
             offload, buffer = Offload(tier=home), Offload(tier=home, keep_gathered=True)
-            if gradient_home(offload, settings) == "host" and "host" not in tiers:
+            if gradient_home(offload, settings, implied.device) == "host" and "host" not in tiers:
                 continue  # the optimizer of this chunk would run in host memory
             stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
             placements = [offload, buffer] if stays[0] != stays[1] else [offload]
-            if home == "host" and trained and is_accelerator(settings.device):
+            if home == "host" and trained:
                 placements += [replace(one, update_on_device=True) for one in placements]
             states += placements
-        if trained and settings.may_speculate and settings.clip_share < 1:
+        if trained and settings.clip_share < 1:
             # Last: what there is without has the same numbers.
             offloads = [one for one in states if isinstance(one, Offload) and one.staged]
             states += [replace(one, speculate=True) for one in offloads]
@@ -129,7 +129,11 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             UnitOptions(
                 unit,
                 tuple(implied.activations(index, decision) for decision in activations),
-                tuple(implied.states(index, decision) for decision in states),
+                tuple(
+                    implied.states(index, decision)
+                    for decision in states
+                    if unmet(decision, settings, implied.device) is None
+                ),
             )
         )
     return tuple(found)
@@ -141,7 +145,7 @@ def speculating_on(tiers: Sequence[StateTier], options: UnitOptions) -> UnitOpti
     return replace(options, states=left) if 0 < len(left) < len(options.states) else options
 
 
-KIND = "pins"
+KIND, VERSION = "pins", 2
 _MAX_SHOWN = 6
 """How many names of units, runs counted once, a message enumerates."""
 
@@ -190,7 +194,7 @@ def read_pins(path: str | Path) -> tuple[Pin, ...]:
         if line and line[0].lstrip().startswith("*") and error.fix is None:
             error.fix = "put a pattern that starts with * in quotes"  # else YAML sees an alias
         raise
-    values = headed(top, KIND).mapping(("protrain", "version", "pins"))
+    values = headed(top, KIND, VERSION).mapping(("protrain", "version", "pins"))
     pins: list[Pin] = []
     for units, value in values["pins"].any_mapping().items():
         try:
@@ -210,7 +214,6 @@ def _decisions(text: str) -> tuple[Activations | None, Placement | None]:
     """The one or two decisions, in any order."""
     found: dict[str, str] = {}
     for phrase in (part.strip() for part in text.split(",")):
-        phrase = OLD_PHRASES.get(phrase, phrase)
         if phrase not in ACTIVATIONS and phrase not in STATES:
             states = [known for known in STATES if not known.endswith(SPECULATIVELY)]
             raise ProtrainError(
@@ -228,13 +231,13 @@ def _decisions(text: str) -> tuple[Activations | None, Placement | None]:
     return ACTIVATIONS.get(found.get("activations", "")), STATES.get(found.get("states", ""))
 
 
-def pinned_options(
-    options: tuple[UnitOptions, ...], pins: Sequence[Pin]
-) -> tuple[UnitOptions, ...]:
-    """The options that the pins leave; of two pins for one unit's activations the later one holds.
+def pinned_options(implied: Implications, pins: Sequence[Pin]) -> tuple[UnitOptions, ...]:
+    """The options that the pins leave of every unit.
 
-    ProtrainError where a pattern fits no unit, or where a unit cannot take the decision that holds.
+    Of two pins for one unit's activations the later one holds. ProtrainError where a pattern fits
+    no unit, or where a unit cannot take the decision that holds.
     """
+    options = unit_options(implied)
     names = [unit.unit.name for unit in options]
     activations: dict[str, Pin] = {}
     states: dict[str, Pin] = {}
@@ -252,12 +255,12 @@ def pinned_options(
         if (asked := activations.get(name)) and asked.activations:
             kept = tuple(o for o in unit.activations if o.decision == asked.activations)
             if not kept:
-                raise _cannot(unit, asked, asked.activations, options)
+                raise _cannot(unit, asked, asked.activations, options, implied)
             unit = replace(unit, activations=kept)
         if (placed := states.get(name)) and placed.states:
             left = tuple(o for o in unit.states if o.decision == placed.states)
             if not left:
-                raise _cannot(unit, placed, placed.states, options)
+                raise _cannot(unit, placed, placed.states, options, implied)
             unit = replace(unit, states=left)
         pinned.append(unit)
     return tuple(pinned)
@@ -276,6 +279,7 @@ def _cannot(
     pin: Pin,
     decision: Activations | Placement,
     options: Sequence[UnitOptions],
+    implied: Implications,
 ) -> ProtrainError:
     """Why a unit cannot take `decision`, what it can, and who else can."""
 
@@ -294,27 +298,18 @@ def _cannot(
     if tier is not None and tier not in tiers:
         here = f"only {listed(tiers, 'and')}" if tiers else "nothing"
         problem = f"{name} cannot take {phrase!r}: this machine has {here} below the device"
-    elif isinstance(decision, Offload) and decision.tier == "device" and not takers:
-        problem = f"{name} cannot take {phrase!r}: states are shared over several devices alone"
-    elif isinstance(decision, Offload) and decision.update_on_device and not takers:
-        problem = (
-            f"{name} cannot take {phrase!r}: that is for accelerators, and for units most of whose"
-            " parameters are trained"
-        )
-    elif isinstance(decision, Offload) and decision.speculate and not takers:
-        problem = (
-            f"{name} cannot take {phrase!r}: that is for updates after backward (--clip), with one"
-            " micro-batch, on one device, and for units most of whose parameters are trained"
-        )
+    elif isinstance(decision, Persistent | Offload) and (
+        missing := unmet(decision, implied.settings, implied.device)
+    ):
+        problem = f"{name} cannot take {phrase!r}: that is for {missing.words}"
     elif isinstance(decision, Offload) and not unit.unit.used_by:
         problem = f"{name} cannot take {phrase!r}: it has no parameters of its own"
     elif isinstance(decision, Offload) and unit.unit.stays:
         why = unit.unit.stays
         problem = f"{name} cannot take {phrase!r}: its states stay on the device ({why})"
-    elif decision == STEPPED and not takers:
+    elif isinstance(decision, Persistent | Offload) and not takers:
         problem = (
-            f"{name} cannot take {phrase!r}: under --clip, with several micro-batches and on"
-            " several devices gradients are needed after backward"
+            f"{name} cannot take {phrase!r}: that is for units most of whose parameters are trained"
         )
     elif isinstance(decision, Keep) and FORMS[decision.form].of == "last part":
         problem = (

@@ -1,7 +1,7 @@
 """One planning problem: a profile, what may be used of each tier, and the options per unit."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, get_args
@@ -12,13 +12,10 @@ from protrain_plan.planning.model.options import (
     UnitOptions,
     pinned_options,
     speculating_on,
-    unit_options,
 )
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import bind
 from protrain_runtime.contract.program.group import (
-    ALONE,
-    DeviceGroup,
     collective_seconds_per_byte,
     not_joined,
     profile_of_rank,
@@ -33,12 +30,10 @@ from protrain_runtime.contract.program.implications import (
     tier_staging_bytes,
 )
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import Settings
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms
 from protrain_runtime.contract.records.hardware import Hardware, Tier, TierName, is_accelerator
 from protrain_runtime.contract.records.plan import (
-    CLIP_SHARE,
     Activations,
     Budgets,
     Keep,
@@ -47,8 +42,8 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Schedule,
     StateTier,
+    StepSettings,
     UnitPlan,
-    Updates,
 )
 from protrain_runtime.contract.records.profile import SPARSE, Profile
 from protrain_runtime.contract.records.tree import listed
@@ -69,6 +64,9 @@ SAFE = 1e-6
 
 AMPLE = 2**62
 """More bytes than there are anywhere."""
+
+OVERLAPPING = StepSettings(overlap_steps=True)
+"""Settings where nothing else is asked for; steps overlap where they may."""
 
 Choice = tuple[Decision, ...]
 """The decisions of all units."""
@@ -130,7 +128,7 @@ def misfit(plan: Plan, profile: Profile) -> Misfit | None:
             f"{strange[0]} is not in the profile" if strange else "the units' order differs", key
         )
     if (reason := not_joined(plan, profile.hardware)) is not None:
-        return Misfit(reason, "num_devices")
+        return Misfit(reason, "settings.group.num_devices")
     try:
         problem = Problem.of_plan(plan, profile)
     except ProtrainError as error:
@@ -162,9 +160,9 @@ class Network(NamedTuple):
     summed: float = 0.0
 
     @staticmethod
-    def of(hardware: Hardware, settings: Settings) -> "Network":
+    def of(hardware: Hardware, settings: StepSettings) -> "Network":
         """What joins the devices of a group, without the latency of single collectives."""
-        if settings.num_devices == 1:
+        if settings.group.num_devices == 1:
             return Network()
         return Network(
             gathered=collective_seconds_per_byte("all-gather", hardware, settings),
@@ -180,11 +178,11 @@ class LaneSeconds:
     count from the step's beginning, or where steps overlap from there on, to the next one's.
     """
 
-    def __init__(self, hardware: Hardware, settings: Settings) -> None:
+    def __init__(self, hardware: Hardware, settings: StepSettings) -> None:
         self.times = float(settings.micro_batches)
         self.overlap = settings.overlap_steps
         # Of several devices, only the last micro-batch reduces its gradients.
-        self.spills = self.times if settings.num_devices == 1 else 1.0
+        self.spills = self.times if settings.group.num_devices == 1 else 1.0
         self.network = Network.of(hardware, settings)
         self.read = {tier.name: 1 / tier.link.read_bytes_per_s for tier in hardware.tiers}
         self.write = {tier.name: 1 / tier.link.write_bytes_per_s for tier in hardware.tiers}
@@ -254,7 +252,7 @@ class Problem:
 
     profile: Profile
     made_from: Profile
-    settings: Settings
+    settings: StepSettings
     device: int
     tiers: dict[TierName, int]
     pins: tuple[Pin, ...] = ()
@@ -264,35 +262,29 @@ class Problem:
     def of(
         profile: Profile,
         budgets: Budgets,
+        settings: StepSettings = OVERLAPPING,
         *,
-        piece_bytes: int | None = None,
-        updates: Updates = "in backward",
-        micro_batches: int = 1,
         pins: Sequence[Pin] = (),
-        group: DeviceGroup = ALONE,
         allow: Sequence[str] = (),
-        overlap_steps: bool = True,
-        clip_share: float = CLIP_SHARE,
-        page_cache_bytes: int = 0,
     ) -> "Problem":
         """What the budgets leave, and no more than was measured of the machine below the device.
 
         An estimated profile assumes what its machine has there: the budgets know better. Budgets
         are one device's. Forms of activations that are not exact are options only where
-        `allow` gives leave. Steps overlap only where they may (see `Settings`). Of updates that are
-        speculative, those of `clip_share` of all steps are done again.
+        `allow` gives leave. Steps overlap only where they may (see `StepSettings`).
         ProtrainError where the profile's machine does not say what joins several devices, or sparse
         gradients would have to be summed.
         """
+        group, page_cache_bytes = settings.group, settings.page_cache_bytes
         sparse = [unit.name for unit in profile.units if unit.stays == SPARSE]
-        if sparse and (micro_batches > 1 or group.num_devices > 1):
+        if sparse and (settings.micro_batches > 1 or group.num_devices > 1):
             # Such a sum grows with every gradient that is added.
             several = group.num_devices > 1
             what = "devices" if several else "micro-batches"
             raise ProtrainError(
                 f"{sparse[0]} has sparse gradients, and their sum over {what} has no bytes"
                 " that are known",
-                key="num_devices" if several else "micro_batches",
+                key="settings.group.num_devices" if several else "settings.micro_batches",
                 fix="let the embedding have dense gradients (sparse=False)",
             )
         made_from, profile = profile, _with_leave(profile_of_rank(profile, group), allow)
@@ -301,19 +293,14 @@ class Problem:
         # What goes through the page cache is no more than that may take.
         on_disk = min(budgets.disk, page_cache_bytes) if page_cache_bytes else budgets.disk
         limits: dict[TierName, int] = {"host": budgets.host, "disk": on_disk}
-        settings = Settings(
-            device=profile.hardware.device.kind,
-            piece_bytes=piece_bytes or default_piece_bytes(profile),
-            updates=updates,
-            micro_batches=micro_batches,
-            clip_share=clip_share,
-            page_cache_bytes=page_cache_bytes,
-            **asdict(group),
-        )
         return Problem(
             profile=profile,
             made_from=made_from,
-            settings=replace(settings, overlap_steps=overlap_steps and settings.may_overlap),
+            settings=replace(
+                settings,
+                piece_bytes=settings.piece_bytes or default_piece_bytes(profile),
+                overlap_steps=settings.overlap_steps and settings.is_single,
+            ),
             pins=tuple(pins),
             device=budgets.device - profile.hardware.device.besides_bytes,
             tiers={
@@ -325,18 +312,7 @@ class Problem:
     @staticmethod
     def of_plan(plan: Plan, profile: Profile, budgets: Budgets | None = None) -> "Problem":
         """The problem that the plan answers, within its own budgets or other ones."""
-        return Problem.of(
-            profile,
-            budgets or plan.budgets,
-            piece_bytes=plan.piece_bytes,
-            updates=plan.updates,
-            micro_batches=plan.micro_batches,
-            group=DeviceGroup.of(plan),
-            allow=plan.allowed,
-            overlap_steps=plan.overlap_steps,
-            clip_share=plan.clip_share,
-            page_cache_bytes=plan.page_cache_bytes,
-        )
+        return Problem.of(profile, budgets or plan.budgets, plan.settings, allow=plan.allowed)
 
     def overlapping(self, overlap_steps: bool) -> "Problem":
         """The same with steps that overlap, or do not."""
@@ -398,9 +374,9 @@ class Problem:
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
         pins = self.pins
-        if not is_accelerator(self.implied.settings.device):  # its own kernels update all there is
+        if not is_accelerator(self.implied.device):  # its own kernels update all there is
             pins = tuple(pin for pin in pins if not pin.exact_updates)
-        found = pinned_options(unit_options(self.implied), pins)
+        found = pinned_options(self.implied, pins)
         return tuple(speculating_on(self.ahead_on, options) for options in found)
 
     def speculating(self, *tiers: StateTier) -> "Problem":

@@ -94,7 +94,7 @@ def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
     evaluators: dict[int, Evaluator] = {}  # by what is held besides
     found: dict[Choice, Alternative] = {}
     for policy, checkpointing in itertools.product(POLICIES, (False, True)):
-        several = settings.num_devices > 1
+        several = settings.group.num_devices > 1
         name = policy.joined if several else policy.alone
         activations = Recompute() if checkpointing else Keep()
         choice = uniform(problem, [activations], policy.states)

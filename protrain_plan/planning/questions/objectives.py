@@ -10,7 +10,7 @@ from typing import Literal
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.options import Pin
-from protrain_plan.planning.model.problem import SAFE, Choice, Problem, most_of
+from protrain_plan.planning.model.problem import OVERLAPPING, SAFE, Choice, Problem, most_of
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.allowance import allowance_bytes, is_tight
@@ -30,9 +30,9 @@ from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.simulation.report import StepReport, report
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import ALONE, DeviceGroup, profile_of_rank
+from protrain_runtime.contract.program.group import profile_of_rank
 from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import CLIP_SHARE, Budgets, Updates
+from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
 
@@ -48,16 +48,15 @@ class Question:
 
     profile: Profile
     budgets: Budgets
-    piece_bytes: int | None = None
-    updates: Updates = "in backward"
-    clip_share: float = CLIP_SHARE
-    micro_batches: int = 1
+    settings: StepSettings = OVERLAPPING
     pins: tuple[Pin, ...] = ()
-    group: DeviceGroup = ALONE
     replicas: tuple[int, ...] = ()  # to choose from, fewest first; none: the group's
     allow: tuple[str, ...] = ()  # leave for forms of activations that are not exact
-    overlap_steps: bool = True  # where that is faster
-    page_cache_bytes: int = 0  # a rank's, for what is on disk
+
+    @property
+    def group(self) -> DeviceGroup:
+        """The devices that are planned for."""
+        return self.settings.group
 
     def problem(self) -> Problem:
         """The planning problem; ProtrainError where a pin cannot be met, or devices not joined."""
@@ -86,19 +85,8 @@ class Question:
                     key="--host-memory" if tier.name == "host" else "--disk",
                     fix="ask for as much as there is, or profile the model on a machine with more",
                 )
-        return Problem.of(
-            profile,
-            self.budgets,
-            piece_bytes=self.piece_bytes,
-            updates=self.updates,
-            clip_share=self.clip_share,
-            micro_batches=self.micro_batches,
-            pins=self.pins,
-            group=group,
-            allow=self.allow,
-            overlap_steps=self.overlap_steps,
-            page_cache_bytes=self.page_cache_bytes,
-        )
+        settings = replace(self.settings, group=group)
+        return Problem.of(profile, self.budgets, settings, pins=self.pins, allow=self.allow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,7 +426,7 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
             answer = ask(question, Objective(), effort=effort, hints=hints)
     problem = problem_of(answer.solved, problems) if answer.solved else problems[0]
     besides = problem.profile.hardware.device.besides_bytes
-    buckets = bucket_bytes(problem.profile) if problem.settings.num_devices > 1 else 0
+    buckets = bucket_bytes(problem.profile) if problem.settings.group.num_devices > 1 else 0
     plain = tuple((0, 0) for _ in problem.options)
     if answer.solved is not None:
         binds = lanes_in_a_line(problem, problem.choice_of(answer.solved.plan.units))
@@ -448,12 +436,12 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
         binds = short.in_a_line
     return Fit(
         profile=question.profile,
-        group=DeviceGroup.of(answer.solved.plan) if answer.solved else question.group,
+        group=answer.solved.plan.group if answer.solved else question.group,
         plain_bytes=max(problem.static_bytes(plain)) + besides + buckets,
         plain_seconds=answer.kept_seconds,
         solved=answer.solved,
         infeasible=answer.infeasible,
         binds=binds,
-        micro_batches=question.micro_batches,
+        micro_batches=question.settings.micro_batches,
         alternatives=others,
     )

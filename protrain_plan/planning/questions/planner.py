@@ -32,7 +32,7 @@ from protrain_plan.garbage import collected_seldom
 from protrain_plan.planning.explain.advice import infeasible
 from protrain_plan.planning.model.counting import Counting, Layout, Prices
 from protrain_plan.planning.model.decision_model import least_lane_seconds
-from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
 from protrain_plan.planning.model.solver import solver_name
 from protrain_plan.planning.outcome import Infeasible, Replicas, Solved, Status
 from protrain_plan.planning.search.baselines import BASELINES, Baseline, baseline, leanest_variant
@@ -51,13 +51,16 @@ from protrain_plan.planning.search.improving import (
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
 from protrain_plan.planning.search.pacing import Pace
 from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
-from protrain_plan.simulation.timeline import first_step_seconds, simulated_seconds
+from protrain_plan.simulation.timeline import (
+    first_step_seconds,
+    host_update_seconds,
+    simulated_seconds,
+)
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import bind
-from protrain_runtime.contract.program.group import ALONE, DeviceGroup
 from protrain_runtime.contract.program.implications import Implications
 from protrain_runtime.contract.program.memory import peak_bytes
-from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction
+from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.writer import fingerprint
 
@@ -121,19 +124,18 @@ Progress = Callable[[str, float | None, float | None], None]
 def plan(
     profile: Profile,
     budgets: Budgets,
+    settings: StepSettings = OVERLAPPING,
     *,
-    piece_bytes: int | None = None,
     effort: Effort | None = None,
     solver: Solver = "milp",
     progress: Progress | None = None,
     hints: Sequence[Choice] = (),
-    group: DeviceGroup = ALONE,
 ) -> Solved | Infeasible:
     """The fastest plan found for `profile` within `budgets`, or why there is none.
 
     `budgets.device` includes the context. See `solve_problem`.
     """
-    problem = Problem.of(profile, budgets, piece_bytes=piece_bytes, group=group)
+    problem = Problem.of(profile, budgets, settings)
     return solve_problem(
         problem, budgets, effort=effort, solver=solver, progress=progress, hints=hints
     )
@@ -307,8 +309,9 @@ class _Planning:
         if program.speculative:
             clipped = self.problem.program(best.plans, clipped=True)
             clipped_s = max(best.seconds, simulated_seconds(clipped)[0])
-        slow_s = self._slow_seconds(best)
+        slow_s, update_s = self._slow_seconds(best), host_update_seconds(program)
         error_low, error_high = profile.error_band
+        threads = self.problem.profile.hardware.device.num_threads  # one launches
         prediction = Prediction(
             step_seconds=best.seconds,
             lower_bound_seconds=self.bound,
@@ -319,6 +322,8 @@ class _Planning:
             clipped_step_seconds=clipped_s,
             slow_step_seconds=slow_s,
             slow_every=profile.optimizer.slow_every if slow_s else 0,
+            host_update_seconds=update_s,
+            host_update_threads=max(1, threads - 1) if update_s else 0,
         )
         made = Plan(
             workload=profile.workload,
@@ -329,16 +334,8 @@ class _Planning:
             exact=True,
             budgets=budgets,
             prediction=prediction,
-            piece_bytes=settings.piece_bytes,
+            settings=settings,
             units=best.plans,
-            updates=settings.updates,
-            micro_batches=settings.micro_batches,
-            num_devices=settings.num_devices,
-            num_replicas=settings.num_replicas,
-            num_nodes=settings.num_nodes,
-            overlap_steps=settings.overlap_steps,
-            clip_share=settings.clip_share,
-            page_cache_bytes=settings.page_cache_bytes,
             tensors=profile.tensors,
         )
         made = made.regraded()
@@ -593,7 +590,7 @@ def solve_any(
     best_s, known = inf, list(hints)
 
     def solve_one(problem: Problem) -> Solved | Infeasible:
-        number = problem.settings.num_replicas
+        number = problem.settings.group.num_replicas
 
         def tell(stage: str, step_s: float | None, bound_s: float | None) -> None:
             if progress:
@@ -646,7 +643,7 @@ def solve_any(
         solve_seconds=time.monotonic() - started,
         replicas=tuple(
             Replicas(
-                number=problem.settings.num_replicas,
+                number=problem.settings.group.num_replicas,
                 step_seconds=seconds.get(number),
                 lower_bound_seconds=bounds.get(number),
             )
@@ -657,9 +654,9 @@ def solve_any(
 
 def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
     """The problem that a plan was made for."""
-    number = solved.plan.num_replicas
-    problem = next(one for one in problems if one.settings.num_replicas == number)
-    return problem.overlapping(solved.plan.overlap_steps)
+    number = solved.plan.group.num_replicas
+    problem = next(one for one in problems if one.settings.group.num_replicas == number)
+    return problem.overlapping(solved.plan.settings.overlap_steps)
 
 
 def within(problems: Sequence[Problem], device: int) -> tuple[Problem, ...]:

@@ -65,7 +65,7 @@ class Reached:
 def tokens_of(question: Question) -> int:
     """Tokens of a step: those of all devices' micro-batches."""
     workload, devices = question.profile.workload, question.group.num_devices
-    return workload.batch_size * workload.seq_len * question.micro_batches * devices
+    return workload.batch_size * workload.seq_len * question.settings.micro_batches * devices
 
 
 def with_resource(question: Question, resource: Resource, value: float) -> Question:
@@ -254,11 +254,12 @@ def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator
             question=_on(question, with_link(machine, "disk", 2 * read, 2 * write)),
         )
     if not any(unit.stays == SPARSE for unit in profile.units):
-        many = MORE_MICRO_BATCHES * question.micro_batches
+        settings = question.settings
+        many = MORE_MICRO_BATCHES * settings.micro_batches
         yield Change(
             what="micro-batches",
-            words=f"{many} micro-batches for each update in place of {question.micro_batches}",
-            question=replace(question, micro_batches=many),
+            words=f"{many} micro-batches for each update in place of {settings.micro_batches}",
+            question=replace(question, settings=replace(settings, micro_batches=many)),
         )
     size = profile.workload.batch_size
     yield Change(

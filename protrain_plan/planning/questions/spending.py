@@ -12,7 +12,7 @@ products.
 
 from dataclasses import dataclass
 
-from protrain_runtime.contract.program.group import DeviceGroup
+from protrain_runtime.contract.records.plan import DeviceGroup
 from protrain_runtime.contract.records.profile import Profile, Workload
 
 TOKENS = 1_000_000_000

@@ -26,7 +26,6 @@ from protrain_plan.simulation.report import in_words
 from protrain_plan.simulation.wear import wear
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.escaping import one_line
-from protrain_runtime.contract.program.group import DeviceGroup
 from protrain_runtime.contract.program.program import COMPUTE
 from protrain_runtime.contract.program.recording import Recording
 from protrain_runtime.contract.records import activations_text, fingerprint, states_text
@@ -91,9 +90,9 @@ def step_data(
         "optimizer": plan.optimizer,
         "exactness": plan.exactness,
         "allowed": plan.allowed,
-        "updates": plan.updates,
-        "micro_batches": plan.micro_batches,
-        **devices_json(DeviceGroup.of(plan)),
+        "updates": plan.settings.updates,
+        "micro_batches": plan.settings.micro_batches,
+        **devices_json(plan.group),
         "plan_fingerprint": fingerprint(plan),
         "profile_fingerprint": plan.profile_fingerprint,
         "profile_method": step.profile.method,
@@ -104,6 +103,7 @@ def step_data(
         "gap": plan.gap,
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
+        "critical_path": [part._asdict() for part in report.critical_path],
         "words": [*in_words(report), *([f"it writes to disk {worn}"] if worn else [])],
         **({"disk_writes": asdict(worn)} if worn else {}),
         "units": [
@@ -166,7 +166,7 @@ def workload_text(step: Step) -> str:
     """`2 sequences of 256 tokens on each of 8 devices, float32`."""
     workload = step.plan.workload
     sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
-    devices = f" on each of {DeviceGroup.of(step.plan)}" if step.plan.num_devices > 1 else ""
+    devices = f" on each of {step.plan.group}" if step.plan.group.num_devices > 1 else ""
     parts = [f"{sequences} of {workload.seq_len} tokens{devices}", workload.dtype]
     if workload.precision != "pure":
         parts.append(f"{workload.precision} precision")
@@ -178,8 +178,8 @@ def workload_text(step: Step) -> str:
         parts.append("compiled blocks")
     if workload.deterministic:
         parts.append("deterministic kernels")
-    if step.plan.micro_batches > 1:
-        parts.append(f"{step.plan.micro_batches} micro-batches")
+    if step.plan.settings.micro_batches > 1:
+        parts.append(f"{step.plan.settings.micro_batches} micro-batches")
     return ", ".join(parts)
 
 

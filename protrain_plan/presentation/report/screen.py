@@ -21,7 +21,6 @@ from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory
 from protrain_plan.presentation.terminal import Text, table_of
 from protrain_plan.simulation.report import in_words
 from protrain_runtime.contract.escaping import one_line
-from protrain_runtime.contract.program.group import DeviceGroup
 from protrain_runtime.contract.program.program import COMPUTE
 from protrain_runtime.contract.records.decisions import WORDINGS
 from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
@@ -93,8 +92,8 @@ class Screen:
         )
         for words in other_results(plan):
             yield from self._sentence(words)
-        if plan.micro_batches > 1:
-            yield Text(f"the last of {plan.micro_batches} micro-batches, with its update:")
+        if plan.settings.micro_batches > 1:
+            yield Text(f"the last of {plan.settings.micro_batches} micro-batches, with its update:")
         yield from self._decisions()
         yield Text()
         yield from self._memory()
@@ -256,13 +255,14 @@ def summary_json(step: Step) -> dict[str, Any]:
     report = step.report
     expected = step.plan.prediction.expected_seconds
     return {
-        **devices_json(DeviceGroup.of(step.plan)),
+        **devices_json(step.plan.group),
         "step_seconds": report.step_seconds,
         "predicted_step_seconds": step.plan.prediction.step_seconds,
         **other_steps_json(step.plan.prediction),
         **({"expected_seconds": expected} if expected else {}),
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
+        "critical_path": [part._asdict() for part in report.critical_path],
         "stall_by_lane": report.stall_by_lane,
         "lanes": [asdict(lane) for lane in report.lanes],
         "peak_slot": report.peak_slot.name,
@@ -283,13 +283,13 @@ def summary_text(step: Step) -> RenderableType:
             f"{lane.num_moves}",
         )
     head = f"step {format_seconds(report.step_seconds)}"
-    if step.plan.micro_batches > 1:
+    if step.plan.settings.micro_batches > 1:
         whole = format_seconds(step.plan.prediction.step_seconds)
         head = (
-            f"the last of {step.plan.micro_batches} micro-batches, with its update:"
+            f"the last of {step.plan.settings.micro_batches} micro-batches, with its update:"
             f" {format_seconds(report.step_seconds)} of the step's {whole}"
         )
-    if step.plan.num_devices > 1:
-        head += f", on each of {DeviceGroup.of(step.plan)}"
+    if step.plan.group.num_devices > 1:
+        head += f", on each of {step.plan.group}"
     head = "; ".join((head, *other_steps(step.plan)))
     return Group(Text(head), "", table, "", *(Text(line) for line in in_words(report)))

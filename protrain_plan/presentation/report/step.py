@@ -232,7 +232,7 @@ def _device(step: Step) -> TierMemory:
 def _tier(step: Step, tier: TierName) -> TierMemory:
     """A tier below: its room is reserved for the whole step, and swaps come and go in it."""
     plan, program = step.plan, step.program
-    pinned = tier == "host" and is_accelerator(program.settings.device)
+    pinned = tier == "host" and is_accelerator(program.device)
     gradients = 0
     for state in program.states:
         if state.home == tier and state.own.used_by:

@@ -84,7 +84,7 @@ def for_each(room: Room, num_ranks: int) -> Room:
 def check_room(plan: Plan, room: Room, directory: Path) -> None:
     """NoRoomError or ProtrainError where `plan` takes more than there is."""
     takes = plan.prediction.peak_bytes
-    in_memory = takes.disk if room.disk_is_memory or plan.page_cache_bytes else 0
+    in_memory = takes.disk if room.disk_is_memory or plan.settings.page_cache_bytes else 0
     if plan.workload.device == "cpu":
         process = takes.device + takes.context + takes.host
         _memory(
@@ -212,7 +212,7 @@ def warn_of_slow_disk(plan: Plan, directory: Path) -> None:
         return
     view = memoryview(bytearray(PROBE_BYTES))
     try:
-        with closing(SpillFile(directory, cached=plan.page_cache_bytes > 0)) as file:
+        with closing(SpillFile(directory, cached=plan.settings.page_cache_bytes > 0)) as file:
             place = file.reserve(PROBE_BYTES)
             start = time.perf_counter()
             file.write(place, view)
@@ -222,6 +222,19 @@ def warn_of_slow_disk(plan: Plan, directory: Path) -> None:
     message = slow_disk(plan, time.perf_counter() - start)
     if message:
         warnings.warn(f"{one_line(str(directory))}: {message}", stacklevel=3)
+
+
+def warn_of_threads(plan: Plan, num_threads: int) -> None:
+    """Warn where this process updates with another number of threads than the plan counts on."""
+    seconds, planned = plan.prediction.host_update_seconds, plan.prediction.host_update_threads
+    if planned not in (0, num_threads):
+        here = format_seconds(seconds * planned / num_threads)
+        warnings.warn(
+            f"host updates take {format_seconds(seconds)} a step with the {planned} threads that"
+            f" the plan counts on, and about {here} with the {num_threads} of this process: set"
+            " OMP_NUM_THREADS to one more than the plan's, or profile with as many as here",
+            stacklevel=3,
+        )
 
 
 def slow_disk(plan: Plan, probe_s: float) -> str | None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.requirements import check_step
 from protrain_runtime.contract.records.decisions import activations_text
 from protrain_runtime.contract.records.folding import fold, runs, unfolded
 from protrain_runtime.contract.records.forms import FORMS, PLAN_AGAIN, misfit
@@ -37,7 +38,7 @@ from protrain_runtime.states.update_rules import UpdateRules
 
 def keeps_everything(plan: Plan) -> bool:
     """Whether nothing is to be done: plain PyTorch is what the plan says."""
-    return plan.num_devices == 1 and all(
+    return plan.group.num_devices == 1 and all(
         unit.activations == Keep() and unit.states == Persistent() for unit in plan.units
     )
 
@@ -133,20 +134,15 @@ def check_devices(
     `copies`: a plain copy of the model is to train beside it.
     """
     check_ranks(plan, group)
-    if plan.num_devices % plan.num_replicas:
+    devices, replicas = plan.group.num_devices, plan.group.num_replicas
+    if devices % replicas:
         raise ProtrainError(
-            f"{plan.num_devices} devices cannot be {plan.num_replicas} replicas of the same size",
-            key="num_replicas",
+            f"{devices} devices cannot be {replicas} replicas of the same size",
+            key="settings.group.num_replicas",
             fix="let it divide num_devices",
         )
-    if plan.num_devices == 1:
-        for index, unit in enumerate(plan.units):
-            if not isinstance(unit.states, Persistent) and unit.states.tier == "device":
-                raise ProtrainError(
-                    "one device has nobody to share states with",
-                    key=f"units[{index}].states",
-                    fix="let them be persistent, or plan with --num-devices",
-                )
+    check_step(plan.units, plan.settings, plan.workload.device)
+    if plan.group.num_devices == 1:
         return
     if copies:
         raise ProtrainError(

@@ -94,11 +94,12 @@ class GradientMoves:
         writes: list[tuple[int, torch.Tensor]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         leaving = chunk.gradient_groups_in(move.share)
-        for part in chunk.slices:
-            if part.group not in leaving or part.name not in chunk.gradients:
-                continue
+        parts = [s for s in chunk.slices if s.group in leaving and s.name in chunk.gradients]
+        norms: Sequence[torch.Tensor | None] = [None] * len(parts)
+        if self._norms and parts:  # as `clip_grad_norm_` takes them; of one dtype
+            norms = torch._foreach_norm([chunk.gradients[part.name] for part in parts])
+        for part, norm in zip(parts, norms, strict=True):
             gradient = chunk.gradients.pop(part.name)
-            norm = torch.linalg.vector_norm(gradient) if self._norms else None
             source = flat_storage_order(dense(gradient, part.stride)).view(torch.uint8)
             start = part.start * part.dtype.itemsize
             stored = chunk.offloaded_gradients.get(part.name)
@@ -164,7 +165,8 @@ class Reductions:
     """The sums of a programme that runs on several ranks: see [Note: how gradients are added]."""
 
     def __init__(self, program: Program, ranks: Ranks, backend: Backend) -> None:
-        self._settings, self._ranks, self._backend = program.settings, ranks, backend
+        self._settings, self._device = program.settings, program.device
+        self._ranks, self._backend = ranks, backend
         self._sums: dict[int, _Sum] = {}
         # By unit and group: this rank's part of a sum, on its way to where its optimizer runs.
         self._leaving: dict[tuple[int, int], torch.Tensor] = {}
@@ -245,7 +247,7 @@ class Reductions:
         own, settings, ranks = chunk.own, self._settings, self._ranks
         total = self._collect(chunk, chunk.gradient_groups_in(move.share))
         self._sums[number] = total
-        spills = gradient_home(states, settings) == "host"
+        spills = gradient_home(states, settings, self._device) == "host"
         held = DeviceStore(self._backend)
         shards: dict[int, torch.Tensor] = {}
         places: dict[int, tuple[Store, int]] = {}
@@ -525,8 +527,8 @@ class Moves:
         """
         states = self._plans[chunk.unit].states
         assert not isinstance(states, Persistent)
-        home = gradient_home(states, self._program.settings)
-        return home != "in place", reads_gradients(states, self._program.settings)
+        step = self._program.settings, self._program.device
+        return gradient_home(states, *step) != "in place", reads_gradients(states, *step)
 
     def start(self, number: int) -> Work:
         """The move's work; what it needs is allocated now."""

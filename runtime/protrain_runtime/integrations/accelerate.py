@@ -82,6 +82,6 @@ def leave_to_the_plan(accelerator: Accelerator, plan: Plan) -> None:
     handler = accelerator.autocast_handler or AutocastKwargs()
     # The cache of cast weights would keep a copy of every parameter.
     accelerator.autocast_handler = replace(handler, cache_enabled=False)
-    if plan.num_devices > 1:
+    if plan.group.num_devices > 1:
         # The plan sums gradients. What `prepare` does for evaluation is all that its model needs.
         accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)

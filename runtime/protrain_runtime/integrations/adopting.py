@@ -123,14 +123,14 @@ def check_loop(
     before an update.
     """
     name = framework.name
-    if num_ranks != plan.num_devices:
-        planned_for = "one" if plan.num_devices == 1 else str(plan.num_devices)
+    if num_ranks != plan.group.num_devices:
+        planned_for = "one" if plan.group.num_devices == 1 else str(plan.group.num_devices)
         ranks = "rank" if num_ranks == 1 else "ranks"
         raise ProtrainError(
             f"{name} trains on {num_ranks} {ranks}, and the plan is for {planned_for}",
             source=source,
-            key="num_devices",
-            fix=f"plan with --num-devices {num_ranks}, or launch {plan.num_devices}",
+            key="settings.group.num_devices",
+            fix=f"plan with --num-devices {num_ranks}, or launch {plan.group.num_devices}",
         )
     if compiles:
         raise ProtrainError(
@@ -154,25 +154,26 @@ def check_loop(
             key="workload.precision",
             fix=f"{framework.casting[planned]}, or {profiled} and plan anew",
         )
-    after_backward = plan.updates == "after backward"
+    after_backward = plan.settings.updates == "after backward"
     in_backward = any(unit.states != Persistent() for unit in plan.units) and not after_backward
     if clips and in_backward:
         raise ProtrainError(
             f"{name} takes the norm of all gradients before an update, and this plan updates"
             " during backward",
             source=source,
-            key="updates",
+            key="settings.updates",
             fix="plan with --clip",
         )
     # With updates after backward a plan for several micro-batches has room for any number; several
     # ranks have to know which one is the last, whose gradients they sum.
-    any_number = after_backward and plan.micro_batches > 1 and plan.num_devices == 1
-    if micro_batches != plan.micro_batches and not any_number:
+    for_updates = plan.settings.micro_batches
+    any_number = after_backward and for_updates > 1 and plan.group.num_devices == 1
+    if micro_batches != for_updates and not any_number:
         raise ProtrainError(
-            f"the plan is for {plan.micro_batches} micro-batches per update, and {name} runs"
+            f"the plan is for {for_updates} micro-batches per update, and {name} runs"
             f" {micro_batches}",
             source=source,
-            key="micro_batches",
+            key="settings.micro_batches",
             fix=f"plan with --accumulate {micro_batches}, or set"
-            f" {framework.accumulating}={plan.micro_batches}",
+            f" {framework.accumulating}={for_updates}",
         )

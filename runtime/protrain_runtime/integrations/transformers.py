@@ -84,7 +84,7 @@ def use_plan(
         create(model)
         if trainer.model is not following:  # a later train() has another one from model_init
             leave_to_the_plan(trainer.accelerator, record)
-            if record.num_devices > 1:
+            if record.group.num_devices > 1:
                 _save_together(trainer)
             trainer.optimizer = follow(
                 trainer.model,

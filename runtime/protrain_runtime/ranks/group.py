@@ -59,6 +59,29 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fill `whole` with the shards of a group; on a CPU, `own` is this rank's range of it.
+
+    Gloo's own all-gather makes a copy of `whole`: there, each rank sends its range to all.
+    """
+    if whole.device.type != "cpu":
+        _gather(whole, own, group=group)
+        return
+    for shard, place in enumerate(whole.split(own.numel())):
+        dist.broadcast(_lent(place), group_src=shard, group=group)
+
+
+def sum_shards(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum `whole` over a group into `mine`, this rank's range of it; the rest is used up.
+
+    Gloo's own reduce-scatter sums a copy of `whole`.
+    """
+    if whole.device.type != "cpu":
+        _reduce_scatter(mine, whole, group=group)
+    else:
+        dist.all_reduce(_lent(whole), group=group)
+
+
 class Ranks:
     """The ranks of one data-parallel group, of which this one is number `rank` of `count`.
 
@@ -168,25 +191,13 @@ class Ranks:
     # ---- collectives --------------------------------------------------------------------------
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place.
-
-        Gloo's own all-gather makes a copy of `whole`: there, each rank sends its range to all.
-        """
-        if self.on_stream and self.num_shards > 1:
-            with self._collective():
-                _gather(whole, own, group=self._sharing)
-            return
-        size, first = own.numel(), self.rank - self.shard
-        mine = whole[self.shard * size : (self.shard + 1) * size]
-        if own.data_ptr() != mine.data_ptr():
+        """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place."""
+        mine = whole[self.shard * own.numel() : (self.shard + 1) * own.numel()]
+        if not (self.on_stream and self.num_shards > 1) and own.data_ptr() != mine.data_ptr():
             mine.copy_(own)
-        if self.num_shards == 1:
-            return
-        with self._collective():
-            for shard in range(self.num_shards):
-                place = whole[shard * size : (shard + 1) * size]
-                source = self._members[first + shard]
-                dist.broadcast(_lent(place), src=source, group=self._sharing)
+        if self.num_shards > 1:
+            with self._collective():
+                gather_shards(whole, own, self._sharing)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """The sum over all ranks, in place."""
@@ -202,15 +213,13 @@ class Ranks:
     def reduce_scatter(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """The sum of `whole` over all ranks: this rank's range of it goes to `own`.
 
-        `whole` is used up. Gloo's own reduce-scatter sums a copy of it.
+        `whole` is used up.
         """
         size = own.numel()
         mine = whole[self.shard * size : (self.shard + 1) * size]
         with self._collective():
-            if self.num_shards > 1 and self.on_stream:
-                _reduce_scatter(mine, whole, group=self._sharing)
-            elif self.num_shards > 1:
-                dist.all_reduce(_lent(whole), group=self._sharing)
+            if self.num_shards > 1:
+                sum_shards(whole, mine, self._sharing)
             if self.num_shards < self.count:
                 dist.all_reduce(_lent(mine), group=self._replicas)
         own.copy_(mine)
@@ -398,18 +407,18 @@ def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None
 def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
     """How many ranks run; ProtrainError where the plan is for another number of them."""
     running = dist.get_world_size(group) if _initialized() else 1
-    if plan.num_devices == running:
+    if plan.group.num_devices == running:
         return running
     if running == 1:
-        fix = f"start it with torchrun --nproc-per-node {plan.num_devices}"
+        fix = f"start it with torchrun --nproc-per-node {plan.group.num_devices}"
         if not _initialized():
             fix += ", and call torch.distributed.init_process_group() before prepare()"
     else:
         fix = f"plan with --num-devices {running}"
-    planned = "1 device" if plan.num_devices == 1 else f"{plan.num_devices} devices"
+    planned = "1 device" if plan.group.num_devices == 1 else f"{plan.group.num_devices} devices"
     raise ProtrainError(
         f"the plan is for {planned}, and {running} run{'s' if running == 1 else ''}",
-        key="num_devices",
+        key="settings.group.num_devices",
         fix=fix,
     )
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves
 
 from protrain_runtime.devices.stores import HostStore, Store
@@ -79,10 +80,10 @@ class UsedGradient(ConsumedGradient):
 class GradientInStore:
     """One parameter's gradient in a store.
 
-    `norm` is that of order 2 of the whole, where it was computed before the gradient left. The
-    store's bytes are multiplied by `factors`, in order, when they are read. `shared`: it is this
-    rank's part of a gradient, `norm` that of all parts, and `count` says how many ranks had one,
-    where this one had none.
+    `norm` is that of order 2 of the whole, by `torch._foreach_norm`, where it was computed before
+    the gradient left. The store's bytes are multiplied by `factors`, in order, when they are read.
+    `shared`: it is this rank's part of a gradient, `norm` that of all parts, and `count` says how
+    many ranks had one, where this one had none.
     """
 
     store: Store
@@ -170,8 +171,8 @@ class OffloadedGradient(ConsumedGradient):
 def _vector_norm(gradient: torch.Tensor, ord: float = 2.0) -> torch.Tensor:  # noqa: A002 (torch's)
     assert isinstance(gradient, OffloadedGradient)
     stored = gradient.stored
-    if ord == 2.0 and stored.norm is not None:
-        return stored.norm
+    if stored.shared or stored.device.type == "cpu":  # where both norms have the same bits
+        return _norms([gradient], ord)[0]
     norm: torch.Tensor = torch.linalg.vector_norm(stored.whole(), ord)
     return norm
 
@@ -180,12 +181,17 @@ def _norms(
     gradients: Sequence[torch.Tensor],
     ord: float = 2.0,  # noqa: A002 (torch's)
 ) -> list[torch.Tensor]:
-    return [
-        _vector_norm(gradient, ord)
-        if isinstance(gradient, OffloadedGradient)
-        else torch._foreach_norm([gradient], ord)[0]
-        for gradient in gradients
-    ]
+    """The norms of `torch._foreach_norm`, which do not depend on what else is in the list."""
+    norms: list[torch.Tensor] = []
+    for gradient in gradients:
+        if isinstance(gradient, OffloadedGradient):
+            stored = gradient.stored
+            if ord == 2.0 and stored.norm is not None:
+                norms.append(stored.norm)
+                continue
+            gradient = stored.whole()
+        norms += torch._foreach_norm([gradient], ord)
+    return norms
 
 
 def _mul_(gradient: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
@@ -193,11 +199,18 @@ def _mul_(gradient: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
     scalar = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor)
     if scalar.dim():
         raise RuntimeError("a gradient that waits below the device is scaled by single numbers")
-    gradient.stored.scale(scalar)
+    gradient.stored.scale(_as_read(scalar, gradient.stored.dtype))
     return gradient
 
 
+def _as_read(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A scalar as kernels read it beside elements of `dtype`: only a CPU's do not round it."""
+    return factor if factor.device.type == "cpu" else factor.to(dtype)
+
+
 def _foreach_mul_(gradients: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+    if isinstance(factor, torch.Tensor):
+        factor = _as_read(factor, gradients[0].dtype)  # one for all
     for gradient in gradients:
         gradient.mul_(factor)
 
@@ -205,18 +218,23 @@ def _foreach_mul_(gradients: Sequence[torch.Tensor], factor: torch.Tensor | floa
 def _unscale_(
     gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
+    """Unscale as `GradScaler` asks for it; the host waits for the device once, for all norms."""
     unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
-    for gradient in gradients:
-        if not isinstance(gradient, OffloadedGradient):
-            unscale([gradient], found_inf, inverse_scale)
-            continue
-        norm = gradient.stored.norm
-        if gradient.stored.shared and norm is not None:
-            found_inf.masked_fill_(~norm.isfinite(), 1.0)  # on every rank alike
-        elif norm is None or not norm.isfinite():
-            # A norm may overflow where no element does. A factor of one only checks.
-            unscale([gradient.stored.whole()], found_inf, torch.ones_like(inverse_scale))
-        gradient.stored.scale(inverse_scale)
+    here = [each for each in gradients if not isinstance(each, OffloadedGradient)]
+    if here:
+        unscale(here, found_inf, inverse_scale)
+    waiting = [each.stored for each in gradients if isinstance(each, OffloadedGradient)]
+    known = [(stored, stored.norm) for stored in waiting if stored.norm is not None]
+    finite = torch.stack([norm for _, norm in known]).isfinite().tolist() if known else []
+    sound = {id(stored) for (stored, _), there in zip(known, finite, strict=True) if there}
+    for stored in waiting:
+        if id(stored) not in sound:
+            if stored.shared and stored.norm is not None:
+                found_inf.fill_(1.0)  # on every rank alike
+            else:
+                # A norm may overflow where no element does. A factor of one only checks.
+                unscale([stored.whole()], found_inf, torch.ones_like(inverse_scale))
+        stored.scale(inverse_scale)
 
 
 _GRADIENT_LOOKS = {
@@ -239,6 +257,9 @@ _GRADIENT_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch._foreach_mul_: _foreach_mul_,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale_,
 }
+
+_foreach_supported_types.append(OffloadedGradient)
+"""As `DTensor` does, so that PyTorch takes the norms of other gradients beside it alike."""
 
 
 _KEY, _LISTED = "_protrain_away", "_protrain_listed"

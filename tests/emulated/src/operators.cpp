@@ -151,6 +151,12 @@ Tensor statistic(const Call& call, const Tensor& meta) {
   return meta.to(dtype);
 }
 
+// As CUDA's kernels read a single number of the device's beside elements: in their dtype.
+Tensor as_read(const Tensor& factor, const Tensor& elements) {
+  const bool single = on_device(factor) && !factor.dim() && elements.dim();
+  return single && elements.is_floating_point() ? factor.to(elements.scalar_type()) : factor;
+}
+
 // Which argument an output is, if it is one that the operator writes to.
 const IValue* written(const Call& call, size_t output) {
   const auto* alias = call.schema.returns()[output].alias_info();
@@ -304,6 +310,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (call.device < 0) call.device = current_device();
   c10::DeviceGuard guard(c10::Device(kType, call.device));
   at::AutoDispatchBelowADInplaceOrView below;
+  if (schema.name() == "aten::mul")
+    call.arguments[1] = as_read(call.arguments[1].toTensor(), call.arguments[0].toTensor());
   if (kProducts.count(schema.name())) need_workspace(call.device);
 
   std::vector<IValue> outputs;
@@ -439,6 +447,16 @@ std::tuple<Tensor, Tensor> native_dropout(
   return {input.mul(mask).mul_(kept == 0 ? 0.0 : 1 / kept), mask};
 }
 
+// As CUDA's, which adds up in another order than the norm of a single tensor.
+std::vector<Tensor> foreach_norm(
+    at::TensorList tensors, const at::Scalar& order, std::optional<at::ScalarType> dtype) {
+  std::vector<Tensor> norms;
+  for (const auto& tensor : tensors)
+    norms.push_back(at::linalg_vector_norm(tensor, order, std::nullopt, false, at::kDouble)
+                        .to(dtype.value_or(tensor.scalar_type())));
+  return norms;
+}
+
 // PyTorch hands convolutions of unknown devices on, in the terms of its own operators.
 template <class... Arguments>
 torch::jit::Stack called(const char* name, Arguments&&... arguments) {
@@ -488,6 +506,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("resize_", &resize);
   library.impl("native_dropout", &native_dropout);
+  library.impl("_foreach_norm.Scalar", &foreach_norm);
   library.impl("convolution_overrideable", &convolution);
   library.impl("convolution_backward_overrideable", &convolution_backward);
   // Not as PyTorch would compose them, whose backward is not the CPU kernel's.

@@ -22,7 +22,6 @@ from protrain_runtime.contract.program.program import (
     Lane,
     Move,
     Program,
-    Settings,
     Slot,
     pieces_in,
     reads_gradients,
@@ -30,11 +29,13 @@ from protrain_runtime.contract.program.program import (
     shares,
     written_share,
 )
+from protrain_runtime.contract.program.requirements import check_step
+from protrain_runtime.contract.records.hardware import DeviceKind
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
     Offload,
     Persistent,
     Plan,
+    StepSettings,
     Swap,
     SwapInput,
     UnitPlan,
@@ -45,8 +46,9 @@ from protrain_runtime.contract.records.profile import Profile
 def compile_plan(
     units: Sequence[UnitPlan],
     chunks: Sequence[ChunkSize],
-    settings: Settings,
+    settings: StepSettings,
     *,
+    device: DeviceKind,
     updating: bool = True,
     clipped: bool = False,
 ) -> Program:
@@ -57,11 +59,13 @@ def compile_plan(
     anything looks at, or update a gradient that is not whole.
     """
     states = [
-        placed(index, unit.states, chunk, len(units), settings)
+        placed(index, unit.states, chunk, len(units), settings, device)
         for index, (unit, chunk) in enumerate(zip(units, chunks, strict=True))
     ]
     swaps = [(0,)] * len(units)
-    compiler = _Compiler(units, chunks, states, swaps, settings, updating=updating, clipped=clipped)
+    compiler = _Compiler(
+        units, chunks, states, swaps, settings, device=device, updating=updating, clipped=clipped
+    )
     return compiler.compile()
 
 
@@ -82,6 +86,7 @@ def bind(
         states,
         swaps,
         implications.settings,
+        device=implications.device,
         updating=updating,
         clipped=clipped,
     )
@@ -100,8 +105,7 @@ def program_of(plan: Plan, profile: Profile, *, clipped: bool = False) -> BoundP
 
     With `clipped`, that of a step whose speculative updates are done again.
     """
-    settings = Settings.of(plan, profile.hardware.device.kind)
-    return bind(plan.units, Implications(profile, settings), clipped=clipped)
+    return bind(plan.units, Implications(profile, plan.settings), clipped=clipped)
 
 
 class _Piece(NamedTuple):
@@ -121,8 +125,9 @@ class _Compiler:
         chunks: Sequence[ChunkSize],
         states: Sequence[StateOption],
         swaps: Sequence[tuple[int, ...]],
-        settings: Settings,
+        settings: StepSettings,
         *,
+        device: DeviceKind,
         updating: bool,
         clipped: bool,
     ) -> None:
@@ -131,42 +136,15 @@ class _Compiler:
             raise ProtrainError(
                 f"optimizer states would move in {pieces} pieces, and {MAX_PIECES_OF_STATES} are"
                 " the most",
-                key="piece_bytes",
+                key="settings.piece_bytes",
                 fix="larger pieces, such as of 8MiB",
             )
-        for index, unit in enumerate(() if settings.may_step_in_backward else units):
-            if unit.states == STEPPED:
-                raise ProtrainError(
-                    f"{unit.name} cannot be updated in backward: a persistent chunk can where"
-                    " updates are in backward, with one micro-batch, on one device",
-                    key=f"units[{index}].states",
-                    fix="let it be persistent",
-                )
-        for index, unit in enumerate(() if settings.may_speculate else units):
-            if isinstance(unit.states, Offload) and unit.states.speculate:
-                raise ProtrainError(
-                    f"{unit.name} cannot be updated speculatively: that is for updates after"
-                    " backward, with one micro-batch, on one device",
-                    key=f"units[{index}].states",
-                    fix="let its update wait",
-                )
-        late = [unit.schedule.update_late for unit in units]
-        if settings.overlap_steps and not settings.may_overlap:
-            raise ProtrainError(
-                "steps cannot overlap: that is for one micro-batch, on one device",
-                key="overlap_steps",
-                fix="let it be false",
-            )
-        if any(late) and not settings.overlap_steps:
-            raise ProtrainError(
-                f"{units[late.index(True)].name} cannot be updated late: steps do not overlap",
-                key=f"units[{late.index(True)}].update_late",
-                fix="let it be false, or let overlap_steps be true",
-            )
+        check_step(units, settings, device)
         self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
-        self.settings, self.updating, self.clipped = settings, updating, clipped
+        self.settings, self.device = settings, device
+        self.updating, self.clipped = updating, clipped
         self.in_backward = updating and settings.updates == "in backward"
-        self.sharded = settings.num_devices > 1
+        self.sharded = settings.group.num_devices > 1
         self.end = 2 * len(units)
         self.slots = [
             Slot(unit=min(t, self.end - 1 - t), forward=t < len(units)) for t in range(self.end)
@@ -208,14 +186,15 @@ class _Compiler:
                 for slots, share in _drain_shares(latest if drain is None else min(drain, latest)):
                     size = _share_bytes(self.swaps[unit], share)
                     self._leave(Move("swap out", unit, index, lane, size, share=share), slots)
-        if self.updating:
-            self._add_late_updates()
+        if self.updating and not self.in_backward:
+            self._add_updates_after_backward()
         if self.settings.overlap_steps:
             self._add_drains_before()
         return Program(
             moves=tuple(self.moves),
             slots=tuple(self.slots),
             last=tuple(self.last),
+            device=self.device,
             settings=self.settings,
             updating=self.updating,
             reduced=tuple(self.reduced),
@@ -297,7 +276,7 @@ class _Compiler:
             self._add_updates(index, unit, slot.finish, arrived)
             self.speculative += range(first, len(self.moves))
             return
-        if not self.in_backward or not placement.num_updates or self._is_late(unit):
+        if not self.in_backward or not placement.num_updates:
             return
         ends = self._add_updates(index, unit, slot.finish, arrived)
         if placement.home == "in place":
@@ -313,14 +292,12 @@ class _Compiler:
         elif placement.home == "device":  # the shard of the gradients leaves with the last piece
             self._drain(ends[-1], index, longest)
 
-    def _is_late(self, unit: int) -> bool:
-        return self.units[unit].schedule.update_late
+    def _add_updates_after_backward(self) -> None:
+        """Add the updates that begin when backward has ended.
 
-    def _add_late_updates(self) -> None:
-        """Updates that begin when backward has ended; the one that is needed first begins first.
-
-        Where steps do not overlap, the order is that in which gradients came. What a clipped step
-        does again comes last: its programme begins as that of another step.
+        The one that is needed first begins first; where steps do not overlap, the order is that in
+        which gradients came. What a clipped step does again comes last: its program begins as that
+        of another step.
         """
         order = list(range(len(self.units)))
         if not self.settings.overlap_steps:
@@ -331,11 +308,7 @@ class _Compiler:
             if not self.states[unit].num_updates:
                 continue
             slot = self.end if unit in again else self.end - 1 - unit
-            if not self.in_backward:
-                self._add_updates(slot, unit, self.last, ())
-            elif self._is_late(unit):
-                spilled = (n for n in self.slots[slot].finish if self.moves[n].unit == unit)
-                self._add_updates(slot, unit, self.slots[-1].finish, tuple(spilled))
+            self._add_updates(slot, unit, self.last, ())
 
     def _add_drains_before(self) -> None:
         """What an update in place holds has left when the next step makes room for the same."""
@@ -405,7 +378,7 @@ class _Compiler:
 
         ends: list[int] = []
         waits: tuple[int, ...] = ()
-        if reads_gradients(placement.decision, self.settings):
+        if reads_gradients(placement.decision, self.settings, self.device):
             waits = gradients  # which it reads, too
         in_place = placement.home == "in place"
         of_update = _pieces(

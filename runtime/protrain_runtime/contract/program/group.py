@@ -1,10 +1,9 @@
 """Several devices: what one rank has of its machine, and how long collectives take."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Literal
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.program import Settings
 from protrain_runtime.contract.records.hardware import (
     Hardware,
     Interconnect,
@@ -12,63 +11,10 @@ from protrain_runtime.contract.records.hardware import (
     Tier,
     is_accelerator,
 )
-from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.plan import ALONE, DeviceGroup, Plan, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceGroup:
-    """The devices that train one model; see `records.plan.Plan`."""
-
-    num_devices: int = 1
-    num_replicas: int = 1
-    num_nodes: int = 1
-
-    @staticmethod
-    def of(plan: Plan) -> "DeviceGroup":
-        """The group that a plan is for."""
-        return DeviceGroup(
-            num_devices=plan.num_devices,
-            num_replicas=plan.num_replicas,
-            num_nodes=plan.num_nodes,
-        )
-
-    @property
-    def in_node(self) -> int:
-        """Devices in each node."""
-        return self.num_devices // self.num_nodes
-
-    def __str__(self) -> str:
-        """`8 devices in 2 nodes, 2 replicas`."""
-        devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
-        nodes = f" in {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        return devices + nodes + (f", {self.num_replicas} replicas" * (self.num_replicas > 1))
-
-    @property
-    def options(self) -> list[str]:
-        """How `protrain plan` is asked for it."""
-        words = (
-            ("--num-devices", self.num_devices),
-            ("--nodes", self.num_nodes),
-            ("--replicas", self.num_replicas),
-        )
-        return [word for name, count in words if count > 1 for word in (name, str(count))]
-
-    @property
-    def replica_counts(self) -> tuple[int, ...]:
-        """The numbers of replicas that have whole nodes each, or equal parts of one; fewest first.
-
-        As many as devices is among them: each has all of the states then, below it if they are
-        offloaded, and gathers nothing.
-        """
-        count, node = self.num_devices, self.in_node
-        sizes = ((n, count // n) for n in range(1, count + 1) if count % n == 0)
-        return tuple(n for n, size in sizes if size % node == 0 or node % size == 0)
-
-
-ALONE = DeviceGroup()
 
 
 def group_on(
@@ -110,7 +56,7 @@ def group_on(
 def not_joined(plan: Plan, hardware: Hardware) -> str | None:
     """Why a machine's devices cannot be the plan's group; None where they can."""
     try:
-        group_on(hardware, **asdict(DeviceGroup.of(plan)))
+        group_on(hardware, **asdict(plan.group))
     except ProtrainError as error:
         return error.message
     return None
@@ -161,16 +107,17 @@ def through_cache(hardware: Hardware, page_cache_bytes: int) -> Hardware:
 
 def profile_for(profile: Profile, plan: Plan) -> Profile:
     """The profile of one of a plan's ranks, with the disk as the plan reads and writes it."""
-    found = profile_of_rank(profile, DeviceGroup.of(plan))
-    return replace(found, hardware=through_cache(found.hardware, plan.page_cache_bytes))
+    found = profile_of_rank(profile, plan.group)
+    return replace(found, hardware=through_cache(found.hardware, plan.settings.page_cache_bytes))
 
 
 def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     """The profile with one rank's part of its machine; the same for one device, and when repeated.
 
     What the machine's tiers and its optimizer have as a node, the node's ranks share: capacities,
-    the disk's speed and that of the optimizer. The memory of its host they share in any case: each
-    updates its part of what that lets through. The library of collectives counts with the context.
+    threads, the disk's speed and that of the optimizer. The memory of its host they share in any
+    case: each updates its part of what that lets through. The library of collectives counts with
+    the context.
     ProtrainError where the machine does not say what joins its devices.
     """
     if group.num_devices == 1:
@@ -179,6 +126,7 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     joined, device = _joined(hardware), hardware.device
     shared = group.in_node if joined.below == "of the node" else 1
     context_bytes = device.context_bytes + joined.library_bytes
+    num_threads = max(1, device.num_threads // shared)
     tiers: list[Tier] = []
     for tier in hardware.tiers:
         link = tier.link
@@ -203,7 +151,7 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
         units=units,
         hardware=replace(
             hardware,
-            device=replace(device, context_bytes=context_bytes),
+            device=replace(device, context_bytes=context_bytes, num_threads=num_threads),
             tiers=tuple(tiers),
             interconnect=replace(joined, below="of each device", library_bytes=0),
         ),
@@ -217,7 +165,7 @@ def _shared_link(link: Link, count: int) -> Link:
 
 
 def collective_seconds(
-    kind: Collective, num_bytes: int, hardware: Hardware, settings: Settings
+    kind: Collective, num_bytes: int, hardware: Hardware, settings: StepSettings
 ) -> float:
     """How long a collective takes alone that fills or sums `num_bytes` on every rank.
 
@@ -227,12 +175,16 @@ def collective_seconds(
     return sum(hops_s + num_bytes * per_byte for hops_s, per_byte in rings)
 
 
-def collective_seconds_per_byte(kind: Collective, hardware: Hardware, settings: Settings) -> float:
+def collective_seconds_per_byte(
+    kind: Collective, hardware: Hardware, settings: StepSettings
+) -> float:
     """The same for a byte among many."""
     return sum(per_byte for _, per_byte in _rings(kind, hardware, settings))
 
 
-def _rings(kind: Collective, hardware: Hardware, settings: Settings) -> list[tuple[float, float]]:
+def _rings(
+    kind: Collective, hardware: Hardware, settings: StepSettings
+) -> list[tuple[float, float]]:
     """Latency, and seconds per byte of the buffer, of each part of a collective.
 
     Shards are gathered and scattered among the ranks that share them, neighbours of each other.
@@ -241,8 +193,8 @@ def _rings(kind: Collective, hardware: Hardware, settings: Settings) -> list[tup
     gathered.
     """
     joined = _joined(hardware)
-    shards, replicas = settings.num_shards, settings.num_replicas
-    in_node = settings.num_devices // settings.num_nodes
+    shards, replicas = settings.group.num_shards, settings.group.num_replicas
+    in_node = settings.group.num_devices // settings.group.num_nodes
 
     def ring(
         ranks: int, nodes: int, *, part: float = 1.0, at_once: int = 1
@@ -263,14 +215,14 @@ def _rings(kind: Collective, hardware: Hardware, settings: Settings) -> list[tup
         )
 
     if kind == "all-reduce":
-        gathered, reduced = ring(settings.num_devices, settings.num_nodes)
+        gathered, reduced = ring(settings.group.num_devices, settings.group.num_nodes)
         return [reduced, gathered]
     gathered, reduced = ring(shards, -(-shards // in_node))
     if kind == "all-gather":
         return [gathered]
     rings = [reduced]
     if replicas > 1:
-        far = min(replicas, settings.num_nodes)
+        far = min(replicas, settings.group.num_nodes)
         at_once = min(shards, in_node) if far > 1 else 1
         gathered, reduced = ring(replicas, far, part=1 / shards, at_once=at_once)
         rings += [reduced, gathered]

@@ -22,7 +22,6 @@ from protrain_runtime.contract.program.program import (
     GradientHome,
     Lane,
     Program,
-    Settings,
     file_bytes,
     gradient_home,
     padded,
@@ -31,13 +30,14 @@ from protrain_runtime.contract.program.program import (
     residencies,
     shard_of,
 )
-from protrain_runtime.contract.records.hardware import TierName, is_accelerator
+from protrain_runtime.contract.records.hardware import DeviceKind, TierName, is_accelerator
 from protrain_runtime.contract.records.plan import (
     Activations,
     Offload,
     Persistent,
     Placement,
     StateTier,
+    StepSettings,
     Swap,
     SwapInput,
     UnitPlan,
@@ -257,8 +257,9 @@ class StateOption:
 class Implications:
     """What the decisions about a profile's units imply; each is worked out once."""
 
-    def __init__(self, profile: Profile, settings: Settings) -> None:
+    def __init__(self, profile: Profile, settings: StepSettings) -> None:
         self.profile, self.settings = profile, settings
+        self.device = profile.hardware.device.kind
         names = [part.name for part in fields(ChunkSize)]  # a unit has them all
         self.chunks = [
             ChunkSize(**{name: getattr(unit, name) for name in names}) for unit in profile.units
@@ -305,14 +306,16 @@ class Implications:
         """Of a placement of the states first used in unit `index`."""
         if known := self._states.get((index, decision)):
             return known
-        option = placed(index, decision, self.chunks[index], len(self.chunks), self.settings)
+        option = placed(
+            index, decision, self.chunks[index], len(self.chunks), self.settings, self.device
+        )
         own, optimizer = option.own, self.profile.optimizer
         on_device = isinstance(decision, Persistent) or decision.tier == "device"
         stepped = own.num_parameters if on_device else 0
         device_s = stepped / optimizer.device_parameters_per_s
         update_s = workspace = 0.0
         if option.num_updates:
-            most = _most_at_a_time(option, optimizer, self.settings)
+            most = _most_at_a_time(option, optimizer, self.device)
             staging = option.staging
             option = replace(
                 option, staging=staging._replace(workspace=min(staging.workspace, most))
@@ -323,7 +326,7 @@ class Implications:
                 num_pieces=option.num_updates,
                 on_device=option.updated_on_device,
             )
-        adds = self.settings.micro_batches > 1 and self.settings.num_devices == 1
+        adds = self.settings.micro_batches > 1 and self.settings.group.num_devices == 1
         added_s = (
             update_seconds(optimizer, own.num_parameters) if adds and option.gradients else 0.0
         )
@@ -335,7 +338,7 @@ class Implications:
                 if workspace and optimizer.workspace_bytes:
                     # One step goes through all chunks, and may still hold what another one took.
                     workspace = optimizer.workspace_bytes
-        elif self.settings.num_devices > 1:
+        elif self.settings.group.num_devices > 1:
             if on_device:
                 workspace = own.stepped_bytes * optimizer.workspace_fraction
         elif self.settings.updates == "after backward" and option.gradients:
@@ -364,19 +367,24 @@ class Implications:
 
 
 def placed(
-    index: int, decision: Placement, chunk: ChunkSize, count: int, settings: Settings
+    index: int,
+    decision: Placement,
+    chunk: ChunkSize,
+    count: int,
+    settings: StepSettings,
+    device: DeviceKind,
 ) -> StateOption:
     """What a placement of the chunk of unit `index`, of `count`, moves; without a profile's costs.
 
     On one device, its shard of a chunk is the chunk.
     """
-    several = settings.num_devices > 1
+    several = settings.group.num_devices > 1
     slot = 2 * count - 1 - index
     if isinstance(decision, Persistent):
         summed = chunk.gradient_bytes if several else 0
         step_slot = slot if decision.update_in_backward else 2 * count
         return StateOption(decision, chunk, chunk, summed_bytes=summed, step_slot=step_slot)
-    tier, home = decision.tier, gradient_home(decision, settings)
+    tier, home = decision.tier, gradient_home(decision, settings, device)
     whole, own = padded(chunk, settings), shard_of(chunk, settings)
     fetches: list[Fetch] = []
     gathers: list[Gathered] = []
@@ -397,7 +405,7 @@ def placed(
         fetches=tuple(fetches),
         gathers=tuple(gathers),
         step_slot=2 * count,
-        tier_bytes=_tier_bytes(decision, home, own, settings),
+        tier_bytes=_tier_bytes(decision, home, own, device),
     )
     if not chunk.used_by or not chunk.num_parameters:
         return option
@@ -441,12 +449,12 @@ def placed(
         num_updates=num_updates,
         read_bytes=read,
         write_bytes=write,
-        staging=_staging(option, num_updates, settings),
+        staging=_staging(option, num_updates, settings, device),
     )
 
 
 def _tier_bytes(
-    states: Offload, home: GradientHome, own: ChunkSize, settings: Settings
+    states: Offload, home: GradientHome, own: ChunkSize, device: DeviceKind
 ) -> dict[TierName, int]:
     """What an offloaded chunk takes of tiers: its states, and gradients on their way."""
     found: dict[TierName, int] = {}
@@ -455,7 +463,7 @@ def _tier_bytes(
         regions = [own.parameter_bytes, own.state_bytes] * copies if tier == name else []
         regions += [own.gradient_bytes] if home == name else []
         size = sum(regions)
-        if name in PINNED and is_accelerator(settings.device):
+        if name in PINNED and is_accelerator(device):
             # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
             parts = copies * STATE_REGIONS if tier == name else 0
             size = sum(pinned_bytes(region) for region in regions) + parts * PAGE_BYTES
@@ -484,21 +492,23 @@ def _kinds_of_states(own: ChunkSize) -> int:
     return min(_MOST_KINDS, 2 * -(-even // own.gradient_bytes)) if even else 0
 
 
-def _staging(option: StateOption, num_updates: int, settings: Settings) -> Staging:
+def _staging(
+    option: StateOption, num_updates: int, settings: StepSettings, device: DeviceKind
+) -> Staging:
     """The staging of one chunk; nothing for what the device updates with persistent chunks."""
     own, states = option.own, option.decision
     if not num_updates or isinstance(states, Persistent):
         return NO_STAGING
     largest = -(-own.num_parameters // num_updates)
     gradient_width = -(-own.gradient_bytes // own.num_parameters)
-    adds = settings.micro_batches > 1 and settings.num_devices == 1
+    adds = settings.micro_batches > 1 and settings.group.num_devices == 1
     width = beside = 0
     states_of_piece = 0
     if states.staged:
         even = own.state_bytes - own.uneven_state_bytes
         states_of_piece = -(-largest * even // own.num_parameters) + own.uneven_state_bytes
         beside = (option.home != "in place") * gradient_width  # parameters
-        beside += reads_gradients(states, settings) * gradient_width
+        beside += reads_gradients(states, settings, device) * gradient_width
         width = -(-even // own.num_parameters) + beside
     return Staging(
         read_piece=states_of_piece + largest * beside,
@@ -508,7 +518,7 @@ def _staging(option: StateOption, num_updates: int, settings: Settings) -> Stagi
     )
 
 
-def _most_at_a_time(option: StateOption, optimizer: OptimizerCost, settings: Settings) -> float:
+def _most_at_a_time(option: StateOption, optimizer: OptimizerCost, device: DeviceKind) -> float:
     """Gradient bytes that an update beside compute steps on at a time, of however large a piece.
 
     On the device it steps on one parameter after the other. So does the one thread beside a CPU's
@@ -516,7 +526,7 @@ def _most_at_a_time(option: StateOption, optimizer: OptimizerCost, settings: Set
     """
     if optimizer.at_once or not option.own.num_parameters:
         return inf
-    accelerator = is_accelerator(settings.device)
+    accelerator = is_accelerator(device)
     if accelerator and not option.updated_on_device:
         return inf
     width = -(-option.own.gradient_bytes // option.own.num_parameters)
@@ -539,7 +549,7 @@ def update_seconds(
 
 
 def _chunk_holdings(
-    option: StateOption, index: int, profile: Profile, settings: Settings
+    option: StateOption, index: int, profile: Profile, settings: StepSettings
 ) -> list[Holding]:
     """A chunk's states or buffers, and the gradients that wait between slots.
 
@@ -551,7 +561,7 @@ def _chunk_holdings(
     unit, count, states = profile.units[index], len(profile.units), option.decision
     if not unit.used_by:
         return []
-    end, several = 2 * count, settings.num_devices > 1
+    end, several = 2 * count, settings.group.num_devices > 1
     # The gradient of a tied parameter grows from its last use to its first.
     first_gradient, last_gradient = end - 1 - max(unit.used_by), end - 1 - min(unit.used_by)
     add_up = settings.micro_batches > 1
@@ -645,7 +655,7 @@ def staging_bytes(
 def device_staging_bytes(states: Sequence[StateOption], implications: "Implications") -> int:
     """The same on the device, all the time: a CPU machine's memory is the device."""
     profile = implications.profile
-    below = 0 if is_accelerator(implications.settings.device) else staging_bytes(states, profile)
+    below = 0 if is_accelerator(implications.device) else staging_bytes(states, profile)
     return below + staging_bytes(states, profile, on_device=True)
 
 
@@ -676,7 +686,7 @@ def tier_staging_bytes(
     implications: Implications,
 ) -> int:
     """The staging alone: of units that do the same, one is as much as all."""
-    if tier in PINNED and is_accelerator(implications.settings.device):
+    if tier in PINNED and is_accelerator(implications.device):
         return host_staging_bytes(activations, states, implications.profile)
     return 0
 

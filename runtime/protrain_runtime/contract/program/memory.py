@@ -41,12 +41,17 @@ from protrain_runtime.contract.program.program import (
     SHARD_ALIGNMENT,
     Move,
     Program,
-    Settings,
     pieces_in,
     slot_words,
 )
 from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
-from protrain_runtime.contract.records.plan import Persistent, Plan, TierBytes, UnitPlan
+from protrain_runtime.contract.records.plan import (
+    Persistent,
+    Plan,
+    StepSettings,
+    TierBytes,
+    UnitPlan,
+)
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
 
@@ -75,7 +80,7 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
         for number in slot.submit:  # what is fetched ahead of its slot
             move = program.moves[number]
             # A rank's shard is read into its place among the others', which are gathered there.
-            read = move.kind == "fetch" and settings.num_devices > 1
+            read = move.kind == "fetch" and settings.group.num_devices > 1
             if slot_index < move.slot and not read:
                 yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, move.bytes)
     gone_at = dict.fromkeys(program.reduced, end) | _gone_at(program)
@@ -103,9 +108,13 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
     yield Holding("staging", 0, end, end, round(workspace))
 
 
-def base_bytes(profile: Profile, settings: Settings) -> int:
+def base_bytes(profile: Profile, settings: StepSettings) -> int:
     """What stands on the device in every slot, whatever is decided."""
-    gaps = gap_bytes(profile.tensors, settings.device) if settings.num_devices > 1 else 0
+    gaps = (
+        gap_bytes(profile.tensors, profile.hardware.device.kind)
+        if settings.group.num_devices > 1
+        else 0
+    )
     return profile.base_bytes + profile.fixed_bytes + gaps
 
 

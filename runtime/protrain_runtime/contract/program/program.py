@@ -46,12 +46,10 @@ from typing import Literal, NamedTuple
 
 from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
 from protrain_runtime.contract.records.plan import (
-    CLIP_SHARE,
     Offload,
-    Plan,
     StateTier,
+    StepSettings,
     UnitPlan,
-    Updates,
 )
 from protrain_runtime.contract.records.profile import Unit
 
@@ -136,76 +134,6 @@ block has about as many large tensors, and tensors are not cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What holds for a whole step: the machine's kind, and how the optimizer runs.
-
-    piece_bytes    optimizer states move and are updated in pieces of at most this size
-    updates        of offloaded chunks: while backward goes on, or after it (clipping)
-    micro_batches  forwards and backwards per update
-    num_devices    ranks of the data-parallel group
-    num_replicas   groups of ranks that each have a whole copy of the sharded states
-    num_nodes      that the ranks are on, as many on each
-    overlap_steps  updates of offloaded chunks may run on into the next step's forward
-    clip_share     of all steps, those that are clipped
-    page_cache_bytes  of memory, that what is on disk may fill; 0: it passes the page cache by
-    """
-
-    device: DeviceKind
-    piece_bytes: int
-    updates: Updates = "in backward"
-    micro_batches: int = 1
-    num_devices: int = 1
-    num_replicas: int = 1
-    num_nodes: int = 1
-    overlap_steps: bool = False
-    clip_share: float = CLIP_SHARE
-    page_cache_bytes: int = 0
-
-    @staticmethod
-    def of(plan: Plan, device: DeviceKind) -> "Settings":
-        """What a plan says of its whole step, on a device of that kind."""
-        return Settings(
-            device=device,
-            piece_bytes=plan.piece_bytes,
-            updates=plan.updates,
-            micro_batches=plan.micro_batches,
-            num_devices=plan.num_devices,
-            num_replicas=plan.num_replicas,
-            num_nodes=plan.num_nodes,
-            overlap_steps=plan.overlap_steps,
-            clip_share=plan.clip_share,
-            page_cache_bytes=plan.page_cache_bytes,
-        )
-
-    @property
-    def may_overlap(self) -> bool:
-        """Whether steps may overlap: a step is one forward and backward, on one device."""
-        return self.micro_batches == self.num_devices == 1
-
-    @property
-    def may_step_in_backward(self) -> bool:
-        """Whether persistent chunks may be updated in backward, one after the other.
-
-        Not where updates wait for the norm of all gradients, where the gradients of several
-        micro-batches stand until the last one anyway, or where ranks sum them.
-        """
-        return self.updates == "in backward" and self.micro_batches == self.num_devices == 1
-
-    @property
-    def may_speculate(self) -> bool:
-        """Whether updates of offloaded chunks may run ahead of the norm that they wait for.
-
-        Not where micro-batches follow, or where ranks sum what they have of a gradient.
-        """
-        return self.updates == "after backward" and self.micro_batches == self.num_devices == 1
-
-    @property
-    def num_shards(self) -> int:
-        """The ranks that share the states of a chunk."""
-        return self.num_devices // self.num_replicas
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSize:
     """Bytes of the chunk of states first used in a unit, and the units that read it.
 
@@ -246,16 +174,16 @@ def shard_bytes(num_bytes: int, num_shards: int) -> int:
     return -(-num_bytes // (num_shards * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
 
 
-def shard_of(chunk: ChunkSize, settings: Settings) -> ChunkSize:
+def shard_of(chunk: ChunkSize, settings: StepSettings) -> ChunkSize:
     """What one rank has of a sharded chunk; on one device, the chunk itself.
 
     In each group of whole parameters, the trainable ones and the frozen ones are shared by
     themselves. Padding counts as trainable parameters.
     """
-    if settings.num_devices == 1:
+    if settings.group.num_devices == 1:
         return chunk
     parameters, gradients = chunk.each_parameters, chunk.each_gradients
-    count = settings.num_shards
+    count = settings.group.num_shards
     trainable = tuple(shard_bytes(size, count) for size in gradients)
     pieces = tuple(
         own + shard_bytes(size - gradient, count)
@@ -277,11 +205,11 @@ def shard_of(chunk: ChunkSize, settings: Settings) -> ChunkSize:
     )
 
 
-def padded(chunk: ChunkSize, settings: Settings) -> ChunkSize:
+def padded(chunk: ChunkSize, settings: StepSettings) -> ChunkSize:
     """What all ranks that share a chunk have of it together: the size of its buffers."""
-    if settings.num_devices == 1:
+    if settings.group.num_devices == 1:
         return chunk
-    own, count = shard_of(chunk, settings), settings.num_shards
+    own, count = shard_of(chunk, settings), settings.group.num_shards
     return replace(
         own,
         parameter_bytes=own.parameter_bytes * count,
@@ -345,7 +273,8 @@ class Program:
     moves: tuple[Move, ...]
     slots: tuple[Slot, ...]
     last: tuple[int, ...]  # moves that are submitted when the device's update begins
-    settings: Settings
+    device: DeviceKind
+    settings: StepSettings
     updating: bool
     reduced: tuple[int, ...] = ()  # that have ended before backward does: sums of gradients
     updates: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -520,7 +449,7 @@ def in_blocks(size: int, block: int) -> int:
 GradientHome = Literal["in place", "device", "host", "disk"]
 
 
-def gradient_home(states: Offload, settings: Settings) -> GradientHome:
+def gradient_home(states: Offload, settings: StepSettings, device: DeviceKind) -> GradientHome:
     """Where the gradients of an offloaded chunk wait for its update, after the chunk's backward.
 
     host       in host memory, where the optimizer runs (and where micro-batches add up)
@@ -538,11 +467,11 @@ def gradient_home(states: Offload, settings: Settings) -> GradientHome:
     if states.update_on_device:
         if settings.updates == "after backward":
             return "host"
-        if settings.num_devices > 1:
+        if settings.group.num_devices > 1:
             return "device"
         return "in place" if settings.micro_batches == 1 else "host"
-    stepped_there = states.tier == "disk" and not is_accelerator(settings.device)
-    if settings.num_devices > 1:
+    stepped_there = states.tier == "disk" and not is_accelerator(device)
+    if settings.group.num_devices > 1:
         return "device" if states.tier == "device" or stepped_there else "host"
     if not stepped_there:
         return "host"
@@ -551,13 +480,13 @@ def gradient_home(states: Offload, settings: Settings) -> GradientHome:
     return "disk" if settings.micro_batches == 1 else "device"
 
 
-def reads_gradients(states: Offload, settings: Settings) -> bool:
+def reads_gradients(states: Offload, settings: StepSettings, device: DeviceKind) -> bool:
     """Whether an update that moves states brings gradients with them, from where they wait.
 
     They wait on the same tier, or an optimizer may not write to them: a clipped step needs them
     again.
     """
-    return gradient_home(states, settings) == states.tier or states.speculate
+    return gradient_home(states, settings, device) == states.tier or states.speculate
 
 
 def written_share(chunk: ChunkSize, start: int, stop: int) -> tuple[float, float]:

@@ -8,12 +8,11 @@
 
 A recording is of one step, with micro-batches of the last of them and the update after it. Names
 are those of `Program.slot_name`, which run on the lane "compute", and of `Program.move_name`; each
-stands there at most once. A fetch of parameters may have its old name, `gather 3 @3`. Seconds count
-from the step's beginning.
+stands there at most once. Seconds count from the step's
+beginning.
 """
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.records.tree import parsed_json
 
 KIND, VERSION = "recording", 1
-_OLD_NAME = re.compile(r"^gather (?=\d)")
 MAX_FILE_BYTES = 64 * 2**20
 """Of a recording: half a million moves."""
 _MAX_NODES = 5_000_000
@@ -174,7 +172,7 @@ class _Reader:
         data = self.mapping(value, key, ("lane", "name", "start_s", "end_s"))
         event = Event(
             lane=self.text(data["lane"], f"{key}.lane"),
-            name=_OLD_NAME.sub("fetch ", self.text(data["name"], f"{key}.name")),
+            name=self.text(data["name"], f"{key}.name"),
             start_s=self.seconds(data["start_s"], f"{key}.start_s"),
             end_s=self.seconds(data["end_s"], f"{key}.end_s"),
         )

@@ -187,17 +187,6 @@ def register_form(form: ActivationForm) -> Callable[[], None]:
     return unregister
 
 
-OLD_PHRASES: Mapping[str, str] = {
-    "buffer from host": "offload to host and keep gathered",
-    "buffer from disk": "offload to disk and keep gathered",
-    "buffer from shards": "shard and keep gathered",
-}
-"""Phrases as version 1 spelled them, and what they are called now."""
-
-FIRST_PHRASES: Mapping[str, str] = {new: old for old, new in OLD_PHRASES.items()}
-"""The other way round: for what must not change with the words, as fingerprints must not."""
-
-
 def activations_text(activations: Activations) -> str:
     """The decision as a phrase: `keep`, `swap-input to disk`, ..."""
     return WORDINGS[activations].phrase

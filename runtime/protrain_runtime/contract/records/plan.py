@@ -133,9 +133,6 @@ class Schedule:
     before compute waits until they have left the device; `None` is until the step's end. A lead or
     drain of n + f, with 0 < f < 1, is n + 1 for the fraction f of the bytes and n for the others:
     pieces are not cut, so f is rounded down to whole ones.
-
-    Where steps overlap, a chunk that is updated late begins its update when backward has ended, in
-    the order of the next forward; what it holds until then stays on the device.
     """
 
     forward_lead: float = 0  # parameters for forward
@@ -143,7 +140,6 @@ class Schedule:
     swap_lead: float = 0  # swapped activations for backward
     swap_drain: float | None = None  # swapped activations after forward
     update_drain: float | None = None  # gradients, and states on their way down, after backward
-    update_late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +213,8 @@ class Prediction:
     clipped_step_seconds: float = 0.0  # where updates are speculative
     slow_step_seconds: float = 0.0  # where the optimizer's steps differ
     slow_every: int = 0  # steps from one slow one to the next
+    host_update_seconds: float = 0.0  # of a step, beside an accelerator
+    host_update_threads: int = 0  # of a rank, that take these
 
     @property
     def expected_seconds(self) -> tuple[float, float] | None:
@@ -237,20 +235,79 @@ class Budgets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A training step under budgets: one decision per unit, in execution order.
+class DeviceGroup:
+    """The devices that train one model: ranks of a data-parallel group, with batches of their own.
 
-    `tensors` says what the model holds, as in its profile. The step runs on `num_devices` ranks of
-    one data-parallel group, each with batches of its own; workload, budgets (`host` and `disk`
-    too) and peaks are those of one rank. Ranks that follow one another form a group of
-    `num_devices / num_replicas` that shares the states of each chunk that is not persistent; the
-    groups are replicas of each other.
+    Ranks that follow one another form a group of `num_devices / num_replicas` that shares the
+    states of each chunk that is not persistent; the groups are replicas of each other.
+    """
+
+    num_devices: int = 1
+    num_replicas: int = 1  # of the sharded states; divides num_devices
+    num_nodes: int = 1  # that the devices are in, as many in each
+
+    @property
+    def in_node(self) -> int:
+        """Devices in each node."""
+        return self.num_devices // self.num_nodes
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share the states of a chunk."""
+        return self.num_devices // self.num_replicas
+
+    def __str__(self) -> str:
+        """`8 devices in 2 nodes, 2 replicas`."""
+        devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
+        nodes = f" in {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        return devices + nodes + (f", {self.num_replicas} replicas" * (self.num_replicas > 1))
+
+    @property
+    def replica_counts(self) -> tuple[int, ...]:
+        """The numbers of replicas that have whole nodes each, or equal parts of one; fewest first.
+
+        As many as devices is among them: each has all of the states then, below it if they are
+        offloaded, and gathers nothing.
+        """
+        count, node = self.num_devices, self.in_node
+        sizes = ((n, count // n) for n in range(1, count + 1) if count % n == 0)
+        return tuple(n for n, size in sizes if size % node == 0 or node % size == 0)
+
+
+ALONE = DeviceGroup()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """Settings of a whole step: how the optimizer runs, and on how many devices.
 
     With `overlap_steps` a step does not wait for its last updates: the next forward does, unit by
     unit, when it fetches what is updated.
 
-    What is on disk is read and written past the page cache. With `page_cache_bytes` it goes through
-    the cache, and is no more than that: memory beside the budgets, which it may fill.
+    The disk is read and written past the page cache. With `page_cache_bytes` its bytes go through
+    the cache, and are no more than that: memory beside the budgets, which it may fill.
+    """
+
+    piece_bytes: int = 0  # optimizer states move and are updated in such pieces; 0: to be chosen
+    updates: Updates = "in backward"
+    micro_batches: int = 1  # forwards and backwards per update
+    group: DeviceGroup = ALONE
+    overlap_steps: bool = False
+    page_cache_bytes: int = 0  # of memory, that what is on disk may fill
+    clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a step is one forward and backward, on one device."""
+        return self.micro_batches == self.group.num_devices == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A training step under budgets: one decision per unit, in execution order.
+
+    `tensors` says what the model holds, as in its profile. Workload, budgets (`host` and `disk`
+    too) and peaks are those of one rank.
     """
 
     workload: Workload
@@ -263,17 +320,14 @@ class Plan:
     allowed: tuple[str, ...] = ()  # what it has leave for, as `--allow` says it
     budgets: Budgets
     prediction: Prediction
-    piece_bytes: int  # optimizer states move and are updated in pieces of at most this size
+    settings: StepSettings
     units: tuple[UnitPlan, ...]
-    updates: Updates = "in backward"
-    micro_batches: int = 1  # forwards and backwards per update
-    num_devices: int = 1
-    num_replicas: int = 1  # of the sharded states; divides num_devices
-    num_nodes: int = 1  # that the devices are in, as many in each
-    overlap_steps: bool = False
-    page_cache_bytes: int = 0  # of memory, that what is on disk may fill
-    clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
     tensors: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> DeviceGroup:
+        """The devices that the plan is for."""
+        return self.settings.group
 
     @property
     def forms(self) -> frozenset[Form]:

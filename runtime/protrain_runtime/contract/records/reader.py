@@ -3,13 +3,13 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields
 from functools import cache, partial
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from protrain_runtime.contract.errors import ProtrainError, RecordError, cut
-from protrain_runtime.contract.records.decisions import ACTIVATIONS, OLD_PHRASES, PLAIN, STATES
+from protrain_runtime.contract.records.decisions import ACTIVATIONS, PLAIN, STATES
 from protrain_runtime.contract.records.folding import MAX_RUN, run_length, unfold
 from protrain_runtime.contract.records.forms import (
     FORMS,
@@ -29,7 +29,6 @@ from protrain_runtime.contract.records.schema import (
     MAX_UNFOLDED,
     MAX_UNITS,
     OF_LINES,
-    OLD_KEYS,
     PATTERNS,
     STEP_END,
     VERSION,
@@ -37,6 +36,7 @@ from protrain_runtime.contract.records.schema import (
     Record,
     is_size,
     limits_of,
+    may_miss,
 )
 from protrain_runtime.contract.records.tree import (
     MAX_TEXT,
@@ -77,11 +77,8 @@ def version_of(text: str) -> int:
     return root(text, None).any_mapping()["version"].integer()
 
 
-def headed(value: Node, kind: str) -> Node:
-    """The same as a file of this kind; RecordError where its header says otherwise.
-
-    It is `old` if its version is an earlier one.
-    """
+def headed(value: Node, kind: str, expected: int = VERSION) -> Node:
+    """The same as a file of this kind; RecordError where its header says otherwise."""
     values = value.any_mapping()
     if "protrain" not in values:
         raise value.error("missing key 'protrain'", f"start the file with protrain: {kind}")
@@ -90,14 +87,16 @@ def headed(value: Node, kind: str) -> Node:
         what = f"a {kind}" if kind in ("plan", "profile") else kind
         raise values["protrain"].error(f"expected {what}, got {cut(found)!r}", fix)
     if "version" not in values:
-        raise value.error("missing key 'version'", f"write version: {VERSION}")
+        raise value.error("missing key 'version'", f"write version: {expected}")
     version = values["version"].integer()
-    if version > VERSION:
-        problem = f"version {version} is newer than this program, which reads up to {VERSION}"
+    if version > expected:
+        problem = f"version {version} is newer than this program, which reads {expected}"
         raise values["version"].error(problem, "update protrain-plan")
-    if version < 1:
-        raise values["version"].error(f"expected version {VERSION}, got {version}")
-    return replace(value, old=version < VERSION)
+    if version < expected:
+        problem = f"expected version {expected}, got {version}"
+        fix = f"make the {kind} again, or run plans/convert.py" if version > 0 else None
+        raise values["version"].error(problem, fix)
+    return value
 
 
 @cache
@@ -117,7 +116,7 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
     if (owner, name) == (FormCost, "form"):
         return lambda value: _choice({form: form for form in FORMS})(value)
     if hint == Placement:
-        return _choice(STATES, renamed=OLD_PHRASES)
+        return _choice(STATES)
     if get_origin(hint) is Literal:
         return _choice({word: word for word in get_args(hint)})
     if get_origin(hint) is tuple:
@@ -138,36 +137,26 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
     return Node.boolean if hint is bool else partial(_read_record, hint)
 
 
-def _with_default(owner: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(owner) if f.default is not MISSING)
-
-
 def _read_record(
     owner: Callable[..., T], value: Node, header: Mapping[str, Reader] | None = None
 ) -> T:
     """The record at `value`, which may have the keys in `header` too."""
     header = header or {}
     readers = {**header, **_readers(owner)}
-    values = value.mapping(readers, _with_default(owner), OLD_KEYS.get(owner, {}))
+    values = value.mapping(readers, may_miss(owner))
     found = {name: read(values[name]) for name, read in readers.items() if name in values}
     return owner(**{name: field for name, field in found.items() if name not in header})
 
 
-def _choice(
-    choices: Mapping[str, Any],
-    shown: Iterable[str] | None = None,
-    renamed: Mapping[str, str] = MappingProxyType({}),
-) -> Reader:
+def _choice(choices: Mapping[str, Any], shown: Iterable[str] | None = None) -> Reader:
     expected = listed(choices if shown is None else shown, "or")
 
     def read(value: Node) -> Any:
         if not value.is_text():
             raise value.expected(expected)
         word = value.text()
-        if value.old:
-            word = renamed.get(word, word)
         if word not in choices:
-            fix = f"write {renamed[word]!r}" if word in renamed else did_you_mean(word, choices)
+            fix = did_you_mean(word, choices)
             raise value.error(f"expected {expected}, got {cut(word)!r}", fix)
         return choices[word]
 
@@ -303,7 +292,7 @@ def _entries(
     """Each entry of a list of units, the names of the units it speaks of, and its other fields."""
     readers: dict[str, Reader] = {"names": _run, **_readers(owner), **extra}
     readers.pop("schedule", None)  # its fields are keys of the unit itself
-    optional = ("name", "names", "used_by", *extra, *_with_default(owner))
+    optional = ("name", "names", "used_by", *extra, *may_miss(owner))
     seen: set[str] = set()
     unfolded = 0
     for entry in value.sequence():
@@ -350,10 +339,11 @@ def _check_plan(plan: Plan, value: Node) -> None:
 
     Compiled blocks take no form that goes by what is inside.
     """
-    for key, parts in (("num_nodes", plan.num_nodes), ("num_replicas", plan.num_replicas)):
-        if plan.num_devices % parts:
-            problem = f"{plan.num_devices} devices are no equal parts of {parts}"
-            raise value.any_mapping()[key].error(problem)
+    group = plan.group
+    for key, parts in (("num_nodes", group.num_nodes), ("num_replicas", group.num_replicas)):
+        if group.num_devices % parts:
+            where = value.any_mapping()["settings"].any_mapping()["group"].any_mapping()[key]
+            raise where.error(f"{group.num_devices} devices are no equal parts of {parts}")
     exactness, leaves = exactness_of(plan.forms), leaves_of(plan.forms)
     by_host = plan.exactness == "host rounding"  # which needs no leave, and follows from the units
     rules = (

@@ -1,6 +1,6 @@
 """How records look as YAML: what the reader and the writer have to agree on.
 
-A file starts with `protrain: KIND` and `version: 2`, then has the fields of the record under
+A file starts with `protrain: KIND` and `version: 3`, then has the fields of the record under
 their own names, in their own order. What differs from the dataclasses:
 
 - A field that has a default is absent where it has that value.
@@ -12,12 +12,11 @@ their own names, in their own order. What differs from the dataclasses:
   `names: model.layers.0-11` instead of `name: model.layers.0`.
 - A unit whose parameters are used by itself alone has no `used_by`.
 
-Files of version 1 are read too. They spell the keys of `OLD_KEYS` and the phrases of
-`decisions.OLD_PHRASES` otherwise, and differ in nothing else.
+Files of earlier versions are refused; `plans/convert.py` rewrites those of version 2.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 from protrain_runtime.contract.records.hardware import (
     Contention,
@@ -29,7 +28,14 @@ from protrain_runtime.contract.records.hardware import (
     PublishedError,
     Rates,
 )
-from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, TierBytes, UnitPlan
+from protrain_runtime.contract.records.plan import (
+    Budgets,
+    Plan,
+    Prediction,
+    StepSettings,
+    TierBytes,
+    UnitPlan,
+)
 from protrain_runtime.contract.records.profile import (
     Compilation,
     FormCost,
@@ -41,12 +47,7 @@ from protrain_runtime.contract.records.profile import (
 )
 from protrain_runtime.contract.units import MAX_BYTES, exact_bytes
 
-VERSION = 2
-
-OLD_KEYS: Mapping[object, Mapping[str, str]] = {
-    Interconnect: {"within": "intra_node", "across": "inter_node"},
-}
-"""Keys as version 1 spelled them, and what they are called now."""
+VERSION = 3
 
 DEVICE_KIND = r"[a-z][a-z0-9_]{0,99}"
 """What a type of device is called: PyTorch's own names, and those that backends register."""
@@ -62,6 +63,15 @@ KINDS: dict[type, str] = {Hardware: "hardware", Profile: "profile", Plan: "plan"
 
 STEP_END = "end"
 """A drain of `None`: until the step's end."""
+
+
+def may_miss(owner: Any) -> tuple[str, ...]:
+    """Names of the fields that a file may leave out: those with a default value.
+
+    A file says the size of pieces, which a question leaves to the planner.
+    """
+    names = (f.name for f in fields(owner) if f.default is not MISSING)
+    return tuple(name for name in names if (owner, name) != (StepSettings, "piece_bytes"))
 
 
 def is_size(owner: type, name: str) -> bool:
@@ -166,9 +176,11 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Prediction, "clipped_step_seconds"): Limits(low=1e-12, high=MAX_SECONDS, or_zero=True),
     (Prediction, "slow_step_seconds"): Limits(low=1e-12, high=MAX_SECONDS, or_zero=True),
     (Prediction, "slow_every"): Limits(high=10**9),
-    (Plan, "clip_share"): Limits(low=1e-6, high=1.0, or_zero=True),
-    (Plan, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
-    (Plan, "micro_batches"): Limits(low=1, high=10**6),
+    (Prediction, "host_update_seconds"): Limits(low=1e-12, high=MAX_SECONDS, or_zero=True),
+    (Prediction, "host_update_threads"): Limits(high=MAX_COUNT),
+    (StepSettings, "clip_share"): Limits(low=1e-6, high=1.0, or_zero=True),
+    (StepSettings, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
+    (StepSettings, "micro_batches"): Limits(low=1, high=10**6),
 }
 """What a field takes that its name does not say."""
 

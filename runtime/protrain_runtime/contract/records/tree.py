@@ -13,11 +13,10 @@ import math
 import re
 import tomllib
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -119,15 +118,11 @@ _MAX_INTEGER = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A YAML node, with the file and the key path (such as `units[3].name`) that it has there.
-
-    `old` is said of what a file of an earlier version holds, whose spellings are read too.
-    """
+    """A YAML node, with the file and the key path (such as `units[3].name`) that it has there."""
 
     node: yaml.Node
     source: str | None
     key: str | None
-    old: bool = False
 
     def error(self, problem: str, fix: str | None = None) -> RecordError:
         """An error about this value."""
@@ -143,27 +138,15 @@ class Node:
             found = "a single value"  # a whole file that is no record is not quoted
         return self.error(f"expected {what}, got {found}", fix)
 
-    def mapping(
-        self,
-        known: Collection[str],
-        optional: Collection[str] = (),
-        renamed: Mapping[str, str] = MappingProxyType({}),
-    ) -> "dict[str, Node]":
-        """The values of a mapping by key: all the `known` keys, only those, each once.
-
-        Keys that are `renamed` have their old names in files of an earlier version alone.
-        """
+    def mapping(self, known: Collection[str], optional: Collection[str] = ()) -> "dict[str, Node]":
+        """The values of a mapping by key: all the `known` keys, only those, each once."""
         values = self.any_mapping()
-        for old, new in renamed.items():
-            if self.old and old in values and new not in values:
-                values[new] = values.pop(old)
         for key, value in values.items():
             if key not in known:
                 unknown = replace(self, node=value.node)
-                fix = f"its name is {renamed[key]} now" if key in renamed else None
                 raise unknown.error(
                     f"unknown key {cut(key)!r}",
-                    fix or did_you_mean(key, known) or f"the keys are {listed(known, 'and')}",
+                    did_you_mean(key, known) or f"the keys are {listed(known, 'and')}",
                 )
         for key in known:
             if key not in values and key not in optional:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
-from protrain_runtime.contract.records.decisions import FIRST_PHRASES, WORDINGS
+from protrain_runtime.contract.records.decisions import WORDINGS
 from protrain_runtime.contract.records.folding import fold, runs
 from protrain_runtime.contract.records.hardware import (
     Collectives,
@@ -16,7 +16,15 @@ from protrain_runtime.contract.records.hardware import (
     Observed,
     Rates,
 )
-from protrain_runtime.contract.records.plan import Budgets, Plan, Schedule, TierBytes, UnitPlan
+from protrain_runtime.contract.records.plan import (
+    Budgets,
+    DeviceGroup,
+    Plan,
+    Schedule,
+    StepSettings,
+    TierBytes,
+    UnitPlan,
+)
 from protrain_runtime.contract.records.profile import (
     Compilation,
     FormCost,
@@ -26,7 +34,6 @@ from protrain_runtime.contract.records.profile import (
 )
 from protrain_runtime.contract.records.schema import (
     KINDS,
-    OLD_KEYS,
     STEP_END,
     VERSION,
     Record,
@@ -82,42 +89,26 @@ _ON_ONE_LINE = (
         Budgets,
         TierBytes,
         UnitPlan,
+        StepSettings,
+        DeviceGroup,
     ),
 )
 
 
 def dumps(record: Record) -> str:
     """The record as YAML text, with a header that explains it."""
-    return _COMMENTS[type(record)] + _text(record, VERSION)
+    header = {"protrain": KINDS[type(record)], "version": str(VERSION)}
+    return _COMMENTS[type(record)] + _text(header | _mapping(record))
 
 
 def fingerprint(record: Record) -> str:
     """`sha256:` and 16 digits; equal for equal records, whatever the comments of their files."""
-    # Of the record as version 1 wrote it: whichever version its file is of, it has this one.
-    return f"sha256:{hashlib.sha256(_text(record, 1).encode()).hexdigest()[:16]}"
+    text = _text({"protrain": KINDS[type(record)]} | _mapping(record))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _text(record: Record, version: int) -> str:
-    mapping = _mapping(record) if version > 1 else _in_old_words(_mapping(record))
-    header = {"protrain": KINDS[type(record)], "version": str(version)}
-    return "".join(f"{line}\n" for line in _block(header | mapping))
-
-
-_OLD_KEYS = {new: old for renamed in OLD_KEYS.values() for old, new in renamed.items()}
-
-
-def _in_old_words(value: Any) -> Any:
-    match value:
-        case dict():
-            old = type(value)()
-            for key, one in value.items():
-                word = FIRST_PHRASES.get(one, one) if key == "states" else _in_old_words(one)
-                old[_OLD_KEYS.get(key, key)] = word
-            return old
-        case list():
-            return type(value)(map(_in_old_words, value))
-        case _:
-            return value
+def _text(mapping: Mapping[str, Any]) -> str:
+    return "".join(f"{line}\n" for line in _block(mapping))
 
 
 def _mapping(record: Any) -> dict[str, Any]:

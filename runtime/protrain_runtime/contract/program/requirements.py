@@ -1,0 +1,90 @@
+"""Requirements of placements: on which steps, and which types of device, they are open.
+
+The planner's options, pins, the compiler and the runtime ask this table and quote its words.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.decisions import states_text
+from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
+from protrain_runtime.contract.records.plan import (
+    STEPPED,
+    Offload,
+    Placement,
+    StepSettings,
+    UnitPlan,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirement:
+    """A condition on the step for one kind of placement.
+
+    of     whether a placement is of that kind
+    holds  whether the step, on a device of that type, lets chunks be placed so
+    words  the steps that do, to follow "that is for"
+    fix    for who has written the plan
+    """
+
+    of: Callable[[Placement], bool]
+    holds: Callable[[StepSettings, DeviceKind], bool]
+    words: str
+    fix: str
+
+
+REQUIREMENTS = (
+    # Clipping waits for the norm of all gradients; those of several micro-batches stand until the
+    # last one anyway; ranks sum them.
+    Requirement(
+        of=lambda states: states == STEPPED,
+        holds=lambda step, _: step.updates == "in backward" and step.is_single,
+        words="updates in backward, with one micro-batch, on one device",
+        fix="let it be persistent",
+    ),
+    # Micro-batches follow, or ranks sum what they have of a gradient.
+    Requirement(
+        of=lambda states: isinstance(states, Offload) and states.speculate,
+        holds=lambda step, _: step.updates == "after backward" and step.is_single,
+        words="updates after backward (--clip), with one micro-batch, on one device",
+        fix="let its update wait",
+    ),
+    Requirement(
+        of=lambda states: isinstance(states, Offload) and states.tier == "device",
+        holds=lambda step, _: step.group.num_devices > 1,
+        words="several devices, which share states",
+        fix="let it be persistent, or plan with --num-devices",
+    ),
+    Requirement(
+        of=lambda states: isinstance(states, Offload) and states.update_on_device,
+        holds=lambda _, device: is_accelerator(device),
+        words="accelerators",
+        fix="let the host update it",
+    ),
+)
+
+
+def unmet(states: Placement, step: StepSettings, device: DeviceKind) -> Requirement | None:
+    """The requirement that keeps chunks from being placed so; None where they may be."""
+    found = (one for one in REQUIREMENTS if one.of(states) and not one.holds(step, device))
+    return next(found, None)
+
+
+def check_step(units: Sequence[UnitPlan], step: StepSettings, device: DeviceKind) -> None:
+    """ProtrainError where the step is not one for the placements of its units, or overlaps."""
+    for states in dict.fromkeys(unit.states for unit in units):
+        if missing := unmet(states, step, device):
+            index = [unit.states for unit in units].index(states)
+            raise ProtrainError(
+                f"{units[index].name} cannot take {states_text(states)!r}: that is for"
+                f" {missing.words}",
+                key=f"units[{index}].states",
+                fix=missing.fix,
+            )
+    if step.overlap_steps and not step.is_single:
+        raise ProtrainError(
+            "steps cannot overlap: that is for one micro-batch, on one device",
+            key="settings.overlap_steps",
+            fix="let it be false",
+        )
