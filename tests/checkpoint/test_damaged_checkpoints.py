@@ -237,7 +237,7 @@ def test_two_ranks_refuse_damage_together_and_go_on(of_ranks: Path) -> None:
     found = [  # and by which rank: each compares some of the files
         (f"{paths[0]}: the file is damaged: its checksum is another{FIX}", [0, 1]),
         (f"{paths[1]}: embedding (unit (input)) is damaged{FIX}", [0]),
-        (f"{paths[2]}: head.bias.step (unit head) is damaged{FIX}", [1]),
+        (f"{paths[2]}: head.bias.exp_avg_sq (unit head) is damaged{FIX}", [1]),
         (f"{paths[3]}: extra.scale is damaged{FIX}", [0, 1]),
         (f"DIR/disk-1/{lacking}: cannot be read: No such file or directory{FIX}", [1]),
     ]
