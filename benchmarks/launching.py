@@ -6,7 +6,7 @@ Plain and planned steps of almost nothing take turns: all states are in host mem
 block saves is swapped to it. What counts is the processor time of the threads that compute, which
 others' work disturbs less than the clock. `--before` is a git worktree of another commit, measured
 by the same file in processes that take turns with ours; the emulated device is measured there too
-where it exists. The page has ratios alone.
+where it exists.
 """
 
 import argparse
@@ -97,9 +97,10 @@ def page(document: Mapping[str, Any]) -> str:
         " blocks save is swapped to it. A planned step is forward, backward and the optimizer's"
         " step; a plain one is forward and backward. The cost of a move is the difference, divided"
         " by the number of moves: of all that a plan adds, so that units without moves count, too."
-        " Steps take turns in a process, and processes of the two commits with each other. Ratios"
-        " alone are told, of the least that a step took: what others do on a processor only adds."
-        f" Each is the median over processes of {document['rounds']} steps, and the range.",
+        " That of a slot is divided by the slots, two for a unit. Steps take turns in a process,"
+        " and processes of the two commits with each other. What counts is the least that a step"
+        " took: what others do on a processor only adds. Each is the median over processes of"
+        f" {document['rounds']} steps, and the range.",
         *_warning(document),
     ]
     for device, found in document["devices"].items():
@@ -124,6 +125,8 @@ def _rows(found: Mapping[str, list[Found]], clock: int) -> list[list[str]]:
     header = ["blocks", "moves", *(f"step, planned / plain: {name}" for name in columns)]
     sizes = list(next(iter(found.values()))[0])
     first = sizes[0]
+    header += [f"us a move: {name}" for name in columns]
+    header += [f"us a slot: {name}" for name in columns]
     header += [f"a move, beside one of {first} blocks: {name}" for name in columns]
     both = len(columns) == 2
     rows = [[*header, *(["a move, after / before"] if both else [])]]
@@ -134,6 +137,11 @@ def _rows(found: Mapping[str, list[Found]], clock: int) -> list[list[str]]:
             _spread(_step(one, "planned", clock) / _step(one, "plain", clock) for one in each[name])
             for name in columns
         ]
+        for count in (sum(each[columns[0]][0]["moves"].values()), each[columns[0]][0]["slots"]):
+            row += [
+                _spread((1e6 * _added(one, clock) / count for one in each[name]), digits=0)
+                for name in columns
+            ]
         row += [
             "1"
             if size == first
@@ -152,17 +160,22 @@ def _step(one: Found, kind: str, clock: int) -> float:
     return min(step[clock] for step in seconds)
 
 
+def _added(one: Found, clock: int) -> float:
+    """Seconds of processor time that the plan adds to a step."""
+    return _step(one, "planned", clock) - _step(one, "plain", clock)
+
+
 def _move(one: Found, clock: int) -> float:
     """Seconds of processor time that a move adds."""
     moves: dict[str, int] = one["moves"]
-    return (_step(one, "planned", clock) - _step(one, "plain", clock)) / sum(moves.values())
+    return _added(one, clock) / sum(moves.values())
 
 
-def _spread(ratios: Iterator[float]) -> str:
+def _spread(values: Iterator[float], *, digits: int = 2) -> str:
     """Of processes: the median, and the range around it."""
-    values = sorted(ratios)
-    middle = f"{statistics.median(values):.2f}"
-    return f"{middle} ({values[0]:.2f} to {values[-1]:.2f})" if len(values) > 1 else middle
+    found = sorted(values)
+    middle, low, high = (f"{n:.{digits}f}" for n in (statistics.median(found), found[0], found[-1]))
+    return f"{middle} ({low} to {high})" if len(found) > 1 else middle
 
 
 def _warning(document: Mapping[str, Any]) -> Iterator[str]:

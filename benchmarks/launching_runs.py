@@ -131,7 +131,8 @@ def measured(device: torch.device, num_blocks: int, num_rounds: int) -> dict[str
             seconds["plain"].append((between[0] - start[0], between[1] - start[1]))
             seconds["planned"].append((end[0] - between[0], end[1] - between[1]))
     kinds = [str(move.kind) for move in engine.program.moves]
-    return {"moves": {kind: kinds.count(kind) for kind in sorted(set(kinds))}, **seconds}
+    moves = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+    return {"moves": moves, "slots": len(engine.program.slots), **seconds}
 
 
 def plan(model: nn.Module, batch: Tensor) -> Plan:

@@ -80,6 +80,10 @@ class OperatorLog:
         """The estimate for every mark."""
         return [sum(work.seconds(rates) for work in slot) for slot in self.slots]
 
+    def launch_seconds(self, rates: Rates) -> list[float]:
+        """What the thread that launches the operators of every mark takes."""
+        return [len(slot) * rates.operator_s for slot in self.slots]
+
     def model_flops(self) -> list[float]:
         """What model FLOPs utilisation counts, for every mark."""
         return [sum(work.model_flops for work in slot) for slot in self.slots]

@@ -138,8 +138,8 @@ def _below(
 ) -> tuple[tuple[Tier, ...], list[Contention], Overheads, list[str]]:
     """The tiers below a device; what reads, writes and updates share with compute; overheads.
 
-    Overheads are 0 where the hardware moves by itself while the host prepares what is next. Last,
-    what there is to say about how the disk was measured.
+    Those of transfers are 0 where the hardware moves by itself while the host prepares what is
+    next. Last, what there is to say about how the disk was measured.
     """
     compute = small_compute(device)
     with _files(directory, device) as (reads, writes):
@@ -159,7 +159,10 @@ def _below(
                 ways = (pinned.read, pinned.write)
                 kept = [contention(compute, each, num_rounds=1) for each in ways]
                 kept.append(contention(compute, update, num_rounds=1, num_threads=team.inside))
-            return (host, disk), kept, Overheads(move_s=0.0, transfer_s=0.0, piece_s=0.0), said
+            progress("measuring the runtime itself", 0.75)
+            overheads = measure_overheads(directory, device=device)
+            # What transfers and updates cost is in the link's latency, and next to nothing.
+            return (host, disk), kept, replace(overheads, transfer_s=0.0, piece_s=0.0), said
         progress("measuring the runtime itself", 0.25)
         overheads = measure_overheads(directory)
         progress("measuring what lanes and compute leave each other", 0.3)

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from protrain_plan.models.building import parameter_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_runtime import prepare, record, restore
-from protrain_runtime.contract.records.hardware import Contention, Link, Rates
+from protrain_runtime.contract.records.hardware import Contention, Link, Rates, TierName
 from protrain_runtime.contract.records.plan import (
     Budgets,
     Keep,
@@ -38,7 +38,7 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.contract.records.profile import DType, Precision, Workload
 from protrain_runtime.contract.units import four_digits
-from protrain_runtime.devices.device import current_stream, found, on_host, synchronize
+from protrain_runtime.devices.device import HOST, current_stream, found, on_host, synchronize
 from protrain_runtime.devices.lanes import Backend, take_threads
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
@@ -481,8 +481,8 @@ _STEPS = 25
 class Overheads:
     """Medians over steps, of a move each.
 
-    move_s      of the processor, in the thread that computes: submitting a move and ending it,
-                with the share of a slot's hooks
+    move_s      of the processor, in the thread that computes or launches compute: submitting a move
+                and ending it, with the share of a slot's hooks
     transfer_s  in a lane, of a transfer of few bytes
     piece_s     in the update lane, of a piece of few parameters
     """
@@ -506,20 +506,25 @@ class _Layers(nn.Module):
 
 
 def measure_overheads(
-    spill_directory: Path, *, optimizer: str = DEFAULT_OPTIMIZER, cached: bool = False
+    spill_directory: Path,
+    *,
+    device: torch.device = HOST,
+    optimizer: str = DEFAULT_OPTIMIZER,
+    cached: bool = False,
 ) -> Overheads:
-    """Of this machine's processor, with everything that a plan can move going to disk.
+    """Of this machine's processor, with everything that a plan can move going to the next tier.
 
-    Past the page cache, or through it where it is `cached`.
+    To a disk past the page cache, or through it where it is `cached`.
     Seconds of the processor and not of the clock where it computes: what a step waits for, the
     timeline knows. About 1 s; the random state is left alone.
     """
     with torch.random.fork_rng(devices=[]):
-        plain, planned = _Layers(), _Layers()
+        plain, planned = _Layers().to(device), _Layers().to(device)
     factory = optimizer_factory(optimizer)
-    tokens = torch.ones(_LAYER_WIDTH, _LAYER_WIDTH)
-    plain_cpu = _cpu_seconds(_training(plain, factory(plain.parameters()), tokens))
-    plan = _plan(planned)
+    tokens = torch.ones(_LAYER_WIDTH, _LAYER_WIDTH, device=device)
+    clock = _LaunchingClock()
+    plain_cpu = clock.median(_training(plain, factory(plain.parameters()), tokens, clock))
+    plan = _plan(planned, device)
     model, stepper = prepare(
         planned,
         replace(plan, settings=replace(plan.settings, page_cache_bytes=2**30 * cached)),
@@ -527,8 +532,8 @@ def measure_overheads(
         spill_directory=spill_directory,
     )
     try:
-        step = _training(model, stepper, tokens)
-        planned_cpu = _cpu_seconds(step)
+        step = _training(model, stepper, tokens, clock)
+        planned_cpu = clock.median(step)
         transfers: list[float] = []
         updates: list[float] = []
         with record(model) as recorder:
@@ -552,24 +557,43 @@ def measure_overheads(
 
 
 def _training(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokens: torch.Tensor,
+    clock: "_LaunchingClock",
 ) -> Callable[[], None]:
     def step() -> None:
-        model(tokens).backward()
+        loss = model(tokens)
+        loss.register_hook(clock.note_thread)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def _cpu_seconds(step: Callable[[], None]) -> float:
-    """Of the calling thread in one step, the median after some that warm up."""
-    seconds: list[float] = []
-    for _ in range(3 + _STEPS):
-        start = time.thread_time()
-        step()
-        seconds.append(time.thread_time() - start)
-    return statistics.median(seconds[3:])
+class _LaunchingClock:
+    """Processor seconds of the threads that run a model: this one, and autograd's on a device."""
+
+    def __init__(self) -> None:
+        self._threads = {threading.get_ident()}
+
+    def note_thread(self, _: torch.Tensor) -> None:
+        """Count with the thread in which autograd calls this hook."""
+        self._threads.add(threading.get_ident())
+
+    def median(self, step: Callable[[], None]) -> float:
+        """Of one step, after some that warm up."""
+        seconds: list[float] = []
+        for _ in range(3 + _STEPS):
+            start = self._seconds()
+            step()
+            seconds.append(self._seconds() - start)
+        return statistics.median(seconds[3:])
+
+    def _seconds(self) -> float:
+        clocks = (time.pthread_getcpuclockid(thread) for thread in self._threads)
+        return sum(map(time.clock_gettime, clocks))
 
 
 def plan_to_measure(
@@ -591,8 +615,9 @@ def plan_to_measure(
     )
 
 
-def _plan(model: nn.Module) -> Plan:
-    """Every layer's states are offloaded to disk, and what it saves is swapped there."""
+def _plan(model: nn.Module, device: torch.device) -> Plan:
+    """Every layer's states are offloaded to the next tier, and what it saves is swapped there."""
+    tier: TierName = "disk" if on_host(device) else "host"
     schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
     first, last = (
         UnitPlan(name=name, kind="part", activations=Keep(), states=Persistent())
@@ -601,8 +626,8 @@ def _plan(model: nn.Module) -> Plan:
     layers = tuple(
         UnitPlan(
             name=f"layers.{number}",
-            activations=Swap(tier="disk"),
-            states=Offload(tier="disk"),
+            activations=Swap(tier=tier),
+            states=Offload(tier=tier),
             schedule=schedule,
         )
         for number in range(_LAYERS)
@@ -613,7 +638,7 @@ def _plan(model: nn.Module) -> Plan:
         batch_size=_LAYER_WIDTH,
         seq_len=1,
         dtype="float32",
-        device="cpu",
+        device=device.type,
         seed=0,
     )
     return plan_to_measure(model, (first, *layers, last), workload)

@@ -61,7 +61,12 @@ from protrain_plan.profiling.unit_by_unit import (
 )
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_of
-from protrain_runtime.contract.records.hardware import DeviceKind, Hardware, Rates
+from protrain_runtime.contract.records.hardware import (
+    DeviceKind,
+    Hardware,
+    Rates,
+    is_accelerator,
+)
 from protrain_runtime.contract.records.profile import (
     SPARSE,
     OptimizerCost,
@@ -221,6 +226,11 @@ def _estimates(
         # have no last mark.
         num_marks = 2 * len(units) + 1
         seconds = {form: [log.seconds(rates)[-num_marks:]] for form, log in logs.items()}
+        launching = {
+            form: [log.launch_seconds(rates)[-num_marks:]]
+            for form, log in logs.items()
+            if is_accelerator(kind)
+        }
         by_themselves = [(index,) for index in range(len(units))]
         cost = _optimizer(
             optimizer,
@@ -234,7 +244,7 @@ def _estimates(
             seen=seen,
         )
         filled_units = without_falls(
-            filled(timed(units, seconds, by_themselves), sketch.block_classes)
+            filled(timed(units, seconds, launching, by_themselves), sketch.block_classes)
         )
         profiles.append(
             Profile(

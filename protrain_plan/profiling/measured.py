@@ -268,7 +268,7 @@ def measure_model(
         units = without_falls(filled(counting.units, counted))
         measured = {cost.form for unit in units for cost in unit.forms}
         forms = [form for form in FORMS if form in measured]
-        seconds = passes.slot_seconds(
+        seconds, launching = passes.slot_seconds(
             model,
             modules,
             batches,
@@ -301,7 +301,9 @@ def measure_model(
         model_fingerprint=model_fingerprint(model),
         optimizer=cost,
         base_bytes=structure.base_bytes + others + counting.left_bytes,
-        units=told_of_steps(timed(units, seconds, _alike(units, block_classes)), workload, cost),
+        units=told_of_steps(
+            timed(units, seconds, launching, _alike(units, block_classes)), workload, cost
+        ),
         tensors=model_tensors(model),
         fixed_bytes=fixed_bytes,
         varies=str(varies or ""),
@@ -518,10 +520,12 @@ def _gradient_of(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
 def timed(
     units: Sequence[Unit],
     seconds: Mapping[Form, Sequence[Sequence[float]]],
+    launching: Mapping[Form, Sequence[Sequence[float]]],
     members: Sequence[Sequence[int]],
 ) -> list[Unit]:
     """The units with medians of their slots' seconds, over steps and the `members` of their class.
 
+    Of seconds of `launching` the least: the thread is held up where the device's queue is full.
     A form of the last part takes a hundredth more than `keep` at least: it does all of that, and
     more. With memory to spare a plan stays plain PyTorch, whatever noise says.
     Of seconds: [form][step][slot]
@@ -534,6 +538,10 @@ def timed(
             found = max(found, 1.01 * median("keep", slots))
         return four_digits(found)
 
+    def least(form: Form, slots: Sequence[int]) -> float:
+        found = (step[slot] for step in launching.get(form, ()) for slot in slots)
+        return four_digits(min(filter(None, found), default=0.0))
+
     last = 2 * len(units) - 1
     return [
         replace(
@@ -543,6 +551,8 @@ def timed(
                     cost,
                     forward_s=median(cost.form, alike),
                     backward_s=median(cost.form, [last - other for other in alike]),
+                    forward_launch_s=least(cost.form, alike),
+                    backward_launch_s=least(cost.form, [last - other for other in alike]),
                 )
                 for cost in unit.forms
             ),

@@ -103,11 +103,38 @@ def _work(program: BoundProgram) -> list[float]:
 
 def slot_seconds(program: BoundProgram) -> list[float]:
     """Compute seconds of every slot, recomputation and updates in backward included."""
-    costs = [option.cost for option in program.activations]
+    options = program.activations
     return [
-        (costs[slot.unit].forward_s if slot.forward else costs[slot.unit].backward_s)
+        (options[slot.unit].forward_s if slot.forward else options[slot.unit].backward_s)
         + sum(program.states[unit].device_s for unit in slot.stepped)
         for slot in program.slots
+    ]
+
+
+def occupied_seconds(program: BoundProgram) -> list[float]:
+    """Seconds of every slot with its moves, and of the device's update.
+
+    One thread launches compute, submits moves and ends them (counted where a move is submitted:
+    its end is seen at a later boundary). An accelerator computes meanwhile, and a slot takes the
+    longer of both; a processor computes in that thread.
+    """
+    hardware, costs = program.profile.hardware, [option.cost for option in program.activations]
+    update_s = device_update_seconds(program) if program.updating else 0.0
+    computing = [*slot_seconds(program), update_s]
+    launching = computing
+    if is_accelerator(hardware.device.kind):
+        launching = [
+            costs[slot.unit].forward_launch_s
+            if slot.forward
+            else costs[slot.unit].backward_launch_s
+            for slot in program.slots
+        ]
+        launching.append(0.0)
+    handled = [len(slot.submit) + len(slot.finish) for slot in program.slots]
+    handled.append(len(program.last))
+    return [
+        max(device, host + count * hardware.move_s)
+        for device, host, count in zip(computing, launching, handled, strict=True)
     ]
 
 
@@ -204,16 +231,7 @@ class _Simulation:
         self.first = 0  # the number of the running step's first move
         # What a step does not wait for at its end, counted from its first move.
         self.runs_on = program.running_on
-        update_s = device_update_seconds(program) if program.updating else 0.0
-        # The computing thread submits moves and ends them, counted where a move is submitted: its
-        # end is seen at a later boundary.
-        handled = [len(slot.submit) + len(slot.finish) for slot in program.slots]
-        handled.append(len(program.last))
-        move_s = program.profile.hardware.move_s
-        self.compute_work = [
-            seconds + count * move_s
-            for seconds, count in zip([*slot_seconds(program), update_s], handled, strict=True)
-        ]
+        self.compute_work = occupied_seconds(program)
         self.lanes = sorted({move.lane for move in moves}, key=str)
         numbers = {lane: number for number, lane in enumerate(self.lanes)}
         self.lane_of = [numbers[move.lane] for move in moves]

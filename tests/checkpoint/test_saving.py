@@ -609,7 +609,7 @@ def plan_of_factory(**changes: Any) -> Plan:
     units = decided(described("gpt2"), Swap(tier="disk"), Offload(tier="disk"))
     fingerprint = model_fingerprint(build("gpt2"))
     plan = plan_of(units, fingerprint=fingerprint, workload=workload)
-    return replace(plan, **changes, settings=replace(plan.settings, micro_batches=2))
+    return with_settings(plan, micro_batches=2, **changes)
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_the_generic_cpu_is_a_measurement() -> None:
 
 def numbers(machine: Hardware) -> Iterator[str]:
     """What a card's sources have to speak of."""
-    yield from ("memory_bytes", "context_bytes", "num_threads", "link", "contention")
+    yield from ("memory_bytes", "context_bytes", "num_threads", "link", "contention", "move_s")
     yield from (tier.name for tier in machine.tiers)
     unknown = ("error_low", "error_high", "host_piece_s")
     yield from (field.name for field in dataclasses.fields(Rates) if field.name not in unknown)

@@ -16,7 +16,7 @@ from protrain_plan.planning.search.scheduling import ScheduleRule
 from protrain_plan.simulation.timeline import _Simulation
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.plan import Budgets
-from tests.support.planning_cases import MB, decoder, gpu, random_profile
+from tests.support.planning_cases import MB, decoder, gpu, random_profile, with_launches
 from tests.support.random_problems import PLENTY, random_choice, random_problem, random_rule
 from tests.support.thinning import thinned
 
@@ -61,7 +61,7 @@ def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int, *, severa
 @pytest.mark.parametrize(("seed", "several"), thinned(range(40), [False, True], every=6))
 def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, several: bool) -> None:
     rng = random.Random(seed)
-    profile = random_profile(rng, max_blocks=rng.choice([3, 7]))
+    profile = with_launches(random_profile(rng, max_blocks=rng.choice([3, 7])), rng)
     problem = random_problem(profile, PLENTY, rng, several=several)
     lean = min_memory(problem)
     assert lean

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from protrain_plan.commands.training import train
 from protrain_plan.hardware.probe import probe
+from protrain_plan.hardware.speeds import measure_overheads
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Solved
@@ -196,6 +197,17 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     assert max(measured) >= 0.9 * max(predicted)
 
 
+def test_launching_is_measured_beside_what_the_device_takes(
+    card: torch.device, tmp_path: Path
+) -> None:
+    """Of a move by the probe's layers, and of every block in the thread that launches it."""
+    assert 1e-6 < measure_overheads(tmp_path, device=card).move_s < 0.1
+    blocks = [unit for unit in profiled(card).units if unit.kind == "block"]
+    for cost in (cost for unit in blocks for cost in unit.forms):
+        assert 0 < cost.forward_launch_s < 10
+        assert 0 < cost.backward_launch_s < 10
+
+
 @pytest.mark.slow
 def test_a_probe_measures_the_link_and_what_lanes_take_from_compute(
     card: torch.device, tmp_path: Path
@@ -206,6 +218,7 @@ def test_a_probe_measures_the_link_and_what_lanes_take_from_compute(
     assert hardware.device.memory_bytes == devices.free_and_total_bytes(card)[1]
     assert [tier.name for tier in hardware.tiers] == ["host", "disk"]
     assert 1e6 < hardware.tier("host").link.read_bytes_per_s < 1e12
+    assert 1e-6 < hardware.move_s < 0.1
     for both in (
         hardware.read_contention,
         hardware.write_contention,

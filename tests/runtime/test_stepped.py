@@ -23,9 +23,10 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.plan import STEPPED, Budgets, Keep, Persistent, Plan
-from protrain_runtime.states.stand_ins import ConsumedGradient
+from protrain_runtime.states.stand_ins import ConsumedGradient, hollow, plainly
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import decoder, gpu
 from tests.support.runtime_cases import (
     ADAMW,
@@ -44,7 +45,7 @@ NAME = "llama-tied"
 
 def prepared(model: nn.Module, optimizer: Factory = ADAMW, **changes: Any) -> Any:
     plan: Plan = plan_for(model, decided(described(NAME), Keep(), STEPPED))
-    return prepare(model, replace(plan, **changes), optimizer=optimizer)
+    return prepare(model, with_settings(plan, **changes), optimizer=optimizer)
 
 
 def loss_on(model: nn.Module, number: int = 0) -> torch.Tensor:
@@ -67,6 +68,27 @@ def test_gradients_are_gone_before_those_of_earlier_blocks_come() -> None:
     loss_on(model).backward()
     assert seen == [True]
     optimizer.step()
+
+
+@every_device
+def test_stand_ins_are_made_once() -> None:
+    """The same objects stand for gradients in every step, and for equal shapes."""
+    model, optimizer = prepared(build(NAME))
+    seen: list[list[int]] = []
+    made: list[int] = []
+    for _ in range(3):
+        loss_on(model).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        taken = [one for one in gradients if isinstance(one, ConsumedGradient)]
+        seen.append([id(one) for one in taken])
+        with plainly():
+            shapes = {one.shape for one in taken}
+        assert len(set(seen[-1])) == len(shapes)
+        optimizer.step()
+        optimizer.zero_grad()
+        made.append(hollow.cache_info().misses)
+    assert seen[0] == seen[1] == seen[2] != []
+    assert made[0] == made[2]
 
 
 @every_device

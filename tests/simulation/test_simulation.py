@@ -25,7 +25,7 @@ from protrain_runtime.contract.records.plan import (
     Swap,
     UnitPlan,
 )
-from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.profile import Profile, Unit
 from tests.support.planning_cases import MB, cpu, decoder, gpu, unit
 from tests.support.programs import compile_units
 
@@ -181,7 +181,8 @@ def test_states_on_disk_are_read_updated_and_written_in_turn() -> None:
 
 def test_what_the_runtime_itself_costs_is_time_of_compute_and_of_the_update_lane() -> None:
     """A second per move that is submitted around a slot, a quarter of one per piece."""
-    profile = two_units(replace(machine(), move_s=1.0))
+    processor = replace(machine().device, kind="cpu")
+    profile = two_units(replace(machine(), move_s=1.0, device=processor))
     profile = replace(profile, optimizer=replace(profile.optimizer, host_piece_s=0.25))
     now = (Keep(), Offload(tier="host"), Schedule())
     found = times(timeline(profile, now, PLAIN))
@@ -192,6 +193,21 @@ def test_what_the_runtime_itself_costs_is_time_of_compute_and_of_the_update_lane
     assert found["backward 0"] == [7, 12]
     assert found["spill gradients 0 @3"] == [12, 13]
     assert found["update 0 @3 [0:500000000]"] == [13, 13.75]
+
+
+def test_a_slot_of_an_accelerator_takes_the_longer_of_computing_and_launching() -> None:
+    """Half a second of launches in forward and 2.5 in backward, and a second for each move."""
+    profile = two_units(replace(machine(), move_s=1.0))
+    launched: list[Unit] = []
+    for one in profile.units:
+        each = (replace(cost, forward_launch_s=0.5, backward_launch_s=2.5) for cost in one.forms)
+        launched.append(replace(one, forms=tuple(each)))
+    profile = replace(profile, units=tuple(launched))
+    found = times(timeline(profile, (Keep(), Offload(tier="host"), Schedule()), PLAIN))
+    assert found["forward 0"] == [1, 2.5]  # launches and a fetch, longer than the device's second
+    assert found["forward 1"] == [2.5, 3.5]  # as long as it computes
+    assert found["backward 1"] == [3.5, 6]
+    assert found["backward 0"] == [7, 12.5]  # with a fetch, gradients and an update
 
 
 @pytest.mark.parametrize(("lead", "period"), [(1, 9.2), (0, 10.2)])

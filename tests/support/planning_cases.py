@@ -317,6 +317,23 @@ def random_profile(rng: random.Random, *, max_blocks: int = 6) -> Profile:
     )
 
 
+def with_launches(profile: Profile, rng: random.Random) -> Profile:
+    """A profile in which some units take longer to launch than to compute."""
+    units = []
+    for one in profile.units:
+        forward, backward = (rng.choice([0.0, 0.5, 2.0]) for _ in range(2))
+        forms = tuple(
+            replace(
+                cost,
+                forward_launch_s=forward * cost.forward_s,
+                backward_launch_s=backward * cost.backward_s,
+            )
+            for cost in one.forms
+        )
+        units.append(replace(one, forms=forms))
+    return replace(profile, units=tuple(units))
+
+
 def with_copies(profile: Profile, rng: random.Random) -> Profile:
     """A profile that was recorded with leave: blocks in int8, a head in 8 tiles, as fast or not."""
     slower, of_copies = rng.choice([1.0, 1.05, 2.0]), rng.choice([2, 4])

@@ -6,6 +6,7 @@ passes, because counting allocations slows the code.
 """
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -458,6 +459,10 @@ def memory_segments(
     return counting.segments[-(2 * len(modules) + 1) :]
 
 
+SlotSeconds = dict[Form, list[list[float]]]
+"""By form, of every slot in each of several steps.  # [form][step][slot]"""
+
+
 def slot_seconds(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
@@ -467,25 +472,30 @@ def slot_seconds(
     num_steps: int | None,
     tick: Callable[[float], None],
     kept: Set[int] = frozenset(),
-) -> dict[Form, list[list[float]]]:
+) -> tuple[SlotSeconds, SlotSeconds]:
     """Seconds of every slot in each of `num_steps` steps per form, after one step that warms up.
+
+    Second, on an accelerator, those of the processor in the thread that launches the slot, which
+    waits for nothing; 0 where another thread ends the slot than began it.
 
     The forms take turns, so that what else the machine does is noise to all of them. None: as many
     steps as take `SAMPLED_S` per form, within `FEWEST_STEPS` and `MOST_STEPS`. `tick` hears the
     fraction that is done.
-    # [form][step][slot]
     """
     device = device_of(model)
     on_host = devices.on_host(device)
-    steps: dict[Form, list[list[float]]] = {form: [] for form in forms}
+    steps: SlotSeconds = {form: [] for form in forms}
+    launches: SlotSeconds = {form: [] for form in forms}
 
-    def step(form: Form) -> list[float]:
+    def step(form: Form) -> tuple[list[float], list[float]]:
         # On an accelerator, moments are events of the compute stream, not waited for.
         moments: list[Any] = []
+        clocks: list[tuple[int, float]] = []  # the threads' own
 
         def stamp(*_: object) -> None:
             now = time.perf_counter() if on_host else devices.record_event(device, timing=True)
             moments.append(now)
+            clocks.append((threading.get_ident(), time.thread_time()))
 
         with watched(model, modules, form, SlotWatch(stamp, timed=True), kept=kept):
             devices.synchronize(device)
@@ -493,16 +503,20 @@ def slot_seconds(
             stamp()
         drop_gradients(model)
         if on_host:
-            return [end - start for start, end in pairwise(moments)]
+            return [end - start for start, end in pairwise(moments)], []
         devices.synchronize(device)
-        return [start.elapsed_time(end) / 1000 for start, end in pairwise(moments)]
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(moments)], [
+            (end - start) * (one == other) for (one, start), (other, end) in pairwise(clocks)
+        ]
 
     step(forms[0])
     if num_steps is None:
-        first = sum(step(forms[0]))
+        first = sum(step(forms[0])[0])
         num_steps = max(FEWEST_STEPS, min(MOST_STEPS, round(SAMPLED_S / first)))
     turns = num_steps * tuple(forms)
     for done, form in enumerate(turns, 1):
-        steps[form].append(step(form))
+        seconds, launching = step(form)
+        steps[form].append(seconds)
+        launches[form].append(launching)
         tick(done / len(turns))
-    return steps
+    return steps, {} if on_host else launches

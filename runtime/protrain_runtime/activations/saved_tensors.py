@@ -11,8 +11,8 @@ falls into three kinds:
 """
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,8 +24,7 @@ MIN_SWAP_BYTES = 16 * 1024
 """Storages below this stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """How a tensor lies in its storage, in elements, and what it is read as.
 
     Autograd saves lazy views: of the conjugate, and of its imaginary part with the other sign.
@@ -47,9 +46,9 @@ class Geometry:
 
     def view(self, storage: torch.Tensor) -> torch.Tensor:
         """The tensor again, in a storage given as uint8 [bytes]."""
-        usable = storage.numel() // self.dtype.itemsize * self.dtype.itemsize
-        typed = storage[:usable].view(self.dtype)
-        found = typed.as_strided(self.shape, self.stride, self.offset)
+        if beyond := storage.numel() % self.dtype.itemsize:
+            storage = storage[:-beyond]
+        found = storage.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
         if self.is_conj:
             found = found.conj()
         return torch._neg_view(found) if self.is_neg else found

@@ -54,17 +54,18 @@ class ThreadTicket:
 
     def __init__(self, what: str, lane: str, limit_s: float) -> None:
         self._what, self._lane, self._limit_s = what, lane, limit_s
-        self._event = threading.Event()
+        self._ended, self._running = False, threading.Lock()
+        self._running.acquire()
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None) -> None:
         """Called by the lane, once."""
-        self._error = error
-        self._event.set()
+        self._error, self._ended = error, True
+        self._running.release()
 
     def done(self) -> bool:
         """Whether the work has ended, without waiting."""
-        return self._event.is_set()
+        return self._ended
 
     def issued(self) -> bool:
         """Whether `wait` returns at once: the work has ended, or is on a stream."""
@@ -76,8 +77,10 @@ class ThreadTicket:
 
     def synchronize(self) -> None:
         """Block the calling thread until the work has ended."""
-        if not self._event.wait(self._limit_s):
-            raise _too_late(self._what, self._lane, self._limit_s)
+        if not self._ended:
+            if not self._running.acquire(timeout=self._limit_s):
+                raise _too_late(self._what, self._lane, self._limit_s)
+            self._running.release()  # for others who wait
         if self._error is not None:
             cause, failed = self._error, f"{self._what} failed on lane '{self._lane}'"
             if isinstance(cause, ProtrainError):
@@ -93,19 +96,24 @@ class StreamTicket:
         self._what, self._lane, self._limit_s = what, lane, limit_s
         self._device = device
         self._event: torch.Event | None = None
-        self._issue = ThreadTicket(what, lane, limit_s)
+        self._issue: ThreadTicket | None = None  # where the work is left to a thread
+
+    def leave_to_thread(self) -> None:
+        """Called by the lane where its thread is to submit the work to the stream."""
+        self._issue = ThreadTicket(self._what, self._lane, self._limit_s)
 
     def issue(self, event: torch.Event | None, error: BaseException | None = None) -> None:
         """Called by the lane, once: `event` stands behind the work, or the work failed."""
         self._event = event
-        self._issue.finish(error)
+        if self._issue is not None:
+            self._issue.finish(error)
 
     def done(self) -> bool:
         with devices.current(self._device):
             return self._event is not None and bool(self._event.query())
 
     def issued(self) -> bool:
-        return self._issue.done()
+        return self._issue is None or self._issue.done()
 
     def wait(self) -> None:
         devices.current_stream(self._device).wait_event(self._end())
@@ -122,6 +130,7 @@ class StreamTicket:
 
     def _end(self) -> torch.Event:
         if self._event is None:
+            assert self._issue is not None
             self._issue.synchronize()
         assert self._event is not None
         return self._event
@@ -316,6 +325,7 @@ class StreamLane:
             return ticket
         if self._thread is None:
             self._thread = started(f"protrain {self.name}", self._run, device=self._device)
+        ticket.leave_to_thread()
         self._waiting = ticket
         self._queue.put((item, ticket))
         return ticket
@@ -416,8 +426,10 @@ class Backend:
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """A new buffer on the device.  # uint8 [num_bytes]"""
-        with torch.inference_mode(mode=False):  # of parameters, whatever forward brings them
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if torch.is_inference_mode_enabled():  # of parameters, whatever forward brings them
+            with torch.inference_mode(mode=False):
+                return self.empty(num_bytes)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         if self.on_host and num_bytes >= HUGE_PAGES_FROM:
             ask_for_huge_pages(buffer)
         return buffer
@@ -512,6 +524,8 @@ class Buffers:
 
     def keep_for(self, sizes: Iterable[int]) -> None:
         """Free what is spare beyond a buffer for each of `sizes`."""
+        if not self._spare:
+            return
         wanted, kept = Counter(sizes), list[torch.Tensor]()
         for buffer in self._spare:
             if wanted[buffer.numel()]:

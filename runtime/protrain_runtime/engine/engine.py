@@ -37,7 +37,7 @@ from protrain_runtime.engine.state import (
 from protrain_runtime.engine.step_times import StepTimes
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, refuse_reading
-from protrain_runtime.states.stand_ins import ConsumedGradient
+from protrain_runtime.states.stand_ins import ConsumedGradient, plainly
 from protrain_runtime.states.unchanged_model import UnchangedModel
 
 Observer = Callable[[str], None]
@@ -72,6 +72,10 @@ class Engine:
     ) -> None:
         self.program, self._accumulating = program, accumulating
         self._program = program  # of the micro-batch that runs
+        self._names = {
+            id(each): [each.move_name(number) for number in range(len(each.moves))]
+            for each in (program, accumulating)
+        }
         self._plans, self._chunks = plans, chunks
         self._moves, self._backend, self._shared = moves, backend, shared
         self._ranks, self._buffers = ranks, tuple(shared_buffers)
@@ -278,8 +282,9 @@ class Engine:
             # A gradient without a stand-in came when its chunk had been updated.
             shown = {part.name for part in self._shown}
             parts = (part for chunk in self.consuming for part in chunk.slices)
-            for part in parts if self._state.updated else ():
-                if part.parameter.grad is not None and part.name not in shown:
+            late = [part for part in parts if self._state.updated and part.name not in shown]
+            for part in late:
+                if part.parameter.grad is not None:
                     self._state.phase = Phase.TORN
                     raise RuntimeError(
                         f"a gradient of {part.name!r} came after the plan had updated it: it was"
@@ -387,7 +392,9 @@ class Engine:
 
     def _no_gradients(self) -> bool:
         """There are none so far, or they were dropped: a loss scaler skips steps."""
-        return all(part.parameter.grad is None for chunk in self._chunks for part in chunk.slices)
+        parts = (part for chunk in self._chunks for part in chunk.slices)
+        with plainly():
+            return all(part.parameter.grad is None for part in parts)
 
     def _graph_lives(self) -> bool:
         boundaries = self.boundaries()
@@ -437,8 +444,10 @@ class Engine:
                 f"optimizer.step() was called again after one backward(): the gradient of {name!r},"
                 " which is offloaded, is used up. Run a backward() before every step"
             )
-        for part in self._shown if state.updated else ():
-            if not isinstance(part.parameter.grad, ConsumedGradient):
+        with plainly():
+            shown = [part.parameter.grad for part in self._shown if state.updated]
+        for part, gradient in zip(self._shown, shown, strict=False):
+            if not isinstance(gradient, ConsumedGradient):
                 raise RuntimeError(
                     f"the gradient of {part.name!r} was replaced or set to None between backward()"
                     " and optimizer.step(): this plan has updated it in backward. Plan with --clip:"
@@ -611,8 +620,13 @@ class Engine:
             )
         self._state.enter(index)
         slot = self._program.slots[index]
-        for number in [n for n in self._running if self._tickets[n].done()]:
-            self._end(number)
+        behind: set[Lane] = set()  # lanes in which a move runs: those after it have not ended
+        for number in sorted(self._running):
+            lane = self._program.moves[number].lane
+            if lane not in behind and self._tickets[number].done():
+                self._end(number)
+            else:
+                behind.add(lane)
         # What the last step left has ended when backward begins: compute is behind all fetches.
         gone = index >= self._program.num_units
         for number in sorted(n for n, ticket in self._carried.items() if gone or ticket.done()):
@@ -703,14 +717,14 @@ class Engine:
         self._state.updating |= move.kind == "update" and number not in self._program.speculative
         lane = self.lanes[move.lane]
         after = [self._ticket(other) for other in move.after]
-        if self._program.awaited(move) is not None:
+        if self._awaited and self._program.awaited(move) is not None:
             awaited = self._awaited[move.unit]
             after += [self._carried[other] for other in awaited if other in self._carried]
         # This thread allocates what the move fills; until `_end` the moves own it, not the lane.
         work = self._moves.start(number)
         if self._times is not None:
             work = self._times.timed(number, work, lane)
-        self._tickets[number] = lane.submit(self._program.move_name(number), work, after)
+        self._tickets[number] = lane.submit(self._names[id(self._program)][number], work, after)
         self._running.add(number)
 
     def _ticket(self, number: int) -> Ticket:
@@ -736,10 +750,11 @@ class Engine:
 
     def begin_backward(self, unit: int) -> None:
         """Backward reads what a unit has saved: the unit's slot begins, if it has not begun."""
-        boundaries = self.boundaries()
-        if not in_backward() or boundaries is None:
-            return  # somebody looks at a graph
         slot = len(self._program.slots) - 1 - unit
+        if self._state.slot >= slot or not in_backward():
+            return  # it has begun, or somebody looks at a graph
+        if (boundaries := self.boundaries()) is None:
+            return
         if boundaries.running:
             self.differentiate(unit)  # and no backward slot begins in a forward
         elif 0 <= self._state.slot < slot:

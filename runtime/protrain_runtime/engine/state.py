@@ -177,8 +177,8 @@ def all_bytes(device: torch.device) -> int:
 
 def unzeroed_gradient(chunks: Iterable[Chunk]) -> str | None:
     """A parameter whose gradient the plan used in the last step, and nobody has zeroed."""
-    parts = (part for chunk in chunks for part in chunk.slices)
-    used = (part.name for part in parts if isinstance(part.parameter.grad, UsedGradient))
+    consumed = (part for chunk in chunks for part in chunk.consumed)
+    used = (part.name for part in consumed if isinstance(part.parameter.grad, UsedGradient))
     return next(used, None)
 
 

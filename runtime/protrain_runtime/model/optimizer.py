@@ -21,7 +21,7 @@ from protrain_runtime.engine.engine import Engine
 from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_values
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.master_weights import MasterOptimizer
-from protrain_runtime.states.stand_ins import UsedGradient
+from protrain_runtime.states.stand_ins import UsedGradient, plainly
 from protrain_runtime.states.stepping import (
     OptimizerFactory,
     attributes_of,
@@ -168,8 +168,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 self._make_room(self._persistent)
                 self._inner.step()
                 engine.finish_step()
-            for parameter in used:
-                parameter.grad = UsedGradient.standing_for(parameter)
+            with plainly():
+                for each in used:
+                    each.grad = UsedGradient.of_kind(each.dtype, each.device, each.shape)
             self._used = []
         return loss
 

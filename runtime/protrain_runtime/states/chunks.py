@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from protrain_runtime.states.stand_ins import (
     GradientInStore,
     UsedGradient,
     come_back,
+    plainly,
     send_away,
 )
 from protrain_runtime.states.update_rules import StateRule, UpdateRule, UpdateRules
@@ -355,11 +356,11 @@ class Chunk:
 
     def groups_in(self, share: tuple[float, float]) -> range:
         """The groups in a share of the parameters' bytes."""
-        return pieces_in([group.num_bytes for group in self.groups], share)
+        return _pieces_in(tuple([group.num_bytes for group in self.groups]), share)
 
     def gradient_groups_in(self, share: tuple[float, float]) -> range:
         """The groups in a share of the gradients' bytes."""
-        return pieces_in([group.gradient_bytes for group in self.groups], share)
+        return _pieces_in(tuple([group.gradient_bytes for group in self.groups]), share)
 
     def cut(self, element: int) -> int:
         """Where a piece that should end before `element` ends, within its parameter."""
@@ -377,9 +378,16 @@ class Chunk:
         """Let the parameters of these groups be views of their buffers."""
         with torch.inference_mode(mode=False):  # a parameter's, also where a forward is without
             for number in groups:
+                typed: dict[torch.dtype, torch.Tensor] = {}
                 for part in self.groups[number].slices:
                     come_back(part.parameter)
-                    part.parameter.data = part.view(self.buffers[number])
+                    size = part.dtype.itemsize
+                    if (elements := typed.get(part.dtype)) is None:
+                        buffer = self.buffers[number]
+                        elements = buffer[: buffer.numel() // size * size].view(part.dtype)
+                        typed[part.dtype] = elements
+                    place = part.inside // size
+                    part.parameter.data = elements.as_strided(part.shape, part.stride, place)
                     self.versions[part.name] = part.parameter._version
                 self.hollow.discard(number)
 
@@ -441,34 +449,40 @@ class Chunk:
 
     def take_gradients(self) -> None:
         """Move the gradients from the parameters to the chunk; RuntimeError where one is sparse."""
-        for part in self.slices:
-            gradient = part.parameter.grad
-            if gradient is not None and not isinstance(gradient, ConsumedGradient):
+        with plainly():
+            for part in self.slices:
+                gradient = part.parameter.grad
+                if gradient is None or isinstance(gradient, ConsumedGradient):
+                    continue
                 if gradient.layout != torch.strided:
                     raise RuntimeError(
                         f"the gradient of {part.name} is sparse, and this plan takes it from the"
                         " device: profile and plan this model again, which lets its states stay"
                     )
                 self.gradients[part.name] = gradient.resolve_conj().resolve_neg()
-                part.parameter.grad = ConsumedGradient.standing_for(gradient)
+                kind = gradient.dtype, gradient.device, gradient.shape
+                part.parameter.grad = ConsumedGradient.of_kind(*kind)
 
     def forget_dropped(self) -> None:
         """Forget waiting gradients whose stand-ins the training loop has removed (`zero_grad`)."""
-        for part in self.slices:
-            if not isinstance(part.parameter.grad, ConsumedGradient):
-                self.offloaded_gradients.pop(part.name, None)
+        with plainly():
+            for part in self.slices if self.offloaded_gradients else ():
+                if not isinstance(part.parameter.grad, ConsumedGradient):
+                    self.offloaded_gradients.pop(part.name, None)
 
     def hide_consumed(self) -> None:
         """Leave no gradient where one was taken, for autograd to add to, until `show_consumed`."""
-        for part in self.slices:
-            gradient = part.parameter.grad
-            if isinstance(gradient, ConsumedGradient) and not isinstance(gradient, UsedGradient):
-                self.hidden[part.name] = gradient
-                part.parameter.grad = None
+        with plainly():
+            for part in self.consumed:
+                gradient = part.parameter.grad
+                assert isinstance(gradient, ConsumedGradient)
+                if not isinstance(gradient, UsedGradient):
+                    self.hidden[part.name] = gradient
+                    part.parameter.grad = None
 
     def show_consumed(self) -> None:
         """Let what was hidden stand again where no other gradient came."""
-        for part in self.slices:
+        for part in self.slices if self.hidden else ():
             if part.name in self.hidden and part.parameter.grad is None:
                 part.parameter.grad = self.hidden[part.name]
         self.hidden.clear()
@@ -488,18 +502,22 @@ class Chunk:
     def drop_consumed(self) -> list[nn.Parameter]:
         """Leave no gradient where one was taken; returns the parameters that had one."""
         consumed = [part.parameter for part in self.consumed]
-        for parameter in consumed:
-            parameter.grad = None
+        with plainly():
+            for parameter in consumed:
+                parameter.grad = None
         return consumed
 
     @property
     def consumed(self) -> list[Slice]:
         """Where a stand-in is in place of the gradient."""
-        return [part for part in self.slices if isinstance(part.parameter.grad, ConsumedGradient)]
+        with plainly():
+            grads = [part.parameter.grad for part in self.slices]
+        pairs = zip(self.slices, grads, strict=True)
+        return [part for part, grad in pairs if isinstance(grad, ConsumedGradient)]
 
     def refuse_written(self) -> None:
         """RuntimeError where a forward wrote to parameters that are about to be taken away."""
-        for part in self.slices:
+        for part in self.slices if len(self.hollow) < len(self.groups) else ():
             version = part.parameter._version
             if part.group not in self.hollow and version != self.versions.get(part.name, version):
                 raise RuntimeError(
@@ -507,6 +525,9 @@ class Chunk:
                     " what was written would be lost. Profile the model as it runs now, which keeps"
                     " it on the device"
                 )
+
+
+_pieces_in = lru_cache(maxsize=None)(pieces_in)
 
 
 def refuse_reading(name: str) -> None:

@@ -28,6 +28,9 @@ from torch.utils._pytree import tree_leaves
 from protrain_runtime.devices.stores import HostStore, Store
 from protrain_runtime.states.quantized import carry_scales
 
+plainly = torch._C.DisableTorchFunctionSubclass
+"""Around what looks at stand-ins as plain tensors: much quicker than to ask their class."""
+
 
 @cache
 def single(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -41,14 +44,23 @@ def single(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full((), value, dtype=dtype, device=device)
 
 
+@cache
+def hollow(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
+    """A tensor that holds a single element, one for all of its kind.  # dtype [shape]"""
+    with torch.inference_mode(mode=False):
+        return single(dtype, device).expand(shape)
+
+
 class ConsumedGradient(torch.Tensor):
     """A gradient that was used already: it has a shape, and no operation accepts it."""
 
     @classmethod
-    def standing_for(cls, gradient: torch.Tensor) -> "ConsumedGradient":
-        """One of the gradient's shape, dtype and device that holds a single element."""
-        stands = single(gradient.dtype, gradient.device).expand(gradient.shape)
-        taken: ConsumedGradient = torch.Tensor._make_subclass(cls, stands)
+    @cache
+    def of_kind(
+        cls, dtype: torch.dtype, device: torch.device, shape: torch.Size
+    ) -> "ConsumedGradient":
+        """A stand-in that holds a single element, one for all gradients of this kind."""
+        taken: ConsumedGradient = torch.Tensor._make_subclass(cls, hollow(dtype, device, shape))
         return taken
 
     @classmethod
@@ -147,8 +159,8 @@ class OffloadedGradient(ConsumedGradient):
         `shape` is that of the whole gradient, where this rank has a part of it.
         """
         shape = stored.shape if shape is None else shape
-        expanded = single(stored.dtype, stored.device).expand(shape)
-        found: OffloadedGradient = torch.Tensor._make_subclass(cls, expanded)
+        stands = hollow(stored.dtype, stored.device, shape)
+        found: OffloadedGradient = torch.Tensor._make_subclass(cls, stands)
         found.stored = stored
         return found
 
@@ -330,9 +342,7 @@ def send_away(parameter: nn.Parameter, place: Elsewhere) -> None:
     against, at no memory.
     """
     place.kind = come_back(parameter)
-    hollow = single(parameter.dtype, parameter.device)
-    with torch.inference_mode(mode=False):
-        parameter.data = hollow.expand(parameter.shape)
+    parameter.data = hollow(parameter.dtype, parameter.device, parameter.shape)
     parameter.__dict__[_KEY] = place
     parameter.__class__ = _away(place.kind)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from protrain_runtime.states.chunks import Chunk
+from protrain_runtime.states.stand_ins import plainly
 
 _FIX = ": a script calls restore(model) before such changes; profile, plan and prepare after them"
 _BY = ", by a script or by the model's own code, and the plan is for what there was"
@@ -92,14 +93,15 @@ class UnchangedModel:
         for modules, name, child, path in self._modules:
             if modules.get(name) is not child:
                 raise RuntimeError(f"{path!r} was replaced{_BY}{_FIX}")
-        for parameters, name, part in self._places:
-            parameter = parameters.get(name)
-            if parameter is not part.parameter:
-                what = "was replaced"
-            elif parameter.dtype is not part.dtype or parameter.shape != part.shape:
-                what = f"was made {tuple(parameter.shape)}, {parameter.dtype}"
-            elif parameter.requires_grad and not part.trainable:
-                what = "was made to require a gradient"
-            else:
-                continue
-            raise RuntimeError(f"{part.name!r} {what}{_BY}{_FIX}")
+        with plainly():
+            for parameters, name, part in self._places:
+                parameter = parameters.get(name)
+                if parameter is not part.parameter:
+                    what = "was replaced"
+                elif parameter.dtype is not part.dtype or parameter.shape != part.shape:
+                    what = f"was made {tuple(parameter.shape)}, {parameter.dtype}"
+                elif parameter.requires_grad and not part.trainable:
+                    what = "was made to require a gradient"
+                else:
+                    continue
+                raise RuntimeError(f"{part.name!r} {what}{_BY}{_FIX}")

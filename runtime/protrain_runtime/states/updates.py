@@ -240,15 +240,20 @@ class Piece:
     apart: bool = False
     source: Copy = field(init=False)
     target: Copy = field(init=False)
+    _parts: tuple[tuple[Slice, int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._parts = tuple(self._covered())
         self.source = self.target = self.chunk.current
         if self.apart:
             assert self.chunk.spare is not None
             self.target = self.chunk.spare
 
-    def parts(self) -> Iterable[tuple[Slice, int, int]]:
+    def parts(self) -> Sequence[tuple[Slice, int, int]]:
         """The parameters that the piece covers, with the element range within each."""
+        return self._parts
+
+    def _covered(self) -> Iterator[tuple[Slice, int, int]]:
         for part in self.chunk.slices:
             if not part.trainable:
                 continue
@@ -259,7 +264,7 @@ class Piece:
 
     def _states(self, copy: Copy) -> Iterator[tuple[StateLayout, int, int]]:
         """The kinds of states of a copy that the piece covers, with their first and past values."""
-        parts = list(self.parts())
+        parts = self._parts
         for layout in copy.states:
             own = [one for one in parts if one[0].name in layout.starts]
             if own:
@@ -322,7 +327,7 @@ class Piece:
 
         Parameters and states where the chunk's store is that, and gradients that wait there.
         """
-        chunk, parts = self.chunk, list(self.parts())
+        chunk, parts = self.chunk, self._parts
         with ExitStack() as stack:
             if parts and isinstance(chunk.store, HostStore):
                 (first, low, _), (last, _, high) = parts[0], parts[-1]

@@ -149,11 +149,11 @@ class ActivationOption:
 
     @property
     def forward_s(self) -> float:
-        return self.cost.forward_s
+        return max(self.cost.forward_s, self.cost.forward_launch_s)
 
     @property
     def backward_s(self) -> float:
-        return self.cost.backward_s
+        return max(self.cost.backward_s, self.cost.backward_launch_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,8 @@ class Hardware:
     `rates` are there for estimates of a model's seconds, `interconnect` for several devices;
     `published_error` says how far these seconds were from published runs, where none were measured
     on the machine itself; `sources` say where the numbers are from. `move_s` is what a move takes
-    of the time that computes, to be submitted and ended, where that is one processor's work.
+    of the thread that computes, or that launches compute on an accelerator, to be submitted and
+    ended.
     `price_per_hour` is that of one device with its part of a node, in any currency; `power_w` is
     what one device's board takes at most, in watts, as its data sheet says. 0: it is not said.
     """

@@ -64,6 +64,9 @@ class FormCost:
                          this unit alone, rounded to what the transfer moves
     swap_pieces          swappable_bytes in parts that can move one after the other, first saved
                          first; empty: one part
+    forward_launch_s, backward_launch_s
+                         seconds of the thread that launches the unit's operators on an accelerator;
+                         0: not known, or a processor that computes itself
     """
 
     form: Form
@@ -74,6 +77,8 @@ class FormCost:
     forward_s: float
     backward_s: float  # recomputation included
     swap_pieces: tuple[int, ...] = ()
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
