@@ -531,7 +531,8 @@ def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
     model = build("functional")
     fix = "\n  fix: name a directory that protrain_runtime.save (or --save) wrote"
     found = message(lambda: load(model, None, tmp_path))
-    assert found == f"{tmp_path}: there is no checkpoint{fix}"
+    missing = f"there is no checkpoint: {INDEX} cannot be read: No such file or directory"
+    assert found == f"{tmp_path}: {missing}{fix}"
     (tmp_path / INDEX).write_text("[]")
     found = message(lambda: load(model, None, tmp_path))
     problem = "this is no index of safetensors files\n  fix: load another checkpoint"

@@ -103,13 +103,16 @@ class Saved:
     """
 
     def __init__(self, directory: Path) -> None:
-        index = found_index(directory)
-        if index is None:
+        index = found_index(directory) or directory / INDEX
+        try:
+            index.stat()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
             raise ProtrainError(
-                "there is no checkpoint",
+                f"there is no checkpoint: {INDEX} cannot be read: {reason}",
                 source=str(directory),
                 fix="name a directory that protrain_runtime.save (or --save) wrote",
-            )
+            ) from None
         self.directory, self.index, self.folder = directory, index, ""
         self.training: dict[str, Any] = {}
         self.files: dict[str, str] | None = None  # by tensor; None where a single file has all
@@ -127,10 +130,8 @@ class Saved:
         if not isinstance(metadata, dict):
             raise damaged(index, "this is no index of safetensors files")
         # One of ours says so in many places, so that no damage lets it look like another's.
-        keys = (*read, *metadata)
-        if any(key.startswith("protrain") for key in keys) or any(
-            map(FOLDER.match, files.values())
-        ):
+        signs = (*read, *metadata, *files.values())
+        if "protrain" in read or any(s.startswith(("protrain_", "protrain-save-")) for s in signs):
             self._read_own(text, metadata, read.get("protrain"))
 
     def _read_own(self, text: bytes, metadata: Mapping[str, Any], own: Any) -> None:
