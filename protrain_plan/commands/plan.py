@@ -249,15 +249,8 @@ def plan(
     profile: Annotated[
         str, typer.Argument(help="A profile; with --on a model, as of fit.", show_default=False)
     ],
+    *,
     budgets: BudgetOptions,
-    fixed: PinOptions,
-    wanted: ObjectiveOptions,
-    devices: GroupOptions,
-    step: PlannedStepOptions,
-    search: SearchOptions,
-    model: ModelOptions,
-    workload: WorkloadOptions,
-    allow: AllowOption = None,
     output: Annotated[
         Path,
         typer.Option(
@@ -267,7 +260,15 @@ def plan(
             " profile.yaml and plan.yaml.",
         ),
     ] = Path("plan.yaml"),
+    fixed: PinOptions,
     explain: Annotated[bool, typer.Option("--explain", help="Say why, in words.")] = False,
+    wanted: ObjectiveOptions,
+    devices: GroupOptions,
+    step: PlannedStepOptions,
+    allow: AllowOption = None,
+    search: SearchOptions,
+    model: ModelOptions,
+    workload: WorkloadOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest step within the budgets, and write it as a plan.

@@ -79,8 +79,7 @@ def profile(
             show_default=False,
         ),
     ],
-    workload: WorkloadOptions,
-    measuring: MeasureOptions,
+    *,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The profile to write; - is standard output.")
     ] = Path("profile.yaml"),
@@ -93,6 +92,7 @@ def profile(
             min=1, help="Tokens of text per sequence: targets, where sound or images go in."
         ),
     ] = 512,
+    workload: WorkloadOptions,
     allow: AllowOption = None,
     on: Annotated[
         str | None,
@@ -109,6 +109,7 @@ def profile(
             " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
         ),
     ] = None,
+    measuring: MeasureOptions,
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,
     no_cache: NoCacheOption = False,
