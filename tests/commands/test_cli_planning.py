@@ -162,7 +162,7 @@ def test_clipping_and_micro_batches_stand_in_the_plan(profile: Path, tmp_path: P
     printed(protrain("plan", profile, *arguments, folder=tmp_path))
     plan = read_plan(tmp_path / "plan.yaml")
     assert (plan.settings.updates, plan.settings.micro_batches) == ("after backward", 4)
-    assert "updates: after backward\nmicro_batches: 4\n" in (tmp_path / "plan.yaml").read_text()
+    assert "updates: after backward, micro_batches: 4" in (tmp_path / "plan.yaml").read_text()
 
 
 def test_the_share_of_clipped_steps_stands_in_the_plan_and_in_what_is_said_of_it(

@@ -350,13 +350,15 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "clips": (
         {},
         {"clips": False},
-        "{file}: updates: the Trainer takes the norm of all gradients before an update, and this"
+        "{file}: settings.updates: the Trainer takes the norm of all gradients before an"
+        " update, and this"
         " plan updates during backward\n  fix: plan with --clip",
     ),
     "accumulates": (
         {"gradient_accumulation_steps": 4},
         {},
-        "{file}: micro_batches: the plan is for 1 micro-batches per update, and the Trainer runs 4"
+        "{file}: settings.micro_batches: the plan is for 1 micro-batches per update, and the"
+        " Trainer runs 4"
         "\n  fix: plan with --accumulate 4, or set gradient_accumulation_steps=1",
     ),
     "casts": (
@@ -540,7 +542,8 @@ def test_settings_of_accelerate_that_the_plan_is_not_for_are_refused(tmp_path: P
         return refused(lambda: Loop(plan("gpt2"), tmp_path, **settings))
 
     assert attach(gradient_accumulation_steps=3) == (
-        "micro_batches: the plan is for 1 micro-batches per update, and Accelerate runs 3\n"
+        "settings.micro_batches: the plan is for 1 micro-batches per update, and Accelerate"
+        " runs 3\n"
         "  fix: plan with --accumulate 3, or set gradient_accumulation_steps=1"
     )
     assert attach(mixed_precision="bf16") == (

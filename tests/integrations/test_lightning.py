@@ -208,7 +208,8 @@ def refused(planned: Plan, folder: Path, **settings: Any) -> str:
 def test_settings_of_lightning_that_the_plan_is_not_for_are_refused(tmp_path: Path) -> None:
     made = plan("gpt2", clips=False)
     assert refused(made, tmp_path, gradient_clip_val=1.0) == (
-        "updates: Lightning takes the norm of all gradients before an update, and this plan updates"
+        "settings.updates: Lightning takes the norm of all gradients before an update, and"
+        " this plan updates"
         " during backward\n  fix: plan with --clip"
     )
     assert refused(made, tmp_path, gradient_clip_val=1.0, gradient_clip_algorithm="value") == (
@@ -216,7 +217,7 @@ def test_settings_of_lightning_that_the_plan_is_not_for_are_refused(tmp_path: Pa
         ' their norm alone\n  fix: Trainer(gradient_clip_algorithm="norm")'
     )
     assert refused(made, tmp_path, accumulate_grad_batches=2) == (
-        "micro_batches: the plan is for 1 micro-batches per update, and Lightning runs 2\n"
+        "settings.micro_batches: the plan is for 1 micro-batches per update, and Lightning runs 2\n"
         "  fix: plan with --accumulate 2, or set accumulate_grad_batches=1"
     )
     assert refused(made, tmp_path, precision="bf16-mixed") == (

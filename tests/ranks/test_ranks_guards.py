@@ -189,7 +189,10 @@ def of_another_number(rank: int, count: int) -> None:
 
 
 def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    message = "num_devices: the plan is for 3 devices, and 2 run\n  fix: plan with --num-devices 2"
+    message = (
+        "settings.group.num_devices: the plan is for 3 devices, and 2 run"
+        "\n  fix: plan with --num-devices 2"
+    )
     assert [end.error for end in end_ranks(of_another_number, 2, tmp_path)] == [message] * 2
 
 

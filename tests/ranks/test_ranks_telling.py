@@ -186,8 +186,9 @@ FAILURES: dict[Prepares, tuple[str, str]] = {
     without_a_block: ("ProtrainError: ", "rank 1 failed in prepare(): "),
     in_another_dtype: ("ProtrainError: ", "rank 1 failed in prepare(): "),
     with_a_plan_for_one: (
-        "ProtrainError: num_devices: the plan is for 1 device, and 2 run\n",
-        "rank 1 failed in prepare(): num_devices: the plan is for 1 device, and 2 run\n"
+        "ProtrainError: settings.group.num_devices: the plan is for 1 device, and 2 run\n",
+        "rank 1 failed in prepare(): settings.group.num_devices: the plan is for 1 device, and 2"
+        " run\n"
         "  fix: plan with --num-devices 2",
     ),
     with_a_damaged_plan: ("RecordError: ", "rank 1 failed in prepare(): "),
