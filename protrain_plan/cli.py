@@ -81,8 +81,8 @@ from protrain_plan.commands.output import (
     prepare_streams,
     print_error,
     print_text,
-    quiet_libraries,
 )
+from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import ProtrainError
 

@@ -14,12 +14,12 @@ from typing import TypeVar
 
 from protrain_plan.commands.measuring import Estimates, ProfileRequest, Progress, estimated
 from protrain_plan.commands.option_records import BudgetOptions
-from protrain_plan.commands.processes import answers_of, pipelined, workers
+from protrain_plan.isolated.pool import answers_of, pipelined, processes_at_once, workers
 from protrain_plan.planning.questions.best_batch import divisors, fastest
 from protrain_plan.planning.questions.growth import between
 from protrain_plan.planning.questions.objectives import Question
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.profiling.estimate_cache import EstimateCache, processes_at_once
+from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import profile_of_rank
 from protrain_runtime.contract.records.hardware import Hardware
@@ -151,8 +151,7 @@ class Cells:
             )
         progress("looking for the best micro-batches", 0.6)
         search = partial(fastest, effort=Effort(gap_target=GAP))
-        at_once = processes_at_once(len(cells), self.jobs)
-        with answers_of(search, candidates, at_once=at_once) as answers:
+        with answers_of(search, candidates, jobs=self.jobs) as answers:
             chosen = [tried[number or 0] for tried, number in zip(sizes, answers, strict=True)]
         learn((request, size) for (request, _), size in zip(cells, chosen, strict=True))
         best: list[Question] = []
@@ -208,8 +207,7 @@ def answered(
     jobs: int | None,
 ) -> Iterator[tuple[Question, Answer]]:
     """Each question with its answer, in order, by at most so many processes at once."""
-    at_once = processes_at_once(len(questions), jobs)
-    with answers_of(answer, questions, at_once=at_once) as found:
+    with answers_of(answer, questions, jobs=jobs) as found:
         yield from _told(zip(questions, found, strict=True), len(questions), progress)
 
 

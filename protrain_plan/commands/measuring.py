@@ -5,30 +5,28 @@ what a run holds besides tensors. It has the libraries of the command line, as a
 sends where it is before each slot runs; when it is gone, the last place is known.
 """
 
-import faulthandler
 import importlib
-import json
-import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protrain_plan.commands.processes import workers
+from protrain_plan.commands.output import prepare_streams
 from protrain_plan.garbage import collected_seldom
-from protrain_plan.models.model_code import INTERRUPTED, culprit_in, end_with, explained
+from protrain_plan.isolated.containment import INTERRUPTED
+from protrain_plan.isolated.culprit import explained
+from protrain_plan.isolated.pool import processes_at_once, workers
+from protrain_plan.isolated.process import EndedError, Tell, run
+from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_plan.models.presets import read_config
-from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest, processes_at_once
+from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import Place
-from protrain_runtime.contract.errors import OutOfMemoryError, ProtrainError
+from protrain_runtime.contract.errors import OutOfMemoryError
+from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.hardware import Hardware, is_accelerator
 from protrain_runtime.contract.records.profile import (
@@ -48,25 +46,8 @@ Progress = Callable[[str, float], None]
 SMALLER = "a smaller --batch-size or --seq-len; the model alone: --unit-by-unit"
 """What to do where memory runs out."""
 
-_GRACE_S = 5.0
-"""How long an interrupted process may take to end by itself; its spill file has no name."""
-
-_POLL_S = 0.2
-"""How often to look whether the process lives: one that it started may hold the pipe open."""
-
-# As the command line runs, with its libraries. A first Ctrl-C ends the
-# process silently, as long as it has nothing to clean up.
-_CHILD = """
-import json, signal, sys
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-sys.path[:] = json.loads(sys.argv.pop(1))
-from protrain_plan.cli import run_command
-from protrain_plan.commands.measuring import serve
-run_command(lambda: serve(*map(int, sys.argv[1:])))
-"""
-
 _OF_A_RUN = (
+    "protrain_plan.cli",
     "protrain_plan.checking.plan_files",
     "protrain_plan.commands.training",
     "protrain_plan.presentation.plans",
@@ -300,114 +281,43 @@ def measured_apart(request: ProfileRequest, progress: Progress) -> Profile:
 
     The errors of `measured`, and ProtrainError where that process dies.
     """
-    ours, theirs = Pipe()
-    with ours, tempfile.TemporaryFile() as dump:
-        with theirs:
-            ends = (theirs.fileno(), dump.fileno())
-            python = (sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions))
-            arguments = (json.dumps(sys.path), *map(str, ends))
-            child = subprocess.Popen([*python, "-c", _CHILD, *arguments], pass_fds=ends)
-        try:
-            place, outcome = _followed(child, ours, request, progress)
-            child.wait()
-        except BaseException:
-            child.send_signal(signal.SIGINT)  # as a terminal does
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(_GRACE_S)
-            raise
-        finally:
-            child.kill()
-            child.wait()
-        if isinstance(outcome, ProtrainError):
-            raise outcome
-        if outcome is not None:
-            return outcome
-        if child.returncode in (INTERRUPTED, -signal.SIGINT):
-            raise KeyboardInterrupt
-        dump.seek(0)
-        raise _death(child.returncode, place, dump.read().decode(errors="replace"))
-
-
-def _followed(
-    child: subprocess.Popen[bytes], line: Connection, asked: ProfileRequest, progress: Progress
-) -> tuple[Place, Profile | ProtrainError | None]:
-    """Where the process was last, and what came of it: None where it sent nothing."""
     place = Place()
-    try:
-        line.send((os.getpid(), sys.argv, asked))
-        while line.poll(_POLL_S) or child.poll() is None or line.poll():
-            if not line.poll():
-                continue
-            told: Place | tuple[str, float] | Profile | ProtrainError = line.recv()
-            match told:
-                case Place():
-                    place = told
-                case tuple():
-                    what, fraction = told
-                    place = Place(doing=what)
-                    progress(what, fraction)
-                case _:
-                    return place, told
-    except (EOFError, OSError):  # it died, perhaps as it wrote
-        child.wait()
-    return place, None
 
-
-def _death(code: int, place: Place, dump: str) -> ProtrainError:
-    """What is said of a process that ended without a word."""
-    debugger = "--in-process measures where a debugger can stop"
-    if code >= 0:
-        return ProtrainError(
-            f"the measuring process ended with code {code} and no profile{place}",
-            fix=f"if it printed a traceback, that says why; {debugger}",
-        )
-    died = signal.Signals(-code)
-    message = (
-        f"the measuring process died: {died.name} ({str(signal.strsignal(died)).lower()}){place}"
-    )
-    if died == signal.SIGKILL:
-        return OutOfMemoryError(message, fix=f"probably memory ran out: {SMALLER}")
-    source, number = culprit_in(dump)
-    fix = (
-        "look for what is no Python there: an extension, or memory that is used after its end;"
-        f" {debugger}"
-    )
-    return ProtrainError(message, source=source, line=number, fix=fix)
-
-
-# ---- the other side ------------------------------------------------------------------------------
-
-
-def serve(connection: int, dump: int) -> None:
-    """Measure for the process that started this one.
-
-    The descriptors are that to send and receive through, and that of a file for Python's stack
-    after a signal.
-    """
-    line = Connection(connection)
-    parent, sys.argv[:], request = line.recv()
-    end_with(parent)
-    faulthandler.enable(dump, all_threads=False)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, _interrupt)
-
-    def report(what: str, fraction: float) -> None:
-        line.send((what, fraction))
+    def hear(told: list[str | float] | dict[str, str]) -> None:
+        nonlocal place
+        if isinstance(told, dict):
+            place = Place(**told)
+        else:
+            what, fraction = str(told[0]), float(told[1])
+            place = Place(doing=what)
+            progress(what, fraction)
 
     try:
-        with whereabouts.listening(line.send):
-            line.send(measured(request, report))
-    except (KeyboardInterrupt, BrokenPipeError):
-        raise SystemExit(INTERRUPTED) from None
-    except ProtrainError as error:
-        # Its own class may not be known on the other side, and would import PyTorch there.
-        kind = OutOfMemoryError if error.exit_code == OutOfMemoryError.exit_code else ProtrainError
-        line.send(
-            kind(error.message, source=error.source, line=error.line, key=error.key, fix=error.fix)
-        )
+        return loads_profile(run(partial(_told, request), name="the measuring process", hear=hear))
+    except EndedError as error:
+        if error.code in (INTERRUPTED, -signal.SIGINT):
+            raise KeyboardInterrupt from None
+        error.message += str(place)
+        debugger = "--in-process measures where a debugger can stop"
+        if error.code == -signal.SIGKILL:
+            raise OutOfMemoryError(
+                error.message, fix=f"probably memory ran out: {SMALLER}"
+            ) from None
+        if error.code is not None and error.code < 0:
+            error.fix = (
+                "look for what is no Python there: an extension, or memory that is used after its"
+                f" end; {debugger}"
+            )
+        else:
+            error.fix = f"if it printed a traceback, that says why; {debugger}"
+        raise
 
 
-def _interrupt(*_: object) -> None:
-    """Let the first Ctrl-C clean up; a second one would cut that short."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
+def _told(request: ProfileRequest, tell: Tell) -> str:
+    """Measure, and tell where before each slot runs: what runs may end the process."""
+    for name in _OF_A_RUN:
+        importlib.import_module(name)
+    prepare_streams()
+    quiet_libraries()
+    with whereabouts.listening(lambda place: tell(asdict(place))):
+        return dumps_profile(measured(request, lambda *told: tell(told)))

@@ -7,7 +7,6 @@ people read is made of the texts of `terminal.py`; nothing here is read as marku
 import fcntl
 import io
 import json
-import logging
 import os
 import signal
 import sys
@@ -50,15 +49,6 @@ def prepare_streams() -> None:
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     warnings.formatwarning = _warning
-
-
-def quiet_libraries() -> None:
-    """Let libraries not say what is of no use to the reader."""
-    # torchao, which peft imports where it is installed, says what of its kernels a machine lacks.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
-    # bitsandbytes that it has a kernel for this processor in a package that is not there.
-    logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def _warning(

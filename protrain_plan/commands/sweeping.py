@@ -121,16 +121,14 @@ def show_sweep(
     By at most `jobs` processes at once.
     """
     from protrain_plan.commands.output import progress, show
-    from protrain_plan.commands.processes import answers_of
+    from protrain_plan.isolated.pool import answers_of
     from protrain_plan.presentation.choosing import sweep_json, sweep_text
-    from protrain_plan.profiling.estimate_cache import processes_at_once
 
     series = sweep.series(questions)
     found: list[tuple[Reached, ...]] = []
     with progress(quiet=as_json) as report:
         report("planning", 0.0)
-        at_once = processes_at_once(len(series), jobs)
-        with answers_of(_planned, series, at_once=at_once) as answers:
+        with answers_of(_planned, series, jobs=jobs) as answers:
             for line in answers:
                 found.append(line)
                 report("planning", len(found) / len(series))
@@ -166,11 +164,10 @@ def show_help(
     besides, and `columns` those of `--columns`.
     """
     from protrain_plan.commands.output import progress, show
-    from protrain_plan.commands.processes import answers_of
     from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+    from protrain_plan.isolated.pool import answers_of
     from protrain_plan.planning.questions.sensitivities import Change, Reached, changes
     from protrain_plan.presentation.choosing import helps_json, helps_text
-    from protrain_plan.profiling.estimate_cache import processes_at_once
 
     sizes = sorted(
         {
@@ -193,12 +190,10 @@ def show_help(
         asked.append((base, Change(what="states of 8 bits", words=words, question=question)))
     found: list[list[Helped]] = [[] for _ in bases]
     places = {id(base): place for place, base in enumerate(bases)}
-    with progress(quiet=as_json) as report:
-        at_once = processes_at_once(len(asked), jobs)
-        with answers_of(_helped, asked, at_once=at_once) as answers:
-            for number, ((base, change), one) in enumerate(zip(asked, answers, strict=True)):
-                report(change.words, number / len(asked))
-                found[places[id(base)]].append(one)
+    with progress(quiet=as_json) as report, answers_of(_helped, asked, jobs=jobs) as answers:
+        for number, ((base, change), one) in enumerate(zip(asked, answers, strict=True)):
+            report(change.words, number / len(asked))
+            found[places[id(base)]].append(one)
     show(
         as_json,
         helps_json(fits, found),

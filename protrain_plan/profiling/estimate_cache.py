@@ -26,7 +26,7 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -38,22 +38,13 @@ from protrain_runtime.contract.errors import RecordError
 from protrain_runtime.contract.records import dumps_hardware, dumps_profile, loads_profile
 from protrain_runtime.contract.records.files import read_text, replace_text
 from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.profile import (
-    Compile,
-    DType,
-    Precision,
-    Profile,
-    Quantize,
-    Workload,
-)
+from protrain_runtime.contract.records.profile import Profile, Workload
 
 SWITCH = "PROTRAIN_NO_CACHE"
 """The environment variable that switches the cache off, whatever its value."""
 
 _MOST_BYTES = 64 * 2**20
 """Of all entries together: some thousands. The oldest go first."""
-_BYTES_EACH = 2 * 2**30
-"""What a process that estimates may take: PyTorch and transformers, and a model without values."""
 _LIBRARIES = ("torch", "transformers")
 _OPTIONAL = ("peft", "accelerate", "bitsandbytes", "numpy", "kernels")
 _SETTINGS = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT", "BNB")
@@ -61,34 +52,12 @@ _SETTINGS = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT", "BNB")
 _ENTRY = re.compile(r"[0-9a-f]{64}\.txt")
 
 
-def processes_at_once(most: int, jobs: int | None = None) -> int:
-    """How many processes may estimate at the same time, as far as memory goes.
-
-    `jobs`, or one a core.
-    """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    free = most * _BYTES_EACH
-    with suppress(OSError, AttributeError):
-        told = re.search(r"^MemAvailable: +([0-9]+) kB", Path("/proc/meminfo").read_text(), re.M)
-        free = 1024 * int(told[1]) if told else free
-    return max(1, min(most, jobs or cores, free // _BYTES_EACH))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
-    """What is estimated, but for the machine; `config` is the configuration as JSON."""
+    """What is estimated, but for the machine."""
 
-    model: str
-    config: str
-    batch_size: int
-    seq_len: int
-    dtype: DType
-    precision: Precision
-    adapter: str
+    workload: Workload  # with the configuration as it is now, and nothing that is for measuring
     optimizer: str
-    seed: int
-    quantize: Quantize = ""
-    compile: Compile = ""
     allow: tuple[str, ...] = ()
 
     @staticmethod
@@ -101,20 +70,9 @@ class EstimateRequest:
         """
         if config is None or _names_code(config) or ":" in optimizer:
             return None
-        return EstimateRequest(
-            model=workload.model,
-            config=json.dumps(config, sort_keys=True, separators=(",", ":")),
-            batch_size=workload.batch_size,
-            seq_len=workload.seq_len,
-            dtype=workload.dtype,
-            precision=workload.precision,
-            adapter=workload.adapter,
-            optimizer=optimizer,
-            seed=workload.seed,
-            quantize=workload.quantize,
-            compile=workload.compile,
-            allow=allow,
-        )
+        text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+        asked = replace(workload, model_config=text, device="cuda", inputs=(), deterministic=False)
+        return EstimateRequest(workload=asked, optimizer=optimizer, allow=allow)
 
     def is_answered_by(self, profile: Profile, machine: Hardware) -> bool:
         """Whether a profile is of this question, on this machine."""

@@ -139,19 +139,19 @@ def forges(*answers):
     time.sleep(10**6)
 
 
-AS_RECORDED = {"fingerprint": "FINGERPRINT", "changed": []}
+AS_RECORDED = {"told": {"fingerprint": "FINGERPRINT", "changed": []}}
 
 
 def forges_that_it_cannot_be_looked_at():
-    forges({"failed": "torch is not installed", "refused": True, "unknown": True})
+    forges({"failed": ["refused", "torch is not installed", None, None, None, None]})
 
 
 def forges_that_it_cannot_be_estimated():
-    forges(AS_RECORDED, {"failed": "no", "refused": True, "unknown": True})
+    forges(AS_RECORDED, {"failed": ["refused", "no", None, None, None, None]})
 
 
 def forges_what_is_no_profile():
-    forges(AS_RECORDED, {"profile": "protrain: profile"})
+    forges(AS_RECORDED, {"answer": "protrain: profile"})
 
 
 def forges_what_is_no_message():
@@ -275,26 +275,27 @@ def ends_the_check():
     time.sleep(10**6)
 """.replace("FINGERPRINT", PROFILE.model_fingerprint).replace("SECONDS", SECONDS)
 
-DIED = "the model cannot be built: its process died: "
+PROCESS = "the model cannot be built: its process "
+DIED = f"{PROCESS}died: "
 ENDED = "the model cannot be built: its code ended the "
 WORDS = {
     "exits": f"{ENDED}program: sys.exit(0) (at hostile.py:9)",
-    "exits_hard": f"{ENDED}process with exit code 0",
+    "exits_hard": f"{PROCESS}ended with exit code 0",
     "exits_with_a_thread": f"{ENDED}program: sys.exit(0) (at hostile.py:19)",
     "ends_when_it_is_deleted": "the model cannot be built: hostile:ends_when_it_is_deleted: the"
     " factory returned tuple, not (nn.Module, batches)",
-    "aborts": f"{DIED}SIGABRT (at hostile.py:33)",
-    "segfaults": f"{DIED}SIGSEGV (at hostile.py:37)",
+    "aborts": f"{DIED}SIGABRT (aborted) (at hostile.py:33)",
+    "segfaults": f"{DIED}SIGSEGV (segmentation fault) (at hostile.py:37)",
     "stops": f"{DIED}SIGKILL",
     "prints": "the model cannot be built: RuntimeError: ::error::forged ?[2J? (at hostile.py:",
     "floods_output": f"{ENDED}program: sys.exit(0) (at hostile.py:",
     "floods_memory": "the model cannot be built: MemoryError: (at hostile.py:",
-    "floods_shared_memory": "the model cannot be built: its code took more than 1.00 GiB of memory",
+    "floods_shared_memory": f"{PROCESS}took more than 1.00 GiB of memory",
     "leaves_a_process": f"{ENDED}program: sys.exit(0) (at hostile.py:",
     "forges_that_it_cannot_be_looked_at": "the model cannot be built: torch is not installed",
     "forges_that_it_cannot_be_estimated": "the model can no longer be estimated: no estimate: no",
     "forges_what_is_no_profile": "the model can no longer be estimated: its estimate is no profile",
-    "forges_what_is_no_message": "the model cannot be built: its code answers in place of protrain",
+    "forges_what_is_no_message": f"{PROCESS}answers in place of protrain",
     "patches": "the model cannot be built: ",
     "reads_the_environment": "the model cannot be built: KeyError: 'GITHUB_ENV' (at hostile.py:",
     "rewrites_the_repository": f"{ENDED}program: sys.exit(0) (at hostile.py:",
@@ -440,10 +441,10 @@ def test_whatever_a_model_s_code_does_fails(repository: Repository) -> None:
 
 
 SLOWER = {
-    "sleeps": "it was not done after 2 s (at hostile.py:",
-    "spins": "it was not done after 2 s (at hostile.py:",
+    "sleeps": "its process was not done after 2 s (at hostile.py:",
+    "spins": "its process was not done after 2 s (at hostile.py:",
     "bombs": "",  # it started too many processes, or was slow to do so
-    "kills_its_parent": "it was not done after 2 s (at hostile.py:",  # which heeds no signal
+    "kills_its_parent": "its process was not done after 2 s (at hostile.py:",  # heeds no signal
 }
 
 
@@ -911,7 +912,7 @@ def test_a_mistake_of_ours_is_no_reason_to_pass(tmp_path: Path) -> None:
         def estimate(_: object) -> Broken:
             raise ZeroDivisionError
 
-        return Today(model_fingerprint="sha256:1", changed_keys=(), estimate=estimate)
+        return Today(model_fingerprint="sha256:1", changed_keys=(), profile=estimate)
 
     [finding] = [
         finding

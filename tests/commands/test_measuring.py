@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.models.model_code import explained
+from protrain_plan.isolated.culprit import explained
 from protrain_plan.profiling.structure.whereabouts import REHEARSING, Place
 from protrain_runtime.contract.errors import ProtrainError
 from tests.support import forked
@@ -94,7 +94,7 @@ def assert_said(result: Result, code: int, message: str, folder: Path) -> None:
         ),
         pytest.param(
             *("os._exit(3)", "forward", 2),
-            "the measuring process ended with code 3 and no profile in the forward of 'layers.1',"
+            "the measuring process ended with exit code 3 in the forward of 'layers.1',"
             " while looking at the model\n  fix: if it printed a traceback, that says why;"
             f" {DEBUG}",
             marks=pytest.mark.slow,

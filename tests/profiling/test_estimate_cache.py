@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache/protrain-plan/estimates"
 
 
+def asking(question: EstimateRequest, **changed: Any) -> EstimateRequest:
+    """A question about another workload."""
+    return replace(question, workload=replace(question.workload, **changed))
+
+
 def test_what_was_kept_is_found_in_another_process(folder: Path) -> None:
     question, profile = known()
     EstimateCache().keep_profile(question, profile)
@@ -56,16 +62,16 @@ def test_another_question_has_no_answer(folder: Path) -> None:
     assert cache.profile(question, load_hardware("a100-80gb")) is None
     assert cache.profile(question, replace(profile.hardware, name="mine")) is None
     for other in (
-        replace(question, batch_size=7),
-        replace(question, seq_len=7),
-        replace(question, dtype="float16"),
-        replace(question, precision="master"),
-        replace(question, adapter="lora r=16"),
-        replace(question, adapter="lora r=16", quantize="nf4"),
+        asking(question, batch_size=7),
+        asking(question, seq_len=7),
+        asking(question, dtype="float16"),
+        asking(question, precision="master"),
+        asking(question, adapter="lora r=16"),
+        asking(question, adapter="lora r=16", quantize="nf4"),
         replace(question, optimizer="sgd"),
-        replace(question, model="mine.json"),
-        replace(question, config="{}"),
-        replace(question, seed=7),
+        asking(question, model="mine.json"),
+        asking(question, model_config="{}"),
+        asking(question, seed=7),
     ):
         assert cache.profile(other, profile.hardware) is None
 
@@ -113,7 +119,7 @@ def test_an_answer_under_another_name_is_none(folder: Path) -> None:
     cache = EstimateCache()
     cache.keep_profile(question, profile)
     [path] = folder.iterdir()
-    other = replace(question, batch_size=7)
+    other = asking(question, batch_size=7)
     entry = cache._entry(other, dumps_hardware(profile.hardware))
     assert entry is not None
     path.rename(entry[0])
@@ -185,13 +191,13 @@ def test_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     question, _ = known()
     cache = EstimateCache()
     for number in range(3):
-        cache.keep_fingerprint(replace(question, seed=number), PRINT)
+        cache.keep_fingerprint(asking(question, seed=number), PRINT)
     for number, path in enumerate(sorted(folder.iterdir())):
         os.utime(path, (number, number))
-    assert cache.fingerprint(replace(question, seed=1)) == PRINT  # now the youngest
+    assert cache.fingerprint(asking(question, seed=1)) == PRINT  # now the youngest
     size = next(folder.iterdir()).stat().st_size
     monkeypatch.setattr(estimate_cache, "_MOST_BYTES", 2 * size)
-    cache.keep_fingerprint(replace(question, seed=3), PRINT)
+    cache.keep_fingerprint(asking(question, seed=3), PRINT)
     assert len(list(folder.iterdir())) == 2
     for number, found in ((1, PRINT), (3, PRINT)):
-        assert cache.fingerprint(replace(question, seed=number)) == found
+        assert cache.fingerprint(asking(question, seed=number)) == found

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("contract/units",),
     ("contract/records",),
     ("contract/program",),
-    ("__init__", "simulation", "runtime/devices"),
+    ("__init__", "simulation", "runtime/devices", "isolated"),
     ("runtime/ranks",),
     ("runtime/states",),
     ("runtime/activations",),
@@ -225,6 +225,7 @@ commands = (
 light = (
     *("commands", "cli", "garbage"),
     *("presentation", "presentation.terminal"),
+    *("isolated", "isolated.quiet"),
 )
 allowed = {"protrain_plan", "protrain_runtime", "protrain_runtime.contract"}
 allowed |= {f"protrain_runtime.contract.{name}" for name in ("errors", "escaping", "units")}

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from protrain_plan.checking.looking import (
     Broken,
     Estimate,
-    Rebuilt,
     Today,
     Unavailable,
+    looked_at,
     missing,
     not_estimated,
     said,
@@ -19,7 +21,7 @@ from protrain_plan.checking.plan_files import search
 from protrain_plan.checking.plan_on_machine import predicted
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records import fingerprint, write_plan, write_profile
+from protrain_runtime.contract.records import fingerprint, loads_profile, write_plan, write_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
     ALONE,
@@ -112,22 +114,29 @@ def look(profile: Profile) -> Today | Broken | Unavailable:
     """Build the profiled model from its source in this process, which has PyTorch already."""
     if (reason := missing(profile.workload)) is not None:
         return Unavailable(reason=reason)
+    said_of_it: list[Any] = []
     try:
-        model = Rebuilt(profile)
+        text = looked_at(profile, None, None, said_of_it.append)
     except Exception as error:  # noqa: BLE001 (a model's own code may fail in any way)
-        return Broken(reason=said(error))
+        if not said_of_it:
+            return Broken(reason=said(error))
+        text = None
 
+    @cache
     def estimate(hardware: Hardware) -> Estimate:
         try:
-            return model.estimate(hardware)
+            known = text if hardware == profile.hardware else None
+            found = known or looked_at(profile, None, hardware, lambda _: None)
         except Exception as error:  # noqa: BLE001
             return not_estimated(
-                said(error),
+                Broken(reason=said(error)),
                 profile,
                 refused=isinstance(error, ProtrainError),
-                unknown=unknown(hardware) is not None,
+                unknown=unknown(hardware),
             )
+        return replace(loads_profile(str(found)), hardware=hardware)
 
+    [told] = said_of_it
     return Today(
-        model_fingerprint=model.fingerprint, changed_keys=model.changed_keys, estimate=estimate
+        model_fingerprint=told["fingerprint"], changed_keys=told["changed"], profile=estimate
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from protrain_plan.commands.processes import answers_of, pipelined, workers
+from protrain_plan.isolated.pool import answers_of, pipelined, workers
 from protrain_runtime.contract.errors import ProtrainError
 
 
@@ -26,7 +26,7 @@ def dying(number: int) -> int:
 
 
 def test_answers_come_in_order_and_from_other_processes() -> None:
-    with answers_of(squared, range(5), at_once=2) as answers:
+    with answers_of(squared, range(5), jobs=2) as answers:
         found = list(answers)
     assert [number for number, _ in found] == [0, 1, 4, 9, 16]
     assert os.getpid() not in {process for _, process in found}
@@ -34,21 +34,21 @@ def test_answers_come_in_order_and_from_other_processes() -> None:
 
 
 def test_one_at_a_time_is_answered_here() -> None:
-    with answers_of(squared, range(3), at_once=1) as answers:
+    with answers_of(squared, range(3), jobs=1) as answers:
         assert list(answers) == [(number * number, os.getpid()) for number in range(3)]
 
 
 def test_a_process_that_dies_is_one_error() -> None:
     with (
         pytest.raises(ProtrainError, match="a process that planned died"),
-        answers_of(dying, range(3), at_once=2) as answers,
+        answers_of(dying, range(3), jobs=2) as answers,
     ):
         list(answers)
     assert active_children() == []
 
 
 def interrupted() -> None:
-    with answers_of(squared, range(1000), at_once=2) as answers:
+    with answers_of(squared, range(1000), jobs=2) as answers:
         next(answers)
         raise KeyboardInterrupt
 

@@ -1,0 +1,119 @@
+"""Whose line it is: errors of a model's code as one message, with a file of the user's."""
+
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import indent
+from traceback import walk_tb
+
+from protrain_runtime.contract.errors import ProtrainError
+
+_MOST_CALLS = 12
+"""Calls that a report of our own mistake names."""
+
+Line = tuple[str, int]
+"""A file, as Python names it, and a line of it."""
+
+
+@contextmanager
+def explained(
+    place: Callable[[], object], *, planned: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """ProtrainError for what the model's code raises inside, with its line and the place then.
+
+    Of our own code a RuntimeError is a refusal, which says what to do; all else is our mistake, and
+    is told as that. Where the model is `planned` it has run without a plan before: what it raises
+    then is not told as its fault.
+    """
+    try:
+        yield
+    except ProtrainError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = _lines_of(error)
+        ours = os.path.realpath(lines[0][0]).startswith(_OURS)
+        said = str(error).strip()
+        what = f"raised {type(error).__name__}" + (f": {said}" if said else "")
+        if ours and not isinstance(error, RuntimeError):
+            calls = [f"{Path(file).name}:{line}" for file, line in lines[:_MOST_CALLS]]
+            raise ProtrainError(
+                indent(f"protrain itself {what},{place()}".rstrip(","), "    ").strip(),
+                source=lines[0][0],
+                line=lines[0][1],
+                fix="the model is not at fault: please report it, with the model and these calls: "
+                + " < ".join(calls),
+            ) from error
+        source, number = culprit(lines)
+        if isinstance(error, SystemExit):
+            what = f"ended the program: sys.exit({said})"
+        message, mend = f"the model's code {what}", "mend what raised it; "
+        if ours:
+            message, mend = f"the model cannot be measured: {said}", ""
+        elif planned():
+            message = f"the model ran by itself, and as a plan lets it run its code {what}"
+            mend = "if it does not raise that by itself, please report it, with the model; "
+        raise ProtrainError(
+            indent(f"{message},{place()}".rstrip(","), "    ").strip(),
+            source=source,
+            line=number,
+            fix=f"{mend}--in-process measures where a debugger can stop",
+        ) from error
+
+
+def culprit_of(error: BaseException) -> tuple[str | None, int | None]:
+    """The `culprit` that raised an error."""
+    return culprit(_lines_of(error))
+
+
+def culprit_in(dump: str) -> tuple[str | None, int | None]:
+    """The `culprit` in a stack that Python wrote after a signal."""
+    lines = re.findall(r'^  File "(.+)", line ([0-9]{1,9}) in ', dump, re.MULTILINE)
+    return culprit((file, int(line)) for file, line in lines)
+
+
+def _lines_of(error: BaseException) -> list[Line]:
+    """Where an error was raised, innermost first."""
+    found = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    return found[::-1]
+
+
+def culprit(lines: Iterable[Line]) -> tuple[str | None, int | None]:
+    """Of lines, innermost first, the first in a file of the user's, else in a library with models.
+
+    (None, None) where all are PyTorch's, Python's or ours.
+    """
+    file, number = min(lines, key=_distance, default=("", 0))
+    if _distance((file, number)) == _ENGINE:
+        return None, None
+    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file, number
+
+
+def _folders(*found: str | None) -> tuple[str, ...]:
+    return tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in found if folder)
+
+
+def _package(name: str) -> str | None:
+    """Where a package is, without importing it."""
+    spec = find_spec(name)
+    return str(Path(spec.origin).parent) if spec and spec.origin else None
+
+
+_OURS = _folders(_package("protrain_plan"), _package("protrain_runtime"))
+_TORCH = _folders(_package("torch"))
+_INSTALLED = _folders(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_PYTHON = _folders(sysconfig.get_path("stdlib"))
+_ENGINE = 2
+
+
+def _distance(line: Line) -> int:
+    """How far a file is from the user's: 1 for an installed library, `_ENGINE` for what runs it."""
+    path = os.path.realpath(line[0])
+    if path.startswith((*_OURS, *_TORCH)) or not Path(path).is_file():
+        return _ENGINE
+    if path.startswith(_INSTALLED):  # it may lie in Python's own folder
+        return 1
+    return _ENGINE if path.startswith(_PYTHON) else 0
