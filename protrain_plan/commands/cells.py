@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 from protrain_plan.commands.measuring import Estimates, ProfileRequest, Progress, estimated
-from protrain_plan.commands.options import budgets_of
+from protrain_plan.commands.option_records import BudgetOptions
 from protrain_plan.commands.processes import answers_of, pipelined, workers
 from protrain_plan.planning.questions.best_batch import divisors, fastest
 from protrain_plan.planning.questions.growth import between
@@ -42,51 +42,42 @@ STATES_OF_8_BITS = {"adamw": "adamw8bit"}
 class Cells:
     """Every request on every group of devices: a group has the number of its machine.
 
-    Budgets are as the command line has them, and None for all that a machine has. `jobs` processes
-    work at once, None: one a core.
+    With a `global_batch`, requests have a batch of one, and each question the batch and the
+    micro-batches of the fastest update of so many sequences. Where a model fits with no batch,
+    it is asked about with one sequence. `jobs` processes work at once, None: one a core.
     """
 
     requests: Sequence[ProfileRequest]
     machines: Sequence[Hardware]
     groups: Sequence[tuple[int, DeviceGroup]]
-    device_memory: str | None
-    host_memory: str | None
-    disk: str | None
+    budgets: BudgetOptions
     settings: StepSettings
     cache: EstimateCache
+    global_batch: int | None = None
     jobs: int | None = None
 
-    def questions(
-        self, progress: Progress, *, micro_batches: int = 1, global_batch: int | None = None
-    ) -> list[Question]:
+    def questions(self, progress: Progress) -> list[Question]:
         """Of every request and group, in this order.
 
-        With a `global_batch`, requests have a batch of one, and each question the batch and the
-        micro-batches of the fastest update of so many sequences. Where a model fits with no batch,
-        it is asked about with one sequence. ProtrainError where devices cannot have equal parts.
+        ProtrainError where devices cannot have equal parts of a global batch.
         """
-        if global_batch is not None:
-            return self._best(progress, global_batch)
+        if self.global_batch is not None:
+            return self._best(progress, self.global_batch)
         profiles = estimated(self.requests, self.machines, progress, self.cache, jobs=self.jobs)
-        return [one for each in profiles for one in self._of_groups(each, micro_batches)]
+        return [one for each in profiles for one in self._of_groups(each)]
 
-    def _of_groups(self, profiles: Sequence[Profile], micro_batches: int) -> list[Question]:
+    def _of_groups(self, profiles: Sequence[Profile]) -> list[Question]:
         """The questions about each group, of the profiles of one request."""
-        return [
-            self._question(profiles[place], group, micro_batches) for place, group in self.groups
-        ]
+        return [self._question(profiles[place], group) for place, group in self.groups]
 
     def answers(
         self,
         answer: Callable[[Question], Answer],
         progress: Progress,
-        *,
-        micro_batches: int = 1,
-        global_batch: int | None = None,
     ) -> Generator[tuple[Question, Answer], None, None]:
         """The same questions in order, each with its answer, as soon as those before are known."""
-        if global_batch is not None:
-            best = self._best(progress, global_batch)
+        if self.global_batch is not None:
+            best = self._best(progress, self.global_batch)
             yield from answered(best, answer, progress, jobs=self.jobs)
             return
         estimates = Estimates(self.requests, self.machines, self.cache)
@@ -106,9 +97,7 @@ class Cells:
                         estimates.work(number, estimating if here else None)
                         for number in range(len(self.requests))
                     ],
-                    lambda number, made: self._of_groups(
-                        estimates.learnt(number, made), micro_batches
-                    ),
+                    lambda number, made: self._of_groups(estimates.learnt(number, made)),
                     answer,
                     at_once=at_once,
                     learn_here=here,
@@ -142,7 +131,7 @@ class Cells:
         ends = dict.fromkeys(every, 1)
         for request, number in cells:
             place, group = self.groups[number]
-            found = self._question(known[request, 1][place], group, 1).largest("batch-size")
+            found = self._question(known[request, 1][place], group).largest("batch-size")
             open_to_it = divisors(parts[number])
             # What fits is known in proportion alone: one more is looked at.
             count = sum(size <= found.value for size in open_to_it) + 1 if found else 1
@@ -197,13 +186,16 @@ class Cells:
             for question, workload, place in zip(questions, workloads, places, strict=True)
         ]
 
-    def _question(self, profile: Profile, group: DeviceGroup, micro_batches: int) -> Question:
+    def _question(
+        self, profile: Profile, group: DeviceGroup, micro_batches: int | None = None
+    ) -> Question:
         machine = profile_of_rank(profile, group).hardware
+        many = micro_batches or self.settings.micro_batches
         return Question(
             profile=profile,
-            settings=replace(self.settings, group=group, micro_batches=micro_batches),
+            settings=replace(self.settings, group=group, micro_batches=many),
             replicas=group.replica_counts if group.num_replicas == 1 else (),
-            budgets=budgets_of(machine, group, self.device_memory, self.host_memory, self.disk),
+            budgets=self.budgets.of(machine, group),
             allow=self.requests[0].allow,
         )
 

@@ -1,61 +1,54 @@
-"""`protrain fit`: whether models train on machines that need not be there, and how fast."""
+"""`protrain fit`: whether and how a model trains on machines, before there is any profile."""
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from protrain_plan.commands.option_records import (
+    BudgetOptions,
+    StepOptions,
+    WorkloadOptions,
+    with_records,
+)
 from protrain_plan.commands.options import (
-    DTYPE,
-    PRECISION,
     SEQ_LEN,
-    AccumulateOption,
     AllowOption,
-    ClipOption,
-    ClipShareOption,
-    CompileOption,
-    DTypeOption,
     JobsOption,
     JsonOption,
-    LoraOption,
     ModelArgument,
     NoCacheOption,
-    OptimizerArgsOption,
-    OptimizerOption,
-    PrecisionOption,
-    QuantizeOption,
-    UpdatesOption,
     choice,
     integers,
-    leaves_named,
-    machine_with,
     prices_of,
     refuse_batches,
-    refuse_host_memory,
-    step_settings,
 )
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
+    from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import Progress
+    from protrain_plan.commands.sweeping import Sweep
     from protrain_plan.planning.questions.objectives import Fit, Question
     from protrain_runtime.contract.records.hardware import Hardware
 
 
-def fit(
-    model: ModelArgument,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellOptions:
+    """The cells of the table: sizes and numbers of devices, each with each machine."""
+
     on: Annotated[
         str, typer.Option("--on", help="Machines: names of the catalogue or YAML files, by comma.")
-    ],
-    seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = str(SEQ_LEN),
+    ]
+    seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = str(SEQ_LEN)
     batch_size: Annotated[
         str | None,
         typer.Option(help="Sequences per batch, one or more. Default: 1.", show_default=False),
-    ] = None,
+    ] = None
     global_batch: Annotated[
         int | None,
         typer.Option(
@@ -63,27 +56,51 @@ def fit(
             help="Sequences per update over all devices: the best batch and number of"
             " micro-batches are found.",
         ),
-    ] = None,
-    dtype: DTypeOption = DTYPE,
-    precision: PrecisionOption = PRECISION,
-    lora: LoraOption = None,
-    quantize: QuantizeOption = None,
-    compile_blocks: CompileOption = False,
-    optimizer: OptimizerOption = "adamw",
-    optimizer_args: OptimizerArgsOption = None,
-    allow: AllowOption = None,
-    device_memory: Annotated[
-        str | None, typer.Option(help="Of the device; default: all of the machine's.")
-    ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Host memory; default: typical.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Disk space; default: typical.")] = None,
+    ] = None
     num_devices: Annotated[
         str, typer.Option(help="Devices that train one model, each with such a batch; or several.")
-    ] = "1",
-    updates: UpdatesOption = None,
-    clip: ClipOption = False,
-    clip_share: ClipShareOption = None,
-    accumulate: AccumulateOption = 1,
+    ] = "1"
+    jobs: JobsOption = None
+    no_cache: NoCacheOption = False
+
+    def cells(
+        self,
+        model: str,
+        machines: "Sequence[Hardware]",
+        workload: WorkloadOptions,
+        budgets: BudgetOptions,
+        step: StepOptions,
+        *,
+        allow: list[str] | None,
+        counts: Sequence[int],
+    ) -> "Cells":
+        """The cells, on so many devices where `counts` says it."""
+        from protrain_plan.commands.cells import Cells
+        from protrain_plan.profiling.estimate_cache import EstimateCache
+        from protrain_runtime.contract.program.group import group_on
+
+        lengths = integers("--seq-len", self.seq_len)
+        batches = integers("--batch-size", self.batch_size or "1")
+        return Cells(
+            requests=workload.requests(model, lengths, batches, allow=allow),
+            machines=machines,
+            groups=[
+                (place, group_on(machine, count))
+                for place, machine in enumerate(machines)
+                for count in counts or integers("--num-devices", self.num_devices)
+            ],
+            budgets=budgets,
+            settings=step.settings(),
+            global_batch=self.global_batch,
+            cache=EstimateCache(off=self.no_cache),
+            jobs=self.jobs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What is told besides the answers."""
+
     compare: Annotated[
         bool,
         typer.Option(
@@ -91,14 +108,14 @@ def fit(
             help="Below each answer, what it is without a planner (plain PyTorch, checkpointing,"
             " ZeRO-Offload, FSDP2), and with 8-bit states where a plan is needed.",
         ),
-    ] = False,
+    ] = False
     sweep: Annotated[
         str | None,
         typer.Option(
             help="One of host, device, disk, link, num-devices, and its values: doubles in a range"
             " such as host=64GiB..1TiB, or link=pcie-4,64GB/s."
         ),
-    ] = None,
+    ] = None
     what_helps: Annotated[
         bool,
         typer.Option(
@@ -106,27 +123,70 @@ def fit(
             help="Say what more memory, a faster link, larger batches and states of 8 bits are"
             " worth. Each takes as long as an answer.",
         ),
-    ] = False,
+    ] = False
     price: Annotated[
         str | None,
         typer.Option(
             help="Of a device for an hour, or one of each machine by comma; default: that of the"
             " machine's file. Adds the columns hours and cost."
         ),
-    ] = None,
+    ] = None
     columns: Annotated[
         str | None,
         typer.Option(
             help="More columns, by comma: mfu (model FLOPs utilisation), and hours, cost and energy"
             " of a billion tokens."
         ),
-    ] = None,
+    ] = None
     report: Annotated[
         Path | None,
         typer.Option(help="Write a page with the chart of tokens per second against memory."),
-    ] = None,
-    jobs: JobsOption = None,
-    no_cache: NoCacheOption = False,
+    ] = None
+
+    def swept(self, machines: "Sequence[Hardware]") -> "Sweep | None":
+        """What is swept; ProtrainError where it is not there, or beside what a table has."""
+        from protrain_plan.commands.sweeping import read_sweep
+
+        if self.sweep is None:
+            return None
+        sweep = read_sweep(self.sweep)
+        sweep.refuse_missing(machines)
+        for name in ("what_helps", "compare", "report", "price", "columns"):
+            if getattr(self, name):
+                option = "--" + name.replace("_", "-")
+                raise ProtrainError("--sweep prints a table of its own", key=option)
+        return sweep
+
+    def shown(self, machines: "Sequence[Hardware]", prices: Sequence[float]) -> tuple[str, ...]:
+        """The columns; ProtrainError for an unknown one, and for one without values."""
+        from protrain_plan.presentation.spending import COLUMNS
+
+        names = () if self.columns is None else tuple(map(str.strip, self.columns.split(",")))
+        names = tuple(dict.fromkeys((*names, *(("hours", "cost") if self.price else ()))))
+        for name in names:
+            choice("--columns", name, tuple(COLUMNS))
+        if "cost" in names and not any(prices):
+            raise ProtrainError(
+                "no machine has a price", key="--columns", fix="say that of a device: --price 2.49"
+            )
+        if "energy" in names and not any(machine.power_w for machine in machines):
+            raise ProtrainError(
+                "no machine says what its device takes",
+                key="--columns",
+                fix="write power_w, in watts, into the machine's file",
+            )
+        return names
+
+
+@with_records
+def fit(
+    model: ModelArgument,
+    asked: CellOptions,
+    workload: WorkloadOptions,
+    budgets: BudgetOptions,
+    step: StepOptions,
+    answers: AnswerOptions,
+    allow: AllowOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
@@ -139,139 +199,82 @@ def fit(
     | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
     | protrain fit llama-3.1-8b --on rtx-4090 --sweep host=64GiB..512GiB
     """
-    from protrain_plan.commands.cells import Cells
-    from protrain_plan.commands.measuring import requests_for
-    from protrain_plan.commands.output import JsonList, destination, progress, show
-    from protrain_plan.commands.sweeping import read_sweep, show_help, show_sweep
-    from protrain_plan.presentation.plans import CELLS, fit_json, fits_json, fits_text
+    from protrain_plan.commands.output import destination, progress, show
+    from protrain_plan.commands.sweeping import show_help, show_sweep
+    from protrain_plan.presentation.plans import fits_json, fits_text
     from protrain_plan.presentation.report.fit_page import fit_page
-    from protrain_plan.profiling.estimate_cache import EstimateCache
-    from protrain_runtime.contract.program.group import group_on
     from protrain_runtime.contract.records.files import replace_text
 
-    read = (model, *on.split(","))
-    page = None if report is None else destination(report, option="--report", inputs=read)
-    settings = step_settings(updates, clip=clip, clip_share=clip_share)
-    machines = [machine_with(name.strip(), host_memory, disk) for name in on.split(",")]
-    refuse_host_memory(host_memory, machines)
-    refuse_batches(global_batch, batch_size, accumulate)
-    prices = prices_of(price, machines)
-    shown = _columns(columns, machines, prices, price=price)
+    names, page = asked.on.split(","), answers.report
+    page = None if page is None else destination(page, option="--report", inputs=(model, *names))
+    machines = [budgets.machine(name.strip()) for name in names]
+    budgets.refuse_host_memory(machines)
+    refuse_batches(asked.global_batch, asked.batch_size, step.accumulate)
+    prices = prices_of(answers.price, machines)
+    columns = answers.shown(machines, prices)
     # A price is no part of what is estimated.
     machines = [replace(machine, price_per_hour=0.0) for machine in machines]
-    swept = None if sweep is None else read_sweep(sweep)
-    if swept is not None:
-        swept.refuse_missing(machines)
-        others: dict[str, object] = {"--what-helps": what_helps, "--compare": compare}
-        others |= {"--report": page, "--price": price, "--columns": columns}
-        for option, given in others.items():
-            if given:
-                raise ProtrainError("--sweep prints a table of its own", key=option)
-    requests = requests_for(
-        model,
-        integers("--seq-len", seq_len),
-        integers("--batch-size", batch_size or "1"),
-        dtype=dtype,
-        precision=precision,
-        lora=lora,
-        quantize=quantize,
-        compile_blocks=compile_blocks,
-        optimizer=optimizer,
-        optimizer_args=optimizer_args,
-        allow=leaves_named(allow),
-    )
-    cells = Cells(
-        requests=requests,
-        machines=machines,
-        groups=[
-            (place, group_on(machine, count))
-            for place, machine in enumerate(machines)
-            for count in (swept and swept.counts) or integers("--num-devices", num_devices)
-        ],
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk=disk,
-        settings=settings,
-        cache=EstimateCache(off=no_cache),
-        jobs=jobs,
-    )
+    swept = answers.swept(machines)
+    counts = swept.counts if swept else ()
+    cells = asked.cells(model, machines, workload, budgets, step, allow=allow, counts=counts)
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
-        questions: list[Question] = []
-        fits: list[Fit] = []
-        in_order = [prices[place] for _ in requests for place, _ in cells.groups]
-        # What others change when all are known is printed at the end.
-        at_once = as_json and not (compare or what_helps or swept)
-        cells_json = JsonList(CELLS, len(in_order)) if at_once else None
         if swept is not None:
-            questions = cells.questions(tell, micro_batches=accumulate, global_batch=global_batch)
+            questions = cells.questions(tell)
         else:
-            with closing(
-                cells.answers(
-                    partial(_fitted, compare=compare),
-                    tell,
-                    micro_batches=accumulate,
-                    global_batch=global_batch,
-                )
-            ) as answers:
-                for (question, one), price_of_one in zip(answers, in_order, strict=True):
-                    questions.append(question)
-                    fits.append(_priced(one, price_of_one))
-                    if cells_json:
-                        cells_json.add(fit_json(fits[-1]))
-        lighter = []
-        if compare or what_helps:
-            lighter = cells.with_states_of_8_bits(questions, tell)
-        if compare and lighter:
-            fits = _with_8_bits(fits, lighter, tell, jobs=jobs)
+            told = as_json and not (answers.compare or answers.what_helps)
+            questions, fits = _answers(cells, prices, answers, tell, told=told)
+            lighter: list[Question] = []
+            if answers.compare or answers.what_helps:
+                lighter = cells.with_states_of_8_bits(questions, tell)
+            if answers.compare and lighter:
+                fits = _with_8_bits(fits, lighter, tell, jobs=asked.jobs)
     if swept is not None:
-        show_sweep(swept, questions, as_json=as_json, jobs=jobs)
+        show_sweep(swept, questions, as_json=as_json, jobs=asked.jobs)
         return
     if page is not None:
-        replace_text(page, fit_page(fits, columns=shown))
-    written = () if report is None else (report,)
-    if what_helps:
+        replace_text(page, fit_page(fits, columns=columns))
+    written = () if answers.report is None else (answers.report,)
+    if answers.what_helps:
         show_help(
             fits,
             questions,
             lighter,
             as_json=as_json,
             written=written,
-            columns=shown,
-            jobs=jobs,
+            columns=columns,
+            jobs=asked.jobs,
         )
-    elif cells_json is None:
-        show(as_json, fits_json(fits), lambda: fits_text(fits, *written, columns=shown))
+    elif not told:
+        show(as_json, fits_json(fits), lambda: fits_text(fits, *written, columns=columns))
     if all(one.verdict == "does not fit" for one in fits):
         raise typer.Exit(3)
 
 
-def _columns(
-    text: str | None, machines: "Sequence[Hardware]", prices: Sequence[float], *, price: str | None
-) -> tuple[str, ...]:
-    """The columns that are asked for; ProtrainError for an unknown one, and one without values."""
-    from protrain_plan.presentation.spending import COLUMNS
+def _answers(
+    cells: "Cells",
+    prices: Sequence[float],
+    answers: AnswerOptions,
+    tell: "Progress",
+    *,
+    told: bool,
+) -> "tuple[list[Question], list[Fit]]":
+    """All questions and their answers; each is printed when it is known, where it is `told`."""
+    from protrain_plan.commands.output import JsonList
+    from protrain_plan.presentation.plans import CELLS, fit_json
 
-    names = () if text is None else tuple(name.strip() for name in text.split(","))
-    names = tuple(dict.fromkeys((*names, *(("hours", "cost") if price else ()))))
-    for name in names:
-        choice("--columns", name, tuple(COLUMNS))
-    if "cost" in names and not any(prices):
-        raise ProtrainError(
-            "no machine has a price", key="--columns", fix="say that of a device: --price 2.49"
-        )
-    if "energy" in names and not any(machine.power_w for machine in machines):
-        raise ProtrainError(
-            "no machine says what its device takes",
-            key="--columns",
-            fix="write power_w, in watts, into the machine's file",
-        )
-    return names
-
-
-def _priced(fit: "Fit", price: float) -> "Fit":
-    hardware = replace(fit.profile.hardware, price_per_hour=price)
-    return replace(fit, profile=replace(fit.profile, hardware=hardware))
+    in_order = [prices[place] for _ in cells.requests for place, _ in cells.groups]
+    printed = JsonList(CELLS, len(in_order)) if told else None
+    questions: list[Question] = []
+    fits: list[Fit] = []
+    with closing(cells.answers(partial(_fitted, compare=answers.compare), tell)) as found:
+        for (question, one), price in zip(found, in_order, strict=True):
+            hardware = replace(one.profile.hardware, price_per_hour=price)
+            questions.append(question)
+            fits.append(replace(one, profile=replace(one.profile, hardware=hardware)))
+            if printed:
+                printed.add(fit_json(fits[-1]))
+    return questions, fits
 
 
 def _with_8_bits(

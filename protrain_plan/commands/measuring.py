@@ -17,12 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from protrain_plan.commands.options import choice
 from protrain_plan.commands.processes import workers
 from protrain_plan.garbage import collected_seldom
 from protrain_plan.models.model_code import INTERRUPTED, culprit_in, end_with, explained
@@ -153,43 +151,6 @@ class ProfileRequest:
             "text": self.text,
             "progress": progress,
         }
-
-
-def requests_for(
-    model: str,
-    lengths: Sequence[int],
-    batches: Sequence[int],
-    *,
-    dtype: str,
-    precision: str,
-    lora: str | None,
-    quantize: str | None,
-    compile_blocks: bool,
-    optimizer: str,
-    optimizer_args: str | None,
-    allow: tuple[str, ...] = (),
-) -> list[ProfileRequest]:
-    """What is to be estimated, each length with each batch; ProtrainError for unknown choices."""
-    dtype_name: DType = choice("--dtype", dtype, get_args(DType))
-    precision_name: Precision = choice("--precision", precision, get_args(Precision))
-    if dtype_name == "float32" and precision_name == "master":
-        precision_name = "pure"  # the parameters are the float32 ones
-    return [
-        ProfileRequest(
-            model=model,
-            batch_size=batch,
-            seq_len=length,
-            dtype=dtype_name,
-            precision=precision_name,
-            lora=lora,
-            quantize=quantize,
-            compile="blocks" if compile_blocks else "",
-            optimizer=optimizer,
-            optimizer_args=optimizer_args,
-            allow=allow,
-        )
-        for length, batch in product(lengths, batches)
-    ]
 
 
 # Torch loads in the functions below, so that --help and planning need not wait for it.

@@ -5,7 +5,6 @@ and the rest where it runs.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from protrain_runtime.contract.records.hardware import Hardware
-    from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings, Updates
 
 Name = TypeVar("Name", bound=str)
 
@@ -38,23 +36,6 @@ ModelArgument = Annotated[
         " or package.module:factory (path/to/file.py:factory).",
         show_default=False,
     ),
-]
-PrecisionOption = Annotated[
-    str,
-    typer.Option(
-        help="pure: everything in --dtype; master: the optimizer keeps float32 parameters;"
-        " autocast: float32 parameters, computed with in --dtype."
-    ),
-]
-LoraOption = Annotated[
-    str | None, typer.Option(help="Train adapters alone, such as r=16: see profile.")
-]
-QuantizeOption = Annotated[
-    str | None, typer.Option(help="Pack the layers below adapters: nf4 or int8 (with --lora).")
-]
-CompileOption = Annotated[
-    bool,
-    typer.Option("--compile", help="Each block compiled by itself (torch.compile): see profile."),
 ]
 DiskSecondsOption = Annotated[
     float,
@@ -88,27 +69,7 @@ JobsOption = Annotated[
     ),
 ]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan.", show_default=False)]
-DTypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-AccumulateOption = Annotated[int, typer.Option(min=1, help="Micro-batches per update.")]
 PointsOption = Annotated[int, typer.Option(min=2, help="Budgets that --pareto plans for.")]
-UpdatesOption = Annotated[
-    str | None,
-    typer.Option(
-        help="in-backward, the default; or after-backward, as clipping by the global norm needs:"
-        " updates then wait for it, or run ahead to a second copy of the states.",
-    ),
-]
-ClipOption = Annotated[
-    bool, typer.Option("--clip", help="The short form of --updates after-backward.")
-]
-ClipShareOption = Annotated[
-    float | None,
-    typer.Option(
-        help="The part of all steps whose gradients are scaled, by clipping or by a loss scaler:"
-        " these do updates that ran ahead again. 1: none runs ahead. Default: 0.05.",
-        show_default=False,
-    ),
-]
 SpillOption = Annotated[
     Path | None,
     typer.Option(
@@ -118,21 +79,8 @@ SpillOption = Annotated[
 ]
 
 
-SEQ_LEN, DTYPE, PRECISION = 2048, "bfloat16", "master"
-"""What a model is asked about with, where nothing is said: its own dtype, and float32 states."""
-
-
-def machine_with(name: str, host_memory: str | None, disk: str | None) -> "Hardware":
-    """A machine of the catalogue or of a file, with as much below its device as was asked for."""
-    from protrain_plan.hardware.catalogue import load_hardware
-
-    machine = load_hardware(name)
-    asked = {"host": size("--host-memory", host_memory, -1), "disk": size("--disk", disk, -1)}
-    tiers = tuple(
-        tier if asked[tier.name] < 0 else replace(tier, capacity_bytes=asked[tier.name])
-        for tier in machine.tiers
-    )
-    return replace(machine, tiers=tiers)
+SEQ_LEN = 2048
+"""Tokens per sequence that a model is asked about with, where nothing is said."""
 
 
 def size(option: str, text: str | None, default: int) -> int:
@@ -143,27 +91,6 @@ def size(option: str, text: str | None, default: int) -> int:
         return parse_bytes(text)
     except ProtrainError as error:
         raise ProtrainError(error.message, key=option, fix=error.fix) from None
-
-
-def budgets_of(
-    machine: "Hardware",
-    group: "DeviceGroup",
-    device: str | None,
-    host: str | None,
-    disk: str | None,
-) -> "Budgets":
-    """A device's budgets: what was asked for, of host memory and disk for its node, or all it has.
-
-    `machine` is the device's part of its node.
-    """
-    from protrain_runtime.contract.records.plan import Budgets
-
-    there = {tier.name: tier.capacity_bytes * group.in_node for tier in machine.tiers}
-    return Budgets(
-        device=size("--device-memory", device, machine.device.memory_bytes),
-        host=size("--host-memory", host, there.get("host", 0)) // group.in_node,
-        disk=size("--disk", disk, there.get("disk", 0)) // group.in_node,
-    )
 
 
 def integers(option: str, text: str) -> tuple[int, ...]:
@@ -227,33 +154,6 @@ def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(leave for leave in known if leave in (given or ()))
 
 
-def step_settings(updates: str | None, *, clip: bool, clip_share: float | None) -> "StepSettings":
-    """The step that `--updates`, `--clip` and `--clip-share` ask for; ProtrainError if none is."""
-    from protrain_plan.planning.model.problem import OVERLAPPING
-    from protrain_runtime.contract.records.plan import StepSettings
-    from protrain_runtime.contract.records.schema import limits_of
-
-    after = (
-        clip
-        or choice("--updates", updates or "in-backward", ("in-backward", "after-backward"))
-        == "after-backward"
-    )
-    if clip and updates == "in-backward":
-        raise ProtrainError("--clip is --updates after-backward", key="--updates")
-    if not after and clip_share is not None:
-        raise ProtrainError(
-            "it is for updates after backward", key="--clip-share", fix="add --clip"
-        )
-    if clip_share is None:
-        clip_share = OVERLAPPING.clip_share
-    elif clip_share not in (limits := limits_of(StepSettings, "clip_share")):
-        raise ProtrainError(
-            f"expected a part of all steps {limits}, got {clip_share:g}", key="--clip-share"
-        )
-    when: Updates = "after backward" if after else "in backward"
-    return replace(OVERLAPPING, updates=when, clip_share=clip_share)
-
-
 def found_device(text: str) -> "torch.device":
     """The device that `--device` names, with its index; ProtrainError where it cannot be had."""
     from protrain_runtime.devices import device  # torch loads here
@@ -264,32 +164,9 @@ def found_device(text: str) -> "torch.device":
         raise ProtrainError(error.message, key="--device", fix=error.fix) from None
 
 
-def refuse_host_memory(text: str | None, machines: "Sequence[Hardware]") -> None:
-    """ProtrainError for `--host-memory` where no machine has any below its device."""
-    if text is not None and all(tier.name != "host" for m in machines for tier in m.tiers):
-        raise ProtrainError(
-            "a CPU machine computes in its host memory, and has none below that",
-            key="--host-memory",
-            fix="--device-memory says how much of it there is",
-        )
-
-
 def refuse_batches(global_batch: int | None, batch_size: object, accumulate: int) -> None:
     """ProtrainError where a global batch is given with what it finds."""
     if global_batch is not None:
         for option, given in (("--batch-size", batch_size), ("--accumulate", accumulate > 1)):
             if given:
                 raise ProtrainError("--global-batch finds it", key=option)
-
-
-OptimizerOption = Annotated[
-    str,
-    typer.Option(
-        help="adamw, sgd, adamw8bit, adafactor, ... (a wrong name lists all), or your own:"
-        " package.module:Class, path/to/file.py:function."
-    ),
-]
-OptimizerArgsOption = Annotated[
-    str | None,
-    typer.Option(help="Options of the optimizer as Python has them: 'lr=1e-3, betas=(0.9, 0.95)'."),
-]

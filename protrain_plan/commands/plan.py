@@ -1,58 +1,256 @@
 """`protrain plan`: the fastest plan for a profile."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from protrain_plan.commands.option_records import (
+    BudgetOptions,
+    StepOptions,
+    WorkloadOptions,
+    with_records,
+)
 from protrain_plan.commands.options import (
-    DTYPE,
-    PRECISION,
     SEQ_LEN,
-    AccumulateOption,
     AllowOption,
-    ClipOption,
-    ClipShareOption,
     JsonOption,
     NoCacheOption,
     PointsOption,
-    UpdatesOption,
-    budgets_of,
     choice,
     leaves_named,
-    machine_with,
     refuse_batches,
-    refuse_host_memory,
     size,
-    step_settings,
 )
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
+    from protrain_plan.planning.model.options import Pin
     from protrain_plan.planning.questions.growth import Quantity
+    from protrain_plan.planning.questions.objectives import Answer, Objective, Question
+    from protrain_runtime.contract.records.hardware import Hardware
+    from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
+    from protrain_runtime.contract.records.profile import Profile
 
 OF_MODEL = "A model by its name, with --on"
 QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinOptions:
+    """Decisions that are fixed."""
+
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="Fix decisions: 'layers.0-3: recompute'. May be given several times."),
+    ] = None
+    pins: Annotated[Path | None, typer.Option(help="A YAML file of such decisions.")] = None
+    exact_updates: Annotated[
+        bool,
+        typer.Option(
+            "--exact-updates",
+            help="On an accelerator, let no chunk be updated by the host, whose kernels round the"
+            " last bits otherwise: states stay on the device, or stream to it for the update.",
+        ),
+    ] = False
+
+    def read(self) -> "tuple[Pin, ...]":
+        """The pins of the file, then the others; ProtrainError where one cannot be read."""
+        from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin, read_pins
+
+        return (
+            *(read_pins(self.pins) if self.pins else ()),
+            *(parse_pin(text) for text in self.pin or ()),
+            *([EXACT_UPDATES] if self.exact_updates else []),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveOptions:
+    """What is best: the fastest step, unless something else is asked for."""
+
+    max_slowdown: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Least device memory for a step this many times the fastest."),
+    ] = None
+    maximize: Annotated[
+        str | None, typer.Option(help="batch-size or seq-len: the largest that fits.")
+    ] = None
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="The front of memory against time; writes no plan.")
+    ] = False
+    points: PointsOption = 8
+
+    def objective(self) -> "Objective":
+        """ProtrainError where two things are asked for."""
+        from protrain_plan.planning.questions.objectives import Objective
+
+        asked = {
+            "--max-slowdown": self.max_slowdown is not None,
+            "--maximize": self.maximize is not None,
+            "--pareto": self.pareto,
+        }
+        options = [option for option, is_asked in asked.items() if is_asked]
+        if len(options) > 1:
+            raise ProtrainError(f"{options[0]} and {options[1]} ask for different things")
+        wanted = None if self.maximize is None else choice("--maximize", self.maximize, QUANTITIES)
+        return Objective(
+            max_slowdown=self.max_slowdown,
+            maximize=wanted,
+            pareto_points=self.points if self.pareto else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStepOptions(StepOptions):
+    """The same, and what only a plan decides."""
+
+    overlap: Annotated[
+        bool,
+        typer.Option(help="Let updates run on into the next step's forward where that is faster."),
+    ] = True
+    page_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory beside the budgets that what is on disk may fill: it is no more than"
+            " that then, and goes through the page cache. Default: 0, which passes the cache by."
+        ),
+    ] = None
+
+    def on(self, settings: "StepSettings", group: "DeviceGroup") -> "StepSettings":
+        """The step on these devices."""
+        return replace(
+            settings,
+            group=group,
+            overlap_steps=self.overlap,
+            page_cache_bytes=size("--page-cache", self.page_cache, 0) // group.in_node,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOptions:
+    """The devices that train one model."""
+
+    num_devices: Annotated[
+        int,
+        typer.Option(min=1, help="Devices that train one model, each with batches of its own."),
+    ] = 1
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Nodes that they are in; default: as few as hold them."),
+    ] = None
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Groups of devices that each have all of the states, shared over the group's;"
+            " default: as many as are fastest.",
+        ),
+    ] = None
+
+    def on(self, machine: "Hardware") -> "DeviceGroup":
+        """The group on a machine; ProtrainError where that does not have it."""
+        from protrain_runtime.contract.program.group import group_on
+
+        return group_on(
+            machine, self.num_devices, num_nodes=self.nodes, num_replicas=self.replicas or 1
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """How plans are searched for."""
+
+    solver: Annotated[
+        str, typer.Option(help="milp, or to compare: four-parameter, recompute-all, offload-all.")
+    ] = "milp"
+    gap: Annotated[
+        float, typer.Option(min=0.0, help="A plan this close to the bound is good enough.")
+    ] = 0.005
+    time_limit: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds to search at most; default: none.")
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of the order in which local search tries.")] = 0
+    lp: Annotated[
+        Path | None, typer.Option(help="Write the integer programme in the readable .lp format.")
+    ] = None
+
+    def ask(self, question: "Question", objective: "Objective", *, as_json: bool) -> "Answer":
+        """The answer, with its progress shown; Ctrl-C ends the search with the best so far."""
+        from protrain_plan.commands.output import interruptible, print_beside, progress
+        from protrain_plan.planning.questions.objectives import ask
+        from protrain_plan.planning.questions.planner import SOLVERS
+        from protrain_plan.planning.search.improving import Effort
+        from protrain_plan.presentation.plans import point_text, search_text
+
+        with progress(quiet=as_json) as report, interruptible() as interrupted:
+            return ask(
+                question,
+                objective,
+                effort=Effort(
+                    gap_target=self.gap,
+                    time_limit_s=self.time_limit,
+                    seed=self.seed,
+                    stopped=interrupted.is_set,
+                ),
+                solver=choice("--solver", self.solver, SOLVERS),
+                progress=lambda *found: report(search_text(*found), 0.5),
+                told=None if as_json else lambda point: print_beside(point_text(point)),
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """A model that is planned by its name: its profile is estimated for a machine."""
+
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            help="Estimate the model's profile for a machine: a name of the catalogue, or a YAML"
+            " file.",
+            rich_help_panel=OF_MODEL,
+        ),
+    ] = None
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens per sequence. Default: 2048.", rich_help_panel=OF_MODEL),
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences per batch. Default: 1.", rich_help_panel=OF_MODEL),
+    ] = None
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sequences per update over all devices: batch and micro-batches are found.",
+            rich_help_panel=OF_MODEL,
+        ),
+    ] = None
+    no_cache: NoCacheOption = False
+
+    def refuse(self, workload: WorkloadOptions) -> None:
+        """ProtrainError for what a profile says already."""
+        given = {
+            "--seq-len": self.seq_len,
+            "--batch-size": self.batch_size,
+            "--global-batch": self.global_batch,
+        }
+        for option in (*(option for option, value in given.items() if value), *workload.given()):
+            raise ProtrainError(
+                "a profile says it already", key=option, fix="plan a model by its name with --on"
+            )
+
+
+@with_records
 def plan(
     profile: Annotated[
         str, typer.Argument(help="A profile; with --on a model, as of fit.", show_default=False)
     ],
-    device_memory: Annotated[
-        str | None,
-        typer.Option(help="The most that the process may take of the device, such as 1.5GiB."),
-    ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="The most pinned host memory.")] = None,
-    disk: Annotated[str | None, typer.Option(help="The most disk space.")] = None,
-    page_cache: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory beside these budgets that what is on disk may fill: it is no more than"
-            " that then, and goes through the page cache. Default: 0, which passes the cache by."
-        ),
-    ] = None,
+    *,
+    budgets: BudgetOptions,
     output: Annotated[
         Path,
         typer.Option(
@@ -62,117 +260,15 @@ def plan(
             " profile.yaml and plan.yaml.",
         ),
     ] = Path("plan.yaml"),
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(help="Fix decisions: 'layers.0-3: recompute'. May be given several times."),
-    ] = None,
-    pins: Annotated[Path | None, typer.Option(help="A YAML file of such decisions.")] = None,
-    exact_updates: Annotated[
-        bool,
-        typer.Option(
-            "--exact-updates",
-            help="On an accelerator, let no chunk be updated by the host, whose kernels round the"
-            " last bits otherwise: states stay on the device, or stream to it for the update.",
-        ),
-    ] = False,
+    fixed: PinOptions,
     explain: Annotated[bool, typer.Option("--explain", help="Say why, in words.")] = False,
-    max_slowdown: Annotated[
-        float | None,
-        typer.Option(min=1.0, help="Least device memory for a step this many times the fastest."),
-    ] = None,
-    maximize: Annotated[
-        str | None, typer.Option(help="batch-size or seq-len: the largest that fits.")
-    ] = None,
-    pareto: Annotated[
-        bool, typer.Option("--pareto", help="The front of memory against time; writes no plan.")
-    ] = False,
-    points: PointsOption = 8,
-    num_devices: Annotated[
-        int,
-        typer.Option(min=1, help="Devices that train one model, each with batches of its own."),
-    ] = 1,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Nodes that they are in; default: as few as hold them."),
-    ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Groups of devices that each have all of the states, shared over the group's;"
-            " default: as many as are fastest.",
-        ),
-    ] = None,
-    accumulate: AccumulateOption = 1,
-    updates: UpdatesOption = None,
-    clip: ClipOption = False,
-    clip_share: ClipShareOption = None,
-    overlap: Annotated[
-        bool,
-        typer.Option(help="Let updates run on into the next step's forward where that is faster."),
-    ] = True,
+    wanted: ObjectiveOptions,
+    devices: GroupOptions,
+    step: PlannedStepOptions,
     allow: AllowOption = None,
-    solver: Annotated[
-        str, typer.Option(help="milp, or to compare: four-parameter, recompute-all, offload-all.")
-    ] = "milp",
-    gap: Annotated[
-        float, typer.Option(min=0.0, help="A plan this close to the bound is good enough.")
-    ] = 0.005,
-    time_limit: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds to search at most; default: none.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the order in which local search tries.")] = 0,
-    lp: Annotated[
-        Path | None, typer.Option(help="Write the integer programme in the readable .lp format.")
-    ] = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            "--on",
-            help="Estimate the model's profile for a machine: a name of the catalogue, or a YAML"
-            " file.",
-            rich_help_panel=OF_MODEL,
-        ),
-    ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens per sequence. Default: 2048.", rich_help_panel=OF_MODEL),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Sequences per batch. Default: 1.", rich_help_panel=OF_MODEL),
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Sequences per update over all devices: batch and micro-batches are found.",
-            rich_help_panel=OF_MODEL,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Default: bfloat16.", rich_help_panel=OF_MODEL)
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(help="pure, master or autocast. Default: master.", rich_help_panel=OF_MODEL),
-    ] = None,
-    lora: Annotated[
-        str | None, typer.Option(help="As of profile: r=16.", rich_help_panel=OF_MODEL)
-    ] = None,
-    quantize: Annotated[
-        str | None, typer.Option(help="As of profile: nf4 or int8.", rich_help_panel=OF_MODEL)
-    ] = None,
-    compile_blocks: Annotated[
-        bool, typer.Option("--compile", help="As of profile.", rich_help_panel=OF_MODEL)
-    ] = False,
-    optimizer: Annotated[
-        str | None, typer.Option(help="As of profile. Default: adamw.", rich_help_panel=OF_MODEL)
-    ] = None,
-    optimizer_args: Annotated[
-        str | None, typer.Option(help="As of profile.", rich_help_panel=OF_MODEL)
-    ] = None,
-    no_cache: NoCacheOption = False,
+    search: SearchOptions,
+    model: ModelOptions,
+    workload: WorkloadOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest step within the budgets, and write it as a plan.
@@ -187,147 +283,45 @@ def plan(
     | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
-    from protrain_plan.commands.output import (
-        destination,
-        interruptible,
-        print_beside,
-        progress,
-        show,
-    )
-    from protrain_plan.presentation.plans import answer_json, answer_text, point_text, search_text
-    from protrain_runtime.contract.records import read_profile, write_plan, write_profile
+    from protrain_plan.commands.output import destination, show
+    from protrain_plan.planning.model.fluid import Fluid
+    from protrain_plan.planning.questions.objectives import Question
+    from protrain_plan.presentation.plans import answer_json, answer_text
+    from protrain_runtime.contract.program.group import profile_of_rank
+    from protrain_runtime.contract.records import write_plan, write_profile
 
-    of_model = {
-        "--seq-len": seq_len,
-        "--batch-size": batch_size,
-        "--global-batch": global_batch,
-        "--dtype": dtype,
-        "--precision": precision,
-        "--lora": lora,
-        "--quantize": quantize,
-        "--compile": compile_blocks or None,
-        "--optimizer": optimizer,
-        "--optimizer-args": optimizer_args,
-    }
-    for option, value in of_model.items() if on is None else ():
-        if value is not None:
-            raise ProtrainError(
-                "a profile says it already", key=option, fix="plan a model by its name with --on"
-            )
     beside = None
-    if on is not None:
+    if model.on is None:
+        model.refuse(workload)
+    else:
         output, beside = _places(output)
-    given = (profile, on, pins, beside)
-    target = output if pareto else destination(output, inputs=given)  # a front is printed
-    lp_target = None if lp is None else destination(lp, option="--lp", inputs=(*given, output))
+    given = (profile, model.on, fixed.pins, beside)
+    target = output if wanted.pareto else destination(output, inputs=given)  # a front is printed
+    if search.lp is not None:
+        lp = destination(search.lp, option="--lp", inputs=(*given, output))
     if beside is not None:
         destination(beside, inputs=given[:-1])
-    from protrain_plan.planning.model.fluid import Fluid
-    from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin, read_pins
-    from protrain_plan.planning.questions.objectives import Objective, Question, ask
-    from protrain_plan.planning.questions.planner import SOLVERS, Solver
-    from protrain_plan.planning.search.improving import Effort
-    from protrain_runtime.contract.program.group import group_on, profile_of_rank
-
-    solver_name: Solver = choice("--solver", solver, SOLVERS)
-    asked = {
-        "--max-slowdown": max_slowdown is not None,
-        "--maximize": maximize is not None,
-        "--pareto": pareto,
-    }
-    objectives = [option for option, is_asked in asked.items() if is_asked]
-    if len(objectives) > 1:
-        raise ProtrainError(f"{objectives[0]} and {objectives[1]} ask for different things")
-    settings, leaves = step_settings(updates, clip=clip, clip_share=clip_share), leaves_named(allow)
-    if on is None:
-        record = read_profile(Path(profile))
-        if missing := [leave for leave in leaves if leave not in record.allowed]:
-            raise ProtrainError(
-                f"the profile was recorded without --allow {missing[0]}, and has no such forms",
-                source=profile,
-                key="--allow",
-                fix=f"protrain profile ... --allow {missing[0]}",
-            )
+    objective, settings = wanted.objective(), step.settings()
+    if model.on is None:
+        record = _read(profile, leaves_named(allow))
     else:
-        refuse_batches(global_batch, batch_size, accumulate)
-        from protrain_plan.commands.cells import Cells
-        from protrain_plan.commands.measuring import requests_for
-        from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
-        from protrain_plan.profiling.estimate_cache import EstimateCache
-
-        requests = requests_for(
-            profile,
-            [seq_len or SEQ_LEN],
-            [batch_size or 1],
-            dtype=dtype or DTYPE,
-            precision=precision or PRECISION,
-            lora=lora,
-            quantize=quantize,
-            compile_blocks=compile_blocks,
-            optimizer=optimizer or DEFAULT_OPTIMIZER,
-            optimizer_args=optimizer_args,
-            allow=leaves,
+        record, settings = _estimated(
+            profile, model, workload, budgets, devices, settings, allow=allow, as_json=as_json
         )
-        machine = machine_with(on, host_memory, disk)
-        cells = Cells(
-            requests=requests,
-            machines=[machine],
-            groups=[
-                (0, group_on(machine, num_devices, num_nodes=nodes, num_replicas=replicas or 1))
-            ],
-            device_memory=device_memory,
-            host_memory=host_memory,
-            disk=disk,
-            settings=settings,
-            cache=EstimateCache(off=no_cache),
-        )
-        with progress(quiet=as_json) as report:
-            [estimate] = cells.questions(
-                report, micro_batches=accumulate, global_batch=global_batch
-            )
-        record, accumulate = estimate.profile, estimate.settings.micro_batches
-    refuse_host_memory(host_memory, [record.hardware])
-    group = group_on(record.hardware, num_devices, num_nodes=nodes, num_replicas=replicas or 1)
+    budgets.refuse_host_memory([record.hardware])
+    group = devices.on(record.hardware)
     question = Question(
         profile=record,
-        settings=replace(
-            settings,
-            group=group,
-            micro_batches=accumulate,
-            overlap_steps=overlap,
-            page_cache_bytes=size("--page-cache", page_cache, 0) // group.in_node,
-        ),
-        replicas=group.replica_counts if replicas is None else (),
-        budgets=budgets_of(
-            profile_of_rank(record, group).hardware, group, device_memory, host_memory, disk
-        ),
-        allow=leaves,
-        pins=(
-            *(read_pins(pins) if pins else ()),
-            *(parse_pin(text) for text in pin or ()),
-            *([EXACT_UPDATES] if exact_updates else []),
-        ),
+        settings=step.on(settings, group),
+        replicas=group.replica_counts if devices.replicas is None else (),
+        budgets=budgets.of(profile_of_rank(record, group).hardware, group),
+        allow=leaves_named(allow),
+        pins=fixed.read(),
     )
-    objective = Objective(
-        max_slowdown=max_slowdown,
-        maximize=None if maximize is None else choice("--maximize", maximize, QUANTITIES),
-        pareto_points=points if pareto else None,
-    )
-    with progress(quiet=as_json) as report, interruptible() as interrupted:
-        if lp_target is not None:
-            Fluid(question.problem()).write_lp(lp_target)
-        effort = Effort(
-            gap_target=gap, time_limit_s=time_limit, seed=seed, stopped=interrupted.is_set
-        )
-        answer = ask(
-            question,
-            objective,
-            effort=effort,
-            solver=solver_name,
-            progress=lambda *found: report(search_text(*found), 0.5),
-            told=None if as_json else lambda point: print_beside(point_text(point)),
-        )
-    if answer.solved is not None and not pareto:
+    if search.lp is not None:
+        Fluid(question.problem()).write_lp(lp)
+    answer = search.ask(question, objective, as_json=as_json)
+    if answer.solved is not None and not wanted.pareto:
         if beside is not None:
             write_profile(record, beside)
         write_plan(answer.solved.plan, target)
@@ -344,6 +338,56 @@ def plan(
     )
     if answer.infeasible is not None:
         raise typer.Exit(3)
+
+
+def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
+    """The profile in a file; ProtrainError where it has no forms that leave is given for."""
+    from protrain_runtime.contract.records import read_profile
+
+    record = read_profile(Path(path))
+    if missing := [leave for leave in leaves if leave not in record.allowed]:
+        raise ProtrainError(
+            f"the profile was recorded without --allow {missing[0]}, and has no such forms",
+            source=path,
+            key="--allow",
+            fix=f"protrain profile ... --allow {missing[0]}",
+        )
+    return record
+
+
+def _estimated(
+    name: str,
+    model: ModelOptions,
+    workload: WorkloadOptions,
+    budgets: BudgetOptions,
+    devices: GroupOptions,
+    settings: "StepSettings",
+    *,
+    allow: list[str] | None,
+    as_json: bool,
+) -> "tuple[Profile, StepSettings]":
+    """The profile of a model by its name, and the step with the micro-batches that are best."""
+    from protrain_plan.commands.cells import Cells
+    from protrain_plan.commands.output import progress
+    from protrain_plan.profiling.estimate_cache import EstimateCache
+
+    assert model.on is not None
+    refuse_batches(model.global_batch, model.batch_size, settings.micro_batches)
+    machine = budgets.machine(model.on)
+    cells = Cells(
+        requests=workload.requests(
+            name, [model.seq_len or SEQ_LEN], [model.batch_size or 1], allow=allow
+        ),
+        machines=[machine],
+        groups=[(0, devices.on(machine))],
+        budgets=budgets,
+        settings=settings,
+        global_batch=model.global_batch,
+        cache=EstimateCache(off=model.no_cache),
+    )
+    with progress(quiet=as_json) as report:
+        [estimate] = cells.questions(report)
+    return estimate.profile, replace(settings, micro_batches=estimate.settings.micro_batches)
 
 
 def _places(output: Path) -> tuple[Path, Path]:

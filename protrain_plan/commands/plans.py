@@ -210,7 +210,7 @@ def _is_plan(text: str | RecordError) -> bool:
 
 def export(
     plan: PlanArgument,
-    to: Annotated[str, typer.Option(help="deepspeed, fsdp2 (Accelerate), torchtune or trl.")],
+    to: Annotated[str, typer.Option(help="fsdp2 (Accelerate) or trl.")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -223,7 +223,7 @@ def export(
 ) -> None:
     """Write another tool's nearest configuration, and list what it cannot express.
 
-    Example: protrain export plan.yaml --to deepspeed -o ds_config.json
+    Example: protrain export plan.yaml --to fsdp2 -o fsdp2.yaml
     """
     from rich.console import Group
 

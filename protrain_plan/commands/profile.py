@@ -1,30 +1,75 @@
 """`protrain profile`."""
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
+from protrain_plan.commands.option_records import WorkloadOptions, with_records
 from protrain_plan.commands.options import (
     DISK_BYTES,
     DISK_SECONDS,
     AllowOption,
     DiskBytesOption,
     DiskSecondsOption,
-    DTypeOption,
     JsonOption,
     NoCacheOption,
-    OptimizerArgsOption,
-    OptimizerOption,
     SpillOption,
-    choice,
-    leaves_named,
     size,
 )
 from protrain_runtime.contract.errors import ProtrainError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureOptions:
+    """How a model is measured on this machine."""
+
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu (the default), cuda, cuda:1, xpu, ...: a device of this machine."),
+    ] = None
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Measure PyTorch's deterministic kernels, and have the plan's runs take them.",
+        ),
+    ] = False
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Timed steps per form of activations; default: 2 s of them, but 3 to 15.",
+        ),
+    ] = None
+    unit_by_unit: Annotated[
+        bool,
+        typer.Option(
+            "--unit-by-unit",
+            help="Never have the whole model in memory: of equal blocks few run. By itself where"
+            " the model would take more than half of the device's free memory.",
+        ),
+    ] = False
+    spill_directory: SpillOption = None
+    disk_seconds: DiskSecondsOption = DISK_SECONDS
+    disk_bytes: DiskBytesOption = DISK_BYTES
+    in_process: Annotated[
+        bool,
+        typer.Option(
+            "--in-process",
+            help="Measure in this process, for debuggers; by default in one of its own, which the"
+            " model's code may crash.",
+        ),
+    ] = False
+
+    def given(self) -> list[str]:
+        """The options that say something else than by default."""
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        return ["--" + name.replace("_", "-") for name in changed]
+
+
+@with_records
 def profile(
     model: Annotated[
         str,
@@ -34,6 +79,7 @@ def profile(
             show_default=False,
         ),
     ],
+    *,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The profile to write; - is standard output.")
     ] = Path("profile.yaml"),
@@ -46,40 +92,7 @@ def profile(
             min=1, help="Tokens of text per sequence: targets, where sound or images go in."
         ),
     ] = 512,
-    dtype: DTypeOption = "float32",
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="pure: all in --dtype. autocast: float32 parameters, computed with in --dtype."
-            " master: the optimizer steps on float32 copies."
-        ),
-    ] = "pure",
-    lora: Annotated[
-        str | None,
-        typer.Option(
-            help="Train PEFT's low-rank adapters alone: r=16[,alpha=32][,targets=q_proj+v_proj]"
-            "[,dtype=base][,dropout=0.05][,rslora][,dora][,velora][,bias=all|lora_only]"
-            "[,modules_to_save=lm_head+embed_tokens][,freeze=A]. Default: alpha = 2 r, all linear"
-            " layers but the head, adapters of a 16-bit model in float32, as PEFT has them."
-        ),
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            help="Pack the frozen linear layers below adapters: nf4 (4 bits, as in QLoRA) or int8"
-            " (with --lora)."
-        ),
-    ] = None,
-    compile_blocks: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="Compile each block by itself (torch.compile), and have the plan's runs do so."
-            " With --on, bytes and seconds are those without.",
-        ),
-    ] = False,
-    optimizer: OptimizerOption = "adamw",
-    optimizer_args: OptimizerArgsOption = None,
+    workload: WorkloadOptions,
     allow: AllowOption = None,
     on: Annotated[
         str | None,
@@ -96,45 +109,9 @@ def profile(
             " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu (the default), cuda, cuda:1, xpu, ...: a device of this machine."),
-    ] = None,
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic",
-            help="Measure PyTorch's deterministic kernels, and have the plan's runs take them.",
-        ),
-    ] = False,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Timed steps per form of activations; default: 2 s of them, but 3 to 15.",
-        ),
-    ] = None,
-    unit_by_unit: Annotated[
-        bool,
-        typer.Option(
-            "--unit-by-unit",
-            help="Never have the whole model in memory: of equal blocks few run. By itself where"
-            " the model would take more than half of the device's free memory.",
-        ),
-    ] = False,
+    measuring: MeasureOptions,
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,
-    spill_directory: SpillOption = None,
-    disk_seconds: DiskSecondsOption = DISK_SECONDS,
-    disk_bytes: DiskBytesOption = DISK_BYTES,
-    in_process: Annotated[
-        bool,
-        typer.Option(
-            "--in-process",
-            help="Measure in this process, for debuggers; by default in one of its own, which the"
-            " model's code may crash.",
-        ),
-    ] = False,
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -146,16 +123,13 @@ def profile(
     | protrain profile llama-3.1-8b --on rtx-4090 --dtype bfloat16 --seq-len 4096
     | protrain profile llama-3.1-70b --on rtx-4090 --dtype bfloat16 --lora r=16 --quantize nf4
     """
-    from protrain_plan.commands.measuring import ProfileRequest, estimated, measured, measured_apart
+    from protrain_plan.commands.measuring import estimated, measured, measured_apart
     from protrain_plan.commands.output import destination, progress, show
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.profiles import profile_json, profile_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records import write_profile
-    from protrain_runtime.contract.records.profile import DType, Precision
 
-    dtype_name: DType = choice("--dtype", dtype, get_args(DType))
-    precision_name: Precision = choice("--precision", precision, get_args(Precision))
     machine = None if on is None else load_hardware(on)
     joined = None if interconnect is None else load_hardware(interconnect).interconnect
     if interconnect is not None and joined is None:
@@ -164,47 +138,29 @@ def profile(
             key="--interconnect",
             fix="measure it: torchrun --nproc-per-node N --no-python protrain hardware probe",
         )
-    if machine is not None:
-        for option, value in (
-            ("--device", device),
-            ("--steps", steps),
-            ("--deterministic", deterministic or None),
-            ("--unit-by-unit", unit_by_unit or None),
-            ("--spill-directory", spill_directory),
-            ("--disk-seconds", None if disk_seconds == DISK_SECONDS else disk_seconds),
-            ("--disk-bytes", None if disk_bytes == DISK_BYTES else disk_bytes),
-            ("--in-process", in_process or None),
-        ):
-            if value is not None:
-                raise ProtrainError("is for measuring; --on estimates", key=option)
+    for option in measuring.given() if machine is not None else ():
+        raise ProtrainError("is for measuring; --on estimates", key=option)
     target = destination(output, inputs=(model, on, interconnect, text))
-    written = size("--disk-bytes", disk_bytes, 0)
-    request = ProfileRequest(
-        model=model,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        dtype=dtype_name,
-        precision=precision_name,
-        lora=lora,
-        quantize=quantize,
-        compile="blocks" if compile_blocks else "",
-        optimizer=optimizer,
-        optimizer_args=optimizer_args,
-        allow=leaves_named(allow),
-        device=device,
-        deterministic=deterministic,
-        steps=steps,
-        unit_by_unit=unit_by_unit,
+    [request] = workload.requests(
+        model,
+        [seq_len],
+        [batch_size],
+        allow=allow,
+        defaults=("float32", "pure"),
+        device=measuring.device,
+        deterministic=measuring.deterministic,
+        steps=measuring.steps,
+        unit_by_unit=measuring.unit_by_unit,
         seed=seed,
         text=text,
-        spill_directory=spill_directory,
-        disk_watch=(disk_seconds, written),
+        spill_directory=measuring.spill_directory,
+        disk_watch=(measuring.disk_seconds, size("--disk-bytes", measuring.disk_bytes, 0)),
     )
-    with progress(quiet=as_json, threaded=not in_process) as report:
+    with progress(quiet=as_json, threaded=not measuring.in_process) as report:
         if machine is not None:
             [[record]] = estimated([request], [machine], report, EstimateCache(off=no_cache))
         else:
-            record = (measured if in_process else measured_apart)(request, report)
+            record = (measured if measuring.in_process else measured_apart)(request, report)
     if joined is not None:
         record = replace(record, hardware=replace(record.hardware, interconnect=joined))
     write_profile(record, target)

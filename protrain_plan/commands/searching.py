@@ -6,33 +6,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from protrain_plan.commands.options import (
-    AccumulateOption,
-    ClipOption,
-    ClipShareOption,
-    CompileOption,
-    DTypeOption,
-    JsonOption,
-    LoraOption,
-    ModelArgument,
-    NoCacheOption,
-    OptimizerArgsOption,
-    OptimizerOption,
-    PrecisionOption,
-    QuantizeOption,
-    UpdatesOption,
-    budgets_of,
-    integers,
-    step_settings,
+from protrain_plan.commands.option_records import (
+    BudgetOptions,
+    StepOptions,
+    WorkloadOptions,
+    with_records,
 )
+from protrain_plan.commands.options import JsonOption, ModelArgument, NoCacheOption, integers
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.planning.questions.machines import Offer
 
 
+@with_records
 def search(
     model: ModelArgument,
+    workload: WorkloadOptions,
+    step: StepOptions,
     speed: Annotated[
         float | None, typer.Option(min=1e-3, help="Tokens per second of all devices to reach.")
     ] = None,
@@ -50,17 +41,6 @@ def search(
     batch_size: Annotated[
         str, typer.Option(help="Sequences of each device's batch; of several, any may be best.")
     ] = "1",
-    dtype: DTypeOption = "bfloat16",
-    precision: PrecisionOption = "master",
-    lora: LoraOption = None,
-    quantize: QuantizeOption = None,
-    compile_blocks: CompileOption = False,
-    optimizer: OptimizerOption = "adamw",
-    optimizer_args: OptimizerArgsOption = None,
-    updates: UpdatesOption = None,
-    clip: ClipOption = False,
-    clip_share: ClipShareOption = None,
-    accumulate: AccumulateOption = 1,
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,7 +60,7 @@ def search(
             fix="--speed 5000 for the cheapest that is as fast, --price-limit 3 for the fastest",
         )
     from protrain_plan.commands.cells import GAP
-    from protrain_plan.commands.measuring import estimated, requests_for
+    from protrain_plan.commands.measuring import estimated
     from protrain_plan.commands.output import progress, show
     from protrain_plan.hardware.offers import catalogue_offers, read_offers
     from protrain_plan.planning.questions import machines
@@ -89,7 +69,7 @@ def search(
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.program.group import profile_of_rank
 
-    settings = step_settings(updates, clip=clip, clip_share=clip_share)
+    settings = step.settings()
     offered = catalogue_offers() if among is None else read_offers(among)
     within = [one for one in offered if price_limit is None or one.price_per_hour <= price_limit]
     if not within:
@@ -97,17 +77,8 @@ def search(
         raise ProtrainError(
             f"the cheapest of {len(offered)} costs {cheapest:g} an hour", key="--price-limit"
         )
-    requests = requests_for(
-        model,
-        integers("--seq-len", seq_len),
-        integers("--batch-size", batch_size),
-        dtype=dtype,
-        precision=precision,
-        lora=lora,
-        quantize=quantize,
-        compile_blocks=compile_blocks,
-        optimizer=optimizer,
-        optimizer_args=optimizer_args,
+    requests = workload.requests(
+        model, integers("--seq-len", seq_len), integers("--batch-size", batch_size)
     )
     # A price is no part of what is estimated.
     listed = dict.fromkeys(replace(one.listed, price_per_hour=0.0) for one in within)
@@ -124,9 +95,9 @@ def search(
                 part = profile_of_rank(profile, one.group).hardware
                 question = Question(
                     profile=profile,
-                    settings=replace(settings, group=one.group, micro_batches=accumulate),
+                    settings=replace(settings, group=one.group),
                     replicas=one.group.replica_counts,
-                    budgets=budgets_of(part, one.group, None, None, None),
+                    budgets=BudgetOptions().of(part, one.group),
                 )
                 offers.append(
                     machines.Offer(

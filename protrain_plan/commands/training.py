@@ -22,7 +22,8 @@ from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
-from protrain_runtime.checkpoint.saving import load, read_extra, save
+from protrain_runtime.checkpoint.loading import load, read_extra
+from protrain_runtime.checkpoint.saving import save
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.recording import Recording
 from protrain_runtime.contract.records.hardware import is_accelerator

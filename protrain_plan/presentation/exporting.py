@@ -5,7 +5,6 @@ block needs it: no block then holds more of the device than was planned, and som
 more. Each list of losses says what that is.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -71,49 +70,7 @@ def export(plan: Plan, tool: str) -> Exported:
     file_name, make, _ = EXPORTERS[tool]
     config, losses = make(plan, Switches.of(plan))
     text = yaml.safe_dump(config, sort_keys=False)
-    if file_name.endswith(".json"):
-        text = json.dumps(config, indent=2) + "\n"
     return Exported(file_name=file_name, text=text, losses=tuple(losses))
-
-
-def _deepspeed(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
-    """ZeRO-3 with offloading, and activation checkpointing's own switch."""
-    place: dict[str, Any] = {"device": "cpu", "pin_memory": True}
-    if switches.states_on_disk:
-        place |= {"device": "nvme", "nvme_path": "/local_nvme"}
-    zero: dict[str, Any] = {"stage": 3 if switches.offload_states or switches.shard_states else 0}
-    if switches.offload_states:
-        zero |= {"offload_optimizer": place, "offload_param": place}
-    config: Config = {
-        "train_micro_batch_size_per_gpu": plan.workload.batch_size,
-        "gradient_accumulation_steps": plan.settings.micro_batches,
-        "zero_optimization": zero,
-        "bf16": {"enabled": plan.workload.dtype == "bfloat16"},
-        "fp16": {"enabled": plan.workload.dtype == "float16"},
-    }
-    if plan.settings.updates == "after backward":
-        config["gradient_clipping"] = 1.0
-    losses = _common_losses(plan, switches)
-    if switches.recompute:
-        config["activation_checkpointing"] = {"cpu_checkpointing": switches.offload_inputs}
-        losses.append(
-            "That blocks recompute has to be said in the model's code, or with the trainer's"
-            " gradient_checkpointing: DeepSpeed's configuration only says where inputs wait."
-        )
-    if plan.workload.precision == "pure" and plan.workload.dtype != "float32":
-        losses.append("DeepSpeed keeps float32 copies of the parameters: states are larger.")
-    if plan.workload.precision == "autocast":
-        losses.append(
-            f"Autocast is not written: parameters are {plan.workload.dtype} here, with float32"
-            " copies."
-        )
-    if switches.offload_saved:
-        losses.append("Swapping what autograd saved, without recomputation, cannot be said.")
-    if plan.settings.updates == "after backward":
-        losses.append("The norm to clip at is not in the plan: 1.0 is written.")
-    if switches.states_on_disk:
-        losses.append("The plan names no path for what goes to disk: /local_nvme is written.")
-    return config, losses
 
 
 def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
@@ -145,38 +102,6 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     return config, losses
 
 
-def _torchtune(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
-    """The keys of a recipe of torchtune that are about memory."""
-    stepped = any(unit.states == STEPPED for unit in plan.units)
-    in_backward = plan.settings.updates == "in backward" and plan.settings.micro_batches == 1
-    config: Config = {
-        "batch_size": plan.workload.batch_size,
-        "gradient_accumulation_steps": plan.settings.micro_batches,
-        "tokenizer": {"max_seq_len": plan.workload.seq_len},
-        "dtype": {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[plan.workload.dtype],
-        "enable_activation_checkpointing": switches.recompute or switches.offload_saved,
-        "enable_activation_offloading": switches.offload_inputs or switches.offload_saved,
-        "fsdp_cpu_offload": switches.offload_states,
-        "optimizer_in_bwd": stepped and not switches.offload_states,
-    }
-    if plan.settings.updates == "after backward":
-        config["clip_grad_norm"] = 1.0
-    losses = _common_losses(plan, switches, in_backward=True)
-    if plan.workload.precision != "pure":
-        losses.append(
-            "One dtype is for all: float32 parameters, or copies of them, cannot be said."
-        )
-    if switches.offload_saved:
-        losses.append("Swapping without recomputation cannot be said: inputs are swapped instead.")
-    if switches.states_on_disk:
-        losses.append("States on disk cannot be said: they go to host memory.")
-    if switches.offload_states:
-        losses.append("fsdp_cpu_offload is for the distributed recipes alone.")
-        if in_backward:
-            losses.append("Updates during backward do not go with offloaded states there.")
-    return config, losses
-
-
 def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     """Arguments of SFTConfig that are about memory."""
     config: Config = {
@@ -191,8 +116,8 @@ def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     losses = _common_losses(plan, switches)
     if switches.offload_states:
         losses.append(
-            "Offloaded states cannot be said here: add deepspeed: ds_config.json"
-            " (protrain export --to deepspeed)."
+            "Offloaded states cannot be said here: launch with accelerate and the file of protrain"
+            " export --to fsdp2."
         )
     return config, losses
 
@@ -206,24 +131,19 @@ class Exporter(NamedTuple):
 
 
 EXPORTERS = {
-    "deepspeed": Exporter("ds_config.json", _deepspeed),
     "fsdp2": Exporter("fsdp2.yaml", _fsdp2, also_called="Accelerate"),
-    "torchtune": Exporter("torchtune.yaml", _torchtune),
     "trl": Exporter("trl.yaml", _trl),
 }
 
 
 def tools_text() -> str:
-    """The tools as an enumeration: `deepspeed, fsdp2 (Accelerate), torchtune or trl`."""
+    """The tools as an enumeration: `fsdp2 (Accelerate) or trl`."""
     also = ((name, exporter.also_called) for name, exporter in EXPORTERS.items())
     return listed([f"{name} ({other})" if other else name for name, other in also], "or")
 
 
-def _common_losses(plan: Plan, switches: Switches, *, in_backward: bool = False) -> list[str]:
-    """What none of the tools can say, and what is the script's with all of them.
-
-    `in_backward`: the tool can update parameters that stay on the device in backward.
-    """
+def _common_losses(plan: Plan, switches: Switches) -> list[str]:
+    """Sentences on what none of the tools can say, and what is the script's with all of them."""
     losses: list[str] = []
     if plan.workload.adapter:
         losses.append(f"The adapter (--lora {option_of(plan.workload.adapter)}) is the script's.")
@@ -240,7 +160,7 @@ def _common_losses(plan: Plan, switches: Switches, *, in_backward: bool = False)
     elif switches.shard_states and stay:
         losses.append(f"{_blocks(stay)} would have their states on every device: all are sharded.")
     stepped = sum(unit.states == STEPPED for unit in blocks)
-    if stepped and not in_backward:
+    if stepped:
         losses.append(
             f"{_blocks(stepped)} would be updated in backward: here gradients stand until the step."
         )

@@ -11,7 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from protrain_runtime.checkpoint.saving import load, save
+    from protrain_runtime.checkpoint.loading import load
+    from protrain_runtime.checkpoint.saving import save
     from protrain_runtime.contract.errors import OutOfMemoryError
     from protrain_runtime.devices.memory_meter import return_freed_memory
     from protrain_runtime.diagnostics.out_of_memory import explain_memory
@@ -43,7 +44,7 @@ _HOMES = {
     "compile_blocks": "preparation",
     "explain_memory": "diagnostics.out_of_memory",
     "full_parameters": "model.between_steps",
-    "load": "checkpoint.saving",
+    "load": "checkpoint.loading",
     "prepare": "preparation",
     "record": "diagnostics.recording",
     "restore": "model.prepared",

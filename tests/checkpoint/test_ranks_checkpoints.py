@@ -1,6 +1,5 @@
 """What several ranks save, other numbers of ranks and plain PyTorch continue from, bit by bit."""
 
-import json
 import resource
 import signal
 from pathlib import Path
@@ -11,14 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_without_protrain
 
-from protrain_runtime import load, save
-from protrain_runtime.checkpoint.folders import POINTER
-from protrain_runtime.checkpoint.part_files import boxes
+from protrain_runtime import load, prepare, save
+from protrain_runtime.checkpoint.exporting import export
+from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Offload, Persistent, Placement
-from tests.support.messages import Speaker
-from tests.support.ranks_cases import end_ranks, ranks_on_every_device_at_night, run_ranks
-from tests.support.routed_model import State, built, made, same, state_of, step
+from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
+from tests.support.routed_model import State, built, made, plan_of, same, state_of, step
 from tests.support.runtime_cases import ADAMW, differences
 
 SHARED: tuple[Placement, ...] = (Offload(tier="device"), Persistent(), Offload(tier="disk"))
@@ -27,24 +25,6 @@ OTHERWISE: tuple[Placement, ...] = (
     Offload(tier="device", keep_gathered=True),
     Persistent(),
 )
-
-
-def test_boxes_cover_a_range_of_elements_once_and_in_order() -> None:
-    for shape in ((), (7,), (3, 4), (2, 3, 5), (1, 6), (4, 1, 3)):
-        count = torch.Size(shape).numel()
-        elements = torch.arange(count).view(shape)
-        for first in range(count + 1):
-            for stop in range(first, count + 1):
-                found: list[int] = []
-                for box in boxes(shape, first, stop):
-                    where = tuple(
-                        slice(offset, offset + size)
-                        for offset, size in zip(box.offsets, box.sizes, strict=True)
-                    )
-                    part = elements[where].reshape(-1).tolist()
-                    assert part[0] == box.first
-                    found += part
-                assert found == list(range(first, stop))
 
 
 def saving(rank: int, count: int, folder: Path) -> tuple[State, State]:
@@ -78,7 +58,7 @@ def resuming(
 @ranks_on_every_device_at_night
 def test_two_ranks_save_and_as_many_go_on_under_other_plans_bitwise(tmp_path: Path) -> None:
     saved = run_ranks(saving, 2, tmp_path, tmp_path)
-    assert len(list((tmp_path / "first").glob("protrain-ranks-*"))) == 1
+    assert len(list((tmp_path / "first").glob("protrain-save-*"))) == 1
     for name, places in (("first", SHARED), ("beside", OTHERWISE)):
         resumed = run_ranks(resuming, 2, tmp_path, tmp_path / name, places, True)
         for (_, later), (extra, state) in zip(saved, resumed, strict=True):
@@ -103,8 +83,8 @@ def test_four_ranks_save_and_two_one_and_plain_pytorch_go_on(tmp_path: Path) -> 
         same(state_of(model, optimizer), then)
     # And without protrain.
     plain = built(9)
-    folder = json.loads((tmp_path / "first" / POINTER).read_text())["protrain_save"]
-    load_without_protrain({"model": plain.state_dict()}, checkpoint_id=tmp_path / "first" / folder)
+    export(tmp_path / "first", tmp_path / "exported")
+    load_without_protrain({"model": plain.state_dict()}, checkpoint_id=tmp_path / "exported")
     assert list(differences(plain.state_dict(), then[0], "")) == []
 
 
@@ -117,6 +97,34 @@ def test_one_device_saves_and_two_ranks_go_on(tmp_path: Path) -> None:
     for extra, state in run_ranks(resuming, 2, tmp_path, tmp_path / "one", SHARED, False):
         assert extra == {"step": 1}
         same(state, state_of(model, optimizer))
+
+
+def exchanging_transposed(rank: int, count: int, folder: Path) -> tuple[State, State]:
+    """The states that two ranks save, and those after they load what one device saved."""
+    model: nn.Module = built(rank)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.detach().t().contiguous().t()
+    plan = plan_of(model, count, SHARED)
+    model, optimizer = prepare(model, plan, optimizer=ADAMW, wait_limit_s=60)
+    step(model, optimizer, 0, rank)
+    save(model, optimizer, folder / "two")
+    then = state_of(model, optimizer)
+    load(model, optimizer, folder / "one")
+    return then, state_of(model, optimizer)
+
+
+def test_parameters_of_ranks_need_not_be_row_major(tmp_path: Path) -> None:
+    model = built()
+    optimizer = ADAMW(list(model.parameters()))
+    step(model, optimizer, 1, 1)
+    save(model, optimizer, tmp_path / "one")
+    expected = state_of(model, optimizer)
+    (then, after), (_, other) = run_ranks(exchanging_transposed, 2, tmp_path, tmp_path)
+    same(after, expected)
+    same(other, expected)
+    load(model, optimizer, tmp_path / "two")
+    same(state_of(model, optimizer), then)
 
 
 def saving_with_little_room(rank: int, count: int, folder: Path) -> tuple[str, int]:
@@ -140,30 +148,29 @@ def test_where_one_rank_cannot_write_all_are_told_and_the_last_checkpoint_stands
 ) -> None:
     for told, done in run_ranks(saving_with_little_room, 2, tmp_path, tmp_path / "full"):
         assert told == (
-            f"{tmp_path / 'full'}: the checkpoint cannot be written: rank 1: [Errno 27] File too"
-            " large\n"
-            "  fix: make room there, or save to another directory; the last checkpoint stands"
+            f"{tmp_path / 'full'}: the checkpoint cannot be written: rank 1: File too large\n"
+            "  fix: make room there, or save to another directory; what was saved before is whole"
         )
         assert done == 0
 
 
-def saving_elsewhere(rank: int, count: int, folder: Path) -> None:
+def saving_over(rank: int, count: int, folder: Path) -> None:
     model, optimizer = made(rank, count, SHARED)
-    save(model, optimizer, folder)
+    assert load(model, optimizer, folder) == {"step": 1}
+    save(model, optimizer, folder, extra={"step": 2})
 
 
-def test_the_two_kinds_of_checkpoints_do_not_mix(tmp_path: Path, assert_says: Speaker) -> None:
+def test_ranks_replace_what_one_device_saved_and_the_other_way_round(tmp_path: Path) -> None:
     model = built()
     optimizer = ADAMW(list(model.parameters()))
-    save(model, optimizer, tmp_path / "one")
-    for end in end_ranks(saving_elsewhere, 2, tmp_path, tmp_path / "one"):
-        # A rank may hear of the other's failure before it meets its own.
-        own = end.error[end.error.index(str(tmp_path)) :]
-        assert own == (
-            f"{tmp_path / 'one'}: the directory holds a checkpoint of one device\n"
-            "  fix: save to another directory"
-        )
-    run_ranks(saving_elsewhere, 2, tmp_path, tmp_path / "two")
-    with pytest.raises(ProtrainError) as caught:
-        save(model, optimizer, tmp_path / "two")
-    assert_says(caught.value)
+    step(model, optimizer, 0, 0)
+    save(model, optimizer, tmp_path / "saved", extra={"step": 1})
+    expected = state_of(model, optimizer)
+    run_ranks(saving_over, 2, tmp_path, tmp_path / "saved")
+    again = built(9)
+    resumed = ADAMW(list(again.parameters()))
+    assert load(again, resumed, tmp_path / "saved") == {"step": 2}
+    same(state_of(again, resumed), expected)
+    save(again, resumed, tmp_path / "saved")
+    assert read_extra(tmp_path / "saved") == {}
+    assert len(list((tmp_path / "saved").iterdir())) == 2

@@ -371,7 +371,7 @@ WRITING = {
     "plan --on": ("plan", "config.json", "--on", "machine.yaml", "-o"),
     "simulate": ("simulate", "plan.yaml", "--trace"),
     "report": ("report", "plan.yaml", "-o"),
-    "export": ("export", "plan.yaml", "--to", "deepspeed", "-o"),
+    "export": ("export", "plan.yaml", "--to", "fsdp2", "-o"),
     "profile": ("profile", "model.py:factory", "--on", "machine.yaml", "-o"),
     "profile of a folder": ("profile", ".", "--on", "machine.yaml", "-o"),
     "fit": ("fit", "config.json", "--on", "machine.yaml", "--report"),

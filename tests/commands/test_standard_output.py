@@ -38,7 +38,7 @@ TO_A_FILE = {
     "programme": ("plan", "profile.yaml", "-o", "other.yaml", "--lp"),
     "page": ("report", "plan.yaml", "-o"),
     "trace": ("simulate", "plan.yaml", "--trace"),
-    "configuration": ("export", "plan.yaml", "--to", "deepspeed", "-o"),
+    "configuration": ("export", "plan.yaml", "--to", "fsdp2", "-o"),
 }
 
 

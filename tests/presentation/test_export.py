@@ -82,15 +82,7 @@ def test_a_plan_that_keeps_everything_loses_little(tool: str) -> None:
 @pytest.mark.parametrize(
     ("tool", "told"),
     [
-        (
-            "deepspeed",
-            ["Autocast is not written: parameters are bfloat16 here, with float32 copies."],
-        ),
         ("fsdp2", []),
-        (
-            "torchtune",
-            ["One dtype is for all: float32 parameters, or copies of them, cannot be said."],
-        ),
         ("trl", []),
     ],
 )
@@ -121,13 +113,13 @@ def test_transformers_know_the_arguments_of_trl() -> None:
 
 def test_the_command_writes_and_tells(tmp_path: Path) -> None:
     write_plan(offloading(), tmp_path / "plan.yaml")
-    result = protrain("export", "plan.yaml", "--to", "deepspeed", folder=tmp_path, COLUMNS="200")
+    result = protrain("export", "plan.yaml", "--to", "fsdp2", folder=tmp_path, COLUMNS="200")
     assert (result.returncode, result.stderr) == (0, "")
     first, second, *losses = result.stdout.splitlines()
-    assert (first, second) == ("wrote ds_config.json", "what it cannot express:")
+    assert (first, second) == ("wrote fsdp2.yaml", "what it cannot express:")
     assert f"- {SCHEDULES}" in losses
-    config = json.loads((tmp_path / "ds_config.json").read_text())
-    assert config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    config = yaml.safe_load((tmp_path / "fsdp2.yaml").read_text())
+    assert config["fsdp_config"]["fsdp_offload_params"] is True
     told = protrain(
         "export", "plan.yaml", "--to", "trl", "-o", "sft.yaml", "--json", folder=tmp_path
     )
@@ -138,7 +130,7 @@ def test_the_command_writes_and_tells(tmp_path: Path) -> None:
 def test_an_unknown_tool_is_one_message(tmp_path: Path) -> None:
     write_plan(offloading(), tmp_path / "plan.yaml")
     result = protrain("export", "plan.yaml", "--to", "megatron", folder=tmp_path)
-    message = "error: --to: expected deepspeed, fsdp2, torchtune or trl, got 'megatron'\n"
+    message = "error: --to: expected fsdp2 or trl, got 'megatron'\n"
     assert (result.returncode, result.stderr) == (2, message)
 
 
@@ -152,8 +144,8 @@ def test_a_new_tool_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(plan: Plan, switches: Switches) -> tuple[dict[str, object], list[str]]:
         return {"recompute": switches.recompute, "units": len(plan.units)}, ["It knows no tiers."]
 
-    monkeypatch.setitem(EXPORTERS, "tool", Exporter("tool.json", made, also_called="Its Maker"))
+    monkeypatch.setitem(EXPORTERS, "tool", Exporter("tool.yaml", made, also_called="Its Maker"))
     found = export(mixed(), "tool")
-    assert (found.file_name, found.losses) == ("tool.json", ("It knows no tiers.",))
-    assert json.loads(found.text) == {"recompute": True, "units": len(mixed().units)}
-    assert tools_text() == "deepspeed, fsdp2 (Accelerate), torchtune, trl or tool (Its Maker)"
+    assert (found.file_name, found.losses) == ("tool.yaml", ("It knows no tiers.",))
+    assert yaml.safe_load(found.text) == {"recompute": True, "units": len(mixed().units)}
+    assert tools_text() == "fsdp2 (Accelerate), trl or tool (Its Maker)"

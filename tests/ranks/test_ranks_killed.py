@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protrain_runtime import load, save
-from protrain_runtime.checkpoint.folders import POINTER
+from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.records.plan import Offload, Persistent, Placement
 from tests.support.ranks_cases import end_ranks, run_ranks
 from tests.support.routed_model import State, made, same, state_of, step
@@ -29,7 +29,7 @@ def training(rank: int, count: int, folder: Path, killed: str) -> State:
     """Seven steps, from the last checkpoint on, saved after every second one."""
     model, optimizer = made(rank, count, PLACES, limit_s=LIMIT_S)
     first = 0
-    if (folder / POINTER).exists():
+    if (folder / INDEX).exists():
         first = load(model, optimizer, folder)["step"]
         assert first == KILLED_AT
     for number in range(first, NUM_STEPS):
@@ -38,7 +38,7 @@ def training(rank: int, count: int, folder: Path, killed: str) -> State:
         step(model, optimizer, number, rank)
         if (number + 1) % EVERY == 0:
             if killed == "while it saves" and (number, rank) == (KILLED_AT + 1, 1):
-                kill_on_opening(".distcp")
+                kill_on_opening(".safetensors")
             save(model, optimizer, folder, extra={"step": number + 1})
     return state_of(model, optimizer)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
 from protrain_runtime import full_parameters, load, prepare, restore, save
-from protrain_runtime.checkpoint import saving
+from protrain_runtime.checkpoint import loading, saving
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import Offload, Persistent, Placement, TierBytes
@@ -300,7 +300,7 @@ def from_a_damaged_one(model: nn.Module, optimizer: torch.optim.Optimizer, folde
     """This rank alone sees other bytes."""
     own = folder.parent / "damaged"
     shutil.copytree(folder, own, dirs_exist_ok=True)
-    for path in own.glob("*/.metadata"):
+    for path in own.glob("*/*.safetensors"):
         path.write_bytes(path.read_bytes()[:100])
     load(model, optimizer, own)
 
@@ -328,9 +328,9 @@ CALLS: Sequence[tuple[str, Calls, Calls, str]] = (
     ("load()", loads, with_another(loads), "the optimizer is not the one that prepare() returned"),
     ("load()", loads, from_nowhere, ""),
     ("load()", loads, from_a_damaged_one, ""),
-    ("load()", loads, where(saving, "_matched", KeyboardInterrupt(), loads), "KeyboardInterrupt"),
+    ("load()", loads, where(loading, "_matched", KeyboardInterrupt(), loads), "KeyboardInterrupt"),
     ("save()", saves, with_another(saves), "the optimizer is not the one that prepare() returned"),
-    ("save()", saves, with_what_cannot_be_saved, "extra: this cannot be saved: "),
+    ("save()", saves, with_what_cannot_be_saved, "extra.here: this cannot be saved: "),
     ("save()", saves, where(saving, "model_values", UNREADABLE, saves), "OSError: [Errno 5] Input"),
     (
         "save()",

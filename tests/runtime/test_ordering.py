@@ -55,6 +55,7 @@ from tests.support.mutations import (
     mutate,
     names,
 )
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     BATCH,
@@ -126,7 +127,7 @@ def planned(
     model = build(NAME)
     return prepare(
         model,
-        replace(plan_for(model, units), **changes),
+        with_settings(plan_for(model, units), **changes),
         optimizer=ADAMW,
         param_groups=one_group(model),
         spill_directory=folder,

@@ -18,6 +18,7 @@ from protrain_runtime.contract.records.plan import Persistent, Placement, Plan, 
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import engine_of
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     Factory,
@@ -256,7 +257,7 @@ def test_plans_in_which_updates_cannot_run_ahead_are_refused(
     changes: dict[str, object], assert_says: Speaker, tmp_path: Path
 ) -> None:
     model = build(NAME)
-    plan = replace(made_plan(model, overlap=False), **changes)  # type: ignore[arg-type]
+    plan = with_settings(made_plan(model, overlap=False), **changes)
     before = copied(model.state_dict())
     with pytest.raises(ProtrainError) as caught:
         prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)

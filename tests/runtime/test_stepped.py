@@ -26,6 +26,7 @@ from protrain_runtime.contract.records.plan import STEPPED, Budgets, Keep, Persi
 from protrain_runtime.states.stand_ins import ConsumedGradient, hollow, plainly
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import decoder, gpu
 from tests.support.runtime_cases import (
     ADAMW,
@@ -44,7 +45,7 @@ NAME = "llama-tied"
 
 def prepared(model: nn.Module, optimizer: Factory = ADAMW, **changes: Any) -> Any:
     plan: Plan = plan_for(model, decided(described(NAME), Keep(), STEPPED))
-    return prepare(model, replace(plan, **changes), optimizer=optimizer)
+    return prepare(model, with_settings(plan, **changes), optimizer=optimizer)
 
 
 def loss_on(model: nn.Module, number: int = 0) -> torch.Tensor:

@@ -22,7 +22,7 @@ from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import cuts_of
 from protrain_plan.profiling.structure.faking import faking
 from protrain_runtime import prepare, save
-from protrain_runtime.checkpoint.saving import load
+from protrain_runtime.checkpoint.loading import load
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
     STEPPED,

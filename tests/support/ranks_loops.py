@@ -25,6 +25,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.diagnostics.compiling import compiled_whole
+from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (
     ADAMW,
@@ -190,7 +191,7 @@ def several(loop: Loop, units: Sequence[UnitPlan], count: int, **options: Any) -
     own = {"num_devices": count, "updates": updates, "micro_batches": loop.micro_batches}
     if loop.compiled:
         own["workload"] = replace(plan.workload, compile="blocks")
-    return replace(plan, **{**own, **options})
+    return with_settings(plan, **{**own, **options})
 
 
 def in_turn(name: str, *places: Placement) -> tuple[UnitPlan, ...]:

@@ -424,7 +424,7 @@ OFTEN: tuple[tuple[str, ...], ...] = (
     ("diff", "original.txt", "plan.yaml", "--format", "markdown"),
     ("diff", "plan.yaml", "original.txt"),
     ("diff", "plan.yaml", "plan.yaml", "--json"),
-    *(("export", "plan.yaml", "--to", tool) for tool in ("deepspeed", "fsdp2", "torchtune", "trl")),
+    *(("export", "plan.yaml", "--to", tool) for tool in ("fsdp2", "trl")),
     ("hardware", "show", "machine.yaml"),
     ("hardware", "show", "profile.yaml", "--json"),
 )

@@ -1,6 +1,5 @@
 """A small model whose batches choose what they use, for tests of ranks."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     UnitPlan,
 )
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import ADAMW, copied, device, differences, plan_for
 
 SHARED: tuple[Placement, ...] = (Persistent(), Offload(tier="device"), Offload(tier="disk"))
@@ -70,11 +70,7 @@ def plan_of(model: nn.Module, count: int, places: tuple[Placement, ...], **optio
         )
     ]
     plan = plan_for(model, units, piece_bytes=2000)
-    return replace(
-        plan,
-        **options,
-        settings=replace(plan.settings, group=replace(plan.group, num_devices=count)),
-    )
+    return with_settings(plan, num_devices=count, **options)
 
 
 def made(

@@ -42,7 +42,7 @@ from protrain_runtime.contract.records.decisions import (
 from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.folding import fold, runs, unfold
 from protrain_runtime.contract.records.forms import FORMS
-from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.hardware import TierName, is_accelerator
 from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
@@ -118,7 +118,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
                 continue  # the optimizer of this chunk would run in host memory
             stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
             placements = [offload, buffer] if stays[0] != stays[1] else [offload]
-            if home == "host" and trained:
+            if home == "host" and trained and is_accelerator(implied.device):
                 placements += [replace(one, update_on_device=True) for one in placements]
             states += placements
         if trained and settings.clip_share < 1:
@@ -132,7 +132,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
                 tuple(
                     implied.states(index, decision)
                     for decision in states
-                    if unmet(decision, settings, implied.device) is None
+                    if unmet(decision, settings) is None
                 ),
             )
         )
@@ -299,7 +299,7 @@ def _cannot(
         here = f"only {listed(tiers, 'and')}" if tiers else "nothing"
         problem = f"{name} cannot take {phrase!r}: this machine has {here} below the device"
     elif isinstance(decision, Persistent | Offload) and (
-        missing := unmet(decision, implied.settings, implied.device)
+        missing := unmet(decision, implied.settings)
     ):
         problem = f"{name} cannot take {phrase!r}: that is for {missing.words}"
     elif isinstance(decision, Offload) and not unit.unit.used_by:
@@ -310,6 +310,7 @@ def _cannot(
     elif isinstance(decision, Persistent | Offload) and not takers:
         problem = (
             f"{name} cannot take {phrase!r}: that is for units most of whose parameters are trained"
+            + (", on accelerators" if "on device" in phrase else "")
         )
     elif isinstance(decision, Keep) and FORMS[decision.form].of == "last part":
         problem = (

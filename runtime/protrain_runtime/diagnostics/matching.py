@@ -141,7 +141,7 @@ def check_devices(
             key="settings.group.num_replicas",
             fix="let it divide num_devices",
         )
-    check_step(plan.units, plan.settings, plan.workload.device)
+    check_step(plan.units, plan.settings)
     if plan.group.num_devices == 1:
         return
     if copies:

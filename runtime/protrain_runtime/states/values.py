@@ -20,7 +20,6 @@ from protrain_runtime.states.chunks import (
     Slice,
     StateLayout,
     flat_storage_order,
-    write_values,
 )
 from protrain_runtime.states.quantized import STATE, of_eight_bits, packed_layers, scales_of
 
@@ -31,8 +30,8 @@ Fill = Callable[[torch.Tensor], None]
 """Fills a contiguous uint8 tensor in host memory with the bytes that come next."""
 
 
-class Value(Protocol):
-    """A tensor's values, in memory or in a store."""
+class Source(Protocol):
+    """A tensor's values, to be read."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -44,12 +43,16 @@ class Value(Protocol):
         """Hand out its bytes, in order."""
         ...
 
+
+class Value(Source, Protocol):
+    """A tensor's values, in memory or in a store."""
+
     def copy_from(self, fill: Fill) -> None:
         """Take new values: as many bytes as it has, in order."""
         ...
 
 
-def num_bytes(value: Value) -> int:
+def num_bytes(value: Source) -> int:
     """The bytes of a value."""
     return value.shape.numel() * value.dtype.itemsize
 
@@ -96,8 +99,10 @@ class Held:
 class Stored:
     """A dense tensor in a store, in the order of its strides.
 
-    `twin` is where it stands once more: what no update changes is the same in both copies of a
-    chunk that is updated speculatively.
+    `part` is the first and the number of the elements that this rank has, where ranks share the
+    tensor; only these come and go, and in the order in which they are stored. `twin` is where the
+    tensor stands once more: what no update changes is the same in both copies of a chunk that is
+    updated speculatively.
     """
 
     store: Store
@@ -105,25 +110,26 @@ class Stored:
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    part: tuple[int, int] | None = None
     twin: int | None = None
 
     def copy_to(self, write: Write) -> None:
-        if not self._row_major:
+        if not self._as_stored:
             whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
             self.store.read(self.offset, _bytes_of(whole))
             Held(whole).copy_to(write)
             return
-        for start, piece in _pieces(num_bytes(self)):
+        for start, piece in _pieces(part_bytes(self)):
             self.store.read(self.offset + start, piece)
             write(piece)
 
     def copy_from(self, fill: Fill) -> None:
-        if not self._row_major:
+        if not self._as_stored:
             whole = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
             Held(whole).copy_from(fill)
             self._write(0, _bytes_of(whole))
             return
-        for start, piece in _pieces(num_bytes(self)):
+        for start, piece in _pieces(part_bytes(self)):
             fill(piece)
             self._write(start, piece)
 
@@ -133,8 +139,61 @@ class Stored:
                 self.store.write(place + start, values)
 
     @property
-    def _row_major(self) -> bool:
-        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+    def _as_stored(self) -> bool:
+        return self.part is not None or is_row_major(self.shape, self.stride)
+
+
+def is_row_major(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether a dense tensor's elements lie in the order of their indices."""
+    return torch.empty_strided(shape, stride, device="meta").is_contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Values at one moment, in host memory."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    part: tuple[int, int]
+    order: tuple[int, ...]
+    content: torch.Tensor  # uint8 [bytes]
+
+    @classmethod
+    def of(cls, value: Source) -> "Copied":
+        """What a value has now."""
+        content, left = torch.empty(part_bytes(value), dtype=torch.uint8), part_bytes(value)
+
+        def write(piece: torch.Tensor) -> None:
+            nonlocal left
+            content[content.numel() - left :][: piece.numel()].copy_(piece)
+            left -= piece.numel()
+
+        value.copy_to(write)
+        return cls(value.dtype, value.shape, part_of(value), order_of(value), content)
+
+    def copy_to(self, write: Write) -> None:
+        write(self.content)
+
+
+def part_of(value: Source) -> tuple[int, int]:
+    """The first and the number of the elements that come and go with a value."""
+    part = value.part if isinstance(value, Stored | Copied) else None
+    return part or (0, value.shape.numel())
+
+
+def part_bytes(value: Source) -> int:
+    """The bytes that come and go with a value."""
+    return part_of(value)[1] * value.dtype.itemsize
+
+
+def order_of(value: Source) -> tuple[int, ...]:
+    """The order of dimensions, from the outermost on, in which a value's elements come and go."""
+    if isinstance(value, Copied):
+        return value.order
+    dims = tuple(range(len(value.shape)))
+    if isinstance(value, Stored) and value.part and not is_row_major(value.shape, value.stride):
+        return tuple(sorted(dims, key=lambda dim: -value.stride[dim]))
+    return dims
 
 
 def _pieces(size: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -147,38 +206,6 @@ def _pieces(size: int) -> Iterator[tuple[int, torch.Tensor]]:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's memory.  # uint8 [bytes]"""
     return flat_storage_order(tensor).view(torch.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """The elements first:first + count, in the order of storage, from `offset` on in a store."""
-
-    store: Store
-    offset: int
-    first: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """A tensor of which every rank has a part, and this one `local`.
-
-    All ranks hand it out together, each takes its part by itself.
-    """
-
-    dtype: torch.dtype
-    shape: torch.Size
-    local: Local | None
-    gather: Callable[[], torch.Tensor]
-    keep: Callable[[torch.Tensor], None]
-
-    def copy_to(self, write: Write) -> None:
-        Held(self.gather()).copy_to(write)
-
-    def copy_from(self, fill: Fill) -> None:
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        Held(whole).copy_from(fill)
-        self.keep(whole)
 
 
 _SETTINGS_BYTES = 256
@@ -288,36 +315,30 @@ def scale_values(model: nn.Module) -> Iterator[tuple[str, Value]]:
         yield name, PackedSettings(name, state)
 
 
-def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> Stored | Shared:
+def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> Stored:
     """An offloaded parameter, or one of its elementwise optimizer states."""
-    store, sharding = chunk.store, chunk.sharding
-    assert store is not None
-    dtype = part.dtype if layout is None else layout.dtype
-    if sharding is None:
-        shape, stride = part.shape, part.stride
-        if layout is not None and layout.rule.per > 1:
-            shape, stride = torch.Size([layout.rule.count(part.numel)]), (1,)
-        return Stored(
-            store=store,
-            offset=chunk.place(part, layout),
-            dtype=dtype,
-            shape=shape,
-            stride=stride,
-            twin=chunk.spare.place(part) if chunk.spare and not part.trainable else None,
-        )
-    local, mine = None, sharding.part_of(part.name)
-    if mine is not None:
-        local = Local(store, chunk.own.place(mine, layout), mine.first, mine.numel)
-    return Shared(
-        dtype=dtype,
-        shape=part.shape,
-        local=local,
-        gather=lambda: sharding.gather(chunk, part, layout),
-        keep=lambda whole: write_values(chunk, part, whole, layout),
+    own, shape, stride = chunk.own, part.shape, part.stride
+    assert own.store is not None
+    if layout is not None and layout.rule.per > 1:
+        shape, stride = torch.Size([layout.rule.count(part.numel)]), (1,)
+    mine: Slice | None = part
+    elements: tuple[int, int] | None = None
+    if chunk.sharding is not None and part.numel:
+        mine = chunk.sharding.part_of(part.name)
+        elements = (mine.first, mine.numel) if mine else (0, 0)
+    twin = own.spare.place(mine) if own.spare and mine and not part.trainable else None
+    return Stored(
+        store=own.store,
+        offset=own.place(mine, layout) if mine else 0,
+        dtype=part.dtype if layout is None else layout.dtype,
+        shape=shape,
+        stride=stride,
+        part=elements,
+        twin=twin,
     )
 
 
-def stored_states(chunk: Chunk, part: Slice) -> dict[str, Stored | Shared]:
+def stored_states(chunk: Chunk, part: Slice) -> dict[str, Stored]:
     """An offloaded parameter's elementwise optimizer states, by key."""
     states = chunk.own.current.of(part)
     return {layout.key: stored_value(chunk, part, layout) for layout in states}

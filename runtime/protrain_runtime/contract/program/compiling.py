@@ -139,7 +139,7 @@ class _Compiler:
                 key="settings.piece_bytes",
                 fix="larger pieces, such as of 8MiB",
             )
-        check_step(units, settings, device)
+        check_step(units, settings)
         self.units, self.chunks, self.states, self.swaps = units, chunks, states, swaps
         self.settings, self.device = settings, device
         self.updating, self.clipped = updating, clipped

@@ -1,4 +1,4 @@
-"""Requirements of placements: on which steps, and which types of device, they are open.
+"""Requirements of placements: the steps on which they are open.
 
 The planner's options, pins, the compiler and the runtime ask this table and quote its words.
 """
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.decisions import states_text
-from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
 from protrain_runtime.contract.records.plan import (
     STEPPED,
     Offload,
@@ -23,13 +22,13 @@ class Requirement:
     """A condition on the step for one kind of placement.
 
     of     whether a placement is of that kind
-    holds  whether the step, on a device of that type, lets chunks be placed so
+    holds  whether the step lets chunks be placed so
     words  the steps that do, to follow "that is for"
     fix    for who has written the plan
     """
 
     of: Callable[[Placement], bool]
-    holds: Callable[[StepSettings, DeviceKind], bool]
+    holds: Callable[[StepSettings], bool]
     words: str
     fix: str
 
@@ -39,42 +38,36 @@ REQUIREMENTS = (
     # last one anyway; ranks sum them.
     Requirement(
         of=lambda states: states == STEPPED,
-        holds=lambda step, _: step.updates == "in backward" and step.is_single,
+        holds=lambda step: step.updates == "in backward" and step.is_single,
         words="updates in backward, with one micro-batch, on one device",
         fix="let it be persistent",
     ),
     # Micro-batches follow, or ranks sum what they have of a gradient.
     Requirement(
         of=lambda states: isinstance(states, Offload) and states.speculate,
-        holds=lambda step, _: step.updates == "after backward" and step.is_single,
+        holds=lambda step: step.updates == "after backward" and step.is_single,
         words="updates after backward (--clip), with one micro-batch, on one device",
         fix="let its update wait",
     ),
     Requirement(
         of=lambda states: isinstance(states, Offload) and states.tier == "device",
-        holds=lambda step, _: step.group.num_devices > 1,
+        holds=lambda step: step.group.num_devices > 1,
         words="several devices, which share states",
         fix="let it be persistent, or plan with --num-devices",
-    ),
-    Requirement(
-        of=lambda states: isinstance(states, Offload) and states.update_on_device,
-        holds=lambda _, device: is_accelerator(device),
-        words="accelerators",
-        fix="let the host update it",
     ),
 )
 
 
-def unmet(states: Placement, step: StepSettings, device: DeviceKind) -> Requirement | None:
+def unmet(states: Placement, step: StepSettings) -> Requirement | None:
     """The requirement that keeps chunks from being placed so; None where they may be."""
-    found = (one for one in REQUIREMENTS if one.of(states) and not one.holds(step, device))
+    found = (one for one in REQUIREMENTS if one.of(states) and not one.holds(step))
     return next(found, None)
 
 
-def check_step(units: Sequence[UnitPlan], step: StepSettings, device: DeviceKind) -> None:
+def check_step(units: Sequence[UnitPlan], step: StepSettings) -> None:
     """ProtrainError where the step is not one for the placements of its units, or overlaps."""
     for states in dict.fromkeys(unit.states for unit in units):
-        if missing := unmet(states, step, device):
+        if missing := unmet(states, step):
             index = [unit.states for unit in units].index(states)
             raise ProtrainError(
                 f"{units[index].name} cannot take {states_text(states)!r}: that is for"

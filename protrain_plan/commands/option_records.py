@@ -1,0 +1,262 @@
+"""Options that commands share, as records: each field of these dataclasses is an option.
+
+    @with_records
+    def fit(model: ModelArgument, workload: WorkloadOptions, step: StepOptions) -> None:
+
+has the options of both records, in their places.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from protrain_plan.commands.options import choice, leaves_named, size
+from protrain_runtime.contract.errors import ProtrainError
+
+if TYPE_CHECKING:
+    from protrain_plan.commands.measuring import ProfileRequest
+    from protrain_runtime.contract.records.hardware import Hardware
+    from protrain_runtime.contract.records.plan import (
+        Budgets,
+        DeviceGroup,
+        StepSettings,
+        Updates,
+    )
+
+
+def with_records(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each field of the records that it takes."""
+    signature = inspect.signature(command)
+    records: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        kept = [parameter]
+        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+            records[name] = parameter.annotation
+            kept = list(inspect.signature(parameter.annotation).parameters.values())
+        parameters += (one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in kept)
+
+    @functools.wraps(command)
+    def called(**values: Any) -> None:
+        for name, record in records.items():
+            values[name] = record(**{f.name: values.pop(f.name) for f in fields(record)})
+        command(**values)
+
+    del called.__dict__["__wrapped__"]  # its signature is another one
+    called.__annotations__ = {one.name: one.annotation for one in parameters}
+    called.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    return called
+
+
+_WORKLOAD = "Workload"
+
+
+def _of_workload(*names: str, text: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=_WORKLOAD, show_default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """What is trained: numbers, adapters, optimizer. None stands for the command's default."""
+
+    dtype: Annotated[
+        str | None,
+        _of_workload(text="float32, bfloat16 or float16. Default: bfloat16; of profile float32."),
+    ] = None
+    precision: Annotated[
+        str | None,
+        _of_workload(
+            text="pure: all in --dtype. autocast: float32 parameters, computed with in --dtype."
+            " master: the optimizer steps on float32 copies. Default: master; of profile pure."
+        ),
+    ] = None
+    lora: Annotated[
+        str | None,
+        _of_workload(
+            text="Train PEFT's low-rank adapters alone: r=16[,alpha=32][,targets=q_proj+v_proj]"
+            "[,dtype=base][,dropout=0.05][,rslora][,dora][,velora][,bias=all|lora_only]"
+            "[,modules_to_save=lm_head+embed_tokens][,freeze=A]. Default: alpha = 2 r, all linear"
+            " layers but the head, adapters of a 16-bit model in float32, as PEFT has them."
+        ),
+    ] = None
+    quantize: Annotated[
+        str | None,
+        _of_workload(
+            text="Pack the frozen linear layers below adapters: nf4 (4 bits, as in QLoRA) or int8"
+            " (with --lora)."
+        ),
+    ] = None
+    compile_blocks: Annotated[
+        bool,
+        _of_workload(
+            "--compile",
+            text="Compile each block by itself (torch.compile), and have the plan's runs do so."
+            " Estimated bytes and seconds are those without.",
+        ),
+    ] = False
+    optimizer: Annotated[
+        str | None,
+        _of_workload(
+            text="adamw, sgd, adamw8bit, adafactor, ... (a wrong name lists all), or your own:"
+            " package.module:Class, path/to/file.py:function. Default: adamw."
+        ),
+    ] = None
+    optimizer_args: Annotated[
+        str | None,
+        _of_workload(
+            text="Options of the optimizer as Python has them: 'lr=1e-3, betas=(0.9, 0.95)'."
+        ),
+    ] = None
+
+    def requests(
+        self,
+        model: str,
+        lengths: Sequence[int],
+        batches: Sequence[int],
+        *,
+        allow: Sequence[str] | None = None,
+        defaults: tuple[str, str] = ("bfloat16", "master"),
+        **others: Any,
+    ) -> "list[ProfileRequest]":
+        """A request for each length with each batch; ProtrainError for unknown choices.
+
+        `defaults` are the dtype and the precision where none is given, `others` further fields.
+        """
+        from protrain_plan.commands.measuring import ProfileRequest
+        from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
+        from protrain_runtime.contract.records.profile import DType, Precision
+
+        dtype: DType = choice("--dtype", self.dtype or defaults[0], get_args(DType))
+        precision: Precision = choice(
+            "--precision", self.precision or defaults[1], get_args(Precision)
+        )
+        if dtype == "float32" and precision == defaults[1] == "master":
+            precision = "pure"  # the parameters are the float32 ones
+        return [
+            ProfileRequest(
+                model=model,
+                batch_size=batch,
+                seq_len=length,
+                dtype=dtype,
+                precision=precision,
+                lora=self.lora,
+                quantize=self.quantize,
+                compile="blocks" if self.compile_blocks else "",
+                optimizer=self.optimizer or DEFAULT_OPTIMIZER,
+                optimizer_args=self.optimizer_args,
+                allow=leaves_named(allow),
+                **others,
+            )
+            for length in lengths
+            for batch in batches
+        ]
+
+    def given(self) -> list[str]:
+        """The options that say something."""
+        named = {f.name: "--" + f.name.replace("_", "-") for f in fields(self)}
+        named["compile_blocks"] = "--compile"
+        return [option for name, option in named.items() if getattr(self, name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """How a step updates."""
+
+    updates: Annotated[
+        str | None,
+        typer.Option(
+            help="in-backward, the default; or after-backward, as clipping by the global norm"
+            " needs: updates then wait for it, or run ahead to a second copy of the states.",
+        ),
+    ] = None
+    clip: Annotated[
+        bool, typer.Option("--clip", help="The short form of --updates after-backward.")
+    ] = False
+    clip_share: Annotated[
+        float | None,
+        typer.Option(
+            help="The part of all steps whose gradients are scaled, by clipping or by a loss"
+            " scaler: these do updates that ran ahead again. 1: none runs ahead. Default: 0.05.",
+            show_default=False,
+        ),
+    ] = None
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1
+
+    def settings(self) -> "StepSettings":
+        """The step that is asked for, on one device; ProtrainError where options contradict."""
+        from protrain_plan.planning.model.problem import OVERLAPPING
+        from protrain_runtime.contract.records.plan import StepSettings
+        from protrain_runtime.contract.records.schema import limits_of
+
+        given = self.updates or ("after-backward" if self.clip else "in-backward")
+        after = choice("--updates", given, ("in-backward", "after-backward")) == "after-backward"
+        if self.clip and not after:
+            raise ProtrainError("--clip is --updates after-backward", key="--updates")
+        share = self.clip_share
+        if share is None:
+            share = OVERLAPPING.clip_share
+        elif not after:
+            raise ProtrainError(
+                "it is for updates after backward", key="--clip-share", fix="add --clip"
+            )
+        elif share not in (limits := limits_of(StepSettings, "clip_share")):
+            raise ProtrainError(
+                f"expected a part of all steps {limits}, got {share:g}", key="--clip-share"
+            )
+        when: Updates = "after backward" if after else "in backward"
+        return replace(OVERLAPPING, updates=when, clip_share=share, micro_batches=self.accumulate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetOptions:
+    """What a process may take of each tier; by default all that the machine has."""
+
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="The most that the process may take of the device, such as 1.5GiB."),
+    ] = None
+    host_memory: Annotated[
+        str | None, typer.Option(help="The most pinned host memory, of the whole node.")
+    ] = None
+    disk: Annotated[str | None, typer.Option(help="The most disk space, of the node.")] = None
+
+    def machine(self, name: str) -> "Hardware":
+        """A machine of the catalogue or of a file, with what was asked for below its device."""
+        from protrain_plan.hardware.catalogue import load_hardware
+
+        machine = load_hardware(name)
+        asked = {
+            "host": size("--host-memory", self.host_memory, -1),
+            "disk": size("--disk", self.disk, -1),
+        }
+        tiers = tuple(
+            tier if asked[tier.name] < 0 else replace(tier, capacity_bytes=asked[tier.name])
+            for tier in machine.tiers
+        )
+        return replace(machine, tiers=tiers)
+
+    def of(self, machine: "Hardware", group: "DeviceGroup") -> "Budgets":
+        """A device's budgets; `machine` is the device's part of its node."""
+        from protrain_runtime.contract.records.plan import Budgets
+
+        there = {tier.name: tier.capacity_bytes * group.in_node for tier in machine.tiers}
+        return Budgets(
+            device=size("--device-memory", self.device_memory, machine.device.memory_bytes),
+            host=size("--host-memory", self.host_memory, there.get("host", 0)) // group.in_node,
+            disk=size("--disk", self.disk, there.get("disk", 0)) // group.in_node,
+        )
+
+    def refuse_host_memory(self, machines: "Sequence[Hardware]") -> None:
+        """ProtrainError for `--host-memory` where no machine has any below its device."""
+        if self.host_memory is None:
+            return
+        if all(tier.name != "host" for machine in machines for tier in machine.tiers):
+            raise ProtrainError(
+                "a CPU machine computes in its host memory, and has none below that",
+                key="--host-memory",
+                fix="--device-memory says how much of it there is",
+            )

@@ -1,0 +1,174 @@
+"""Tensors of a checkpoint: where their elements lie in its files, and how they reach a model.
+
+A part is a range of a tensor's elements. One device writes whole tensors, each of several ranks the
+ranges that it has, and any other reads what it needs of them. Elements are in row-major order, but
+for parameters that ranks share and that lie in another order in their stores.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protrain_runtime.checkpoint.files import DTYPES, NAMES, opened, shown
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.program import SAVING_BYTES
+from protrain_runtime.devices.stores import memory_of
+from protrain_runtime.states.values import Fill, Held, Source, Value, order_of, part_of
+
+_MAX_DIMENSIONS = 64  # PyTorch's operators take no more
+_MAX_NUMBER = 2**60  # of elements and of bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements of a tensor that follow each other, in a file."""
+
+    path: Path
+    start: int  # bytes from the start of the file
+    first: int  # of the tensor's elements
+    count: int
+    checksum: int | None  # None in files of others
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        return self.path, self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a checkpoint."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    order: tuple[int, ...]  # its dimensions, from the outermost on
+    parts: tuple[Part, ...]
+
+
+def described(value: Source) -> dict[str, Any]:
+    """A tensor as an index has it, without its parts."""
+    order = list(order_of(value))
+    found = {"dtype": NAMES[value.dtype], "shape": list(value.shape)}
+    return found if order == sorted(order) else {**found, "order": order}
+
+
+def parsed(name: str, listed: Any, folder: Path, headers: Mapping[str, Any]) -> Entry:
+    """A tensor of an index, in files of a folder. ValueError where that cannot be."""
+    match listed:
+        case {"dtype": str(dtype), "shape": list(shape), "parts": list(rows), **more}:
+            order: Any = more.get("order", list(range(len(shape))))
+        case _:
+            raise ValueError("lacks its dtype, shape or parts")
+    if dtype not in DTYPES or not are_numbers(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError("has no dtype and shape that are known")
+    if prod(max(size, 1) for size in shape) > _MAX_NUMBER:  # its strides are products
+        raise ValueError("has too many elements")
+    if not are_numbers(order) or sorted(order) != list(range(len(shape))):
+        raise ValueError("has no order of dimensions")
+    parts: list[Part] = []
+    for row in rows:
+        match row:
+            case [str(file), *numbers] if file in headers and are_numbers(numbers, 4):
+                parts.append(Part(folder / file, *numbers))
+            case _:
+                raise ValueError("has a malformed part")
+    parts.sort(key=lambda part: part.first)
+    end = 0
+    for part in parts:
+        if part.first != end or (part.count == 0 and len(parts) > 1):
+            raise ValueError("has parts that overlap, or leave gaps")
+        end += part.count
+    if not parts or end != prod(shape):
+        raise ValueError("has parts that do not cover it")
+    return Entry(name, DTYPES[dtype], torch.Size(shape), tuple(order), tuple(parts))
+
+
+def are_numbers(values: Any, count: int | None = None) -> bool:
+    """Whether it is a list of so many whole numbers, which PyTorch can count with."""
+    return (
+        isinstance(values, list)
+        and all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in values)
+        and count in (None, len(values))
+    )
+
+
+def fill_values(targets: Sequence[tuple[Entry, Value]]) -> None:
+    """Read each entry's elements into its value, and compare whole parts with their sums again.
+
+    ProtrainError where that cannot be: then some values are new ones and some are not.
+    """
+    for entry, value in sorted(targets, key=lambda target: target[0].parts[0].place):
+        order, (first, count) = order_of(value), part_of(value)
+        if entry.order == order:
+            value.copy_from(_Reader(entry, first, count).fill)
+            continue
+        flat = torch.empty(entry.shape.numel(), dtype=entry.dtype)
+        Held(flat).copy_from(_Reader(entry, 0, flat.numel()).fill)
+        dims = range(len(order))
+        whole = flat.view([entry.shape[dim] for dim in entry.order])
+        whole = whole.permute([entry.order.index(dim) for dim in dims])
+        mine = whole.permute(order).reshape(-1)[first : first + count]
+        value.copy_from(_from(mine.view(torch.uint8)))
+
+
+def _from(flat: torch.Tensor) -> Fill:
+    """Fills one buffer after the other with these bytes."""
+    done = 0
+
+    def fill(target: torch.Tensor) -> None:
+        nonlocal done
+        target.copy_(flat[done : done + target.numel()])
+        done += target.numel()
+
+    return fill
+
+
+class _Reader:
+    """Hands out the bytes of a tensor's elements first:first + count, part after part."""
+
+    def __init__(self, entry: Entry, first: int, count: int) -> None:
+        self._name, self._sum = entry.name, 0
+        self._left: deque[tuple[Path, int, int, int | None]] = deque()
+        for part in entry.parts:
+            begin, end = max(first, part.first), min(first + count, part.first + part.count)
+            if begin < end:
+                start = part.start + (begin - part.first) * entry.dtype.itemsize
+                size = (end - begin) * entry.dtype.itemsize
+                whole = end - begin == part.count
+                self._left.append((part.path, start, size, part.checksum if whole else None))
+
+    def fill(self, target: torch.Tensor) -> None:
+        view = memory_of(target)
+        while view:
+            path, start, left, checksum = self._left.popleft()
+            piece = view[: min(left, SAVING_BYTES)]
+            try:
+                with opened(path) as file:
+                    file.seek(start)
+                    cut = file.readinto(piece) != len(piece)  # type: ignore[attr-defined]
+            except ProtrainError as error:
+                raise _in_part(path, error.message) from None
+            if cut:
+                raise _in_part(path, "the file is cut off")
+            self._sum = zlib.crc32(piece, self._sum)
+            view, left = view[len(piece) :], left - len(piece)
+            if left:
+                self._left.appendleft((path, start + len(piece), left, checksum))
+                continue
+            if checksum not in (None, self._sum):
+                raise _in_part(path, f"{shown(self._name)} is not what it was a moment ago")
+            self._sum = 0
+
+
+def _in_part(path: Path, problem: str) -> ProtrainError:
+    return ProtrainError(
+        f"{problem}: the model is loaded in part",
+        source=str(path),
+        fix="load another checkpoint, the whole of it",
+    )

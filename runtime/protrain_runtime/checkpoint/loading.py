@@ -1,0 +1,327 @@
+"""`load`: go on from a checkpoint, in place, under any plan or plainly, on any number of ranks."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain_runtime.checkpoint.entries import Entry, fill_values
+from protrain_runtime.checkpoint.files import damaged, shown
+from protrain_runtime.checkpoint.index import Saved
+from protrain_runtime.checkpoint.saving import (
+    model_values,
+    optimizer_class,
+    parameter_names,
+    settled,
+    with_extra_state,
+)
+from protrain_runtime.checkpoint.training import read_training
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.units import format_bytes
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.turns import in_turn
+from protrain_runtime.model.prepared import (
+    Prepared,
+    meet,
+    offloaded_parameters,
+    together,
+    turns_of,
+)
+from protrain_runtime.states.compositions import (
+    Composition,
+    is_composition,
+    put_together,
+    taken_apart,
+)
+from protrain_runtime.states.values import Held, Value, stored_states
+
+_NUM_NAMED = 3  # parameters that an error names
+
+
+@in_turn("load()", turns_of)
+def load(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, directory: Path | str
+) -> dict[str, Any]:
+    """Take over a checkpoint, in place; returns the `extra` that it was saved with.
+
+    The model and its optimizer may follow the plan of the checkpoint, another one or none. With an
+    optimizer, training goes on where it was: states, groups' options and random states are those
+    of the checkpoint. A scheduler made before this takes its state from `extra`. Without an
+    optimizer only parameters and buffers are read, also those of other safetensors checkpoints in
+    Hugging Face's layout.
+
+    Bytes go from the files to where they belong: SAVING_BYTES of memory besides. All that can be
+    checked is checked before anything changes: all files are read and compared with their
+    checksums, and compared again while they are loaded. No code of a checkpoint is run.
+
+    ProtrainError where there is no checkpoint, where it is damaged, or of another model or
+    optimizer; RuntimeError between backward and step under plans that update in backward.
+    """
+    with together(model, "load()"):
+        directory = Path(directory)
+        prepared = settled(model, optimizer, "load() was called")
+        ranks = prepared.ranks if prepared else None
+        saved = Saved(directory)
+        training = read_training(saved)
+        targets = _matched(model, saved, prepared)
+        resumed, random_states = None, None
+        if optimizer is not None:
+            resumed = _Resumed(model, optimizer, prepared, saved, training)
+            targets += resumed.targets
+            random_states = _random_states(training, ranks.rank if ranks else 0)
+            _try_random(random_states or {}, directory)
+        saved.verify(ranks, lambda name: shown(name) + _unit_of(name, prepared))
+        meet(model, "load()")  # each rank has compared some of the files, for all
+        fill_values(targets)
+        for name, module in with_extra_state(model):
+            if name in training.get("modules", {}):
+                module.set_extra_state(training["modules"][name])
+        if resumed is not None:
+            resumed.finish()
+            if random_states is not None:  # a rank that was not there goes on with its own
+                torch.set_rng_state(random_states["torch"])
+                random.setstate(random_states["python"])
+                for kind in random_states.keys() - {"torch", "python"}:
+                    devices.set_all_random_states(kind, random_states[kind])
+        extra: dict[str, Any] = training.get("extra", {})
+        return extra
+
+
+def read_extra(directory: Path | str) -> dict[str, Any]:
+    """The `extra` of a checkpoint, without loading anything. ProtrainError as `load`."""
+    return dict(read_training(Saved(Path(directory))).get("extra", {}))
+
+
+def _random_states(training: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
+    """Those that a rank goes on from; None for one that was not there. One device's are for all."""
+    states: list[dict[str, Any]] = training.get("random", [])
+    return states[0] if len(states) == 1 else dict(enumerate(states)).get(rank)
+
+
+def _unit_of(name: str, prepared: Prepared | None) -> str:
+    """What errors say of the unit of the plan that has a tensor; "" where that is none, or many."""
+    while name and prepared is not None:
+        units = {
+            prepared.plan.units[chunk.unit].name
+            for chunk in prepared.chunks
+            for part in chunk.slices
+            if f"{part.name}.".startswith(f"{name}.")
+        }
+        if units:
+            return f" (unit {shown(*units)})" if len(units) == 1 else ""
+        name = name.rpartition(".")[0]  # of a buffer, or a state: the parameters beside it
+    return ""
+
+
+def _matched(
+    model: nn.Module, saved: Saved, prepared: Prepared | None
+) -> list[tuple[Entry, Value]]:
+    """Each saved tensor with its place in the model. ProtrainError where they do not fit."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    aliases = {name: first[parameter] for name, parameter in every}
+    entries = saved.entries("model")
+    found = {aliases.get(name, name): entry for name, entry in entries.items()}
+    own = dict(model_values(model, prepared))
+    kinds = {n: (_described(found[n]), _described(own[n])) for n in own if n in found}
+    others = [
+        f"{name} ({theirs} in the checkpoint, {ours} in the model)"
+        for name, (theirs, ours) in kinds.items()
+        if theirs != ours
+    ]
+    problems = (
+        ("lacking in the checkpoint", [name for name in own if name not in found]),
+        ("lacking in the model", [name for name in found if name not in own]),
+        ("of another shape or dtype", others),
+        ("named by the index but in no file", sorted((saved.files or entries).keys() - entries)),
+    )
+    if any(names for _, names in problems):
+        raise ProtrainError(
+            "the checkpoint is of another model: "
+            + "; ".join(f"{what}: {_some(names)}" for what, names in problems if names),
+            source=str(saved.directory),
+            fix="load it into the model that it was saved from",
+        )
+    return [(found[name], own[name]) for name in own]
+
+
+def _described(tensor: Entry | Value) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
+
+
+def _some(names: list[str]) -> str:
+    first = ", ".join(shown(name) for name in names[:_NUM_NAMED])
+    more = len(names) - _NUM_NAMED
+    return first if more <= 0 else f"{first} and {more} more"
+
+
+def _fits(saved: object, own: object) -> bool:
+    """Whether an option of a group can be what it was saved as, by its type."""
+    match own:
+        case bool():
+            return saved is None or isinstance(saved, bool)
+        case int() | float() | torch.Tensor():
+            number = isinstance(saved, int | float | torch.Tensor) and not isinstance(saved, bool)
+            return saved is None or number
+        case str():
+            return saved is None or isinstance(saved, str)
+        case tuple() | list():
+            same = isinstance(saved, tuple | list) and len(saved) == len(own)
+            return same and all(_fits(s, o) for s, o in zip(saved, own, strict=True))  # type: ignore[call-overload]
+        case _:
+            return True
+
+
+class _Resumed:
+    """An optimizer's states on their way from a checkpoint: places first, then the rest."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        prepared: Prepared | None,
+        saved: Saved,
+        training: Mapping[str, Any],
+    ) -> None:
+        self._parameters, self._optimizer = dict(model.named_parameters()), optimizer
+        self._offloaded = offloaded_parameters(prepared.chunks if prepared else ())
+        self._source = str(saved.directory)
+        self.targets: list[tuple[Entry, Value]] = []
+        self._states: dict[str, dict[str, Any]] = {}  # by parameter: what memory is to hold
+        if "optimizer" not in training:
+            raise self._other("it was saved without an optimizer")
+        described: dict[str, Any] = training["optimizer"]
+        self._groups: list[dict[str, Any]] = described["groups"]
+        own_class, own_options = optimizer_class(optimizer), sorted(optimizer.defaults)
+        if described["class"] != own_class:
+            raise self._other(f"its optimizer is {described['class']}, this one {own_class}")
+        if described["options"] != own_options:
+            differing = sorted(set(described["options"]) ^ set(own_options))
+            raise self._other(f"one of the two optimizers lacks the options {_some(differing)}")
+        own_names = parameter_names(model, optimizer)
+        pairs = zip(self._groups, own_names, strict=False)
+        for number, (saved_group, names) in enumerate(pairs, start=1):
+            if saved_group["params"] != names:
+                differing = sorted(set(saved_group["params"]) ^ set(names))
+                what = _some(differing) if differing else "the order"
+                raise self._other(f"parameter group {number} differs: {what}")
+        if len(self._groups) != len(own_names):
+            count = f"{len(self._groups)} parameter groups, this one {len(own_names)}"
+            raise self._other(f"its optimizer has {count}")
+        groups = zip(self._groups, optimizer.param_groups, strict=True)
+        for number, (saved_group, group) in enumerate(groups, start=1):
+            for option in own_options:
+                if option not in saved_group or not _fits(saved_group[option], group.get(option)):
+                    raise self._other(f"parameter group {number} has another {shown(option)}")
+        by_name: dict[str, dict[str, Entry]] = {}
+        for full_name, entry in saved.entries("optimizer").items():
+            name, _, key = full_name.rpartition(".")
+            by_name.setdefault(name, {})[key] = entry
+        for group in self._groups:
+            for name in group["params"]:
+                others = described["states"].get(name, {})
+                self._place(name, by_name.get(name, {}), others, group)
+
+    def finish(self) -> None:
+        """Let the states, all read, be the optimizer's, and the groups' options with them."""
+        for name in (name for group in self._groups for name in group["params"]):
+            state, parameter = self._states.get(name), self._parameters[name]
+            if name in self._offloaded:
+                chunk, _ = self._offloaded[name]
+                if state is None:
+                    chunk.updated.discard(name)
+                else:
+                    chunk.scalars[name] = state
+                    chunk.updated.add(name)
+            elif state is None:
+                self._optimizer.state.pop(parameter, None)
+            else:
+                self._optimizer.state[parameter] = state
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _other(self, problem: str) -> ProtrainError:
+        return ProtrainError(
+            f"the checkpoint is of another optimizer: {problem}",
+            source=self._source,
+            fix="make the optimizer as it was made for the checkpoint, or load parameters alone"
+            " with load(model, None, directory)",
+        )
+
+    def _place(
+        self,
+        name: str,
+        entries: Mapping[str, Entry],
+        others: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Say where a parameter's states belong; make room for those that memory holds."""
+        if not entries and not others:
+            return
+        below = self._offloaded.get(name)
+        kept = dict(entries)
+        if below is not None:  # its states have their places since `prepare`, and no others
+            stored, (_, part) = stored_states(*below), below
+            fitting = {
+                key
+                for key, value in stored.items()
+                if key in entries and _described(entries[key]) == _described(value)
+            }
+            same = {k for k, e in entries.items() if e.shape == part.shape and part.numel > 1}
+            differing = sorted((stored.keys() | same) ^ fitting)
+            if differing:
+                raise self._other(f"the states of {part.name} differ: {_some(differing)}")
+            self.targets += [(kept.pop(key), value) for key, value in stored.items()]
+        state = dict(others)
+        # The tensors that are to hold the rest: what the optimizer has, or as it would make them.
+        parameter = self._parameters[name]
+        has = taken_apart(self._optimizer.state.get(parameter, {})) if below is None else {}
+        # Where torch.optim keeps counters: with the kernel that reads them.
+        kernels = (options.get("fused"), options.get("capturable"))
+        device = parameter.device if below is None and any(on is True for on in kernels) else "cpu"
+        for key, entry in kept.items():
+            held = has.get(key)
+            if isinstance(held, torch.Tensor) and _described(Held(held)) == _described(entry):
+                state[key] = held
+            elif entry.shape == parameter.shape:
+                state[key] = torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
+            else:
+                by_itself = entry.shape.numel() > 1 and below is None  # no counter
+                where = parameter.device if by_itself else device
+                try:
+                    state[key] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
+                except (RuntimeError, MemoryError) as error:  # a shape only such a checkpoint has
+                    size = format_bytes(entry.shape.numel() * entry.dtype.itemsize)
+                    problem = f"{shown(entry.name)} takes {size}, for which there is no room"
+                    raise self._other(problem) from error
+            self.targets.append((entry, Held(state[key])))
+        # Of what is below the device only the shape: it is there in parts.
+        gone = entries.keys() - kept.keys()
+        parts = {
+            k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in gone
+        }
+        try:
+            for key in (key for key in state if is_composition(key)):
+                state[key] = Composition.read(state[key])
+            whole = put_together({**state, **parts}, parameter.shape)
+        except Exception as error:  # the checkpoint's own words, which a class of a package reads
+            raise self._other(
+                f"a state of {shown(name)} cannot be made: {cut(str(error))}"
+            ) from error
+        self._states[name] = whole if below is None else state
+
+
+def _try_random(states: Mapping[str, Any], directory: Path) -> None:
+    """ProtrainError where accelerators in use do not take these states; they keep their own."""
+    kind, own = devices.all_random_states()
+    if kind not in states:
+        return
+    try:
+        devices.set_all_random_states(kind, states[kind])
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise damaged(directory, f"{kind} does not take its random states") from error
+    finally:
+        devices.set_all_random_states(kind, own)

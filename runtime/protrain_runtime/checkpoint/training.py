@@ -1,0 +1,179 @@
+"""What of a training is no tensor, as JSON: options, counters, states of schedules and generators.
+
+Numbers, texts, lists and dicts by text are what they are in JSON. Everything else is a dict of one
+entry, whose key begins with "$" and says what it is: {"$tuple": [1, 2]}. A tensor is written with
+those of the model; {"$tensor": "extra.scale"} says which. Reading makes no other
+values than these.
+"""
+
+import itertools
+import math
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain_runtime.checkpoint.entries import fill_values
+from protrain_runtime.checkpoint.files import NAMES, damaged, shown
+from protrain_runtime.checkpoint.index import Saved
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.states.values import Held, Source
+
+_MOST_LEVELS = 100
+_MOST_BITS = 10_000  # of an integer, whose digits take the square of their number in time
+
+
+def _pairs(values: Mapping[Any, Any]) -> list[list[Any]]:
+    return [list(item) for item in values.items()]
+
+
+_DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+_FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # By type: its mark, a list or text that has all of a value, and the value of that.
+    tuple: ("$tuple", list, tuple),
+    torch.Size: ("$size", list, torch.Size),
+    set: ("$set", list, set),
+    dict: ("$dict", _pairs, dict),  # with other keys than texts
+    OrderedDict: ("$ordered", _pairs, OrderedDict),
+    Counter: ("$counter", _pairs, lambda pairs: Counter(dict(pairs))),
+    float: ("$float", repr, float),  # without a number in JSON
+    complex: ("$complex", repr, complex),
+    bytes: ("$bytes", bytes.hex, bytes.fromhex),
+    bytearray: ("$bytearray", bytearray.hex, bytearray.fromhex),
+    torch.device: ("$device", str, torch.device),
+    torch.dtype: ("$dtype", str, _DTYPES.__getitem__),
+}
+_READERS = {mark: read for mark, _, read in _FORMS.values()}
+
+
+def encoded(value: Any, key: str, tensors: dict[str, Source], level: int = 0) -> Any:
+    """A value as JSON has it; its tensors are added to `tensors`.
+
+    ProtrainError, with its key, for what could not be read back.
+    """
+
+    def each(inner: Any, place: str) -> Any:
+        return encoded(inner, f"{key}{place}", tensors, level + 1)
+
+    kind, deep = type(value), level > _MOST_LEVELS  # as what has itself
+    if (
+        value is None
+        or kind in (str, bool)
+        or (kind is int and value.bit_length() <= _MOST_BITS)
+        or (kind is float and math.isfinite(value))
+    ):
+        return value
+    if kind is list and not deep:
+        return [each(inner, f"[{number}]") for number, inner in enumerate(value)]
+    if (
+        kind is dict
+        and not deep
+        and all(type(k) is str and k.isascii() and k[:1] != "$" for k in value)
+    ):
+        return {k: each(inner, f".{k}") for k, inner in value.items()}
+    if kind in _FORMS and not deep:
+        mark, plain, _ = _FORMS[kind]
+        return {mark: each(plain(value), "")}
+    if kind in (torch.Tensor, nn.Parameter) and _is_dense(value):
+        name = key
+        while name in tensors:  # the key of a text with a dot in it may be another's
+            name += "'"
+        tensors[name] = Held(value.detach().resolve_conj().resolve_neg())
+        return {"$tensor": name}
+    what = "nested too deeply" if deep else f"a {kind.__module__}.{kind.__qualname__}"
+    raise ProtrainError(
+        f"this cannot be saved: it is {what}",
+        key=key,
+        fix="make it of numbers, texts, dense tensors, lists, tuples and dicts",
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in NAMES and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _decoded(found: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What was encoded so; it raises what its types raise for something else."""
+    match found:
+        case list():
+            return [_decoded(each, tensors) for each in found]
+        case {"$tensor": str(name)}:
+            return tensors[name]
+        case dict() if len(found) == 1 and (mark := next(iter(found))).startswith("$"):
+            if not isinstance(found[mark], list | str):
+                raise TypeError(mark)
+            return _READERS[mark](_decoded(found[mark], tensors))
+        case dict():
+            return {key: _decoded(each, tensors) for key, each in found.items()}
+        case _:
+            return found
+
+
+def read_training(saved: Saved) -> dict[str, Any]:
+    """What is no tensor; nothing of a checkpoint of others.
+
+    ProtrainError where a save would have written something else.
+    """
+    entries = saved.entries("training")
+    saved.verify(None, shown)
+    tensors = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in entries.items()}
+    fill_values([(entry, Held(tensors[name])) for name, entry in entries.items()])
+    found: dict[str, Any] = {}
+    for key, value in saved.training.items():
+        try:
+            found[key] = _decoded(value, tensors)
+            _check(key, found[key])
+        except Exception:  # noqa: BLE001 - whatever its types raise
+            error = damaged(saved.index, "this is not what a save writes")
+            error.key = f"protrain.training.{key}"
+            raise error from None
+    return found
+
+
+def _check(key: str, value: Any) -> None:
+    """TypeError for a part that is not of the form that a save writes."""
+    match key, value:
+        case "extra", dict():
+            fits = True
+        case "modules", dict(names):
+            fits = _all_are(str, names)
+        case "random", [_, *_]:
+            fits = all(map(_are_random_states, value))
+        case (
+            "optimizer",
+            {"class": str(), "options": list(options), "groups": list(groups), "states": states},
+        ):
+            fits = (
+                _all_are(str, [*options, *states])
+                and _all_are(dict, [*groups, *states.values()])
+                and all(isinstance(group["params"], list) for group in groups)
+                and all(_all_are(str, [*group["params"], *group]) for group in groups)
+                and all(_all_are(str, state) for state in states.values())
+            )
+        case _:
+            fits = False
+    if not fits:
+        raise TypeError(key)
+
+
+def _are_random_states(states: Any) -> bool:
+    """Whether generators take these states, or else it raises; of accelerators' by type alone."""
+    match states:
+        case {"torch": torch.Tensor() as own, "python": (_, _, float() | None) as python, **others}:
+            torch.Generator().set_state(own)
+            random.Random().setstate(python)
+        case _:
+            return False
+    of_devices: dict[Any, Any] = others
+    tensors = itertools.chain.from_iterable(of_devices.values())
+    return _all_are(list, of_devices.values()) and all(
+        isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.dim() == 1
+        for state in tensors
+    )
+
+
+def _all_are(kind: type, values: Any) -> bool:
+    return all(isinstance(value, kind) for value in values)
