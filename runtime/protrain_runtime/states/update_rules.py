@@ -371,10 +371,10 @@ class _Trial:
         if cuts or len(shape) > 1:  # else it is stepped on as it is
             if self._compiled and len(shape) == 2 and self._kept(_ANY).states == found.states:
                 tried = _ANY
-            place = (self._dtype, tried, cuts)
-            if place not in self._tried:
-                self._tried[place] = self._differs(tried, cuts=cuts)
-            if reason := self._tried[place]:
+            reason = self._differs(tried, cuts=cuts)
+            if reason and tried == shape and not self._differs(tried, cuts=False):
+                reason, least = "", shape.numel()  # a small one may go as it is, in one range
+            if reason:
                 return self._whole(shape, reason)
         least = max(least, COMPILED_SPAN) if self._compiled else least
         return replace(found, block=block, least=least, compiled=self._compiled)
@@ -428,6 +428,13 @@ class _Trial:
         return per if -(-shape.numel() // per) == counts[2] else None
 
     def _differs(self, shape: torch.Size, *, cuts: bool) -> str:
+        """The answer of `_compared`, asked once."""
+        place = (self._dtype, shape, cuts)
+        if place not in self._tried:
+            self._tried[place] = self._compared(shape, cuts=cuts)
+        return self._tried[place]
+
+    def _compared(self, shape: torch.Size, *, cuts: bool) -> str:
         """Why steps on ranges give other bits than steps on the whole; empty: they do not.
 
         Ranges begin at multiples of a block and of PIECE_ALIGNMENT. Without `cuts` there is one
