@@ -267,10 +267,9 @@ def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
         ("step", lambda found: found.step_seconds, False),
         ("first step", lambda found: found.first_step_seconds, False),
         ("clipped step", lambda found: found.clipped_step_seconds, False),
-        ("slow step", lambda found: found.slow_step_seconds, False),
         ("bound on the step", lambda found: found.lower_bound_seconds, False),
     )
-    may_be_absent = ("host peak", "disk peak", "first step", "clipped step", "slow step")
+    may_be_absent = ("host peak", "disk peak", "first step", "clipped step")
     for name, number, in_bytes in numbers:
         before, after = number(old.prediction), number(new.prediction)
         if before or after or name not in may_be_absent:

@@ -72,13 +72,9 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
 
 
 def other_steps_json(prediction: Prediction) -> dict[str, float]:
-    """A step that is clipped, and one whose update is slow, where that is another one."""
-    found = {
-        "clipped_step_seconds": prediction.clipped_step_seconds,
-        "slow_step_seconds": prediction.slow_step_seconds,
-        "slow_every": prediction.slow_every,
-    }
-    return {key: value for key, value in found.items() if value}
+    """A step that is clipped, where that is another one."""
+    seconds = prediction.clipped_step_seconds
+    return {"clipped_step_seconds": seconds} if seconds else {}
 
 
 def other_results(plan: Plan) -> list[str]:
@@ -106,14 +102,6 @@ def other_steps(plan: Plan) -> list[str]:
         seconds = format_seconds(prediction.clipped_step_seconds)
         share = f"{100 * plan.settings.clip_share:.3g} %"
         found.append(f"a step that is clipped takes {seconds}, as {share} of all are taken to")
-    if prediction.slow_step_seconds:
-        often = (
-            f"every {prediction.slow_every} steps" if prediction.slow_every else "such as the first"
-        )
-        found.append(
-            f"a step takes {format_seconds(prediction.step_seconds)}, a slow one ({often}, by what"
-            f" the optimizer does) {format_seconds(prediction.slow_step_seconds)}"
-        )
     return found
 
 
@@ -546,7 +534,6 @@ def run_json(
         "step_seconds": run.step_seconds,
         "seconds": list(run.seconds),
         "predicted_step_seconds": None if plain else plan.prediction.step_seconds,
-        **_slow_json(plan, run, plain=plain),
         "expected_seconds": None if plain else expected,
         "outside_expected": None if plain else outside,
         "predicted_peak_bytes": None if plain else tiers_json(plan.prediction.peak_bytes),
@@ -557,16 +544,6 @@ def run_json(
         **compiled_json(run.compilation),
         "overruns": [asdict(overrun) for overrun in overruns],
         "profile_again": again if overruns else None,
-    }
-
-
-def _slow_json(plan: Plan, run: "Run", *, plain: bool) -> dict[str, float | None]:
-    """The slowest step, where the plan expects some to take longer than others."""
-    if not plan.prediction.slow_step_seconds:
-        return {}
-    return {
-        "slowest_step_seconds": max(run.seconds),
-        "predicted_slow_step_seconds": None if plain else plan.prediction.slow_step_seconds,
     }
 
 
@@ -586,9 +563,6 @@ def run_text(
     table = table_of("", "predicted", "measured")
     promised = f"{format_seconds(prediction.step_seconds)}{expected}"
     table.add_row("step", "-" if plain else promised, format_seconds(run.step_seconds))
-    if slow := prediction.slow_step_seconds:
-        slowest = format_seconds(data["slowest_step_seconds"])
-        table.add_row("slow step", "-" if plain else format_seconds(slow), slowest)
     for label, tier in (
         ("device peak, tensors", "device"),
         ("device, allocator", "allocator"),

@@ -54,7 +54,7 @@ def own_update(profile: Profile) -> str | None:
         return None
     return (
         f"seconds of {profile.optimizer.name} are not known: an update is taken to move its bytes"
-        " and to compute nothing; measure on the device to know them, and those of a slow step"
+        " and to compute nothing; measure on the device to know them"
     )
 
 
@@ -131,19 +131,6 @@ def compiled_json(found: Compilation | None) -> dict[str, Any]:
     return {} if found is None else {"compilation": asdict(found)}
 
 
-def slow_update(profile: Profile) -> str | None:
-    """How long updates of all parameters take, where some take longer than others."""
-    cost, count = profile.optimizer, sum(unit.num_parameters for unit in profile.units)
-    if not cost.slow_parameters_per_s:
-        return None
-    usual_s, slow_s = count / cost.device_parameters_per_s, count / cost.slow_parameters_per_s
-    often = f"every {cost.slow_every} steps" if cost.slow_every else "such as the first"
-    return (
-        f"an update of all parameters takes {format_seconds(usual_s)}, a slow one ({often})"
-        f" {format_seconds(slow_s)}"
-    )
-
-
 STEADY = 1.2
 """The slowest of whole steps over the fastest, on a machine that does nothing else. Medians of
 three were up to 15 % off where others' work changes its speed from second to second (`passes`)."""
@@ -200,7 +187,6 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
         how.append(Text(f"estimated for {machine.name}: {trust(machine)}"))
     told = (
         compiled_text(profile.compilation),
-        slow_update(profile),
         own_update(profile),
         no_fusion(profile),
     )

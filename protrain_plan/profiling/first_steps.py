@@ -1,15 +1,12 @@
-"""What an optimizer of whole matrices does in some of its steps alone, such as an SVD of gradients.
+"""Workspace of optimizers of whole matrices, some of whose steps alone do an SVD of gradients.
 
-Such a step is slow, and takes workspace that others do not. How often it comes is the user's
-affair, but the first one is always of that kind: there is nothing to project with before it. So a
-first step is compared with the one after it: where it calls other operators than to make states,
-steps differ. When these come again is seen in steps on a small matrix, without knowing how often.
+Such a step takes workspace that others do not. How often it comes is the user's affair, but the
+first one is always of that kind: there is nothing to project with before it. So a first step is
+compared with the one after it: where it calls other operators than to make states, steps differ.
 """
 
-import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from protrain_runtime.devices.device import HOST, synchronize
+from protrain_runtime.devices.device import HOST
 from protrain_runtime.devices.memory_meter import MemoryMeter, storage_bytes
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.update_rules import UpdateRules, smaller, tensors_in
@@ -26,13 +23,7 @@ Kind = tuple[torch.dtype, torch.Size]
 Shapes = Counter[Kind]
 """Of a model's trainable parameters: how many there are of each."""
 
-WELL_ABOVE = 1.5
-"""Times the usual update that a slow one takes at least. Repeated steps of plain PyTorch were up to
-15 % off either way on a machine that others use, too (`passes`)."""
-
 _LARGE, _SMALL = 2**16, 2**14  # elements of a matrix of which bytes, and operators, are seen
-_MOST_STEPS = 520  # GaLore's and APOLLO's own scripts project anew every 200 steps, or every 500
-_ROUNDS, _ROUNDS_S = 3, 1.0
 _MAKERS = (
     *("new_", "zeros", "ones", "empty", "full", "rand"),
     *("clone", "copy", "_to_copy", "detach", "lift"),
@@ -42,19 +33,14 @@ _MAKERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSteps:
-    """What was seen.
+    """Workspace of steps.
 
     workspace_bytes  of a step on one parameter after the other, besides its operands, at most
     fraction         the same, over the bytes of the parameter's gradient
-    more_s           seconds that a slow step takes more than a usual one, on all parameters; 0
-                     where steps are alike or were not timed
-    every            steps from one slow one to the next; 0: not seen
     """
 
     workspace_bytes: int = 0
     fraction: float = 0.0
-    more_s: float = 0.0
-    every: int = 0
 
 
 def first_steps(
@@ -73,8 +59,8 @@ def first_steps(
 
 
 def _seen(make: OptimizerFactory, shapes: Shapes, whole: Set[Kind], device: Any) -> FirstSteps:
-    own, left_over, fraction, more_s, every = 0, 0, 0.0, 0.0, 0
-    for (dtype, shape), count in shapes.items():
+    own, left_over, fraction = 0, 0, 0.0
+    for dtype, shape in shapes:
         differs = (dtype, shape) in whole and _differs(make, dtype, smaller(shape, _SMALL))
         few = smaller(shape, _LARGE)
         alone, beside = (_taken(make, dtype, few, number, HOST) for number in (1, 2))
@@ -82,18 +68,12 @@ def _seen(make: OptimizerFactory, shapes: Shapes, whole: Set[Kind], device: Any)
         left = max(0, beside[kind] - alone[kind])
         scale = shape.numel() / few.numel()
         taken = round(alone[kind] * scale)
-        if differs:
-            every = every or _period(make, dtype, smaller(shape, _SMALL))
-            if device is not None:
-                taken = _taken(make, dtype, shape, 1, device)[0]
-                first_s, usual_s = _seconds(make, dtype, shape, device)
-                more_s += count * max(0.0, first_s - usual_s)
+        if differs and device is not None:
+            taken = _taken(make, dtype, shape, 1, device)[0]
         own, left_over = max(own, taken), max(left_over, round(left * scale))
         gradient_bytes = shape.numel() * dtype.itemsize
         fraction = max(fraction, (taken + left * scale) / gradient_bytes)
-    return FirstSteps(
-        workspace_bytes=own + left_over, fraction=fraction, more_s=more_s, every=every
-    )
+    return FirstSteps(workspace_bytes=own + left_over, fraction=fraction)
 
 
 class _Stepper:
@@ -141,27 +121,6 @@ def _taken(
     return max(0, found[0] - (number - 1) * stepper.state_bytes()), found[1]
 
 
-def _seconds(
-    make: OptimizerFactory, dtype: torch.dtype, shape: torch.Size, device: Any
-) -> tuple[float, float]:
-    """Seconds of a first step, and of a usual one: the least of a few, for each number of step."""
-    rounds: list[list[float]] = []
-    began = time.perf_counter()
-    while not rounds or (len(rounds) < _ROUNDS and time.perf_counter() - began < _ROUNDS_S):
-        stepper = _Stepper(make, dtype, shape, 1, device)
-        rounds.append([_timed(stepper.step, device) for _ in range(4)])
-    first, *later = (min(seconds) for seconds in zip(*rounds, strict=True))
-    return first, statistics.median(later)
-
-
-def _timed(step: Callable[[], None], device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    step()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
 class _Operators(TorchDispatchMode):
     """Counts the operators that work on tensors."""
 
@@ -196,15 +155,3 @@ def _differs(make: OptimizerFactory, dtype: torch.dtype, shape: torch.Size) -> b
     """Whether a first step calls operators that the second one does not call, or less often."""
     stepper = _Stepper(make, dtype, shape, 1, HOST)
     return bool(_operators(stepper) - _operators(stepper))
-
-
-def _period(make: OptimizerFactory, dtype: torch.dtype, shape: torch.Size) -> int:
-    """Steps from the first one until what it calls alone is called again; 0: not among those."""
-    stepper = _Stepper(make, dtype, shape, 1, HOST)
-    first = _operators(stepper)
-    usual = _operators(stepper)
-    alone = first - usual
-    for number in range(2, _MOST_STEPS):
-        if not alone - (_operators(stepper) - usual):
-            return number
-    return 0

@@ -17,7 +17,7 @@ from protrain_plan.models.batches import Batch, first_of, of_one_size
 from protrain_plan.models.building import parameter_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling.first_steps import WELL_ABOVE, FirstSteps, first_steps
+from protrain_plan.profiling.first_steps import FirstSteps, first_steps
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import (
     BlockClasses,
@@ -369,13 +369,7 @@ def _optimizer(
             strided=strided(model),
         ),
     )
-    seen = first_steps(rules, trained(model), device=where)
-    cost, count = with_workspace(cost, seen, workload), sum(shape.numel() for shape in shapes)
-    usual_s = count / device
-    if usual_s + seen.more_s < WELL_ABOVE * usual_s:
-        return cost
-    slow = four_digits(count / (usual_s + seen.more_s))
-    return replace(cost, slow_parameters_per_s=slow, slow_every=seen.every)
+    return with_workspace(cost, first_steps(rules, trained(model), device=where), workload)
 
 
 def trained(model: nn.Module) -> Counter[tuple[torch.dtype, torch.Size]]:

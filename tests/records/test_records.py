@@ -370,8 +370,6 @@ def profiles(draw: st.DrawFn) -> Profile:
                 device_parameters_per_s=SPEEDS,
                 workspace_fraction=SECONDS,
                 workspace_bytes=SIZES,
-                slow_parameters_per_s=st.just(0.0) | SPEEDS,
-                slow_every=st.integers(0, 1000),
             ),
             base_bytes=SIZES,
             units=st.just(tuple(units)),

@@ -29,13 +29,8 @@ from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.profiling.estimated import estimate
 from protrain_runtime import prepare
-from protrain_runtime.activations.loss_in_place import (
-    TILE_ROWS,
-    UsedTwiceError,
-    Widened,
-    loss_in_place,
-    tile_rows,
-)
+from protrain_runtime.activations.late_values import LateValues, UsedTwiceError
+from protrain_runtime.activations.tiled_loss import TILE_ROWS, loss_in_place, tile_rows
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records import dumps_plan, dumps_profile, loads_plan, loads_profile
@@ -312,7 +307,7 @@ def test_the_float32_logits_that_a_model_returns_are_there_for_whoever_asks() ->
     with loss_in_place():
         wide = linear(hidden, weight).float()
         loss = cross_entropy(wide, targets)
-    assert isinstance(wide, Widened)
+    assert isinstance(wide, LateValues)
     expected = linear(hidden, weight).float()
     assert (wide.shape, wide.dtype, wide.requires_grad) == (expected.shape, torch.float32, True)
     assert torch.equal(wide, expected)

@@ -412,6 +412,32 @@ def test_adafactor_trains_where_its_states_stay(placement: Any, tmp_path: Path) 
     assert_bitwise(train("gpt2", planned, optimizer), plain("gpt2", trainer))
 
 
+class OfBlocks(torch.optim.Optimizer):
+    """A rate for each 512 elements in a row, of which nobody is told."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            blocks = parameter.grad.flatten().split(512)
+            self.state[parameter]["rates"] = torch.stack([one.abs().amax() for one in blocks])
+            rates = self.state[parameter]["rates"].repeat_interleave(512)[: parameter.numel()]
+            parameter.sub_(parameter.grad / (1 + rates.view_as(parameter)), alpha=1e-2)
+
+
+@pytest.mark.parametrize("shape", [[5000], [64, 1024], [4096, 4096]])
+def test_blocks_that_are_not_declared_persist(shape: list[int]) -> None:
+    rule = UpdateRules(OfBlocks).of(torch.float32, torch.Size(shape))
+    assert rule.reason
+    assert not rule.together
+    assert (rule.block, dict(rule.states)) == (0, {})
+    assert rule.state_bytes(0) + rule.scalar_bytes() == 4 * -(-torch.Size(shape).numel() // 512)
+
+
 class LongSide(torch.optim.Optimizer):
     """Keeps an average along a matrix's longer side, if a value says so: as projections choose."""
 

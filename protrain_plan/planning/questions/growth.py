@@ -203,7 +203,7 @@ def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -
     if FORMS[form.form].of == "last part":
         # A tile of rows need not shrink with the batch, and may grow by a group of rows more than
         # the batch does, which is a tile at most. Forward has one or two of a tile's size, and
-        # backward three (`loss_in_place.tile_rows`).
+        # backward three (`tiled_loss.tile_rows`).
         tile = Fraction(max(0, form.forward_peak_bytes - form.kept_bytes))
         tile *= Fraction(1) if ratio > 1 else 1 - ratio
         more += tile

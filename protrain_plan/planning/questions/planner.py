@@ -57,8 +57,6 @@ from protrain_plan.simulation.timeline import (
     simulated_seconds,
 )
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.compiling import bind
-from protrain_runtime.contract.program.implications import Implications
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, StepSettings
 from protrain_runtime.contract.records.profile import Profile
@@ -309,7 +307,7 @@ class _Planning:
         if program.speculative:
             clipped = self.problem.program(best.plans, clipped=True)
             clipped_s = max(best.seconds, simulated_seconds(clipped)[0])
-        slow_s, update_s = self._slow_seconds(best), host_update_seconds(program)
+        update_s = host_update_seconds(program)
         error_low, error_high = profile.error_band
         threads = self.problem.profile.hardware.device.num_threads  # one launches
         prediction = Prediction(
@@ -320,8 +318,6 @@ class _Planning:
             error_high=error_high,
             first_step_seconds=first_step_seconds(program) if settings.overlap_steps else 0.0,
             clipped_step_seconds=clipped_s,
-            slow_step_seconds=slow_s,
-            slow_every=profile.optimizer.slow_every if slow_s else 0,
             host_update_seconds=update_s,
             host_update_threads=max(1, threads - 1) if update_s else 0,
         )
@@ -347,17 +343,6 @@ class _Planning:
             solve_seconds=seconds,
             solver=solver_name() if solver == "milp" else solver,
         )
-
-    def _slow_seconds(self, best: Evaluation) -> float:
-        """Of a step whose update is a slow one; 0 where all are alike."""
-        profile, speed = self.problem.profile, self.problem.profile.optimizer.slow_parameters_per_s
-        if not speed:
-            return 0.0
-        slow = replace(profile.optimizer, device_parameters_per_s=speed)
-        implied = Implications(replace(profile, optimizer=slow), self.problem.settings)
-        usual_s, _ = simulated_seconds(self.problem.program(best.plans))
-        slow_s, _ = simulated_seconds(bind(best.plans, implied))
-        return best.seconds + max(0.0, slow_s - usual_s)
 
     @cached_property
     def counting(self) -> Counting:

@@ -5,41 +5,108 @@ values yet (`LateValues`). Code that casts it, views it or asks for its geometry
 again; everything else needs values, which its source computes.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from protrain_runtime.activations.logit_maps import WIDEN, Map, map_of
 from protrain_runtime.activations.trees import is_value, leaves_in
 
 Place = Callable[[Tensor], Tensor]
-"""What makes a view or a cast of the whole tensor."""
+"""Makes a view, a cast or a map of the whole tensor."""
 
 
-class Source(Protocol):
-    """What computes values, of one tensor and of all that are views or casts of it."""
+class UsedTwiceError(RuntimeError):
+    """Logits have a second use in the graph, which would round their gradient otherwise."""
+
+
+class Source:
+    """Computes values late, of one tensor and of all that are views, casts or maps of it.
+
+    Its inputs stay as they are until then. A subclass says how to compute.
+    """
+
+    WRITTEN: str  # where inputs were written to before
+    ELEMENTWISE: bool  # whether `near` has the elements: views are its views, and no map waits
+
+    def __init__(self, *inputs: Tensor | None) -> None:
+        self.inputs = inputs
+        self.whole: Tensor | None = None  # the values, in the graph
+        self.taken = False  # by a loss beside which there is no other use
+        self._versions = self._seen()
 
     @property
     def waits(self) -> bool:
         """Whether the values are not there."""
+        return self.whole is None
+
+    def compute(self) -> Tensor:
+        """The values of the whole tensor."""
+        raise NotImplementedError
 
     def used(self, use: Callable[[Tensor], Any]) -> Any:
-        """What `use` makes of the values."""
+        """Result of `use` on the values.
+
+        A use that only looks at them, as a count of right answers does, has values of its own. If
+        it makes something in the graph of them, or writes to them, they stay: they are one tensor.
+        """
+        if self.whole is not None:
+            return use(self.whole)
+        self.check()
+        with torch.enable_grad():
+            whole = self.compute()
+        result = use(whole)
+        if is_told(result) and not whole._version:
+            return result
+        if self.taken:
+            raise UsedTwiceError(
+                "the forward uses the logits once more besides the loss, which the plan computes in"
+                " place: profile the model as it runs now"
+            )
+        self.whole, self.inputs = whole, ()
+        return result
+
+    def check(self) -> None:
+        """RuntimeError where inputs are not what they were."""
+        if self._seen() != self._versions:
+            raise RuntimeError(f"{self.WRITTEN}: profile the model as it runs now")
+
+    def _seen(self) -> list[int]:
+        return [one._version for one in self.inputs if one is not None]
 
 
 class LateValues(torch.Tensor):
-    """A tensor that waits for its values, or a view or a cast of one.
+    """A tensor that waits for its values, or a view, a cast or a map of one.
 
     `near` is a tensor that is there and has the same place in the graph, and the memory that this
-    one holds; `place` makes this tensor of all values of `source`.
+    one holds; `place` makes this tensor of all values of `source`, `maps` are the maps in it.
     """
 
-    WHAT: ClassVar[str]  # what its values are, for messages
     source: Source
     near: Tensor
     place: Place
+    maps: tuple[Map, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        source: Source,
+        near: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        place: Place = lambda whole: whole,
+        maps: tuple[Map, ...] = (),
+    ) -> Self:
+        strides = near.stride() if source.ELEMENTWISE else None
+        made: Self = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), strides, dtype=dtype, device=near.device
+        )
+        made.source, made.near, made.place, made.maps = source, near, place, maps
+        return made
 
     def __init__(self, *_: object) -> None:
         super().__init__()
@@ -47,8 +114,38 @@ class LateValues(torch.Tensor):
     def late(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> "LateValues | None":
-        """What a function makes of this tensor without values; None where it needs them."""
-        raise NotImplementedError
+        """Result of a function on this tensor without values; None where it needs them."""
+        if not self.source.waits:
+            return None
+        widens = is_cast(func, args, kwargs)
+        if goes_nowhere(func, args, kwargs) or (widens and self.dtype == torch.float32):
+            return self
+        before, change = self.place, partial(_applied, func, args[1:], kwargs)
+        near, shape, dtype, maps = self.near, self.shape, self.dtype, self.maps
+        own = WIDEN if widens else map_of(func, args, kwargs)
+        if own is not None:
+            if self.source.ELEMENTWISE:
+                return None
+            maps, dtype = (*maps, own), torch.float32 if widens else dtype
+        elif not is_view(func, args, kwargs):
+            return None
+        elif self.source.ELEMENTWISE:
+            near = change(near)
+            shape = near.shape
+        else:
+            # One element in place of all has the shapes of what is made of them.
+            if func is not Tensor.contiguous:
+                shape = change(torch.empty((), device="meta").expand(shape)).shape
+            if not shape or shape[-1] != self.shape[-1]:
+                return None  # rows are taken apart
+            wanted = (*shape[:-1], near.shape[-1])
+            # Views leave the order of elements as it is.
+            near = near.reshape(wanted) if func in VIEWS else change(near)
+            if near.shape != wanted:
+                return None
+        return LateValues(
+            self.source, near, shape, dtype, lambda whole: change(before(whole)), maps
+        )
 
     @classmethod
     def __torch_function__(
@@ -81,8 +178,8 @@ class LateValues(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         raise RuntimeError(
-            f"{func} was called on {cls.WHAT}, by code that asks PyTorch for none: profile the"
-            " model as it runs now"
+            f"{func} was called on logits that the plan computes late, by code that asks PyTorch"
+            " for none: profile the model as it runs now"
         )
 
 
@@ -107,9 +204,10 @@ def with_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return source.used(use)
 
 
-def itself(whole: Tensor) -> Tensor:
-    """The place of a whole tensor in itself."""
-    return whole
+def _applied(
+    func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Tensor
+) -> Tensor:
+    return func(whole, *args, **kwargs)
 
 
 def is_cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -149,7 +247,7 @@ _ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
     Tensor.grad_fn.__get__: lambda near: near.grad_fn,  # type: ignore[union-attr]
     Tensor.untyped_storage: lambda near: near.untyped_storage(),
 }
-"""What is told of values that are not there: their place in the graph, and the memory they hold."""
+"""Answers about values that are not there: their place in the graph, the memory they hold."""
 VIEWS = frozenset(
     [
         Tensor.view,

@@ -1,61 +1,81 @@
-"""The forms `N tiles` of the last part: a head and its loss, without logits of all tokens.
+"""Forms of the last part whose loss takes a few rows of logits at a time: `in place`, `N tiles`.
 
-Of n tokens, h features and v classes the logits are n v elements, and plain PyTorch holds several
-such tensors (`loss_in_place` holds one). Here nothing has more than n v / N elements:
+Plain PyTorch makes, for a cross entropy of n tokens, h features and v classes: logits [n, v], the
+same in float32, their log-softmax, which stays for backward, and the gradients of both. Two
+functions are seen while the part's forward runs (`_Watching`). One makes the tensor that waits for
+its values (`LateValues`); `cross_entropy` on it runs in tiles:
 
-- forward: logits of n / N tokens at a time give their losses, and the logarithm of the sum of their
-  exponentials, which stays for backward: one float32 per token;
-- backward, where the head is trained: logits of v / N classes at a time, of all tokens. The
-  gradient of a class's weights is one sum over all tokens, as in plain PyTorch, and none is added
-  to: in tiles of tokens it would be rounded N times, or need float32 of the whole head. Gradients
-  of the head's inputs are added up in float32, [n, h], and rounded once;
-- backward, where the head is frozen: in tiles of tokens, none of which needs another.
+- `in place` keeps the bits. The matrix products stay whole (the bits of a product depend on its
+  shape), and everything between them goes by rows, as PyTorch's own kernels do. The logits are
+  kept, and a cast of them to float32 waits. The log-softmax is computed again in backward, and a
+  tile's gradient is written over its logits.
+- `N tiles` keeps no logits, and a head's product waits. Nothing has more than n v / N elements.
+  - Forward: logits of n / N tokens at a time give their losses, and the logarithm of the sum of
+    their exponentials, which stays for backward: one float32 per token.
+  - Backward, where the head is trained: logits of v / N classes at a time, of all tokens. The
+    gradient of a class's weights is one sum over all tokens, as in plain PyTorch, and none is added
+    to: in tiles of tokens it would be rounded N times, or need float32 of the whole head. Gradients
+    of the head's inputs are added up in float32, [n, h], and rounded once.
+  - Backward, where the head is frozen: in tiles of tokens, none of which needs another.
 
-Logits are computed once more in backward: 2 n h v operations on top of 6 n h v. Results are equal
-to plain PyTorch's up to the order and rounding of sums. Logits may be scaled and capped before the
-loss (`logit_maps`). What is told to `cross_entropy` is what
-`loss_in_place` takes, and everything else gets the logits themselves. They are computed within the
-forward alone: afterwards the head's weights may have left, or have been updated.
+  Logits are computed once more in backward: 2 n h v operations on top of 6 n h v. Results are equal
+  to plain PyTorch's up to the order and rounding of sums. Logits may be scaled and capped before
+  the loss (`logit_maps`).
+
+Other functions of a tensor that waits, a loss with class weights say, get its values and compute
+what they always did: of a head's product within the forward alone, since afterwards its weights may
+have left, or have been updated. What in-place writing must not break is this:
+
+- [Note: who holds the logits] Gradients are written over the logits if nobody else holds their
+  memory: neither the training loop, through the model's output, nor another operator that saved
+  them. Else the gradient gets memory of its own. So whoever has the logits reads logits, before and
+  after backward, and no other operator of the graph loses what it saved.
+- [Note: one use] Where float32 values have two uses in the graph, plain PyTorch adds the two
+  gradients in float32 and rounds once. A use besides the loss is refused (`UsedTwiceError`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, log_softmax, nll_loss
 from torch.overrides import TorchFunctionMode
 
 from protrain_runtime.activations.late_values import (
-    VIEWS,
     LateValues,
-    Place,
-    goes_nowhere,
+    Source,
     is_cast,
-    is_told,
-    is_view,
-    itself,
+    with_values,
 )
-from protrain_runtime.activations.logit_maps import (
-    WIDEN,
-    Map,
-    map_back_in_place,
-    map_in_place,
-    map_of,
-)
-from protrain_runtime.activations.loss_calls import LossCall, computed_in, without_autocast
+from protrain_runtime.activations.logit_maps import Map, map_back_in_place, map_in_place
 from protrain_runtime.activations.trees import PLAIN
+from protrain_runtime.devices.lanes import num_holders
 
+TILE_ELEMENTS = 2**24
+"""Of a tile of kept logits at most: 64 MiB of float32, which keeps any device busy."""
+TILES = 8
+"""Of kept logits at least, where rows are enough: a tile is then small beside the logits."""
 TILE_ROWS = 16
-"""Tiles are whole multiples of so many rows, which kernels of products are made for."""
+"""Tiles are whole multiples of so many rows. Kernels of products are made for them, and every row
+lies in its tile as it would in the whole, counted from a multiple of 16 bytes, by which CUDA's
+kernels order a row's sum."""
+
+_NARROW = (torch.bfloat16, torch.float16)
+_REDUCTIONS = {"mean": 1, "sum": 2}  # as `at::Reduction` counts
+_IGNORED = -100  # in place of whatever number the model ignores
+
+
+def loss_in_place() -> AbstractContextManager[object]:
+    """The executor of the form `in place`: stands around the forward of the last part."""
+    return _Watching(None)
 
 
 def in_8_tiles() -> AbstractContextManager[object]:
-    """The executor of the form `8 tiles`: stands around the forward of the last part."""
+    """The executor of the form `8 tiles`."""
     return _Watching(8)
 
 
@@ -64,10 +84,21 @@ def in_64_tiles() -> AbstractContextManager[object]:
     return _Watching(64)
 
 
-class _Watching(TorchFunctionMode):
-    """Sees the products and the cross entropies of the part, and lets them wait for each other."""
+def tile_rows(num_rows: int, num_classes: int) -> int:
+    """Rows of a tile of kept logits, of so many in all."""
+    most = min(TILE_ELEMENTS // num_classes, -(-num_rows // TILES))
+    return max(TILE_ROWS, most // TILE_ROWS * TILE_ROWS)
 
-    def __init__(self, num_tiles: int) -> None:
+
+def _tiles(count: int, size: int) -> Iterator[slice]:
+    """`count` rows in tiles, of which the last may have fewer."""
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))
+
+
+class _Watching(TorchFunctionMode):
+    """Lets casts of logits wait for the part's loss, or products if they are in so many tiles."""
+
+    def __init__(self, num_tiles: int | None) -> None:
         super().__init__()
         self._num_tiles = num_tiles
         self._products: list[_Product] = []
@@ -87,37 +118,84 @@ class _Watching(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if func is linear and (product := _Product.of(*args, **kwargs)) is not None:
-            self._products.append(product)
-            shape = (*product.hidden.shape[:-1], len(product.weight))
-            return Logits(product, product.hidden, shape, product.dtype, itself, ())
+            return func(*args, **kwargs)  # compiled code has the bits that the compiler gives it
         if func is cross_entropy:
-            return _cross_entropy(self._num_tiles, LossCall(*args, **kwargs))
+            return _cross_entropy(_LossCall(*args, **kwargs), self._num_tiles)
+        if self._num_tiles is None:
+            if is_cast(func, args, kwargs) and _can_wait(args[0]):
+                return LateValues(_Cast(args[0]), args[0], args[0].shape, torch.float32)
+        elif func is linear and (product := _Product.of(*args, **kwargs)) is not None:
+            self._products.append(product)
+            hidden, weight, _ = product.inputs
+            return LateValues(product, hidden, (*hidden.shape[:-1], len(weight)), product.dtype)
         return func(*args, **kwargs)
 
 
-# --- the product ----------------------------------------------------------------------------------
+# --- values that wait -----------------------------------------------------------------------------
 
 
-class _Product:
-    """A linear layer's inputs [..., h], weights [v, h] and biases [v], and its outputs if wanted.
+def _can_wait(tensor: Tensor) -> bool:
+    """Whether a tensor's float32 values may be computed later, or never."""
+    return (
+        not isinstance(tensor, LateValues)
+        and tensor.dtype in _NARROW
+        and torch.is_grad_enabled()
+        and tensor.requires_grad
+        and not tensor.is_leaf
+        and tensor.layout == torch.strided
+        and tensor.dim() > 1
+        and tensor.is_contiguous()
+    )
 
-    `dtype` is that of its outputs.
+
+class _Cast(Source):
+    """A cast of a 16-bit tensor to float32.
+
+    The cast of a slice is the slice of the cast: `near` is the slice of the 16-bit values.
     """
 
+    WRITTEN = (
+        "a tensor was written in place after it was cast to float32, and the plan casts it when it"
+        " is asked for values"
+    )
+    ELEMENTWISE = True
+
+    def compute(self) -> Tensor:
+        (given,) = self.inputs
+        assert given is not None
+        return given.to(torch.float32)
+
+    def take(self) -> None:
+        """Let a loss in place have the 16-bit values."""
+        self.check()
+        if self.taken:
+            self.used(torch.clone)  # refuses
+        self.taken = True
+
+
+class _Product(Source):
+    """A linear layer's inputs [..., h], weights [v, h] and biases [v], and its outputs if wanted.
+
+    `dtype` is that of its outputs; `near` are the inputs of the same rows.
+    """
+
+    WRITTEN = (
+        "a head's input or weights were written in place after the head had run, and the plan"
+        " computes logits when the loss asks for them"
+    )
+    ELEMENTWISE = False
+    inputs: tuple[Any, ...]
+
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+        super().__init__(hidden, weight, bias)
         kind = hidden.device.type
         cast = torch.is_autocast_enabled(kind)
         self.dtype = torch.get_autocast_dtype(kind) if cast else hidden.dtype
-        self._versions = self._version()
-        self._whole: Tensor | None = None
         self._open = True
 
     @staticmethod
     def of(input: Any, weight: Any, bias: Any = None) -> "_Product | None":  # noqa: A002
-        """What may wait; None where a plain product is wanted, or none that we know."""
+        """The product if it may wait; None where a plain one is wanted, or none that we know."""
         tensors = [input, weight] if bias is None else [input, weight, bias]
         if (
             not torch.is_grad_enabled()
@@ -134,177 +212,190 @@ class _Product:
         same = {one.dtype for one in tensors} == {product.dtype}
         return product if same or torch.is_autocast_enabled(input.device.type) else None
 
-    def used(self, use: Callable[[Tensor], Any]) -> Any:
-        """What `use` makes of the outputs, which stay where something in the graph is made of them.
-
-        RuntimeError after the forward.
-        """
-        if self._whole is not None:
-            return use(self._whole)
-        self.check()
-        with torch.enable_grad():
-            whole = linear(self.hidden, self.weight, self.bias)
-        result = use(whole)
-        if not is_told(result) or whole._version:
-            self._whole = whole
-        return result
-
-    @property
-    def waits(self) -> bool:
-        """Whether the outputs are not there."""
-        return self._whole is None
+    def compute(self) -> Tensor:
+        return linear(*self.inputs)
 
     def check(self) -> None:
-        """RuntimeError where the forward is over, or has written to what outputs are made of."""
         if not self._open:
             raise RuntimeError(
                 "the logits were asked for after the forward, and the plan computes the loss from"
                 " tiles of them, which are gone: ask for them in an evaluation (torch.no_grad()),"
                 " or plan without --allow rounding"
             )
-        if self._version() != self._versions:
-            raise RuntimeError(
-                "a head's input or weights were written in place after the head had run, and the"
-                " plan computes logits when the loss asks for them: profile the model as it runs"
-                " now"
-            )
+        super().check()
 
     def close(self) -> None:
-        self._open = False
-        if self._whole is None:  # else the graph has what it needs
-            self.weight = self.bias = None  # type: ignore[assignment]
-
-    def _version(self) -> tuple[int, ...]:
-        tensors = (self.hidden, self.weight, self.bias)
-        return tuple(one._version for one in tensors if one is not None)
-
-
-class Logits(LateValues):
-    """Outputs of a head, or what is viewed or mapped of them, computed if they are asked for.
-
-    `near` are the inputs [..., h] of the same rows; `maps` is what was done to the outputs.
-    """
-
-    WHAT = "logits that the plan computes in tiles"
-    source: _Product
-    maps: tuple[Map, ...]
-
-    @staticmethod
-    def __new__(
-        cls,
-        product: _Product,
-        rows: Tensor,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        place: Place,
-        maps: tuple[Map, ...],
-    ) -> Self:
-        made: Self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=rows.device
-        )
-        made.source, made.near, made.place, made.maps = product, rows, place, maps
-        return made
-
-    def late(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Logits | None":
-        """Views of whole rows, casts to float32 and maps, as long as the values wait."""
-        if not self.source.waits:
-            return None
-        if goes_nowhere(func, args, kwargs):
-            return self
-        if is_cast(func, args, kwargs):
-            return self if self.dtype == torch.float32 else self._mapped(func, args, kwargs, WIDEN)
-        if (own := map_of(func, args, kwargs)) is not None:
-            return self._mapped(func, args, kwargs, own)
-        return self._viewed(func, args[1:], kwargs) if is_view(func, args, kwargs) else None
-
-    def _mapped(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], own: Map
-    ) -> "Logits":
-        before, change = self.place, partial(_applied, func, args[1:], kwargs)
-        dtype = torch.float32 if own == WIDEN else self.dtype
-        maps = (*self.maps, own)
-        return Logits(
-            self.source, self.near, self.shape, dtype, lambda whole: change(before(whole)), maps
-        )
-
-    def _viewed(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> "Logits | None":
-        """A view of whole rows; None where it takes rows apart."""
-        before, change = self.place, partial(_applied, func, args, kwargs)
-        rows, num_classes = self.near, self.shape[-1]
-        # One element in place of all has the shapes of what is made of them.
-        shape = self.shape
-        if func is not Tensor.contiguous:
-            shape = change(torch.empty((), device="meta").expand(shape)).shape
-        if not shape or shape[-1] != num_classes:
-            return None
-        wanted = (*shape[:-1], rows.shape[-1])
-        # Views leave the order of elements as it is.
-        picked = rows.reshape(wanted) if func in VIEWS else change(rows)
-        if picked.shape != wanted:
-            return None
-        return Logits(
-            self.source, picked, shape, self.dtype, lambda whole: change(before(whole)), self.maps
-        )
-
-
-def _applied(
-    func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Tensor
-) -> Tensor:
-    return func(whole, *args, **kwargs)
+        """Let go of head and inputs: if values are there, the graph has what it needs."""
+        self._open, self.inputs = False, ()
 
 
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def _cross_entropy(num_tiles: int, call: LossCall) -> Tensor:
-    """`F.cross_entropy`, in tiles where it is a mean or a sum over rows of waiting logits."""
-    logits = call.input
-    if (
-        isinstance(logits, Logits)
-        and logits.source.waits
-        and call.is_over_rows(logits)
-        and (dtype := computed_in(logits)) is not None
-    ):
-        product = logits.source
-        product.check()
-        rule = _Rule(
-            product.dtype,
-            dtype,
-            logits.maps,
-            mean=call.reduction == "mean",
-            ignored=call.ignore_index,
-            num_tiles=num_tiles,
+class _LossCall(NamedTuple):
+    """The arguments of `F.cross_entropy`, by its names."""
+
+    input: Tensor
+    target: Tensor
+    weight: Tensor | None = None
+    size_average: bool | None = None
+    ignore_index: int = -100
+    reduce: bool | None = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    def is_over_rows(self, logits: Tensor) -> bool:
+        """Whether it is a mean or a sum over rows of these logits [rows, classes], in a graph."""
+        plain = self.weight is None and self.size_average is None and self.reduce is None
+        return (
+            plain
+            and not self.label_smoothing
+            and self.reduction in _REDUCTIONS
+            and torch.is_grad_enabled()
+            and logits.dim() == 2
+            and logits.numel() > 0
+            and self.target.dtype == torch.int64
+            and self.target.shape == logits.shape[:1]
+            and self.target.device == logits.device
         )
-        found = _TiledLoss.apply(  # type: ignore[no-untyped-call]
-            logits.near, product.weight, product.bias, call.target, rule
-        )
-        loss: Tensor = found
+
+    def plainly(self) -> Tensor:
+        """Result of `F.cross_entropy`, with values in place of those that wait."""
+        options = self._asdict()
+        tensors = options.pop("input"), options.pop("target")
+        loss: Tensor = with_values(cross_entropy, tensors, options)
         return loss
-    return call.plainly()
 
 
-class _Rule:
+def _computed_in(logits: Tensor) -> torch.dtype | None:
+    """The dtype that plain PyTorch computes the loss in; None where it takes two of them.
+
+    Autocast says it of an operator when that is called.
+    """
+    kind = logits.device.type
+    if not torch.is_autocast_enabled(kind):
+        return logits.dtype
+    tried = log_softmax(torch.zeros((1, 1), dtype=logits.dtype, device=logits.device), 1)
+    target = torch.zeros(1, dtype=torch.int64, device=logits.device)
+    return tried.dtype if nll_loss(tried, target).dtype == tried.dtype else None
+
+
+def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context where operators on such a tensor run in the dtypes that they are given."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def _cross_entropy(call: _LossCall, num_tiles: int | None) -> Tensor:
+    """`F.cross_entropy`, in tiles where it is a mean or a sum over rows of such logits."""
+    logits, source = call.input, None
+    late = logits if isinstance(logits, LateValues) else None
+    if late is not None and late.source.whole is not None:
+        logits, late = late.place(late.source.whole), None
+        call = call._replace(input=logits)
+    if not call.is_over_rows(logits) or (dtype := _computed_in(logits)) is None:
+        return call.plainly()
+    loss: Tensor
+    if late is not None:
+        logits, source = late.near, late.source
+        if isinstance(source, _Product):
+            assert num_tiles is not None
+            source.check()
+            _, *head = source.inputs
+            mean = call.reduction == "mean"
+            rule = _Rule(source.dtype, dtype, late.maps, mean, call.ignore_index, num_tiles)
+            loss = _TiledLoss.apply(logits, *head, call.target, rule)  # type: ignore[no-untyped-call]
+            return loss
+    if (
+        num_tiles is not None
+        or not logits.requires_grad
+        or logits.layout != torch.strided
+        or not logits.is_contiguous()
+    ):
+        return call.plainly()
+    if isinstance(source, _Cast):
+        source.take()
+    in_place = dtype, _REDUCTIONS[call.reduction], call.ignore_index
+    loss = _LossInPlace.apply(logits, call.target, *in_place)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LossInPlace(torch.autograd.Function):
+    """The cross entropy of logits [rows, classes] and targets [rows], in tiles of rows.
+
+    The logarithms that the targets pick are added up as a whole, by the operator that plain PyTorch
+    adds them up with: the order of a sum is part of its bits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, dtype: torch.dtype, reduction: int, ignored: int
+    ) -> Tensor:
+        valid = target != ignored
+        place = torch.where(valid, target, 0)[:, None]
+        picked = torch.empty((len(logits), 1), dtype=dtype, device=logits.device)
+        with _without_autocast(logits):
+            for rows in _tiles(len(logits), tile_rows(*logits.shape)):
+                torch.gather(_log_softmax(logits[rows], dtype), 1, place[rows], out=picked[rows])
+            first = torch.where(valid, 0, _IGNORED)
+            loss, total = torch.ops.aten.nll_loss_forward(picked, first, None, reduction, _IGNORED)
+        ctx.save_for_backward(target, total)
+        ctx.rule = dtype, reduction, ignored
+        # No saved tensor: hooks around the part might hold it otherwise than by this one name.
+        ctx.logits, ctx.version = logits.detach(), logits._version
+        found: Tensor = loss
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, ctx.logits = ctx.logits, None
+        if logits is None:
+            raise RuntimeError(
+                "backward ran once more through a loss that the plan computes in place: its"
+                " gradient is where the logits were"
+            )
+        if logits._version != ctx.version:
+            raise RuntimeError(
+                "the logits were written in place between the loss and its backward, and the plan"
+                " computes from them there: profile the model as it runs now"
+            )
+        target, total = ctx.saved_tensors
+        dtype, reduction, ignored = ctx.rule
+        # See [Note: who holds the logits].
+        alone = num_holders(logits.untyped_storage()) == 1
+        gradient = logits if alone else torch.empty_like(logits)
+        with _without_autocast(logits):
+            for rows in _tiles(len(logits), tile_rows(*logits.shape)):
+                logarithms = _log_softmax(logits[rows], dtype)
+                part = torch.ops.aten.nll_loss_backward(
+                    upstream, logarithms, target[rows], None, reduction, ignored, total
+                )
+                part = torch.ops.aten._log_softmax_backward_data(part, logarithms, 1, dtype)
+                gradient[rows].copy_(part)
+        return gradient, None, None, None, None
+
+
+def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    found: Tensor = torch.ops.aten._log_softmax(logits.to(dtype), 1, False)
+    return found
+
+
+class _Rule(NamedTuple):
     """How a loss is computed: logits in `dtype`, then mapped, the loss given in `wide`."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        wide: torch.dtype,
-        maps: tuple[Map, ...],
-        *,
-        mean: bool,
-        ignored: int,
-        num_tiles: int,
-    ) -> None:
-        self.dtype, self.wide, self.maps, self.mean = dtype, wide, maps, mean
-        self.ignored, self.num_tiles = ignored, num_tiles
+    dtype: torch.dtype
+    wide: torch.dtype
+    maps: tuple[Map, ...]
+    mean: bool
+    ignored: int
+    num_tiles: int
 
     def tiles(self, count: int) -> Iterator[slice]:
-        """`count` rows in tiles, of which the last may have fewer."""
-        size = math.ceil(count / self.num_tiles / TILE_ROWS) * TILE_ROWS
-        return (slice(first, min(first + size, count)) for first in range(0, count, size))
+        """`count` rows in so many tiles."""
+        return _tiles(count, math.ceil(count / self.num_tiles / TILE_ROWS) * TILE_ROWS)
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -322,7 +413,7 @@ class _TiledLoss(torch.autograd.Function):
         num_rows = len(hidden)
         sums = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
         losses = torch.empty_like(sums)
-        with without_autocast(hidden):
+        with _without_autocast(hidden):
             head = weight.to(rule.dtype), None if bias is None else bias.to(rule.dtype)
             for rows in rule.tiles(num_rows):
                 product = linear(hidden[rows].to(rule.dtype), *head)
@@ -368,7 +459,7 @@ class _TiledLoss(torch.autograd.Function):
         found_weight = torch.empty_like(weight) if of_weight else None
         found_bias = torch.empty_like(bias) if of_bias else None
         found_hidden: Tensor | None = None
-        with without_autocast(hidden):
+        with _without_autocast(hidden):
             if found_weight is None and found_bias is None:
                 found_hidden = torch.empty_like(hidden)
                 head = weight.to(rule.dtype), None if bias is None else bias.to(rule.dtype)

@@ -6,7 +6,7 @@ is not written down, but seen in a step on a small parameter, which tells it of 
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -126,10 +126,11 @@ class UpdateRules:
     """The rules of an optimizer for parameters of any dtype and shape.
 
     Each is seen in steps that the optimizer does on a parameter of that shape, or of a smaller one
-    with as many dimensions: what it keeps may depend on how many elements there are, and on how
-    many dimensions. `factory` makes the optimizer. `groups` are the options of the groups that a
-    parameter may be in, and `members` says in which one it is, where that is known. What may be cut
-    has to have the same states in all of them.
+    with as many dimensions: a parameter may be cut where steps on ranges give the bits of steps on
+    the whole. Ranges are of whole blocks, which optimizers of 8 bits declare (`_BLOCKS`). `factory`
+    makes the optimizer. `groups` are the options of the groups that a parameter may be in, and
+    `members` says in which one it is, where that is known. What may be cut has to have the same
+    states in all of them.
     """
 
     def __init__(
@@ -140,13 +141,14 @@ class UpdateRules:
     ) -> None:
         self.factory, self._groups, self._members = factory, groups, members or {}
         self._known: dict[tuple[torch.dtype, torch.Size, bool, int | None], UpdateRule] = {}
-        self._least: list[_Tried] = [{} for _ in groups]
+        self._tried_of: list[_Tried] = [{} for _ in groups]
         self._apart: dict[tuple[torch.dtype, int, bool], str] = {}
         self._outside = Outside(factory)
         self._others: dict[str, UpdateRules] = {}  # by attributes of parameters
         self._marked = False  # whether attributes are known
         self._masters_of: OptimizerFactory | None = getattr(factory, MASTERS_OF, None)
         self._compiles: bool | None = None
+        self._declared: tuple[int, int] | None = None
 
     def of(
         self,
@@ -266,16 +268,18 @@ class UpdateRules:
         """Whether a step goes through `torch.compile`."""
         if self._compiles is None:
             with self._trying():
-                trial = _Trial(self.factory, dtype, self._groups[0], {}, compiled=False)
+                trial = _Trial(self.factory, dtype, self._groups[0], {}, (1, 1), compiled=False)
                 self._compiles = trial.calls_compiler()
         return self._compiles
 
     def _found(self, dtype: torch.dtype, shape: torch.Size, own: int | None) -> list[UpdateRule]:
         """The rules of the groups that a parameter may be in: its own one first, if it is known."""
         compiled = self.compiled(dtype)
+        if self._declared is None:
+            self._declared = _blocks_of(self._masters_of or self.factory, self._groups[0])
         trials = [
-            _Trial(self.factory, dtype, one, tried, compiled=compiled)
-            for one, tried in zip(self._groups, self._least, strict=True)
+            _Trial(self.factory, dtype, one, tried, self._declared, compiled=compiled)
+            for one, tried in zip(self._groups, self._tried_of, strict=True)
         ]
         if own is None:
             return [trial.rule(shape) for trial in trials]
@@ -303,15 +307,16 @@ _MOST_ATTRIBUTES = 8
 _MOST_GROUPS = 3
 """Groups of options in one trial of several parameters."""
 
-_SMALL, _LARGE = 2**14, 2**16
-"""Elements of a parameter that is cut for a trial, and of one whose states are looked at, about: a
-larger one is tried in a smaller shape. Of so few that are cut, operators compute all in one thread,
-whose vectors a cut at a multiple of PIECE_ALIGNMENT leaves as they are."""
+_SMALL = 2**14
+"""Elements of a parameter in a trial, about: a larger one is tried in a smaller shape. Of so few,
+operators compute all in one thread, whose vectors a cut at a multiple of PIECE_ALIGNMENT leaves as
+they are."""
 
 DEPENDS = "one element's update depends on others"
 
-_Tried = dict[tuple[torch.dtype, torch.Size, bool], tuple[int, str]]
-"""By dtype, shape, and whether there are cuts: the least elements of a range, or why none are."""
+_Tried = dict[tuple[torch.dtype, torch.Size, bool], str]
+"""By dtype, shape, and whether there are cuts: why steps on ranges are others; empty: they are not.
+"""
 
 
 class _Trial:
@@ -328,11 +333,12 @@ class _Trial:
         dtype: torch.dtype,
         options: Mapping[str, Any],
         tried: _Tried,
+        blocks: tuple[int, int],
         *,
         compiled: bool,
     ) -> None:
         self._factory, self._dtype, self._options = factory, dtype, options
-        self._tried, self._compiled = tried, compiled
+        self._tried, self._blocks, self._compiled = tried, blocks, compiled
         self._states: dict[torch.Size, Mapping[str, Any]] = {}
         self._draws = False
 
@@ -352,40 +358,30 @@ class _Trial:
             return bool(calls)
         return bool(calls)
 
-    @property
-    def class_name(self) -> str:
-        return type(self._optimizer([torch.zeros(2, 2, dtype=self._dtype)])).__name__
-
     def rule(self, shape: torch.Size) -> UpdateRule:
         """The rule of parameters of a shape."""
-        tried = smaller(shape, _LARGE)
+        block, least = self._blocks_for(shape)
+        tried = smaller(shape, max(_SMALL, 6 * _unit(block, least)))
         found = self._kept(tried)
         if found.reason:
             return self._whole(shape, found.reason)
-        block = lcm(*(state.per for state in found.states.values())) if found.states else 1
+        if any(block % state.per for state in found.states.values()):
+            return self._whole(shape, "it keeps values of blocks that it does not declare")
         cuts = not self._compiled or shape.numel() >= 2 * COMPILED_SPAN
-        if not cuts and len(shape) == 1:
-            return self._of_spans(found, block, 1)  # all of it, as it is
-        few = smaller(shape, _SMALL)
-        if self._compiled and len(shape) == 2 and self._kept(_ANY).states == found.states:
-            few = _ANY
-        if few != tried and self._kept(few).states != found.states:
-            few = tried  # so few elements have other states
-        place = (self._dtype, few, cuts)
-        if place not in self._tried or not self._compiled:
-            self._tried[place] = self._least(few, block, to_scale=few != shape, cuts=cuts)
-        least, reason = self._tried[place]
-        if reason and few != tried and not self._compiled:
-            # Too few, perhaps, for two ranges of the least.
-            least, reason = self._least(tried, block, to_scale=tried != shape, cuts=cuts)
-        if reason:
-            return self._whole(shape, reason)
-        return self._of_spans(found, block, least)
-
-    def _of_spans(self, found: UpdateRule, block: int, least: int) -> UpdateRule:
-        if self._compiled:
-            least = max(least, COMPILED_SPAN)
+        if cuts or len(shape) > 1:  # else it is stepped on as it is
+            if self._compiled and len(shape) == 2 and self._kept(_ANY).states == found.states:
+                tried = _ANY
+            reason = self._differs(tried, cuts=cuts)
+            if reason and tried == shape and not self._differs(tried, cuts=False):
+                reason, least = "", shape.numel()  # a small one may go as it is, in one range
+            if reason:
+                return self._whole(shape, reason)
+        least = max(least, COMPILED_SPAN) if self._compiled else least
         return replace(found, block=block, least=least, compiled=self._compiled)
+
+    def _blocks_for(self, shape: torch.Size) -> tuple[int, int]:
+        """Elements of a block, and of a range at least, of parameters of a shape."""
+        return self._blocks if shape.numel() >= self._blocks[1] else (1, 1)
 
     def _kept(self, shape: torch.Size) -> UpdateRule:
         """What it keeps of a parameter of just this shape: with a reason, if that has no order."""
@@ -415,60 +411,49 @@ class _Trial:
         return UpdateRule(states=states, scalars=tuple(scalars))
 
     def _per(self, key: str, shape: torch.Size) -> int | None:
-        """Of how many elements in a row a state has a value each; 0: it is the same for any shape.
+        """Elements in a row that a flat state has a value for; 0: it is the same for any shape.
 
         None where neither is so.
         """
-        rows, *others = (2 ** (size.bit_length() - 1) for size in shape)
-        while rows * prod(others) < shape.numel():  # of fewer it may keep other states
-            rows *= 2
-        counts: list[tuple[int, int]] = []  # elements, values
-        for tried in (shape, torch.Size([rows, *others]), torch.Size([2 * rows, *others])):
-            value = self._state(tried).get(key)
-            if not isinstance(value, torch.Tensor) or value.dim() != 1:
-                return None
-            counts.append((tried.numel(), value.numel()))
-        if len({values for _, values in counts}) == 1:
+        unit, counts = _unit(*self._blocks_for(shape)), list[int]()
+        with suppress(ProtrainError):  # it may take no flat parameter
+            for size in (torch.Size([unit]), torch.Size([2 * unit]), shape):
+                value = self._state(size).get(key)
+                counts.append(value.numel() if isinstance(value, torch.Tensor) else 0)
+        if len(set(counts)) == 1 and len(counts) == 3:
             return 0
-        elements, values = counts[-1]
-        per = elements // values
-        return per if all(-(-n // per) == values for n, values in counts) else None
+        if len(counts) < 3 or not counts[0] or 2 * counts[0] != counts[1]:
+            return None
+        per = unit // counts[0]
+        return per if -(-shape.numel() // per) == counts[2] else None
 
-    def _least(
-        self, shape: torch.Size, block: int, *, to_scale: bool, cuts: bool
-    ) -> tuple[int, str]:
-        """The least elements of a range that is updated as within the whole; or why there is none.
+    def _differs(self, shape: torch.Size, *, cuts: bool) -> str:
+        """The answer of `_compared`, asked once."""
+        place = (self._dtype, shape, cuts)
+        if place not in self._tried:
+            self._tried[place] = self._compared(shape, cuts=cuts)
+        return self._tried[place]
 
-        Ranges begin at multiples of `block` and of PIECE_ALIGNMENT. `to_scale`: the parameter is
-        larger. Without `cuts` there is one range, all of it.
+    def _compared(self, shape: torch.Size, *, cuts: bool) -> str:
+        """Why steps on ranges give other bits than steps on the whole; empty: they do not.
+
+        Ranges begin at multiples of a block and of PIECE_ALIGNMENT. Without `cuts` there is one
+        range, all of it.
         """
-        count = shape.numel()
+        count, (block, least) = shape.numel(), self._blocks_for(shape)
+        first = _unit(block, least)
+        last = (count - least) // first * first
+        ends = sorted({0, first, last, count}) if cuts and last >= first else [0, count]
+        spans = [*pairwise(ends)]
         try:
-            whole = self._trained(shape)
-            flat = torch.Size([count])
-            kept = self._kept(flat).states
-            least = 1
-            while True:
-                first = _unit(block, least)
-                last = (count - least) // first * first
-                ends = sorted({0, *(end for end in (first, last) if least <= end < count), count})
-                if last < first or not cuts:
-                    ends = [0, count]  # it is never cut
-                spans = [*pairwise(ends)]
-                lengths = {past - start for start, past in spans}
-                if (
-                    not (len(ends) == 2 and to_scale and least > 1 and cuts)
-                    and all(self._kept(torch.Size([one])).states == kept for one in lengths)
-                    and all(self._remade(shape, torch.Size([one])) for one in lengths)
-                    and self._trained(shape, spans).same_as(whole)
-                ):
-                    return least, ""
-                if len(ends) == 2:
-                    return 0, DEPENDS
-                least = 2 * first if least > 1 else first
+            ranges = self._trained(shape, spans)
+            alike = ranges.same_as(self._trained(shape)) and all(
+                self._remade(shape, torch.Size([past - start])) for start, past in spans
+            )
         except Exception as error:  # noqa: BLE001 (the user's class meets a flat parameter)
             of_step = error.__cause__ or error
-            return 0, f"of a range of it, {kind_of(of_step)}: {cut(str(of_step))}"
+            return f"of a range of it, {kind_of(of_step)}: {cut(str(of_step))}"
+        return "" if alike else DEPENDS
 
     def _remade(self, shape: torch.Size, other: torch.Size) -> bool:
         """Whether states made of others are of one shape as they are of another."""
@@ -481,12 +466,11 @@ class _Trial:
 
     def _whole(self, shape: torch.Size, reason: str) -> UpdateRule:
         """The rule of parameters that cannot be cut, with the bytes of all states."""
-        tried = smaller(shape, _LARGE)
+        tried = smaller(shape, _SMALL)
         sizes = _sizes(self._state(tried))
         if tried != shape:
             alike = self._without_values(tried) == sizes
-            known = self._without_values(shape) if alike else None
-            sizes = known or self._grown(smaller(shape, _SMALL), shape)
+            sizes = (alike and self._without_values(shape)) or _sizes(self._state(shape))
         return UpdateRule(
             scalars=tuple(size for number, size in sizes if number <= 1),
             block=0,
@@ -511,29 +495,6 @@ class _Trial:
                 return _sizes(taken_apart(stepped.state[parameter]))
         except Exception:  # noqa: BLE001 (the user's class meets tensors without values)
             return None
-
-    def _grown(self, small: torch.Size, shape: torch.Size) -> list[tuple[int, int]]:
-        """Elements and bytes of an element of each state, from those of a small parameter.
-
-        A state grows in proportion with a dimension, or not at all: seen in steps on parameters
-        that are twice as large in one dimension. ProtrainError where it grows otherwise.
-        """
-        found = _sizes(self._state(small))
-        numbers = [number for number, _ in found]
-        for place, size in enumerate(small):
-            twice = torch.Size([*small[:place], 2 * size, *small[place + 1 :]])
-            larger = [number for number, _ in _sizes(self._state(twice))]
-            ratios = [a / b for a, (b, _) in zip(larger, found, strict=False)]
-            if len(larger) != len(found) or any(ratio not in (1, 2) for ratio in ratios):
-                raise ProtrainError(
-                    f"the states of {self.class_name} for a parameter of shape {list(shape)} are"
-                    " not known: they grow in no proportion to it",
-                    key="optimizer",
-                )
-            for number, ratio in enumerate(ratios):
-                if ratio == 2:
-                    numbers[number] = numbers[number] * shape[place] // size
-        return [(number, width) for number, (_, width) in zip(numbers, found, strict=True)]
 
     def _state(self, shape: torch.Size) -> Mapping[str, Any]:
         """What a step leaves for a parameter of a shape; ProtrainError where there is no step."""
@@ -640,6 +601,24 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         inside = getattr(value, "__dict__", {}).values()
     return [one for each in inside for one in tensors_in(each)]
 
+
+def _blocks_of(factory: OptimizerFactory, options: Mapping[str, Any]) -> tuple[int, int]:
+    """Elements of a block that an optimizer declares, and of the smallest parameter with blocks."""
+    with suppress(Exception):  # the user's class; a trial says what it does not take
+        made = factory([group_of(options, [nn.Parameter(torch.zeros(2, 2))])])
+        for kind in type(made).__mro__:
+            blocks = _BLOCKS.get(kind.__module__.partition(".")[0])
+            if blocks is not None:
+                block, least = blocks(made)
+                return int(block), int(least)
+    return 1, 1
+
+
+_BLOCKS: Mapping[str, Callable[[Any], tuple[float, float]]] = {
+    "bitsandbytes": lambda made: (256, made.args.min_8bit_size if made.args.optim_bits == 8 else 1),
+    "torchao": lambda made: (made.block_size, 4096),
+}
+"""By package: elements of a block, and of the smallest parameter whose states are of blocks."""
 
 _TURN = threading.RLock()
 _ALONE = ("bitsandbytes", "torchao")

@@ -62,7 +62,7 @@ _BUILT_IN = (
         name="in place",
         keeps="the logits, and nothing that a cross entropy makes of them: it takes a few rows at a"
         " time, and writes their gradient over them",
-        executor="protrain_runtime.activations.loss_in_place:loss_in_place",
+        executor="protrain_runtime.activations.tiled_loss:loss_in_place",
         recomputes=False,
         of="last part",
     ),

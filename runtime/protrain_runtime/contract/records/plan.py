@@ -198,10 +198,6 @@ class Prediction:
 
     Where updates are speculative, `step_seconds` are the mean of steps of which `Plan.clip_share`
     are clipped, and `clipped_step_seconds` those of a step that is.
-
-    Where the optimizer does more in some steps than in others, `step_seconds` are those of a usual
-    one, and `slow_step_seconds` those of the others; every `slow_every`-th is one, as far as the
-    profile knows.
     """
 
     step_seconds: float
@@ -211,8 +207,6 @@ class Prediction:
     error_high: float = 0.0
     first_step_seconds: float = 0.0  # where steps overlap
     clipped_step_seconds: float = 0.0  # where updates are speculative
-    slow_step_seconds: float = 0.0  # where the optimizer's steps differ
-    slow_every: int = 0  # steps from one slow one to the next
     host_update_seconds: float = 0.0  # of a step, beside an accelerator
     host_update_threads: int = 0  # of a rank, that take these
 

@@ -136,10 +136,7 @@ class OptimizerCost:
     on the host, besides its parameters. A piece is cut up to `cut_elements` from where it should
     be. It looks at blocks of `block` elements, 1 by default, or (0) at whole parameters. Of one
     that looks at whole parameters, one after the other, `workspace_bytes` are the most that a step
-    needs besides its operands on any of the model; 0: not known. Where some of its steps do more
-    than others, such as an SVD of each gradient, `slow_parameters_per_s` is the device's speed in
-    these, and every `slow_every`-th step is one, as far as was seen (0: it was not). Both are
-    absent where steps are alike, and where no device was there to time them.
+    needs besides its operands on any of the model; 0: not known.
     `node_parameters_per_s` is what the memory of a node's host lets all devices of the node update
     together at most; 0 where that is not known.
     """
@@ -153,8 +150,6 @@ class OptimizerCost:
     cut_elements: int = 64
     at_once: bool = False
     workspace_bytes: int = 0
-    slow_parameters_per_s: float = 0.0
-    slow_every: int = 0
     node_parameters_per_s: float = 0.0
 
 
