@@ -640,5 +640,6 @@ def _plan(model: nn.Module, device: torch.device) -> Plan:
         dtype="float32",
         device=device.type,
         seed=0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return plan_to_measure(model, (first, *layers, last), workload)

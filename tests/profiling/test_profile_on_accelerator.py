@@ -202,6 +202,12 @@ def test_launching_is_measured_beside_what_the_device_takes(
 ) -> None:
     """Of a move by the probe's layers, and of every block in the thread that launches it."""
     assert 1e-6 < measure_overheads(tmp_path, device=card).move_s < 0.1
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode=True)
+    try:  # as under `profile --deterministic`
+        assert 1e-6 < measure_overheads(tmp_path, device=card).move_s < 0.1
+    finally:
+        torch.use_deterministic_algorithms(mode=before)
     blocks = [unit for unit in profiled(card).units if unit.kind == "block"]
     for cost in (cost for unit in blocks for cost in unit.forms):
         assert 0 < cost.forward_launch_s < 10
