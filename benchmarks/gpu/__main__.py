@@ -24,6 +24,7 @@ from tests.emulated import building
 
 
 def main() -> int:
+    started = time.monotonic()
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
     parser.add_argument("--minutes", type=float, help="9, or 30 of a dry run")
     parser.add_argument("--out", type=Path, required=True)
@@ -45,7 +46,7 @@ def main() -> int:
         return _error(str(error).splitlines()[0], "--dry-run runs without one")
     command = f"python -m benchmarks.gpu --minutes {minutes:g}"
     command += f" --parts {' '.join(options.parts)}{' --dry-run' if options.dry_run else ''}"
-    stop_at = time.monotonic() + 60 * minutes
+    stop_at = started + 60 * minutes
     if options.models:
         command += f" --models {' '.join(options.models)}"
     todo = [cell for cell in cells(options.parts, suite) if _asked(cell, options.models)]
