@@ -628,7 +628,7 @@ NONE_OF_THE_TABLE = {
     "step_times.StepTimes.begin": "a clock's origin",
     "step_times.StepTimes.timed.run": "when a recorded move began and ended",
     "updates._helpers": "threads' start",
-    "distributed_checkpoints.save_parts": "ranks wait for each other",
+    "saving.save": "ranks wait for the files of the save before",
     "group._end": "ends what a group waits in",
     "stores.CheckedHostStore.write": "only with checked spills: what is summed has arrived",
     "telling.Meeting._run": "between two looks at who asks",
