@@ -30,7 +30,6 @@ def convert(path: Path) -> None:
     if kind == "profile":
         write_profile(loads(Profile, text, str(path)), path)
     elif kind == "plan":
-        text = text.replace(", update_late: true", "")
         group, settings = _taken(GROUP, text), _taken(SETTINGS, text)
         if group:
             settings.append(f"group: {{{', '.join(group)}}}")

@@ -256,7 +256,8 @@ def _schedule(unit: UnitPlan) -> str:
     drains = "/".join(
         "end" if drain is None else f"{drain:g}" for drain in (plan.swap_drain, plan.update_drain)
     )
-    return f"leads {leads}/{plan.swap_lead:g}, drains {drains}"
+    late = ", updated late" if plan.update_late else ""
+    return f"leads {leads}/{plan.swap_lead:g}, drains {drains}{late}"
 
 
 def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import PACES, Evaluator, plans_of, step_seconds
 from protrain_plan.planning.search.pacing import Pace, Pacer
-from protrain_plan.planning.search.scheduling import DEPTHS, WINDOWS, ScheduleRule
+from protrain_plan.planning.search.scheduling import DEPTHS, LATES, WINDOWS, ScheduleRule
 from protrain_runtime.contract.program.memory import device_bytes, device_totals
 from protrain_runtime.contract.records.plan import (
     Activations,
@@ -30,6 +30,7 @@ def random_pace(rng: random.Random) -> Pace:
         ahead=rng.choice([0.0, 0.5, 3.0]),
         wait=rng.choice([0.0, 0.1, 1.0]),
         care=rng.choice([0.0, 1.0]),
+        late=rng.choice([0.0, 0.3, 1.0]),
     )
 
 
@@ -128,3 +129,15 @@ def test_paces_are_as_fast_as_the_rules_that_a_search_tries() -> None:
         assert paced
         assert ruled
         assert paced.seconds <= ruled.seconds * 1.02
+
+
+def test_late_updates_are_tried_where_steps_overlap() -> None:
+    problem = a_decoder(overlap_steps=True)
+    choice = every_other(problem, SwapInput(tier="host"))
+    found = Evaluator(problem).best_schedule(choice, rule=PACES[0])
+    assert found
+    assert isinstance(found.rule, Pace)
+    for late in LATES:
+        other = Evaluator(problem).evaluate(choice, rules=[found.rule._replace(late=late)])
+        assert other
+        assert found.seconds <= other.seconds * (1 + 1e-9)

@@ -48,6 +48,7 @@ from tests.support.runtime_cases import (
 
 NAME = "llama-tied"
 AHEAD = Schedule(forward_lead=1, backward_lead=1)
+LATE = Schedule(forward_lead=1, backward_lead=1, update_late=True)
 Model = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -92,9 +93,12 @@ def running(model: nn.Module) -> int:
 
 
 @every_device
+@pytest.mark.parametrize("schedule", [AHEAD, LATE], ids=["in the order of backward", "late"])
 @pytest.mark.parametrize("updates", ["in backward", "after backward"])
-def test_updates_run_on_and_training_is_bitwise(updates: Updates, tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path, updates=updates)
+def test_updates_run_on_and_training_is_bitwise(
+    schedule: Schedule, updates: Updates, tmp_path: Path
+) -> None:
+    model, optimizer = planned(tmp_path, schedule, updates=updates)
     losses: list[Tensor] = []
     for number in range(4):
         losses.append(step(model, optimizer, number))

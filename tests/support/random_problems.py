@@ -49,4 +49,5 @@ def random_rule(rng: random.Random) -> ScheduleRule:
     return ScheduleRule(
         rng.choice([0, 1, 2, 3, 9, ALL]),
         rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]),
+        rng.choice([0, 0.3, 1, rng.random()]),
     )

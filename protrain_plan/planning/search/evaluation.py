@@ -10,6 +10,7 @@ from protrain_plan.planning.model.solver import Stopped
 from protrain_plan.planning.search.pacing import Pace, Pacer
 from protrain_plan.planning.search.scheduling import (
     DEPTHS,
+    LATES,
     QUICK_GRID,
     WINDOWS,
     ScheduleRule,
@@ -113,11 +114,14 @@ class Evaluator:
 
     def _beside(self, rule: Rule) -> list[list[Rule]]:
         """Rules that differ in one number from the one that is best so far, kind by kind."""
+        lates = LATES if self.problem.settings.overlap_steps else ()
         if isinstance(rule, Pace):
-            return [[*PACES]]
+            paces = [pace._replace(late=rule.late) for pace in PACES]
+            return [[*paces], [rule._replace(late=late) for late in lates]]
         return [
             [rule._replace(window=window) for window in WINDOWS],
             [rule._replace(depth=depth) for depth in DEPTHS],
+            [rule._replace(late=late) for late in lates],
         ]
 
 

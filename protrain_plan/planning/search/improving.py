@@ -231,8 +231,9 @@ def apart(
     """
     if not problem.settings.overlap_steps:
         return None
+    rule = best.rule._replace(late=0.0)
     evaluator = Evaluator(problem.overlapping(False), stopped)
-    found = evaluator.best_schedule(best.choice, rule=best.rule)
+    found = evaluator.best_schedule(best.choice, rule=rule)
     return found if found and found.seconds <= slowest_s else None
 
 
@@ -323,6 +324,8 @@ def _candidates(
             changed = list(plans)
             for index in group:
                 schedule = plans[index].schedule
+                if schedule.update_late and field == "update_drain":
+                    continue  # no slot waits for it
                 old: int | None = getattr(schedule, field)
                 new = min(value, old) if cap and old is not None else value
                 number: dict[str, Any] = {field: new}

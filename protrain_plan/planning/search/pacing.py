@@ -22,6 +22,7 @@ from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.scheduling import (
     first_fraction,
     last_fraction,
+    late_units,
     schedule_of,
 )
 from protrain_runtime.contract.program.implications import (
@@ -109,11 +110,13 @@ class Pace(NamedTuple):
     ahead   of a slot's compute, how long after it a lane that is free then is given more
     wait    of a slot's compute, what it may wait for room for more; what leaves makes it
     care    the part of what is about to leave that counts before something is fetched ahead of it
+    late    of the chunks that are updated, those updated late, where steps overlap
     """
 
     ahead: float = 0.0
     wait: float = 0.1
     care: float = 1.0
+    late: float = 0.0
 
 
 PLAIN = Pace()
@@ -322,7 +325,28 @@ class _Walk:
         several = Counter((one.unit, one.kind) for arrivals in self.due for one in arrivals)
         self.of_several = {one for one, number in several.items() if number > 1}
         self.free = [0.0] * len(pacer.lanes)
+        self.late = self._late(choice)
         self.updated: dict[int, float] = {}  # by unit, when its update ends
+
+    def _late(self, choice: Choice) -> set[int]:
+        """Units that are updated late; what waits in place for that takes its room at once."""
+        _, states = self.problem.chosen(choice)
+        late: set[int] = set()
+        for unit in late_units(self.problem, states, self.pace.late):
+            if states[unit].home == "in place":
+                leaving = states[unit].in_place
+                assert leaving, "it leaves when it is updated"
+                held, room = leaving.held, self.room_at_first
+                stands = [*range(unit), *range(leaving.slot + 1, self.end)]
+                if min([room[slot] for slot in stands], default=held) < held:
+                    continue
+                if room[self.end] < leaving.kept:
+                    continue
+                for slot in stands:
+                    room[slot] -= held
+                room[self.end] -= leaving.kept
+            late.add(unit)
+        return late
 
     def paced(self, within_s: float) -> Paced | None:
         """What the walk finds. Micro-batches before the last have no updates."""
@@ -397,7 +421,10 @@ class _Walk:
         now = 0.0
         in_backward: dict[int, _Update] = {}
         if updating:
-            in_backward = {one.unit: one for one in self.updates if not one.waits}
+            late = self.late
+            in_backward = {
+                one.unit: one for one in self.updates if not one.waits and one.unit not in late
+            }
         reduces = updating or self.problem.settings.group.num_devices == 1
         on_device = 0.0  # seconds of updates there that compute takes turns with
         for t in range(end):
@@ -482,6 +509,8 @@ class _Walk:
                     done = self.update(update, now, ended)
                     ended = done if left.in_place else ended
                     on_device += update.update[1] * update.on_device
+                elif left.in_place and left.unit in self.late:
+                    continue  # its room is taken already
                 if t < end - 1 and left.bytes:
                     out.append(_Standing(began, ended, left, left.bytes))
                     self.standing += left.bytes
@@ -575,8 +604,8 @@ class _Walk:
     def tail(self, now: float) -> float:
         """The end of all updates, in the order in which they are made."""
         overlap = self.problem.settings.overlap_steps
-        waiting = [one for one in self.updates if one.waits]
-        for one in waiting if overlap else reversed(waiting):
+        late = [one for one in self.updates if one.waits or one.unit in self.late]
+        for one in late if overlap else reversed(late):
             self.update(one, now, now)
         return max(now, *self.free)
 
@@ -632,5 +661,6 @@ class _Walk:
             if drain == end - 1 - unit - ceil(lead) - unit - 1:
                 drain = None
             leads = submitted.get((unit, 0), 0), submitted.get((unit, 1), 0), lead
-            found.append(schedule_of((*leads, drain, drains.get((unit, False)))))
+            late = unit in self.late
+            found.append(schedule_of((*leads, drain, drains.get((unit, False)), late)))
         return tuple(found)

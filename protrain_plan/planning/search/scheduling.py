@@ -14,7 +14,7 @@ from math import ceil, floor
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_runtime.contract.program.implications import Fetch, Gathered
+from protrain_runtime.contract.program.implications import Fetch, Gathered, StateOption
 from protrain_runtime.contract.records.plan import Schedule
 
 _Coming = Fetch | Gathered
@@ -23,11 +23,13 @@ _Coming = Fetch | Gathered
 class ScheduleRule(NamedTuple):
     """How far ahead to fetch, and how long to let bytes leave at first; in slots.
 
-    A window of n + f is n slots, and one more for the fraction f of the bytes.
+    A window of n + f is n slots, and one more for the fraction f of the bytes. Where steps overlap,
+    the fraction `late` of the chunks is updated late.
     """
 
     depth: int
     window: float
+    late: float = 0.0
 
 
 ALL = 1 << 20
@@ -35,6 +37,7 @@ ALL = 1 << 20
 
 DEPTHS = (0, 1, 2, 3, 4, 6, 9, 14, ALL)
 WINDOWS = (0, 0.25, 0.5, 1, 2, 4, ALL)
+LATES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 QUICK_GRID = (ScheduleRule(3, 1), ScheduleRule(ALL, 1))
 """The rules that decisions are compared with during local search."""
@@ -138,6 +141,16 @@ class _Drain:
         free[self.gone] -= self.rest_held
         return drain > whole
 
+    def stay(self, free: list[int]) -> bool:
+        """Stay until no slot waits for it any more, if there is room; whether there was."""
+        before = list(free)
+        self.extend(free, ALL)
+        if self.gone >= self.latest:
+            return True
+        free[:] = before
+        self.gone, self.rest, self.rest_held = self.slot + 1, 0.0, 0
+        return False
+
     def slots(self) -> float | None:
         """The drain as a plan says it."""
         if self.gone >= self.latest:
@@ -167,6 +180,11 @@ def fill(
             if problem.settings.overlap_steps and state.home == "in place":
                 drain.until = unit
             updates[unit] = drain
+    late: set[int] = set()
+    for unit in late_units(problem, states, rule.late):
+        in_place = states[unit].home == "in place"
+        if not in_place or updates[unit].gone > end or updates[unit].stay(free):
+            late.add(unit)
     drains = [*swaps.values(), *(updates[unit] for unit in sorted(updates, reverse=True))]
     for drain in drains:
         drain.extend(free, rule.window)
@@ -200,6 +218,7 @@ def fill(
             leads.get((unit, "swap"), 0),
             swap.slots() if swap else None,
             update.slots() if update else None,
+            unit in late,
         )
         schedules.append(schedule_of(values))
     return tuple(schedules)
@@ -207,7 +226,7 @@ def fill(
 
 @lru_cache(maxsize=100_000)
 def schedule_of(
-    values: tuple[float, float, float, float | None, float | None],
+    values: tuple[float, float, float, float | None, float | None, bool],
 ) -> Schedule:
     """One object per schedule: a search compares and hashes many."""
     return Schedule(
@@ -216,7 +235,33 @@ def schedule_of(
         swap_lead=values[2],
         swap_drain=values[3],
         update_drain=values[4],
+        update_late=values[5],
     )
+
+
+def late_units(problem: Problem, states: Sequence[StateOption], share: float) -> Sequence[int]:
+    """The units of which a share is updated late; after backward, all are.
+
+    The others keep the optimizer busy while backward goes on, and should be needed last. Where
+    nothing waits on the device, they are spread: the last unit, whose gradients come first, is one
+    of them. What waits in place waits for the shorter, the earlier its unit is.
+    """
+    if not problem.settings.overlap_steps or problem.settings.updates == "after backward":
+        return ()
+    late: list[int] = []
+    of_homes: dict[bool, list[int]] = {False: [], True: []}
+    for unit, state in enumerate(states):
+        if state.num_updates:
+            of_homes[state.home == "in place"].append(unit)
+    for in_place, units in of_homes.items():
+        count = len(units)
+        num_late = round(share * count)
+        if in_place:
+            late += units[:num_late]
+            continue
+        soon = {count - 1 - n * count // (count - num_late) for n in range(count - num_late)}
+        late += (unit for n, unit in enumerate(units) if n not in soon)
+    return late
 
 
 def _lead(fetches: list[_Coming], free: list[int], depth: int) -> float:

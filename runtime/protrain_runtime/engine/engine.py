@@ -682,7 +682,8 @@ class Engine:
         # Before the release below: saved tensors that lie in a chunk's buffer are places by now.
         self._close_saved()
         own = any(self._program.moves[number].unit == slot.unit for number in slot.finish)
-        if not slot.forward and own:  # gradients go where moves take them
+        late = self._plans[slot.unit].schedule.update_late and slot.unit in self._program.updates
+        if not slot.forward and (own or late):  # gradients go where moves take them
             self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
             chunk = self._chunks[unit]

@@ -186,8 +186,8 @@ class _Compiler:
                 for slots, share in _drain_shares(latest if drain is None else min(drain, latest)):
                     size = _share_bytes(self.swaps[unit], share)
                     self._leave(Move("swap out", unit, index, lane, size, share=share), slots)
-        if self.updating and not self.in_backward:
-            self._add_updates_after_backward()
+        if self.updating:
+            self._add_late_updates()
         if self.settings.overlap_steps:
             self._add_drains_before()
         return Program(
@@ -276,7 +276,7 @@ class _Compiler:
             self._add_updates(index, unit, slot.finish, arrived)
             self.speculative += range(first, len(self.moves))
             return
-        if not self.in_backward or not placement.num_updates:
+        if not self.in_backward or not placement.num_updates or self._is_late(unit):
             return
         ends = self._add_updates(index, unit, slot.finish, arrived)
         if placement.home == "in place":
@@ -292,12 +292,14 @@ class _Compiler:
         elif placement.home == "device":  # the shard of the gradients leaves with the last piece
             self._drain(ends[-1], index, longest)
 
-    def _add_updates_after_backward(self) -> None:
-        """Add the updates that begin when backward has ended.
+    def _is_late(self, unit: int) -> bool:
+        return self.units[unit].schedule.update_late
 
-        The one that is needed first begins first; where steps do not overlap, the order is that in
-        which gradients came. What a clipped step does again comes last: its program begins as that
-        of another step.
+    def _add_late_updates(self) -> None:
+        """Updates that begin when backward has ended; the one that is needed first begins first.
+
+        Where steps do not overlap, the order is that in which gradients came. What a clipped step
+        does again comes last: its programme begins as that of another step.
         """
         order = list(range(len(self.units)))
         if not self.settings.overlap_steps:
@@ -308,7 +310,11 @@ class _Compiler:
             if not self.states[unit].num_updates:
                 continue
             slot = self.end if unit in again else self.end - 1 - unit
-            self._add_updates(slot, unit, self.last, ())
+            if not self.in_backward:
+                self._add_updates(slot, unit, self.last, ())
+            elif self._is_late(unit):
+                spilled = (n for n in self.slots[slot].finish if self.moves[n].unit == unit)
+                self._add_updates(slot, unit, self.slots[-1].finish, tuple(spilled))
 
     def _add_drains_before(self) -> None:
         """What an update in place holds has left when the next step makes room for the same."""

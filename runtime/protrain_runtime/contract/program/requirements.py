@@ -75,6 +75,13 @@ def check_step(units: Sequence[UnitPlan], step: StepSettings) -> None:
                 key=f"units[{index}].states",
                 fix=missing.fix,
             )
+    late = [unit.schedule.update_late for unit in units]
+    if any(late) and not step.overlap_steps:
+        raise ProtrainError(
+            f"{units[late.index(True)].name} cannot be updated late: steps do not overlap",
+            key=f"units[{late.index(True)}].update_late",
+            fix="let it be false, or let overlap_steps be true",
+        )
     if step.overlap_steps and not step.is_single:
         raise ProtrainError(
             "steps cannot overlap: that is for one micro-batch, on one device",

@@ -133,6 +133,9 @@ class Schedule:
     before compute waits until they have left the device; `None` is until the step's end. A lead or
     drain of n + f, with 0 < f < 1, is n + 1 for the fraction f of the bytes and n for the others:
     pieces are not cut, so f is rounded down to whole ones.
+
+    Where steps overlap, a chunk that is updated late begins its update when backward has ended, in
+    the order of the next forward; what it holds until then stays on the device.
     """
 
     forward_lead: float = 0  # parameters for forward
@@ -140,6 +143,7 @@ class Schedule:
     swap_lead: float = 0  # swapped activations for backward
     swap_drain: float | None = None  # swapped activations after forward
     update_drain: float | None = None  # gradients, and states on their way down, after backward
+    update_late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
