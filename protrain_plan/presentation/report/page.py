@@ -103,7 +103,6 @@ def step_data(
         "gap": plan.gap,
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
-        "critical_path": [part._asdict() for part in report.critical_path],
         "words": [*in_words(report), *([f"it writes to disk {worn}"] if worn else [])],
         **({"disk_writes": asdict(worn)} if worn else {}),
         "units": [
