@@ -191,7 +191,7 @@ def looked_at(profile: Profile, config: str | None, on: Hardware | None, tell: T
 
 @dataclass(slots=True)
 class _Known:
-    """What a model's process said; `broken` is why it says no more."""
+    """Answers of a model's process; `broken` is why it says no more."""
 
     fingerprint: str | None = None
     changed_keys: tuple[str, ...] = ()
@@ -359,7 +359,7 @@ class Looking:
 
 
 def _imported_before(workload: Workload) -> list[str]:
-    """What to import before the model's code: nothing of it, and the same for many models."""
+    """Modules to import before the model's code: none of it, and the same for many models."""
     needed = ["protrain_plan.profiling.estimated", "protrain_plan.models.sources"]
     if workload.model_config:
         needed += ["transformers.modeling_utils", "transformers.models.auto.modeling_auto"]

@@ -13,6 +13,7 @@ from protrain_plan.commands.option_records import (
     BudgetOptions,
     StepOptions,
     WorkloadOptions,
+    given,
     with_records,
 )
 from protrain_plan.commands.options import (
@@ -99,7 +100,7 @@ class CellOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What is told besides the answers."""
+    """Options of what is told besides the answers."""
 
     compare: Annotated[
         bool,
@@ -144,16 +145,15 @@ class AnswerOptions:
     ] = None
 
     def swept(self, machines: "Sequence[Hardware]") -> "Sweep | None":
-        """What is swept; ProtrainError where it is not there, or beside what a table has."""
+        """The sweep; ProtrainError where its resource is missing, or beside what a table has."""
         from protrain_plan.commands.sweeping import read_sweep
 
         if self.sweep is None:
             return None
         sweep = read_sweep(self.sweep)
         sweep.refuse_missing(machines)
-        for name in ("what_helps", "compare", "report", "price", "columns"):
-            if getattr(self, name):
-                option = "--" + name.replace("_", "-")
+        for option in given(self):
+            if option != "--sweep":
                 raise ProtrainError("--sweep prints a table of its own", key=option)
         return sweep
 

@@ -52,6 +52,12 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
+def given(record: Any) -> list[str]:
+    """The options of a record that say something else than by default."""
+    said = [f.name for f in fields(record) if getattr(record, f.name) != f.default]
+    return ["--" + name.removesuffix("_blocks").replace("_", "-") for name in said]
+
+
 _WORKLOAD = "Workload"
 
 
@@ -61,7 +67,7 @@ def _of_workload(*names: str, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """What is trained: numbers, adapters, optimizer. None stands for the command's default."""
+    """Numbers, adapters and optimizer to train with. None stands for the command's default."""
 
     dtype: Annotated[
         str | None,
@@ -155,16 +161,10 @@ class WorkloadOptions:
             for batch in batches
         ]
 
-    def given(self) -> list[str]:
-        """The options that say something."""
-        named = {f.name: "--" + f.name.replace("_", "-") for f in fields(self)}
-        named["compile_blocks"] = "--compile"
-        return [option for name, option in named.items() if getattr(self, name)]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """How a step updates."""
+    """Options of when a step updates."""
 
     updates: Annotated[
         str | None,
@@ -213,7 +213,7 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetOptions:
-    """What a process may take of each tier; by default all that the machine has."""
+    """Budgets of a process for each tier; by default all that the machine has."""
 
     device_memory: Annotated[
         str | None,

@@ -10,6 +10,7 @@ from protrain_plan.commands.option_records import (
     BudgetOptions,
     StepOptions,
     WorkloadOptions,
+    given,
     with_records,
 )
 from protrain_plan.commands.options import (
@@ -68,7 +69,7 @@ class PinOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveOptions:
-    """What is best: the fastest step, unless something else is asked for."""
+    """Objectives; the fastest step, unless something else is asked for."""
 
     max_slowdown: Annotated[
         float | None,
@@ -160,7 +161,7 @@ class GroupOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How plans are searched for."""
+    """Options of the search for a plan."""
 
     solver: Annotated[
         str, typer.Option(help="milp, or to compare: four-parameter, recompute-all, offload-all.")
@@ -233,12 +234,8 @@ class ModelOptions:
 
     def refuse(self, workload: WorkloadOptions) -> None:
         """ProtrainError for what a profile says already."""
-        given = {
-            "--seq-len": self.seq_len,
-            "--batch-size": self.batch_size,
-            "--global-batch": self.global_batch,
-        }
-        for option in (*(option for option, value in given.items() if value), *workload.given()):
+        kept = [option for option in given(self) if option not in ("--on", "--no-cache")]
+        for option in (*kept, *given(workload)):
             raise ProtrainError(
                 "a profile says it already", key=option, fix="plan a model by its name with --on"
             )
@@ -295,12 +292,12 @@ def plan(
         model.refuse(workload)
     else:
         output, beside = _places(output)
-    given = (profile, model.on, fixed.pins, beside)
-    target = output if wanted.pareto else destination(output, inputs=given)  # a front is printed
+    read = (profile, model.on, fixed.pins, beside)
+    target = output if wanted.pareto else destination(output, inputs=read)  # a front is printed
     if search.lp is not None:
-        lp = destination(search.lp, option="--lp", inputs=(*given, output))
+        lp = destination(search.lp, option="--lp", inputs=(*read, output))
     if beside is not None:
-        destination(beside, inputs=given[:-1])
+        destination(beside, inputs=read[:-1])
     objective, settings = wanted.objective(), step.settings()
     if model.on is None:
         record = _read(profile, leaves_named(allow))

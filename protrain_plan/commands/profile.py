@@ -1,12 +1,12 @@
 """`protrain profile`."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from protrain_plan.commands.option_records import WorkloadOptions, with_records
+from protrain_plan.commands.option_records import WorkloadOptions, given, with_records
 from protrain_plan.commands.options import (
     DISK_BYTES,
     DISK_SECONDS,
@@ -23,7 +23,7 @@ from protrain_runtime.contract.errors import ProtrainError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
-    """How a model is measured on this machine."""
+    """Options of a measurement on this machine."""
 
     device: Annotated[
         str | None,
@@ -62,11 +62,6 @@ class MeasureOptions:
             " model's code may crash.",
         ),
     ] = False
-
-    def given(self) -> list[str]:
-        """The options that say something else than by default."""
-        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        return ["--" + name.replace("_", "-") for name in changed]
 
 
 @with_records
@@ -138,7 +133,7 @@ def profile(
             key="--interconnect",
             fix="measure it: torchrun --nproc-per-node N --no-python protrain hardware probe",
         )
-    for option in measuring.given() if machine is not None else ():
+    for option in given(measuring) if machine is not None else ():
         raise ProtrainError("is for measuring; --on estimates", key=option)
     target = destination(output, inputs=(model, on, interconnect, text))
     [request] = workload.requests(

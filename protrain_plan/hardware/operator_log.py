@@ -81,7 +81,7 @@ class OperatorLog:
         return [sum(work.seconds(rates) for work in slot) for slot in self.slots]
 
     def launch_seconds(self, rates: Rates) -> list[float]:
-        """What the thread that launches the operators of every mark takes."""
+        """Seconds of the thread that launches the operators, for every mark."""
         return [len(slot) * rates.operator_s for slot in self.slots]
 
     def model_flops(self) -> list[float]:

@@ -512,7 +512,7 @@ def measure_overheads(
     optimizer: str = DEFAULT_OPTIMIZER,
     cached: bool = False,
 ) -> Overheads:
-    """Of this machine's processor, with everything that a plan can move going to the next tier.
+    """Overheads of this machine's processor, with all that a plan can move on the next tier.
 
     To a disk past the page cache, or through it where it is `cached`.
     Seconds of the processor and not of the clock where it computes: what a step waits for, the

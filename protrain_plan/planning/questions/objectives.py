@@ -5,6 +5,7 @@ And whether a workload trains on a machine at all, how fast, and what binds (`fi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
@@ -31,6 +32,7 @@ from protrain_plan.planning.search.improving import Effort
 from protrain_plan.simulation.report import StepReport, report
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import profile_of_rank
+from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings
 from protrain_runtime.contract.records.profile import Profile
@@ -103,7 +105,7 @@ class Objective:
     pareto_points: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """A plan, a front of plans (`solved` is the fastest), or why there is none.
 
@@ -120,7 +122,12 @@ class Answer:
     front: "tuple[Point, ...]" = ()
     seconds_without_pins: float | None = None
     kept_seconds: float | None = None
-    report: StepReport | None = None  # of the plan, for one micro-batch with its update
+    program: BoundProgram | None = None  # of the plan, for one micro-batch with its update
+
+    @cached_property
+    def report(self) -> StepReport | None:
+        """The simulated step of the plan; made when it is told, for which `fit` does not ask."""
+        return report(self.program) if self.program else None
 
 
 def ask(
@@ -186,7 +193,7 @@ def ask(
     return replace(
         answer,
         solved=outcome,
-        report=report(problem.program(outcome.plan.units)),
+        program=problem.program(outcome.plan.units),
         kept_seconds=kept_seconds(problem),
     )
 
