@@ -95,13 +95,14 @@ class Reserve:
         """What libraries keep for themselves, now that no step runs and no gradient is there.
 
         A matrix library has a workspace for each thread and stream that it ran in: forward's, and
-        autograd's. What the first steps of a model leave on its own tensors counts, too. On a CPU
-        such memory is part of the context.
+        autograd's. What the first steps of a model leave on its own tensors counts, too, unless as
+        much of what others had is gone since. On a CPU such memory is part of the context.
         """
         if devices.on_host(self._device):
             return 0
         gc.collect()
-        return max(0, torch.accelerator.memory_allocated(self._device) - self._before_bytes)
+        reached = min(self._before_bytes, reachable_bytes(self._device))
+        return max(0, torch.accelerator.memory_allocated(self._device) - reached)
 
     def _segment_bytes(self, num_bytes: int) -> int:
         """What the allocator takes from the device for one more tensor of this size."""

@@ -105,7 +105,8 @@ def card(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])
 def test_rows_of_the_parity_matrix_match_plain_torch_bitwise(row: Row, tmp_path: Path) -> None:
     """Decisions, tiers, micro-batches, clipping, scaling, precisions, adapters, resuming."""
-    if (device().type, row["clipping"], row["precision"]) == ("cuda", "loss scale", "bfloat16"):
+    halves = row["precision"] in ("bfloat16", "master")
+    if device().type == "cuda" and row["clipping"] == "loss scale" and halves:
         pytest.skip("PyTorch unscales no bfloat16 gradients on CUDA")
     assert_row({**row, "compiled": "no"}, tmp_path)
 
