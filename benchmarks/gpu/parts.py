@@ -27,7 +27,7 @@ from benchmarks.peers.planned import PLANNED
 from benchmarks.peers.registry import ADAPTERS, PEERS
 from benchmarks.peers.work import Work
 
-Part = Literal["tests", "updates", "truth", "parity", "peers", "timeline", "size", "sanitizer"]
+Part = Literal["tests", "updates", "truth", "timeline", "parity", "peers", "size", "sanitizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -44,6 +44,7 @@ def cells(parts: Sequence[Part], suite: Suite) -> list[Cell]:
             planned_cells("truth", [replace(work, cap_bytes=cap) for cap in caps])
             for work, caps in suite.truth
         ],
+        "timeline": lambda: [_timeline(work) for work in suite.recorded],
         "parity": lambda: [_parity(work) for work in suite.compared_bits],
         # A first comparison with peers, before any of them is asked for larger batches.
         "peers": lambda: [
@@ -51,7 +52,6 @@ def cells(parts: Sequence[Part], suite: Suite) -> list[Cell]:
             *(trials(work, len(suite.batches)) for work in suite.compared),
             *(largest_batch_cells("peers", work) for work in suite.compared),
         ],
-        "timeline": lambda: [_timeline(work) for work in suite.recorded],
         "size": lambda: list(_size(suite)),
         "sanitizer": lambda: [[_sanitizer(suite)]],
     }

@@ -363,7 +363,7 @@ def test_a_plan_with_leave_says_what_it_is_for(with_int8: Path, tmp_path: Path) 
 def test_with_leave_that_saves_no_time_a_plan_is_exact(with_int8: Path, tmp_path: Path) -> None:
     asked = ("plan", with_int8, "--device-memory", "60GB", "--allow", "int8-activations")
     answer = printed(protrain(*asked, "--json", folder=tmp_path))
-    assert (answer["exactness"], answer["allowed"]) == ("host rounding", [])
+    assert (answer["exactness"], answer["allowed"]) == ("bitwise", [])
 
 
 def test_leave_for_what_the_profile_does_not_have_is_refused(small: Path, tmp_path: Path) -> None:

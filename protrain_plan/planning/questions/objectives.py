@@ -26,8 +26,9 @@ from protrain_plan.planning.questions.planner import (
     within,
 )
 from protrain_plan.planning.questions.spending import Spending, spending, tokens_in_step
-from protrain_plan.planning.search.baselines import kept_seconds
+from protrain_plan.planning.search.baselines import keeping
 from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.simulation.report import StepReport, report
 from protrain_runtime.contract.errors import ProtrainError
@@ -190,11 +191,12 @@ def ask(
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
     problem = problem_of(outcome, problems)
+    kept = keeping(problem, Evaluator(problem))
     return replace(
         answer,
         solved=outcome,
         program=problem.program(outcome.plan.units),
-        kept_seconds=kept_seconds(problem),
+        kept_seconds=kept.seconds if kept else None,
     )
 
 

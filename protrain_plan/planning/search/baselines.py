@@ -121,15 +121,14 @@ def _policies(name: Baseline, problem: Problem) -> list[list[Activations]]:
     return [[Swap(tier=tiers[0]), Keep()], [SwapInput(tier=tiers[0]), Keep()]]
 
 
-def kept_seconds(problem: Problem) -> float | None:
-    """The step that keeps everything on the device; None where it does not fit, or is not open."""
+def keeping(problem: Problem, evaluator: Evaluator) -> Evaluation | None:
+    """The plan that keeps everything on the device; None where it does not fit, or is not open."""
     choice = uniform(problem, [Keep()], Persistent())
     activations, states = problem.chosen(choice)
     kept = all(option.decision == Keep() for option in activations)
     if not kept or not all(isinstance(option.decision, Persistent) for option in states):
         return None
-    evaluation = Evaluator(problem).evaluate(choice)
-    return evaluation.seconds if evaluation else None
+    return evaluator.evaluate(choice)
 
 
 def leanest_variant(name: Baseline, problem: Problem) -> Choice:
