@@ -4,12 +4,13 @@ With the bytes and seconds that the plans predict, before and after.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import TypeVar
 
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.folding import fold, runs
-from protrain_runtime.contract.records.plan import Plan, Prediction, UnitPlan
+from protrain_runtime.contract.records.plan import Plan, Prediction, StepSettings, UnitPlan
 from protrain_runtime.contract.records.profile import Profile, Unit
 from protrain_runtime.contract.units import exact_bytes, format_bytes, format_seconds
 
@@ -214,18 +215,24 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("device budget", lambda plan: _size(plan.budgets.device)),
         ("host budget", lambda plan: _size(plan.budgets.host)),
         ("disk budget", lambda plan: _size(plan.budgets.disk)),
-        ("page cache", lambda plan: _size(plan.settings.page_cache_bytes)),
-        ("updates", lambda plan: plan.settings.updates),
-        ("clipped steps", lambda plan: f"{plan.settings.clip_share:.3g}"),
-        ("micro-batches", lambda plan: str(plan.settings.micro_batches)),
-        ("devices", lambda plan: str(plan.group)),
-        ("pieces of states", lambda plan: _size(plan.settings.piece_bytes)),
+        *(
+            (setting.metadata["words"], partial(_setting_text, setting.name))
+            for setting in fields(StepSettings)
+            if setting.metadata
+        ),
         ("exactness", lambda plan: plan.exactness),
     )
     for name, text in texts:
         before, after = text(old), text(new)
         if before != after:
             yield Fact(name=name, before=before, after=after)
+
+
+def _setting_text(name: str, plan: Plan) -> str:
+    value = getattr(plan.settings, name)
+    if name.endswith("_bytes"):
+        return _size(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _size(size: int) -> str:

@@ -7,7 +7,7 @@ number of plans come last. A new rule is a function here, and its name in a tabl
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from inspect import getdoc
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -31,7 +31,7 @@ from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.program.group import not_joined
 from protrain_runtime.contract.records import commands as records
 from protrain_runtime.contract.records.hardware import Hardware, TierName
-from protrain_runtime.contract.records.plan import CLIP_SHARE, Budgets
+from protrain_runtime.contract.records.plan import Budgets, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.reader import version_of
 from protrain_runtime.contract.records.tree import did_you_mean, listed, number_text
@@ -550,20 +550,20 @@ def plan_command(case: Case, budgets: Budgets) -> str:
         option, size = options[tier.name]
         if size != tier.capacity_bytes:  # what the planner takes by itself
             words += [option, exact_bytes(size * group.in_node)]
-    if plan.settings.page_cache_bytes:
-        words += ["--page-cache", exact_bytes(plan.settings.page_cache_bytes * group.in_node)]
     counts = (
         ("--num-devices", group.num_devices),
         ("--nodes", group.num_nodes),
         ("--replicas", group.num_replicas),
     )
     words += [word for name, count in counts if count > 1 for word in (name, str(count))]
-    if plan.settings.updates == "after backward":
-        words.append("--clip")
-        if plan.settings.clip_share != CLIP_SHARE:
-            words += ["--clip-share", number_text(plan.settings.clip_share)]
-    if plan.settings.micro_batches > 1:
-        words += ["--accumulate", str(plan.settings.micro_batches)]
+    for setting in fields(StepSettings):
+        value = getattr(plan.settings, setting.name)
+        if (word := setting.metadata.get("option")) and value != setting.default:
+            words.append(word)
+            if setting.name.endswith("_bytes"):
+                words.append(exact_bytes(value * group.in_node))
+            elif not isinstance(value, str):
+                words.append(number_text(value) if isinstance(value, float) else str(value))
     words += records.allow_options(plan.allowed)
     return records.command("plan", str(case.profile_path), [*words, "-o", str(case.path)])
 

@@ -6,7 +6,7 @@ estimate of its own, so that what is answered is no interpolation.
 """
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -15,9 +15,9 @@ from typing import TypeVar
 from protrain_plan.commands.measuring import Estimates, ProfileRequest, Progress, estimated
 from protrain_plan.commands.option_records import BudgetOptions
 from protrain_plan.isolated.pool import answers_of, pipelined, processes_at_once, workers
-from protrain_plan.planning.questions.best_batch import divisors, fastest
 from protrain_plan.planning.questions.growth import between
 from protrain_plan.planning.questions.objectives import Question
+from protrain_plan.planning.questions.shopping import divisors, fastest_batch
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.errors import ProtrainError
@@ -26,6 +26,7 @@ from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 
+Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 _PLANNING = ("protrain_plan.planning.questions.objectives", "highspy")
@@ -78,7 +79,8 @@ class Cells:
         """The same questions in order, each with its answer, as soon as those before are known."""
         if self.global_batch is not None:
             best = self._best(progress, self.global_batch)
-            yield from answered(best, answer, progress, jobs=self.jobs)
+            found = answered(best, answer, progress, planned, jobs=self.jobs)
+            yield from zip(best, found, strict=True)
             return
         estimates = Estimates(self.requests, self.machines, self.cache)
         count = len(self.requests) * len(self.groups)
@@ -90,21 +92,21 @@ class Cells:
             progress(what, share * fraction)
 
         with workers(at_once, imports=_PLANNING) as start:
-            yield from _told(
-                pipelined(
-                    start,
-                    [
-                        estimates.work(number, estimating if here else None)
-                        for number in range(len(self.requests))
-                    ],
-                    lambda number, made: self._of_groups(estimates.learnt(number, made)),
-                    answer,
-                    at_once=at_once,
-                    learn_here=here,
-                ),
-                count,
-                progress,
+            works = [
+                estimates.work(number, estimating if here else None)
+                for number in range(len(self.requests))
+            ]
+            answers = pipelined(
+                start,
+                works,
+                lambda number, made: self._of_groups(estimates.learnt(number, made)),
+                answer,
+                at_once=at_once,
+                learn_here=here,
             )
+            for done, (question, known) in enumerate(answers, 1):
+                progress(planned(question), done / count)
+                yield question, known
 
     def _best(self, progress: Progress, global_batch: int) -> list[Question]:
         parts: list[int] = []
@@ -150,7 +152,7 @@ class Cells:
                 ]
             )
         progress("looking for the best micro-batches", 0.6)
-        search = partial(fastest, effort=Effort(gap_target=GAP))
+        search = partial(fastest_batch, effort=Effort(gap_target=GAP))
         with answers_of(search, candidates, jobs=self.jobs) as answers:
             chosen = [tried[number or 0] for tried, number in zip(sizes, answers, strict=True)]
         learn((request, size) for (request, _), size in zip(cells, chosen, strict=True))
@@ -200,23 +202,22 @@ class Cells:
 
 
 def answered(
-    questions: Sequence[Question],
-    answer: Callable[[Question], Answer],
+    asked: Sequence[Asked],
+    answer: Callable[[Asked], Answer],
     progress: Progress,
+    words: Callable[[Asked], str],
     *,
     jobs: int | None,
-) -> Iterator[tuple[Question, Answer]]:
-    """Each question with its answer, in order, by at most so many processes at once."""
-    with answers_of(answer, questions, jobs=jobs) as found:
-        yield from _told(zip(questions, found, strict=True), len(questions), progress)
+) -> Generator[Answer, None, None]:
+    """Yield the answers in order, from `jobs` processes at once; `words` say what was asked."""
+    with answers_of(answer, asked, jobs=jobs) as found:
+        for number, (one, known) in enumerate(zip(asked, found, strict=True), 1):
+            progress(words(one), number / len(asked))
+            yield known
 
 
-def _told(
-    found: Iterable[tuple[Question, Answer]], count: int, progress: Progress
-) -> Iterator[tuple[Question, Answer]]:
-    """What is found, with progress after each."""
-    for number, (question, answer) in enumerate(found, 1):
-        workload = question.profile.workload
-        where = f"{workload.batch_size} x {workload.seq_len} tokens"
-        progress(f"{where} on {question.profile.hardware.name}: planned", number / count)
-        yield question, answer
+def planned(question: Question) -> str:
+    """Return what was done with a question, in words."""
+    workload = question.profile.workload
+    where = f"{workload.batch_size} x {workload.seq_len} tokens"
+    return f"{where} on {question.profile.hardware.name}: planned"

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from protrain_plan.commands.measuring import Progress
     from protrain_plan.commands.sweeping import Sweep
     from protrain_plan.planning.questions.objectives import Fit, Question
+    from protrain_plan.planning.questions.shopping import Tried
     from protrain_runtime.contract.records.hardware import Hardware
 
 
@@ -200,7 +201,8 @@ def fit(
     | protrain fit llama-3.1-8b --on rtx-4090 --sweep host=64GiB..512GiB
     """
     from protrain_plan.commands.output import destination, progress, show
-    from protrain_plan.commands.sweeping import show_help, show_sweep
+    from protrain_plan.commands.sweeping import helping, show_sweep
+    from protrain_plan.presentation.choosing import helps_json, helps_text
     from protrain_plan.presentation.plans import fits_json, fits_text
     from protrain_plan.presentation.report.fit_page import fit_page
     from protrain_runtime.contract.records.files import replace_text
@@ -217,33 +219,29 @@ def fit(
     swept = answers.swept(machines)
     counts = swept.counts if swept else ()
     cells = asked.cells(model, machines, workload, budgets, step, allow=allow, counts=counts)
+    if swept is not None:
+        show_sweep(swept, cells, as_json=as_json)
+        return
+    helps: list[list[Tried]] = []
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
-        if swept is not None:
-            questions = cells.questions(tell)
-        else:
-            told = as_json and not (answers.compare or answers.what_helps)
-            questions, fits = _answers(cells, prices, answers, tell, told=told)
-            lighter: list[Question] = []
-            if answers.compare or answers.what_helps:
-                lighter = cells.with_states_of_8_bits(questions, tell)
-            if answers.compare and lighter:
-                fits = _with_8_bits(fits, lighter, tell, jobs=asked.jobs)
-    if swept is not None:
-        show_sweep(swept, questions, as_json=as_json, jobs=asked.jobs)
-        return
+        told = as_json and not (answers.compare or answers.what_helps)
+        questions, fits = _answers(cells, prices, answers, tell, told=told)
+        lighter: list[Question] = []
+        if answers.compare or answers.what_helps:
+            lighter = cells.with_states_of_8_bits(questions, tell)
+        if answers.compare and lighter:
+            fits = _with_8_bits(fits, lighter, tell, jobs=asked.jobs)
+        if answers.what_helps:
+            helps = helping(fits, lighter, tell, jobs=asked.jobs)
     if page is not None:
         replace_text(page, fit_page(fits, columns=columns))
     written = () if answers.report is None else (answers.report,)
     if answers.what_helps:
-        show_help(
-            fits,
-            questions,
-            lighter,
-            as_json=as_json,
-            written=written,
-            columns=columns,
-            jobs=asked.jobs,
+        show(
+            as_json,
+            helps_json(fits, helps),
+            lambda: helps_text(fits, helps, *written, columns=columns),
         )
     elif not told:
         show(as_json, fits_json(fits), lambda: fits_text(fits, *written, columns=columns))
@@ -271,7 +269,8 @@ def _answers(
         for (question, one), price in zip(found, in_order, strict=True):
             hardware = replace(one.profile.hardware, price_per_hour=price)
             questions.append(question)
-            fits.append(replace(one, profile=replace(one.profile, hardware=hardware)))
+            priced = replace(question, profile=replace(one.profile, hardware=hardware))
+            fits.append(replace(one, question=priced))
             if printed:
                 printed.add(fit_json(fits[-1]))
     return questions, fits
@@ -281,17 +280,18 @@ def _with_8_bits(
     fits: "Sequence[Fit]", lighter: "Sequence[Question]", tell: "Progress", *, jobs: int | None
 ) -> "list[Fit]":
     """The answers beside those with 8-bit states, where plain PyTorch does not fit."""
-    from protrain_plan.commands.cells import answered
-    from protrain_plan.planning.questions.alternatives import planned
+    from protrain_plan.commands.cells import answered, planned
+    from protrain_plan.planning.questions.alternatives import planned as beside
 
     found = list(fits)
     needing = [number for number, one in enumerate(fits) if one.verdict != "fits"]
     answer = partial(_fitted, compare=False)
-    others = answered([lighter[number] for number in needing], answer, tell, jobs=jobs)
-    for number, (_, other) in zip(needing, others, strict=True):
+    asked = [lighter[number] for number in needing]
+    others = answered(asked, answer, tell, planned, jobs=jobs)
+    for number, other in zip(needing, others, strict=True):
         if other.solved is not None:
-            beside = planned(other.profile.optimizer.name, other.solved.plan, other.profile)
-            alternatives = (*found[number].alternatives, beside)
+            one = beside(other.profile.optimizer.name, other.solved.plan, other.profile)
+            alternatives = (*found[number].alternatives, one)
             found[number] = replace(found[number], alternatives=alternatives)
     return found
 

@@ -233,11 +233,10 @@ class BudgetOptions:
             "host": size("--host-memory", self.host_memory, -1),
             "disk": size("--disk", self.disk, -1),
         }
-        tiers = tuple(
-            tier if asked[tier.name] < 0 else replace(tier, capacity_bytes=asked[tier.name])
-            for tier in machine.tiers
-        )
-        return replace(machine, tiers=tiers)
+        for tier in machine.tiers:
+            if asked[tier.name] >= 0:
+                machine = machine.with_tier(replace(tier, capacity_bytes=asked[tier.name]))
+        return machine
 
     def of(self, machine: "Hardware", group: "DeviceGroup") -> "Budgets":
         """A device's budgets; `machine` is the device's part of its node."""

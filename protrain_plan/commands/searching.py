@@ -1,6 +1,6 @@
 """`protrain hardware search`: the cheapest machine for a speed, the fastest for a price."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,50 @@ from protrain_plan.commands.options import JsonOption, ModelArgument, NoCacheOpt
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.planning.questions.machines import Offer
+    from protrain_plan.hardware.offers import MachineOffer
+    from protrain_plan.planning.questions.shopping import Variation
+    from protrain_runtime.contract.records.plan import StepSettings
+    from protrain_runtime.contract.records.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedOptions:
+    """What is wanted, and the machines to look among."""
+
+    speed: Annotated[
+        float | None, typer.Option(min=1e-3, help="Tokens per second of all devices to reach.")
+    ] = None
+    price_limit: Annotated[
+        float | None, typer.Option(min=0.0, help="The most that all devices may cost an hour.")
+    ] = None
+    among: Annotated[
+        Path | None,
+        typer.Option(
+            help="A YAML file of machines and prices: 'rtx-4090: 0.35' in a line; default: the"
+            " catalogue's machines that have a price."
+        ),
+    ] = None
+
+    def offers(self) -> "list[MachineOffer]":
+        """Return the machines within the price; ProtrainError where nothing is wanted, or found."""
+        from protrain_plan.hardware.offers import catalogue_offers, read_offers
+
+        if self.speed is None and self.price_limit is None:
+            raise ProtrainError(
+                "what is to be found?",
+                key="--speed",
+                fix="--speed 5000 for the cheapest that is as fast, --price-limit 3 for the"
+                " fastest",
+            )
+        offered = catalogue_offers() if self.among is None else read_offers(self.among)
+        limit = self.price_limit
+        within = [one for one in offered if limit is None or one.price_per_hour <= limit]
+        if not within:
+            cheapest = min(one.price_per_hour for one in offered)
+            raise ProtrainError(
+                f"the cheapest of {len(offered)} costs {cheapest:g} an hour", key="--price-limit"
+            )
+        return within
 
 
 @with_records
@@ -24,19 +67,7 @@ def search(
     model: ModelArgument,
     workload: WorkloadOptions,
     step: StepOptions,
-    speed: Annotated[
-        float | None, typer.Option(min=1e-3, help="Tokens per second of all devices to reach.")
-    ] = None,
-    price_limit: Annotated[
-        float | None, typer.Option(min=0.0, help="The most that all devices may cost an hour.")
-    ] = None,
-    among: Annotated[
-        Path | None,
-        typer.Option(
-            help="A YAML file of machines and prices: 'rtx-4090: 0.35' in a line; default: the"
-            " catalogue's machines that have a price."
-        ),
-    ] = None,
+    wanted: WantedOptions,
     seq_len: Annotated[str, typer.Option(help="Tokens per sequence.")] = "2048",
     batch_size: Annotated[
         str, typer.Option(help="Sequences of each device's batch; of several, any may be best.")
@@ -53,72 +84,57 @@ def search(
     Examples: protrain hardware search llama-3.1-8b --speed 5000 --among prices.yaml
     | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4
     """
-    if speed is None and price_limit is None:
-        raise ProtrainError(
-            "what is to be found?",
-            key="--speed",
-            fix="--speed 5000 for the cheapest that is as fast, --price-limit 3 for the fastest",
-        )
+    within, settings = wanted.offers(), step.settings()
     from protrain_plan.commands.cells import GAP
     from protrain_plan.commands.measuring import estimated
     from protrain_plan.commands.output import progress, show
-    from protrain_plan.hardware.offers import catalogue_offers, read_offers
-    from protrain_plan.planning.questions import machines
-    from protrain_plan.planning.questions.objectives import Question
+    from protrain_plan.planning.questions import shopping
     from protrain_plan.presentation.choosing import search_json, search_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
-    from protrain_runtime.contract.program.group import profile_of_rank
 
-    settings = step.settings()
-    offered = catalogue_offers() if among is None else read_offers(among)
-    within = [one for one in offered if price_limit is None or one.price_per_hour <= price_limit]
-    if not within:
-        cheapest = min(one.price_per_hour for one in offered)
-        raise ProtrainError(
-            f"the cheapest of {len(offered)} costs {cheapest:g} an hour", key="--price-limit"
-        )
     requests = workload.requests(
         model, integers("--seq-len", seq_len), integers("--batch-size", batch_size)
     )
-    # A price is no part of what is estimated.
-    listed = dict.fromkeys(replace(one.listed, price_per_hour=0.0) for one in within)
+    listed = list(dict.fromkeys(replace(one.listed, price_per_hour=0.0) for one in within))
     with progress(quiet=as_json) as report:
         report("estimating", 0.0)
-        estimates = estimated(requests, list(listed), report, EstimateCache(off=no_cache))
-        offers: list[Offer] = []
-        for row in estimates:
-            profiles = dict(zip(listed, row, strict=True))
-            for one in within:
-                # Sizes and links alter no bytes of a profile, nor seconds of its units.
-                profile = profiles[replace(one.listed, price_per_hour=0.0)]
-                profile = replace(profile, hardware=replace(one.machine, price_per_hour=0.0))
-                part = profile_of_rank(profile, one.group).hardware
-                question = Question(
-                    profile=profile,
-                    settings=replace(settings, group=one.group),
-                    replicas=one.group.replica_counts,
-                    budgets=BudgetOptions().of(part, one.group),
-                )
-                offers.append(
-                    machines.Offer(
-                        name=one.name, price_per_hour=one.price_per_hour, question=question
-                    )
-                )
-        seen: list[Offer] = []
+        estimates = estimated(requests, listed, report, EstimateCache(off=no_cache))
+        offers = [
+            _variation(one, row[listed.index(replace(one.listed, price_per_hour=0.0))], settings)
+            for row in estimates
+            for one in within
+        ]
+        seen: list[Variation] = []
 
-        def told(offer: "Offer") -> None:
+        def told(offer: "Variation") -> None:
             report(offer.name, len(seen) / len(offers))
             seen.append(offer)
 
-        if speed is None:
-            found = machines.fastest(offers, gap=GAP, told=told)
-        else:
-            found = machines.cheapest(offers, tokens_per_s=speed, gap=GAP, told=told)
-    asked = {"tokens_per_second": speed, "price_limit": price_limit}
+        found = shopping.search(offers, speed=wanted.speed, gap=GAP, told=told)
+    asked = {"tokens_per_second": wanted.speed, "price_limit": wanted.price_limit}
     show(
         as_json,
         search_json(found, asked),
-        lambda: search_text(found, speed=speed, num_offers=len(offers)),
+        lambda: search_text(found, speed=wanted.speed, num_offers=len(offers)),
     )
     if found.best is None:
         raise typer.Exit(3)
+
+
+def _variation(offer: "MachineOffer", profile: "Profile", settings: "StepSettings") -> "Variation":
+    """Return the question on a machine of the list; a price is no part of what is estimated.
+
+    Sizes and links alter no bytes of a profile, nor seconds of its units.
+    """
+    from protrain_plan.planning.questions.objectives import Question
+    from protrain_plan.planning.questions.shopping import Variation
+    from protrain_runtime.contract.program.group import profile_of_rank
+
+    profile = replace(profile, hardware=replace(offer.machine, price_per_hour=0.0))
+    question = Question(
+        profile=profile,
+        settings=replace(settings, group=offer.group),
+        replicas=offer.group.replica_counts,
+        budgets=BudgetOptions().of(profile_of_rank(profile, offer.group).hardware, offer.group),
+    )
+    return Variation(name=offer.name, price_per_hour=offer.price_per_hour, question=question)

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import typer
@@ -16,8 +16,10 @@ from protrain_runtime.contract.records.schema import MAX_COUNT
 from protrain_runtime.contract.units import parse_bytes
 
 if TYPE_CHECKING:
+    from protrain_plan.commands.cells import Cells
+    from protrain_plan.commands.measuring import Progress
     from protrain_plan.planning.questions.objectives import Fit, Question
-    from protrain_plan.planning.questions.sensitivities import Change, Helped, Reached, Resource
+    from protrain_plan.planning.questions.shopping import Resource, Tried, Variation
 
 Swept = Literal["host", "device", "disk", "link", "num-devices"]
 SWEPT: tuple[Swept, ...] = ("host", "device", "disk", "link", "num-devices")
@@ -38,7 +40,7 @@ class Sweep:
 
     def refuse_missing(self, machines: Sequence[Hardware]) -> None:
         """ProtrainError where a machine does not have what is swept."""
-        from protrain_plan.planning.questions.sensitivities import refuse_missing
+        from protrain_plan.planning.questions.shopping import refuse_missing
 
         if self.resource != "num-devices":
             for machine in machines:
@@ -46,7 +48,7 @@ class Sweep:
 
     def series(self, questions: Sequence["Question"]) -> "list[tuple[Question, ...]]":
         """The questions of each line of answers; those of numbers of devices are there already."""
-        from protrain_plan.planning.questions.sensitivities import with_resource
+        from protrain_plan.planning.questions.shopping import with_resource
 
         if self.resource == "num-devices":
             lines = itertools.groupby(questions, key=lambda question: id(question.profile))
@@ -113,25 +115,18 @@ def _value(resource: Swept, text: str) -> float:
     return value
 
 
-def show_sweep(
-    sweep: Sweep, questions: Sequence["Question"], *, as_json: bool, jobs: int | None = None
-) -> None:
-    """Plan all that is swept, and print it; each line of answers is planned by itself.
-
-    By at most `jobs` processes at once.
-    """
+def show_sweep(sweep: Sweep, cells: "Cells", *, as_json: bool) -> None:
+    """Plan all that is swept, and print it; each line of answers is planned by itself."""
+    from protrain_plan.commands.cells import GAP, answered
     from protrain_plan.commands.output import progress, show
-    from protrain_plan.isolated.pool import answers_of
+    from protrain_plan.planning.questions import shopping
     from protrain_plan.presentation.choosing import sweep_json, sweep_text
 
-    series = sweep.series(questions)
-    found: list[tuple[Reached, ...]] = []
     with progress(quiet=as_json) as report:
-        report("planning", 0.0)
-        with answers_of(_planned, series, jobs=jobs) as answers:
-            for line in answers:
-                found.append(line)
-                report("planning", len(found) / len(series))
+        report("estimating", 0.0)
+        series = sweep.series(cells.questions(report))
+        planned = partial(shopping.sweep, gap=GAP)
+        found = [*answered(series, planned, report, lambda _: "planning", jobs=cells.jobs)]
     show(
         as_json,
         sweep_json(sweep.resource, sweep.values, found),
@@ -141,73 +136,37 @@ def show_sweep(
         raise typer.Exit(3)
 
 
-def _planned(questions: "tuple[Question, ...]") -> "tuple[Reached, ...]":
-    from protrain_plan.commands.cells import GAP
-    from protrain_plan.planning.questions.sensitivities import sweep
+def helping(
+    fits: Sequence["Fit"], lighter: Sequence["Question"], tell: "Progress", *, jobs: int | None
+) -> "list[list[Tried]]":
+    """Return for each answer what other machines and questions would change.
 
-    return sweep(questions, gap=GAP)
-
-
-def show_help(
-    fits: Sequence["Fit"],
-    questions: Sequence["Question"],
-    lighter: Sequence["Question"],
-    *,
-    as_json: bool,
-    written: Sequence[Path],
-    columns: Sequence[str] = (),
-    jobs: int | None = None,
-) -> None:
-    """Print the answers to questions, and below what other machines and questions would change.
-
-    `lighter` are the same questions with 8-bit states, if there are any, `written` what is written
-    besides, and `columns` those of `--columns`.
+    `lighter` are the same questions with 8-bit states, if there are any.
     """
-    from protrain_plan.commands.output import progress, show
+    from protrain_plan.commands.cells import answered
     from protrain_plan.hardware.catalogue import hardware_names, load_hardware
-    from protrain_plan.isolated.pool import answers_of
-    from protrain_plan.planning.questions.sensitivities import Change, Reached, changes
-    from protrain_plan.presentation.choosing import helps_json, helps_text
+    from protrain_plan.planning.questions.shopping import Variation, changes
 
-    sizes = sorted(
-        {
-            machine.device.memory_bytes
-            for machine in map(load_hardware, hardware_names())
-            if machine.device.kind != "cpu"
-        }
-    )
-    bases = [
-        Reached(question=question, solved=fit.solved, infeasible=fit.infeasible)
-        for question, fit in zip(questions, fits, strict=True)
-    ]
-    asked = [
-        (base, change)
-        for base in bases
-        for change in changes(base.question, device_sizes=_of_its_kind(base.question, sizes))
-    ]
-    for base, question in zip(bases, lighter, strict=False):
+    devices = [load_hardware(name).device for name in hardware_names()]
+    sizes = sorted({device.memory_bytes for device in devices if device.kind != "cpu"})
+    asked: list[tuple[int, Fit, Variation]] = []
+    for place, fit in enumerate(fits):
+        # On a CPU the device's memory is the host's.
+        others = sizes if fit.profile.hardware.device.kind != "cpu" else ()
+        asked += ((place, fit, one) for one in changes(fit.question, device_sizes=others))
+    for place, question in enumerate(lighter):
         words = f"states of 8 bits (--optimizer {question.profile.optimizer.name})"
-        asked.append((base, Change(what="states of 8 bits", words=words, question=question)))
-    found: list[list[Helped]] = [[] for _ in bases]
-    places = {id(base): place for place, base in enumerate(bases)}
-    with progress(quiet=as_json) as report, answers_of(_helped, asked, jobs=jobs) as answers:
-        for number, ((base, change), one) in enumerate(zip(asked, answers, strict=True)):
-            report(change.words, number / len(asked))
-            found[places[id(base)]].append(one)
-    show(
-        as_json,
-        helps_json(fits, found),
-        lambda: helps_text(fits, bases, found, *written, columns=columns),
-    )
+        change = Variation(name="states of 8 bits", words=words, question=question)
+        asked.append((place, fits[place], change))
+    found: list[list[Tried]] = [[] for _ in fits]
+    answers = answered(asked, _helped, tell, lambda one: one[2].words, jobs=jobs)
+    for (place, _, _), one in zip(asked, answers, strict=True):
+        found[place].append(one)
+    return found
 
 
-def _of_its_kind(question: "Question", sizes: Sequence[int]) -> Sequence[int]:
-    """Sizes of memory to have in place of the device's; none where that is host memory."""
-    return sizes if question.profile.hardware.device.kind != "cpu" else ()
-
-
-def _helped(asked: "tuple[Reached, Change]") -> "Helped":
+def _helped(asked: "tuple[int, Fit, Variation]") -> "Tried":
     from protrain_plan.commands.cells import GAP
-    from protrain_plan.planning.questions.sensitivities import helped
+    from protrain_plan.planning.questions.shopping import helped
 
-    return helped(*asked, gap=GAP)
+    return helped(asked[1], asked[2], gap=GAP)

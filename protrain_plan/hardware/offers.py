@@ -15,7 +15,7 @@ with what each adds to the price: a size what the machine's file says it is (of 
 device: see `Interconnect.below`), a link for each device. `num_devices` are counts to choose from.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -26,7 +26,7 @@ from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.program.group import group_on
 from protrain_runtime.contract.records.files import read_text
-from protrain_runtime.contract.records.hardware import PCIE, Hardware, TierName
+from protrain_runtime.contract.records.hardware import PCIE, Hardware
 from protrain_runtime.contract.records.plan import DeviceGroup
 from protrain_runtime.contract.records.schema import MAX_COUNT, MAX_LIST, PRICES
 from protrain_runtime.contract.records.tree import Node, did_you_mean, listed, root
@@ -128,7 +128,11 @@ def _offers(machine: Hardware, entry: Node) -> Iterator[MachineOffer]:
         raise entry.error("missing key 'price_per_hour'", "the machine's own file has no price")
     counts = device_counts(machine)
     if "num_devices" in values:
-        counts = tuple(_count(node) for node in values["num_devices"].sequence(MAX_LIST))
+        nodes = values["num_devices"].sequence(MAX_LIST)
+        counts = tuple(node.integer("a number of devices") for node in nodes)
+        for node, count in zip(nodes, counts, strict=True):
+            if not 1 <= count <= MAX_COUNT:
+                raise node.expected(f"a number of devices from 1 to {MAX_COUNT}")
         if not counts:
             raise values["num_devices"].error("expected at least one number of devices, got none")
     options: dict[str, list[_Option]] = {}
@@ -138,7 +142,10 @@ def _offers(machine: Hardware, entry: Node) -> Iterator[MachineOffer]:
         if all(one.name != tier for one in machine.tiers):
             words = {"host": "host memory", "disk": "disk"}[tier]
             raise values[key].error(f"{machine.name} has no {words} below its device")
-        options[key] = [_option(key, text, node) for text, node in _choices(values[key])]
+        choices = values[key].any_mapping()
+        if not choices:
+            raise values[key].error("expected at least one choice with its price, got none")
+        options[key] = [_option(key, text, node) for text, node in choices.items()]
     for count in counts:
         for chosen in product(*options.values()):
             try:
@@ -161,7 +168,11 @@ def _offer(
     cost = count * price + sum(by_key[key] * option.price for key, option in chosen.items())
     changed = machine
     for key, option in chosen.items():
-        changed = _with(changed, key, option.value)
+        if key == "link":
+            changed = changed.with_link("host", option.value, option.value)
+        else:
+            tier = changed.tier("disk" if key == "disk" else "host")
+            changed = changed.with_tier(replace(tier, capacity_bytes=int(option.value)))
     return MachineOffer(
         listed=machine,
         machine=changed,
@@ -171,37 +182,11 @@ def _offer(
     )
 
 
-def _with(machine: Hardware, key: str, value: float) -> Hardware:
-    name: TierName = "disk" if key == "disk" else "host"
-    tier = machine.tier(name)
-    if key == "link":
-        link = replace(tier.link, read_bytes_per_s=value, write_bytes_per_s=value)
-        changed = replace(tier, link=link)
-    else:
-        changed = replace(tier, capacity_bytes=int(value))
-    tiers = tuple(changed if one.name == name else one for one in machine.tiers)
-    return replace(machine, tiers=tiers)
-
-
 def _price(node: Node) -> float:
     price = node.number()
     if price not in PRICES:
         raise node.expected(f"a price for an hour {PRICES}")
     return price
-
-
-def _count(node: Node) -> int:
-    count = node.integer("a number of devices")
-    if not 1 <= count <= MAX_COUNT:
-        raise node.expected(f"a number of devices from 1 to {MAX_COUNT}")
-    return count
-
-
-def _choices(node: Node) -> Sequence[tuple[str, Node]]:
-    choices = node.any_mapping()
-    if not choices:
-        raise node.error("expected at least one choice with its price, got none")
-    return tuple(choices.items())
 
 
 def _option(key: str, text: str, node: Node) -> _Option:

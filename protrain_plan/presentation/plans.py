@@ -26,6 +26,7 @@ from protrain_plan.presentation.spending import (
 from protrain_plan.presentation.terminal import (
     FirstThatFits,
     Text,
+    bar,
     closer,
     run_name,
     table_of,
@@ -100,7 +101,7 @@ def other_steps(plan: Plan) -> list[str]:
     found, prediction = [], plan.prediction
     if prediction.clipped_step_seconds:
         seconds = format_seconds(prediction.clipped_step_seconds)
-        share = f"{100 * plan.settings.clip_share:.3g} %"
+        share = f"{plan.clipped_percent:.3g} %"
         found.append(f"a step that is clipped takes {seconds}, as {share} of all are taken to")
     return found
 
@@ -339,7 +340,7 @@ def _front_text(answer: "Answer") -> RenderableType:
             _typed(point),
             format_seconds(seconds),
             f"{point.solved.gap:.2%}",
-            Text("█" * max(1, round(30 * seconds / slowest)), justify="left"),
+            bar(30 * seconds / slowest),
         )
     note = Text("each line is a plan; --device-memory with a line's memory writes it")
     return Group(table, "", note)
@@ -395,10 +396,26 @@ def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:
     ]
 
 
-def _gibibytes(peak: TierBytes) -> list[str]:
-    """What is taken of the device, the host and the disk."""
+def gibibytes(found: "TierBytes | Solved | None") -> list[str]:
+    """Return what is taken of the device, the host and the disk."""
+    if found is None:
+        return ["-"] * 3
+    peak = found if isinstance(found, TierBytes) else found.plan.prediction.peak_bytes
     sizes = (peak.on_device, peak.host, peak.disk)
     return [f"{size / 2**30:.1f} GiB" if size else "-" for size in sizes]
+
+
+def cell_text(fit: "Fit", *, devices: bool = True, after: str = " ") -> str:
+    """Return a cell's devices and machine, then its sequences: `8 x h100-sxm 2 of 4 x 2048`."""
+    count = f"{fit.group.num_devices} x " if devices and fit.group.num_devices > 1 else ""
+    return f"{count}{fit.profile.hardware.name}{after}{batch_text(fit)}"
+
+
+def batch_text(fit: "Fit") -> str:
+    """Return micro-batches, and sequences and tokens of one: `2 of 4 x 2048`."""
+    workload = fit.profile.workload
+    times = f"{fit.micro_batches} of " if fit.micro_batches > 1 else ""
+    return f"{times}{workload.batch_size} x {workload.seq_len}"
 
 
 TIGHT = (
@@ -462,19 +479,13 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     differs: list[str] = []
     worn = ["what a plan writes to a node's disks:"]
     for fit in fits:
-        machine, group, workload = fit.profile.hardware.name, fit.group, fit.profile.workload
-        size = f"{workload.batch_size} x {workload.seq_len}"
-        if fit.micro_batches > 1:
-            size = f"{fit.micro_batches} of {size}"
-        many = f"{group.num_devices} x " if group.num_devices > 1 else ""
-        cell = f"  {many}{machine} {size}"
+        group, cell = fit.group, f"  {cell_text(fit)}"
         binds.append(f"{cell}: {fit.binds}")
         cells = ["-"] * (1 + len(tiers))
         if fit.solved is not None:
             differs += [f"{cell[2:]}: {told}" for told in other_results(fit.solved.plan)]
             prediction = fit.solved.plan.prediction
-            held = _gibibytes(prediction.peak_bytes)[: len(tiers)]
-            cells = [f"{fit.tokens_per_s:,.0f}", *held]
+            cells = [f"{fit.tokens_per_s:,.0f}", *gibibytes(fit.solved)[: len(tiers)]]
             saved = 1 - prediction.step_seconds / fit.plain_seconds if fit.plain_seconds else 0.0
             if saved >= 0.0005:
                 faster.append(f"{cell}: {saved:.1%} less time per step")
@@ -485,7 +496,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
         devices = [f"{group.num_devices}{replicas}"] if several else []
         if fit.is_tight:
             words, style = f"{words}, tight", "yellow"
-        head, way = (machine, *devices, size), Text(words, style=style)
+        head = (fit.profile.hardware.name, *devices, batch_text(fit))
+        way = Text(words, style=style)
         heading = cell[2:] + replicas
         table.add_cell(head, heading, way, cells)
         bill.add_cell(head, heading, way, spending_cells(fit.spending(fit.step_seconds), columns))
@@ -495,8 +507,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
             tokens = "no"
             if other.step_seconds is not None:
                 tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
-            held = _gibibytes(other.peak_bytes)[: len(tiers)]
-            table.add_way(name, (tokens, *held))
+            table.add_way(name, (tokens, *gibibytes(other.peak_bytes)[: len(tiers)]))
             bill.add_way(name, spending_cells(fit.spending(other.step_seconds), columns))
     faster, worn = (lines if len(lines) > 1 else [] for lines in (faster, worn))  # in some cell
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)

@@ -79,6 +79,11 @@ def closer(table: Table) -> Table:
     return found
 
 
+def bar(length: float) -> Text:
+    """Return a bar of so many characters, at least one."""
+    return Text("█" * max(1, round(length)), justify="left")
+
+
 def run_name(first: str, last: str) -> str:
     """`model.layers.0` to `model.layers.11` as `model.layers.0-11`."""
     return first if first == last else f"{first}-{last.rpartition('.')[2]}"

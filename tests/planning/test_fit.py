@@ -15,10 +15,10 @@ from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.allowance import MOST, PAIRS, allowance_bytes
 from protrain_plan.planning.questions.alternatives import Alternative, alternatives
-from protrain_plan.planning.questions.best_batch import divisors, fastest
 from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.objectives import Question, fit
 from protrain_plan.planning.questions.planner import problem_of, solve_any
+from protrain_plan.planning.questions.shopping import divisors, fastest_batch
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.simulation.report import report
 from protrain_runtime.contract.records.plan import ALONE, Budgets, DeviceGroup, Offload, Persistent
@@ -109,13 +109,13 @@ def test_the_fastest_micro_batch_is_that_of_planning_all(device: int) -> None:
     found = [solve_any(one.problems(), one.budgets, effort=effort) for one in questions]
     seconds = [one.plan.prediction.step_seconds for one in found if isinstance(one, Solved)]
     assert len(seconds) == (4 if device > 3 * GB else 3)
-    number = fastest(questions, effort=effort)
+    number = fastest_batch(questions, effort=effort)
     assert number is not None
     assert seconds[number] <= min(seconds) * (1 + GAP)
 
 
 def test_no_micro_batch_is_the_fastest_where_none_fits() -> None:
-    assert fastest([question(device=1 * GB, host=0)], effort=Effort()) is None
+    assert fastest_batch([question(device=1 * GB, host=0)], effort=Effort()) is None
 
 
 def test_ddp_holds_gradients_twice_and_others_do_not() -> None:

@@ -8,26 +8,20 @@ from itertools import pairwise
 import pytest
 
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
-from protrain_plan.planning.questions.machines import (
+from protrain_plan.planning.questions.objectives import Fit, Question
+from protrain_plan.planning.questions.shopping import (
     LANES,
     MEMORY,
-    Found,
-    Offer,
-    cheapest,
-    fastest,
-)
-from protrain_plan.planning.questions.objectives import Question
-from protrain_plan.planning.questions.sensitivities import (
     WORTH,
-    Change,
-    Reached,
+    Found,
     Resource,
+    Variation,
     changes,
     helped,
     least_seconds,
     reach,
+    search,
     sweep,
-    tokens_of,
     with_resource,
 )
 from protrain_plan.planning.search.choices import min_memory
@@ -64,9 +58,13 @@ def question(
     )
 
 
-def seconds_of(reached: Reached) -> float:
+def seconds_of(reached: Fit) -> float:
     assert reached.solved is not None
     return reached.solved.plan.prediction.step_seconds
+
+
+def speed_of(reached: Fit) -> float:
+    return reached.tokens_per_s or 0.0
 
 
 # --- sweeps ---------------------------------------------------------------------------------------
@@ -138,11 +136,11 @@ def test_host_memory_is_that_of_a_node() -> None:
 # --- what helps -----------------------------------------------------------------------------------
 
 
-def helps(base: Reached) -> dict[str, tuple[Change, float | None, bool]]:
+def helps(base: Fit) -> dict[str, tuple[Variation, float | None, bool]]:
     found = {}
     for change in changes(base.question, device_sizes=[800 * MB, 1500 * MB, 3000 * MB]):
         one = helped(base, change, gap=GAP)
-        found[change.what] = (change, one.times, one.reached is not None)
+        found[change.name] = (change, one.times_as_fast(base), one.reached is not None)
     return found
 
 
@@ -161,9 +159,9 @@ def test_what_helps_is_what_planning_says() -> None:
         change, times, planned = found[what]
         again = reach(change.question, effort=Effort(gap_target=GAP))
         if planned:
-            assert times == pytest.approx(again.tokens_per_s / base.tokens_per_s, rel=3 * GAP)
+            assert times == pytest.approx(speed_of(again) / speed_of(base), rel=3 * GAP)
         else:
-            assert again.tokens_per_s < (1 + WORTH) * base.tokens_per_s
+            assert speed_of(again) < (1 + WORTH) * speed_of(base)
     # 512 GB are more than the model can take.
     assert found["host memory"][1] == pytest.approx(1.0, abs=WORTH)
 
@@ -182,9 +180,9 @@ def test_what_would_fit_is_said_where_nothing_does() -> None:
 # --- machines -------------------------------------------------------------------------------------
 
 
-def offers() -> list[Offer]:
+def offers() -> list[Variation]:
     """Cards and counts of them, of which some are too small, some too slow and some too dear."""
-    made: list[Offer] = []
+    made: list[Variation] = []
     for pcie, device, price in (
         (4e9, 500 * MB, 0.1),
         (2e9, 900 * MB, 0.2),
@@ -196,7 +194,7 @@ def offers() -> list[Offer]:
             group = DeviceGroup(num_devices=count)
             asked = question(hardware, device=device, group=group)
             name = f"{count} x {device // MB} at {pcie:g}"
-            made.append(Offer(name=name, price_per_hour=count * price, question=asked))
+            made.append(Variation(name=name, price_per_hour=count * price, question=asked))
     random.Random(0).shuffle(made)
     return made
 
@@ -205,7 +203,7 @@ def offers() -> list[Offer]:
 def exhaustive() -> dict[str, float]:
     """Tokens per second of every offer, each planned by itself."""
     effort = Effort(gap_target=GAP)
-    return {one.name: reach(one.question, effort=effort).tokens_per_s for one in offers()}
+    return {one.name: speed_of(reach(one.question, effort=effort)) for one in offers()}
 
 
 def speeds(known: dict[str, float]) -> Sequence[float]:
@@ -218,13 +216,13 @@ def test_the_cheapest_is_what_planning_all_of_them_finds(exhaustive: dict[str, f
     prices = {one.name: one.price_per_hour for one in offers()}
     bounds: set[str] = set()
     for speed in speeds(exhaustive)[::2]:
-        found = cheapest(offers(), tokens_per_s=speed, gap=GAP)
+        found = search(offers(), speed=speed, gap=GAP)
         reaching = [name for name, value in exhaustive.items() if value >= speed]
         assert bool(found.best) is bool(reaching), speed
         if found.best is not None:
-            assert found.best.offer.price_per_hour == min(prices[name] for name in reaching)
+            assert found.best.variation.price_per_hour == min(prices[name] for name in reaching)
             assert found.best.tokens_per_s >= speed
-            most = exhaustive[found.best.offer.name]
+            most = exhaustive[found.best.variation.name]
             assert found.best.tokens_per_s == pytest.approx(most, rel=2 * GAP)
         holds(found, exhaustive, speed)
         bounds |= {one.bound for one in found.looked_at if one.reached is None}
@@ -232,7 +230,7 @@ def test_the_cheapest_is_what_planning_all_of_them_finds(exhaustive: dict[str, f
 
 
 def test_the_fastest_is_what_planning_all_of_them_finds(exhaustive: dict[str, float]) -> None:
-    found = fastest(offers(), gap=GAP)
+    found = search(offers(), gap=GAP)
     assert found.best is not None
     assert found.best.tokens_per_s == pytest.approx(max(exhaustive.values()), rel=2 * GAP)
     assert any(one.reached is None for one in found.looked_at) or found.unseen
@@ -242,9 +240,9 @@ def test_the_fastest_is_what_planning_all_of_them_finds(exhaustive: dict[str, fl
 def holds(found: Found, exhaustive: dict[str, float], speed: float) -> None:
     """No offer that was ruled out is as fast as its bound, and all offers are accounted for."""
     for one in found.looked_at:
-        assert exhaustive[one.offer.name] <= one.most_tokens_per_s * (1 + 1e-9)
+        assert exhaustive[one.variation.name] <= one.most_tokens_per_s * (1 + 1e-9)
         assert one.reached is not None or one.most_tokens_per_s <= speed
-    names = [one.offer.name for one in found.looked_at] + [one.name for one in found.unseen]
+    names = [one.variation.name for one in found.looked_at] + [one.name for one in found.unseen]
     assert sorted(names) == sorted(exhaustive)
 
 
@@ -260,12 +258,12 @@ def test_the_bound_of_a_question_is_that_of_all_its_replicas() -> None:
     steps = [seconds_of(one) for one in found if one.solved]
     assert steps
     assert bound <= min(steps)
-    assert tokens_of(asked) == 4 * 1024
+    assert asked.tokens == 4 * 1024
 
 
 def test_offers_are_told_as_they_are_looked_at() -> None:
-    told: list[Offer] = []
-    found = cheapest(offers(), tokens_per_s=1e12, gap=GAP, told=told.append)
-    assert [one.offer for one in found.looked_at] == told
+    told: list[Variation] = []
+    found = search(offers(), speed=1e12, gap=GAP, told=told.append)
+    assert [one.variation for one in found.looked_at] == told
     assert all(one.reached is None for one in found.looked_at)
     assert (found.best, found.unseen) == (None, ())

@@ -6,7 +6,7 @@ And whether a workload trains on a machine at all, how fast, and what binds (`fi
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.fluid import Fluid
@@ -60,6 +60,11 @@ class Question:
     def group(self) -> DeviceGroup:
         """The devices that are planned for."""
         return self.settings.group
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step: those of all devices' micro-batches."""
+        return tokens_in_step(self.profile.workload, self.group, self.settings.micro_batches)
 
     def problem(self) -> Problem:
         """The planning problem; ProtrainError where a pin cannot be met, or devices not joined."""
@@ -351,24 +356,52 @@ Feasibility = Literal["fits", "fits with a plan", "does not fit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """One workload on one machine: a plan, or why there is none.
+    """A question with its plan, or why there is none.
 
-    `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors included;
-    of several devices, with all states on each and DDP's buckets. `plain_seconds` is the step that
-    keeps everything on the device, where it fits.
-    `binds` says in words what makes up the step, or what there is too little of. `alternatives` are
-    what people do without a planner, where that was asked for.
+    `binds` says in words what makes up the step, or what there is too little of. As far as that was
+    asked for: `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors
+    included; of several devices, with all states on each and DDP's buckets. `plain_seconds` is the
+    step that keeps everything on the device, where it fits. `alternatives` are what people do
+    without a planner.
     """
 
-    profile: Profile
-    group: DeviceGroup
-    plain_bytes: int
-    plain_seconds: float | None
+    question: Question
     solved: Solved | None
     infeasible: Infeasible | None
     binds: str
-    micro_batches: int = 1
+    plain_bytes: int = 0
+    plain_seconds: float | None = None
     alternatives: tuple[Alternative, ...] = ()
+
+    @staticmethod
+    def of(
+        question: Question,
+        problems: Sequence[Problem],
+        found: Solved | Infeasible,
+        **asked: Any,
+    ) -> "Fit":
+        """Return an answer to the question with these problems, in words what binds, and more."""
+        if isinstance(found, Infeasible):
+            binds = found.in_a_line
+            return Fit(question=question, solved=None, infeasible=found, binds=binds, **asked)
+        problem = problem_of(found, problems)
+        binds = lanes_in_a_line(problem, problem.choice_of(found.plan.units))
+        return Fit(question=question, solved=found, infeasible=None, binds=binds, **asked)
+
+    @property
+    def profile(self) -> Profile:
+        """The profile that was planned for, with its machine."""
+        return self.question.profile
+
+    @property
+    def group(self) -> DeviceGroup:
+        """The devices, with the plan's number of replicas."""
+        return self.solved.plan.group if self.solved else self.question.group
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an update."""
+        return self.question.settings.micro_batches
 
     @property
     def verdict(self) -> Feasibility:
@@ -395,9 +428,7 @@ class Fit:
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens of a step per second of the predicted one."""
-        if self.solved is None:
-            return None
-        return self.tokens_per_step / self.solved.plan.prediction.step_seconds
+        return self.tokens_per_step / self.step_seconds if self.step_seconds else None
 
     @property
     def step_seconds(self) -> float | None:
@@ -406,8 +437,8 @@ class Fit:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all devices' micro-batches."""
-        return tokens_in_step(self.profile.workload, self.group, self.micro_batches)
+        """Tokens of all devices' micro-batches."""
+        return self.question.tokens
 
     def spending(self, step_seconds: float | None) -> Spending | None:
         """What an alternative takes with steps of so many seconds; None where it does not fit."""
@@ -437,20 +468,13 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
     besides = problem.profile.hardware.device.besides_bytes
     buckets = bucket_bytes(problem.profile) if problem.settings.group.num_devices > 1 else 0
     plain = tuple((0, 0) for _ in problem.options)
-    if answer.solved is not None:
-        binds = lanes_in_a_line(problem, problem.choice_of(answer.solved.plan.units))
-    else:
-        short = answer.infeasible
-        assert short is not None
-        binds = short.in_a_line
-    return Fit(
-        profile=question.profile,
-        group=answer.solved.plan.group if answer.solved else question.group,
+    found = answer.solved or answer.infeasible
+    assert found is not None
+    return Fit.of(
+        question,
+        problems,
+        found,
         plain_bytes=max(problem.static_bytes(plain)) + besides + buckets,
         plain_seconds=answer.kept_seconds,
-        solved=answer.solved,
-        infeasible=answer.infeasible,
-        binds=binds,
-        micro_batches=question.settings.micro_batches,
         alternatives=others,
     )

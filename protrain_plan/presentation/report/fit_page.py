@@ -7,13 +7,14 @@ import base64
 import hashlib
 import html
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.resources import files
 from math import ceil, floor, log10
 from string import Template
 from typing import NamedTuple
 
 from protrain_plan.planning.questions.objectives import Fit
-from protrain_plan.presentation.plans import TIGHT, other_results
+from protrain_plan.presentation.plans import TIGHT, cell_text, gibibytes, other_results
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.spending import heads_of, in_words, spending_cells
 from protrain_runtime.contract import __version__
@@ -61,7 +62,7 @@ def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
     said += [text for text in (workload.adapter, workload.quantize) if text]
     said += ["compiled blocks"] * bool(workload.compile)
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
-    plans = [(cell_text(fit), fit.solved.plan) for fit in fits if fit.solved is not None]
+    plans = [(_cell(fit), fit.solved.plan) for fit in fits if fit.solved is not None]
     notes = [f"{cell}: {told}" for cell, plan in plans for told in other_results(plan)]
     notes += [TIGHT] * any(point.tight for point in points)
     notes += in_words(columns)
@@ -79,17 +80,11 @@ def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
     )
 
 
+_cell = partial(cell_text, after=", ")
+
+
 def _text(text: str) -> str:
     return html.escape(one_line(text))
-
-
-def cell_text(fit: Fit) -> str:
-    """`8 x h100-sxm, 2 of 4 x 2048`."""
-    workload = fit.profile.workload
-    devices = f"{fit.group.num_devices} x " if fit.group.num_devices > 1 else ""
-    times = f"{fit.micro_batches} of " if fit.micro_batches > 1 else ""
-    size = f"{times}{workload.batch_size} x {workload.seq_len}"
-    return f"{devices}{fit.profile.hardware.name}, {size}"
 
 
 def _points(fits: Sequence[Fit]) -> Iterator[_Point]:
@@ -104,16 +99,12 @@ def _points(fits: Sequence[Fit]) -> Iterator[_Point]:
 
 def _row(fits: Sequence[Fit], point: _Point, columns: Sequence[str]) -> str:
     tokens = "does not fit" if point.tokens_per_s is None else f"{point.tokens_per_s:,.0f}"
-    sizes = [0, 0, 0]
-    if point.peak is not None:
-        sizes = [point.peak.on_device, point.peak.host, point.peak.disk]
     fit = fits[point.cell]
     seconds = point.tokens_per_s and fit.tokens_per_step / point.tokens_per_s
-    cells = [tokens, *spending_cells(fit.spending(seconds), columns)]
-    cells += [f"{size / _GIB:.1f} GiB" if size else "-" for size in sizes]
+    cells = [tokens, *spending_cells(fit.spending(seconds), columns), *gibibytes(point.peak)]
     named = f"<td{' class=plan' * point.is_plan}>{_text(point.name + ', tight' * point.tight)}</td>"
     values = "".join(f"<td>{value}</td>" for value in cells)
-    return f"<tr><td>{_text(cell_text(fit))}</td>{named}{values}</tr>"
+    return f"<tr><td>{_text(_cell(fit))}</td>{named}{values}</tr>"
 
 
 class _Labels:
@@ -186,7 +177,7 @@ def _chart(fits: Sequence[Fit], points: Sequence[_Point]) -> str:
         row = _HEIGHT - 14 + 14 * (cell // 4)
         drawn.append(
             f'<circle cx="{name_at + 6}" cy="{row - 4}" r="5" fill="{colour}"/>'
-            f'<text x="{name_at + 16}" y="{row}">{_text(cell_text(fit))}</text>'
+            f'<text x="{name_at + 16}" y="{row}">{_text(_cell(fit))}</text>'
         )
     labels = _Labels()
     for point in points:

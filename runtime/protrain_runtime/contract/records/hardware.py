@@ -1,6 +1,6 @@
 """`Hardware`: what a machine offers to a training run: tiers of memory, links between, speeds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 TierName = Literal["host", "disk"]
@@ -243,3 +243,14 @@ class Hardware:
     def tier(self, name: TierName) -> Tier:
         """The tier called `name`; KeyError where this machine has none."""
         return {tier.name: tier for tier in self.tiers}[name]
+
+    def with_tier(self, changed: Tier) -> "Hardware":
+        """Return the machine with a tier in place of the one of this name."""
+        tiers = tuple(changed if one.name == changed.name else one for one in self.tiers)
+        return replace(self, tiers=tiers)
+
+    def with_link(self, name: TierName, read: float, write: float) -> "Hardware":
+        """Return the machine with a link of these speeds between its device and a tier."""
+        tier = self.tier(name)
+        link = replace(tier.link, read_bytes_per_s=read, write_bytes_per_s=write)
+        return self.with_tier(replace(tier, link=link))

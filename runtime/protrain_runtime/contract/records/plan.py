@@ -1,6 +1,6 @@
 """`Plan`: the decisions, and what they are predicted to cost. Reviewed and committed like code."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from protrain_runtime.contract.records.folding import unfolded
@@ -200,8 +200,8 @@ class Prediction:
     Where steps overlap, `step_seconds` are those from one step's start to the next one's, and
     `first_step_seconds` those of a step by itself, until its last update has ended.
 
-    Where updates are speculative, `step_seconds` are the mean of steps of which `Plan.clip_share`
-    are clipped, and `clipped_step_seconds` those of a step that is.
+    Where updates are speculative, `step_seconds` are the mean of clipped steps and others, by
+    `Plan.clipped_percent`, and `clipped_step_seconds` those of a step that is clipped.
     """
 
     step_seconds: float
@@ -275,6 +275,11 @@ class DeviceGroup:
 ALONE = DeviceGroup()
 
 
+def _told(words: str, option: str = "") -> dict[str, str]:
+    """Metadata of a setting: its name for readers, and the option of `protrain plan`."""
+    return {"words": words, "option": option}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
     """Settings of a whole step: how the optimizer runs, and on how many devices.
@@ -286,13 +291,15 @@ class StepSettings:
     the cache, and are no more than that: memory beside the budgets, which it may fill.
     """
 
-    piece_bytes: int = 0  # optimizer states move and are updated in such pieces; 0: to be chosen
-    updates: Updates = "in backward"
-    micro_batches: int = 1  # forwards and backwards per update
-    group: DeviceGroup = ALONE
+    # Optimizer states move and are updated in such pieces; 0: to be chosen.
+    piece_bytes: int = field(default=0, metadata=_told("pieces of states"))
+    updates: Updates = field(default="in backward", metadata=_told("updates", "--clip"))
+    micro_batches: int = field(default=1, metadata=_told("micro-batches", "--accumulate"))
+    group: DeviceGroup = field(default=ALONE, metadata=_told("devices"))
     overlap_steps: bool = False
-    page_cache_bytes: int = 0  # of memory, that what is on disk may fill
-    clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
+    page_cache_bytes: int = field(default=0, metadata=_told("page cache", "--page-cache"))
+    # Part of all steps whose gradients are clipped.
+    clip_share: float = field(default=CLIP_SHARE, metadata=_told("clipped steps", "--clip-share"))
 
     @property
     def is_single(self) -> bool:
@@ -357,6 +364,11 @@ class Plan:
         graded = self.graded
         allowed = leaves_of(self.forms)
         return replace(self, exact=graded == "bitwise", exactness=graded, allowed=allowed)
+
+    @property
+    def clipped_percent(self) -> float:
+        """Percent of all steps whose gradients are taken to be clipped."""
+        return 100 * self.settings.clip_share
 
     @property
     def gap(self) -> float:

@@ -1,0 +1,375 @@
+"""Variations of a question: their answers, and which is best.
+
+A variation is the same question with more memory, a faster link, other batches, or on a machine
+that can be had. The bytes of a profile do not depend on a machine's sizes and links, so that one
+profile answers for all of these. What the planner would find is bounded without planning: by what
+units compute at least, at once, and then by what all lanes do at least within the memory.
+
+[Note: more is never slower] A plan for less memory is a plan for more: it takes as many bytes and
+as many seconds. So a search begins with the decisions of the plan that is known for less, and that
+plan is the answer where the search finds no faster one. For a faster link, a search begins with the
+decisions for the slower one. No more is promised there: a move that ends earlier can stand in
+another's way.
+
+[Note: why it is the cheapest] Machines are looked at in the order of their prices. One is passed
+over where a bound says that no plan of it reaches the speed, or that it has none; otherwise it is
+planned. The first whose plan reaches the speed is the answer. Of every cheaper one it is known
+that no plan reaches the speed, or that the plan found does not, while the bound on its plans does:
+then they are at most that plan's gap apart. So no cheaper machine reaches the speed, but for one
+that is named with the speed of its plan and the most that any could reach. All of this is about the
+seconds of the profile: how far they are from a machine's is another matter.
+
+[Note: why it is the fastest] Machines are looked at in the order of their first bounds, the fastest
+first. One is passed over where a bound is no more than the best plan's speed so far. The search
+ends when the first bound of the next one is. So none is faster than the answer, but for the gaps of
+those that were planned.
+
+PHAZE (Wang et al., ICML 2024, arXiv 2407.13143) searches among architectures of accelerators, with
+an integer programme for each one's schedule inside. Here the machines are those that one can have,
+and the planner is inside.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from math import inf
+from typing import Literal
+
+from protrain_plan.planning.model.decision_model import least_lane_seconds
+from protrain_plan.planning.model.problem import Choice
+from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.growth import grown
+from protrain_plan.planning.questions.objectives import Fit, Question
+from protrain_plan.planning.questions.planner import problem_of, solve_any, status_of
+from protrain_plan.planning.search.improving import Effort
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import PCIE, Hardware, TierName
+from protrain_runtime.contract.records.profile import SPARSE
+from protrain_runtime.contract.units import format_bytes
+
+Resource = Literal["host", "device", "disk", "link"]
+
+WORTH = 0.02
+"""Least gain of a change that is named: the gap that `fit` plans to."""
+
+USUAL_HOST = 8 * 2**30
+"""Sizes of host memory are this one's doubles."""
+
+MORE_MICRO_BATCHES = 4
+
+COMPUTE = "compute"
+"""Bound: what units compute at least."""
+LANES = "its lanes"
+"""Bound: what compute, links, updates and collectives do at least, within the memory."""
+MEMORY = "memory: no plan fits"
+PLAN = "its plan"
+"""Bound: the one that a plan was proven with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variation:
+    """A question that is asked otherwise: `words` say how, with the price of all devices."""
+
+    name: str
+    question: Question
+    words: str = ""
+    price_per_hour: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A variation with its answer, or ruled out by a bound: `reached` is None.
+
+    No plan is faster than `most_tokens_per_s`, which is 0 where none fits.
+    """
+
+    variation: Variation
+    most_tokens_per_s: float
+    bound: str
+    reached: Fit | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed of the plan; 0 where there is none."""
+        return (self.reached and self.reached.tokens_per_s) or 0.0
+
+    def times_as_fast(self, base: Fit) -> float | None:
+        """Speed over that of `base`; 0 where neither fits, None where only this does.
+
+        1 where a bound rules it out. A search ends where its bound says that the gain is less than
+        `WORTH`, up to the planner's gap, and the speed is the one that it has then.
+        """
+        if not self.most_tokens_per_s:
+            return 0.0
+        if self.reached is None:
+            return 1.0
+        return self.tokens_per_s / base.tokens_per_s if base.tokens_per_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best variation, if there is one, and all that were looked at, in order.
+
+    `unseen` are those that no longer mattered.
+    """
+
+    best: Tried | None
+    looked_at: tuple[Tried, ...]
+    unseen: tuple[Variation, ...] = ()
+
+
+# --- variations -----------------------------------------------------------------------------------
+
+
+def refuse_missing(machine: Hardware, resource: Resource) -> None:
+    """Raise ProtrainError where a machine does not have what is to be changed."""
+    tier = "host" if resource == "link" else resource
+    if tier != "device" and all(one.name != tier for one in machine.tiers):
+        what = "host memory" if tier == "host" else "disk"
+        raise ProtrainError(f"{machine.name} has no {what} below its device", key="--sweep")
+
+
+def with_resource(question: Question, resource: Resource, value: float) -> Question:
+    """Return the question with so many bytes, or with a link of so many bytes per second.
+
+    Host memory and disk are those of a node; the link is that of a device, in both directions. What
+    joins several devices stays as it is. ProtrainError where the machine has no such tier.
+    """
+    refuse_missing(question.profile.hardware, resource)
+    if resource == "link":
+        return _with_link(question, "host", value, value)
+    size = int(value) if resource == "device" else int(value) // question.group.in_node
+    return replace(question, budgets=replace(question.budgets, **{resource: size}))
+
+
+def _with_link(question: Question, tier: TierName, read: float, write: float) -> Question:
+    machine = question.profile.hardware.with_link(tier, read, write)
+    return replace(question, profile=replace(question.profile, hardware=machine))
+
+
+def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator[Variation]:
+    """Yield the few changes that people can make to a machine, or to what they ask of it.
+
+    host memory     the next double of 8 GiB, of a node
+    link            the next generation of PCIe that is faster
+    device memory   the next of `device_sizes`, with the speed as it is
+    disk            twice as fast: two drives, of which each has half of the bytes
+    micro-batches   four times as many for each update
+    batch           twice as many sequences, grown in proportion (see `growth.grown`)
+    """
+    profile, budgets, settings = question.profile, question.budgets, question.settings
+    tiers = {tier.name: tier for tier in profile.hardware.tiers}
+    if host := tiers.get("host"):
+        there, size = budgets.host * question.group.in_node, USUAL_HOST
+        while size <= there:
+            size *= 2
+        yield Variation(
+            name="host memory",
+            words=f"{format_bytes(size - there)} more host memory ({format_bytes(size)})",
+            question=with_resource(question, "host", size),
+        )
+        slower = min(host.link.read_bytes_per_s, host.link.write_bytes_per_s)
+        faster = [name for name, speed in PCIE.items() if speed > 1.1 * slower]
+        if faster:
+            rate = PCIE[faster[0]]
+            yield Variation(
+                name="link",
+                words=f"a link of {rate / 1e9:g} GB/s (PCIe {faster[0][-1]}) in place of"
+                f" {slower / 1e9:.3g} GB/s",
+                question=with_resource(question, "link", rate),
+            )
+    if larger := [size for size in sorted(device_sizes) if size > budgets.device]:
+        yield Variation(
+            name="device memory",
+            words=f"{format_bytes(larger[0])} of device memory in place of"
+            f" {format_bytes(budgets.device)}",
+            question=with_resource(question, "device", larger[0]),
+        )
+    if disk := tiers.get("disk"):
+        read, write = disk.link.read_bytes_per_s, disk.link.write_bytes_per_s
+        yield Variation(
+            name="disk",
+            words="a disk that is twice as fast",
+            question=_with_link(question, "disk", 2 * read, 2 * write),
+        )
+    if not any(unit.stays == SPARSE for unit in profile.units):
+        many = MORE_MICRO_BATCHES * settings.micro_batches
+        yield Variation(
+            name="micro-batches",
+            words=f"{many} micro-batches for each update in place of {settings.micro_batches}",
+            question=replace(question, settings=replace(settings, micro_batches=many)),
+        )
+    size = profile.workload.batch_size
+    yield Variation(
+        name="batch",
+        words=f"batches of {2 * size} in place of {size} (bytes and seconds in proportion)",
+        question=replace(question, profile=grown(profile, batch_size=2 * size)),
+    )
+
+
+# --- their answers --------------------------------------------------------------------------------
+
+
+def reach(question: Question, *, effort: Effort, known: Fit | None = None) -> Fit:
+    """Find the fastest plan, no slower than the `known` one where that is for less.
+
+    See [Note: more is never slower].
+    """
+    problems, before = question.problems(), known and known.solved
+    hints: list[Choice] = []
+    for_more = False
+    if known and before:
+        asked, machine = known.question, question.profile.hardware
+        here = replace(asked, profile=replace(asked.profile, hardware=machine))
+        if replace(here, budgets=question.budgets) == question:
+            hints = [problems[0].choice_of(before.plan.units)]
+            sizes = zip(astuple(asked.budgets), astuple(question.budgets), strict=True)
+            for_more = here == asked and all(one <= other for one, other in sizes)
+    found = solve_any(problems, question.budgets, effort=effort, hints=hints)
+    if before and for_more:
+        seconds = before.plan.prediction.step_seconds
+        least = problem_of(before, problems).compute_seconds
+        if isinstance(found, Solved):
+            least = found.plan.prediction.lower_bound_seconds
+        if isinstance(found, Infeasible) or seconds < found.plan.prediction.step_seconds:
+            prediction = replace(before.plan.prediction, lower_bound_seconds=least)
+            plan = replace(before.plan, budgets=question.budgets, prediction=prediction)
+            found = replace(before, plan=plan, gap=plan.gap, status=status_of(plan.gap, effort))
+    return Fit.of(question, problems, found)
+
+
+def sweep(questions: Sequence[Question], *, gap: float) -> tuple[Fit, ...]:
+    """Answer each question; where one asks of more than the one before, no slower than that."""
+    found: list[Fit] = []
+    for question in questions:
+        known = found[-1] if found else None
+        found.append(reach(question, effort=Effort(gap_target=gap), known=known))
+    return tuple(found)
+
+
+def least_seconds(question: Question) -> float | None:
+    """Return a bound below all plans, with any number of replicas; None where there is no plan.
+
+    The bound of `least_lane_seconds`: what links, updates and compute have to do within the
+    budgets. It takes about a second where planning takes ten.
+    """
+    found = (least_lane_seconds(problem) for problem in question.problems())
+    return min((bound for bound in found if bound is not None), default=None)
+
+
+def tried(
+    variation: Variation,
+    tokens_per_s: float,
+    effort: Effort,
+    *,
+    first: float = inf,
+    known: Fit | None = None,
+) -> Tried:
+    """Answer a variation, or rule it out by bounds where it does not reach a speed.
+
+    `first` is a bound on its speed that is at hand, `known` an answer to begin with.
+    """
+    question = variation.question
+    if first < tokens_per_s:
+        return Tried(variation=variation, most_tokens_per_s=first, bound=COMPUTE)
+    if tokens_per_s or known is None:
+        seconds = least_seconds(question)
+        if seconds is None:
+            return Tried(variation=variation, most_tokens_per_s=0.0, bound=MEMORY)
+        if (most := question.tokens / seconds) < tokens_per_s:
+            return Tried(variation=variation, most_tokens_per_s=most, bound=LANES)
+    return _planned(variation, reach(question, effort=effort, known=known))
+
+
+def _planned(variation: Variation, reached: Fit) -> Tried:
+    most, bound = 0.0, MEMORY
+    if reached.solved is not None:
+        bound = PLAN
+        most = reached.question.tokens / reached.solved.plan.prediction.lower_bound_seconds
+    return Tried(variation=variation, most_tokens_per_s=most, bound=bound, reached=reached)
+
+
+def helped(base: Fit, change: Variation, *, gap: float) -> Tried:
+    """Answer a change, unless a bound says that it is worth too little."""
+    worth = (base.tokens_per_s or 0.0) * (1 + WORTH)
+    below = change.question.tokens / worth if worth else inf
+    return tried(change, worth, Effort(gap_target=gap, below_s=below), known=base)
+
+
+# --- the best of them -----------------------------------------------------------------------------
+
+
+def search(
+    offers: Sequence[Variation],
+    *,
+    speed: float | None = None,
+    gap: float,
+    told: Callable[[Variation], None] = lambda _: None,
+) -> Found:
+    """Find the cheapest offer that reaches a speed; without one, the fastest whatever it costs.
+
+    See [Note: why it is the cheapest] and [Note: why it is the fastest]. Of offers that cost the
+    same, the first by its bound of computing. The cheapest is planned to the end: its plan is as
+    fast as the planner finds. Each is `told` before it is looked at.
+    """
+    # No plan is faster than its units are computed.
+    firsts = {
+        id(one): one.question.tokens / min(p.compute_seconds for p in one.question.problems())
+        for one in offers
+    }
+
+    def order(one: Variation) -> tuple[float, float]:
+        price, bound = one.price_per_hour, -firsts[id(one)]
+        return (price, bound) if speed else (bound, price)
+
+    ordered, looked_at = sorted(offers, key=order), list[Tried]()
+    best: Tried | None = None
+    for number, offer in enumerate(ordered):
+        needed = speed or (best.tokens_per_s if best else 0.0)
+        first = firsts[id(offer)]
+        if not speed and first <= needed:
+            return Found(best=best, looked_at=tuple(looked_at), unseen=tuple(ordered[number:]))
+        told(offer)
+        seconds = offer.question.tokens / needed if needed else inf
+        # As fast as that is enough; a search that cannot get there is given up.
+        effort = Effort(gap_target=gap)
+        effort = replace(effort, enough_s=seconds) if speed else replace(effort, below_s=seconds)
+        found = tried(offer, needed, effort, first=first)
+        if speed and found.tokens_per_s >= speed:
+            again = reach(offer.question, effort=Effort(gap_target=gap), known=found.reached)
+            best, unseen = _planned(offer, again), tuple(ordered[number + 1 :])
+            return Found(best=best, looked_at=(*looked_at, best), unseen=unseen)
+        looked_at.append(found)
+        if not speed and found.tokens_per_s > needed:
+            best = found
+    return Found(best=best, looked_at=tuple(looked_at))
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return all divisors, the least first."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | None:
+    """Return the number of the question with the fastest step; None where none has a plan.
+
+    The questions are of the same sequences per update, in ever larger micro-batches. One is planned
+    where its bound promises a step that is faster by more than the gap asked for: so the answer is
+    the fastest but for that gap. Where bounds are equal, the larger micro-batch comes first.
+    """
+    bounds: dict[int, float] = {}
+    for number, question in enumerate(questions):
+        bound = least_lane_seconds(question.problem(), stopped=effort.spent)
+        if bound is None:
+            break  # larger ones need more memory
+        bounds[number] = bound
+    best, best_s = None, inf
+    for number in sorted(bounds, key=lambda number: (bounds[number], -number)):
+        if bounds[number] * (1 + effort.gap_target) >= best_s:
+            break
+        question = questions[number]
+        found = solve_any(
+            question.problems(), question.budgets, effort=replace(effort, below_s=best_s)
+        )
+        if isinstance(found, Solved) and found.plan.prediction.step_seconds < best_s:
+            best, best_s = number, found.plan.prediction.step_seconds
+    return best
