@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input,
 4 out of memory, 130 interrupted, 141 nobody reads what is printed.
 """
 
+import gc
 import os
 import sys
 
@@ -46,6 +47,8 @@ def _leave_repository_out() -> None:
 
 _leave_repository_out()
 
+gc.disable()  # until all is imported: nothing of that is garbage
+
 from collections.abc import Callable
 from traceback import walk_tb
 from typing import Annotated, NoReturn
@@ -85,6 +88,8 @@ from protrain_plan.commands.output import (
 from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import ProtrainError
+
+gc.enable()
 
 # The commands' modules import what they need where they run: help is for all of them.
 app = typer.Typer(

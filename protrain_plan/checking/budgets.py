@@ -17,10 +17,10 @@ Beside the machines stands what plans may have leave for: `allow: [rounding]`, a
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -38,6 +38,8 @@ from protrain_runtime.contract.records.tree import (
     root,
 )
 from protrain_runtime.contract.units import parse_bytes
+
+Number = TypeVar("Number", int, float)
 
 KIND_KEY, KIND, VERSION = "protrain", "budgets", 1
 YAML_NAME, TOML_NAME = "budgets.yaml", "pyproject.toml"
@@ -62,7 +64,7 @@ class MachineBudget:
     plans: tuple[str, ...] = ()
 
     def names(self, plan: Path) -> bool:
-        """Whether a plan is among those that have to fit this machine, whatever made for."""
+        """Return whether a plan has to fit this machine, whatever it was made for."""
         return any(PurePath(plan).match(pattern) for pattern in self.plans)
 
 
@@ -71,7 +73,7 @@ KEYS = tuple(f.name for f in fields(MachineBudget) if f.name not in ("machine", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What plans may take: budgets by machine, and leave for what is not exact."""
+    """Limits of plans: budgets by machine, and leave for what is not exact."""
 
     budgets: Mapping[str, MachineBudget] = field(default_factory=dict)
     allow: tuple[str, ...] = ()
@@ -175,15 +177,12 @@ def _budgets(machines: Node, source: str) -> dict[str, MachineBudget]:
 
 def _budget(machine: str, source: str, values: Mapping[str, Node]) -> MachineBudget:
     def size(key: str) -> int | None:
-        if key not in values:
-            return None
-        text = _text(values[key], "a size")
-        try:
-            return parse_bytes(text)
-        except ProtrainError as error:
-            raise values[key].error(error.message, error.fix) from None
+        return _parsed(values.get(key), "a size", parse_bytes)
 
-    headroom = _fraction(values.get("headroom"))
+    def fraction(key: str) -> float | None:
+        return _parsed(values.get(key), "a percentage such as 5%", _fraction)
+
+    headroom = fraction("headroom")
     if headroom is not None and headroom >= 1:
         raise values["headroom"].error("expected less than 100%")
     return MachineBudget(
@@ -193,38 +192,38 @@ def _budget(machine: str, source: str, values: Mapping[str, Node]) -> MachineBud
         host=size("host"),
         disk=size("disk"),
         headroom=headroom or 0.0,
-        step_seconds=_seconds(values.get("step_seconds")),
-        slowdown=_fraction(values.get("slowdown")),
+        step_seconds=_parsed(values.get("step_seconds"), "seconds such as 3.5", _seconds),
+        slowdown=fraction("slowdown"),
         plans=_patterns(values.get("plans")),
     )
 
 
-def _text(value: Node, what: str) -> str:
-    if isinstance(value.node, yaml.ScalarNode):
-        return str(value.node.value)
-    found = "a list" if isinstance(value.node, yaml.SequenceNode) else "a mapping"
-    raise value.error(f"expected {what}, got {found}")
-
-
-def _fraction(value: Node | None) -> float | None:
+def _parsed(value: Node | None, what: str, parse: Callable[[str], Number]) -> Number | None:
+    """Return the number of an entry, if there is one; `parse` raises ValueError for other texts."""
     if value is None:
         return None
-    text = _text(value, "a percentage such as 5%")
+    if not isinstance(value.node, yaml.ScalarNode):
+        found = "a list" if isinstance(value.node, yaml.SequenceNode) else "a mapping"
+        raise value.error(f"expected {what}, got {found}")
+    text = str(value.node.value)
+    try:
+        return parse(text)
+    except ProtrainError as error:
+        raise value.error(error.message, error.fix) from None
+    except ValueError:
+        raise value.error(f"expected {what}, got {cut(text)!r}") from None
+
+
+def _fraction(text: str) -> float:
     if re.fullmatch(PERCENTAGE, text) is None:
-        raise value.error(f"expected a percentage such as 5%, got {cut(text)!r}")
+        raise ValueError
     return float(text.removesuffix("%")) / 100
 
 
-def _seconds(value: Node | None) -> float | None:
-    if value is None:
-        return None
-    text = _text(value, "seconds such as 3.5")
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise value.error(f"expected seconds such as 3.5, got {cut(text)!r}") from None
+def _seconds(text: str) -> float:
+    seconds = float(text)
     if seconds not in STEPS:
-        raise value.error(f"expected seconds {STEPS}, got {cut(text)!r}")
+        raise ProtrainError(f"expected seconds {STEPS}, got {cut(text)!r}")
     return seconds
 
 

@@ -42,7 +42,7 @@ _MAX_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitGrowth:
-    """How many bytes more (or, below zero, fewer) each unit of a run takes.
+    """Bytes that each unit of a run takes more (or, below zero, less).
 
     states_bytes      parameters, gradients and optimizer states
     activation_bytes  what autograd keeps of it from forward to backward, when all of it is kept

@@ -76,7 +76,7 @@ SCHEMAS: dict[str, Callable[[], Schema]] = {
     **{name: partial(record_schema, kind) for kind, name in KINDS.items()},
     "budgets": budgets_schema,
 }
-"""What is published in `schemas/NAME.schema.json`."""
+"""Schemas published in `schemas/NAME.schema.json`."""
 
 
 def _file(

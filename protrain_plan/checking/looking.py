@@ -41,14 +41,14 @@ an accelerator."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unavailable:
-    """Why a model, or an estimate of it, cannot be had here: something is not installed."""
+    """Reason why a model, or its estimate, cannot be had here: something is not installed."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """Why a model whose source is here cannot be built from it, or not be estimated."""
+    """Reason why a model whose source is here cannot be built or estimated."""
 
     reason: str
     fix: str = _MEND
@@ -78,7 +78,7 @@ def look_away(profile: Profile) -> Unavailable:  # noqa: ARG001 (the signature o
 
 
 def not_estimated(broken: Broken, profile: Profile, *, refused: bool, unknown: bool) -> Estimate:
-    """What it means that there is no estimate.
+    """Return what a missing estimate means.
 
     A model that was measured may be one that cannot be estimated, and says so (`refused`); one that
     was estimated can be again, on every machine that is not `unknown`.
@@ -90,7 +90,7 @@ def not_estimated(broken: Broken, profile: Profile, *, refused: bool, unknown: b
 
 
 def unknown(hardware: Hardware, _: Tell | None = None) -> bool:
-    """Whether nothing can be estimated for a machine from here, whatever the model."""
+    """Return whether nothing can be estimated for a machine from here."""
     from protrain_plan.profiling.estimated import refuse_unknown
 
     try:
@@ -110,7 +110,7 @@ def changed_keys(recorded: str, now: str) -> tuple[str, ...]:
 
 
 def missing(workload: Workload) -> str | None:
-    """What is not there of what the model is built with, in words. Imports nothing of it."""
+    """Say what is missing to build the model. Imports nothing of it."""
     name = workload.model
     if find_spec("torch") is None:
         return "torch is not installed"
@@ -127,7 +127,7 @@ def missing(workload: Workload) -> str | None:
 
 
 def _is_here(name: str) -> bool:
-    """Whether the configuration called so can be read anew; factories have none.
+    """Return whether the configuration called so can be read anew; factories have none.
 
     A file that is not the repository's is nobody's to change: what was recorded counts.
     """
@@ -135,14 +135,14 @@ def _is_here(name: str) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """What an error says, on one line and without the fix."""
+    """Return an error's words on one line, without the fix."""
     if not isinstance(error, ProtrainError):
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return " ".join(str(ProtrainError(error.message, source=error.source, key=error.key)).split())
 
 
 def _is_asked_for(profile: Profile, fingerprint: str, changed: Iterable[str]) -> bool:
-    """Whether rules ask for an estimate of a model that is now this one."""
+    """Return whether rules ask for an estimate of a model that is now this one."""
     changes = fingerprint != profile.model_fingerprint or bool(changed)
     return changes or profile.method == "estimated"
 
@@ -367,7 +367,7 @@ def _imported_before(workload: Workload) -> list[str]:
 
 
 def _question(profile: Profile) -> EstimateRequest | None:
-    """What a check asks of a model whose code is the libraries' alone; None of others.
+    """Return the question about a model whose code is the libraries' alone; None for others.
 
     ProtrainError where a file holds no configuration.
     """

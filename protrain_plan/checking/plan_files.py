@@ -49,7 +49,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
 }
 _KEY = "protrain"
 _MAX_BYTES = 16 * 2**20
-"""Of a file in which that word is looked for."""
+"""Largest file in which that word is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What was found: plans, and records that cannot be read, each once and in order."""
+    """Files that were found: plans, and records that cannot be read, each once and in order."""
 
     files: tuple[Files, ...]
     num_seen: int  # files that were looked at
@@ -242,7 +242,7 @@ def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str |
 
 
 def _look_at(path: Path, within: Sequence[Path]) -> _Seen:
-    """What the file is; with folders, what it links to lies in one of them or the repository."""
+    """Read a file as what it is; with folders, links lead into one of them or the repository."""
     try:
         if not _speaks_of_us(path):
             return _Seen(kind=None)
@@ -291,7 +291,7 @@ _ESCAPE = re.compile(
 
 
 def _speaks_of_us(path: Path) -> bool:
-    """Whether the word stands in a regular file, in any encoding and however it is escaped.
+    """Return whether the word stands in a regular file, in any encoding and however it is escaped.
 
     Nobody is waited for. RecordError for anything else than a file, and for one too large.
     """
@@ -325,7 +325,7 @@ def _unescaped(escape: re.Match[str]) -> str:
 
 
 def _is_ours(document: yaml.Node) -> bool:
-    """Whether a mapping, or one in a list, has the key, by itself or by a merge (`<<`)."""
+    """Return whether a mapping, or one in a list, has the key, by itself or by a merge (`<<`)."""
     waiting, met = [document], set[int]()
     while waiting:
         node = waiting.pop()

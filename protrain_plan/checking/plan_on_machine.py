@@ -28,14 +28,14 @@ from protrain_runtime.contract.records.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a step takes: bytes of each tier at its peak, and seconds."""
+    """Cost of a step: bytes of each tier at its peak, and seconds."""
 
     peak_bytes: TierBytes
     step_seconds: float
 
 
 def predicted(plan: Plan, profile: Profile) -> Predicted:
-    """What the plan's decisions take; its units are those of the profile (see `misfit`)."""
+    """Predict what decisions take; the plan's units are those of the profile (see `misfit`)."""
     problem = Problem.of_plan(plan, profile)
     return Predicted(
         peak_bytes=peak_bytes(problem.program(plan.units)),
@@ -44,7 +44,7 @@ def predicted(plan: Plan, profile: Profile) -> Predicted:
 
 
 def misfit(plan: Plan, profile: Profile) -> str | None:
-    """Why the plan's units are not decisions about the profile's, in words; None where they are."""
+    """Say why the plan's units do not decide about the profile's; None where they do."""
     if (found := problem_misfit(plan, profile)) is not None:
         return found.problem
     problem = Problem.of_plan(plan, profile)
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def changed(self) -> bool:
-        """Whether today's model is another one than was profiled."""
+        """Whether the model changed since it was profiled."""
         return isinstance(self.today, Today) and (
             bool(self.today.changed_keys)
             or self.today.model_fingerprint != self.case.profile.model_fingerprint
@@ -85,7 +85,7 @@ class Model:
 
     @cached_property
     def profile(self) -> Profile:
-        """What the model costs on the plan's own machine.
+        """Cost of the model on the plan's own machine.
 
         A model that is as it was profiled costs what was profiled. One that changed costs what an
         estimate says, and so does one whose profile was an estimate itself. On a CPU that was made
@@ -105,7 +105,7 @@ class Model:
 
     @property
     def growth(self) -> tuple[UnitGrowth, ...]:
-        """What changed, unit by unit, since the profile was made; empty where nobody can tell."""
+        """Changes, unit by unit, since the profile was made; empty where nobody can tell."""
         return growth(self.case.profile, self.profile)
 
 
@@ -132,7 +132,7 @@ class PlanOnMachine:
 
     @cached_property
     def profile(self) -> Profile:
-        """What the model costs on this machine: bytes for sure, seconds where it is the plan's.
+        """Cost of the model on this machine: bytes for sure, seconds where it is the plan's.
 
         The memory and the links are the machine's; seconds of compute stay as they are.
         """
@@ -140,12 +140,12 @@ class PlanOnMachine:
 
     @cached_property
     def misfit(self) -> str | None:
-        """Why the plan decides about another model than this one; None where it does not."""
+        """Reason why the plan decides about another model than this one; None where it does not."""
         return misfit(self.case.plan, self.profile)
 
     @cached_property
     def predicted(self) -> Predicted:
-        """What the plan takes here; only where there is no `misfit`."""
+        """Prediction for this machine; only where there is no `misfit`."""
         return predicted(self.case.plan, self.profile)
 
     @cached_property
@@ -206,7 +206,7 @@ class Machines:
 
 
 def _machine(budget: MachineBudget) -> Hardware:
-    """That of the catalogue, or of a file of the repository or beside the budgets, and no other."""
+    """Read the machine from the catalogue, the repository or beside the budgets, nowhere else."""
     if budget.machine not in hardware_names():
         refuse_outside(budget.machine, Path(budget.source).parent)
     return load_hardware(budget.machine)

@@ -68,7 +68,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """What the rule needs is not there."""
+    """The rule lacks what it needs."""
 
     reason: str
 
@@ -476,7 +476,7 @@ def _below_device(situation: PlanOnMachine, tier: TierName, what: str, limit: Li
 
 
 def _over(situation: PlanOnMachine, text: str, used: int, limit: Limit) -> Failed:
-    """That a tier's limit is exceeded, which layers grew, and whether planning again would help."""
+    """Say how far a limit is exceeded, which layers grew, and whether planning again helps."""
     grown = tuple(unit for unit in situation.model.growth if unit.total_bytes > 0)
     problem = (
         f"{text} exceeds {format_bytes(limit.bytes)} ({limit.source})"
@@ -537,7 +537,7 @@ def bud001(budget: MachineBudget, machine: str, machines: frozenset[str]) -> Ver
 
 
 def plan_again(case: Case) -> str:
-    """How to make the plan anew, within its own budgets."""
+    """Say how to make the plan anew, within its own budgets."""
     return f"plan it again: {plan_command(case, case.plan.budgets)}"
 
 

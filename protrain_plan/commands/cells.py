@@ -30,7 +30,7 @@ Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 _PLANNING = ("protrain_plan.planning.questions.objectives", "highspy")
-"""What a process imports that is to plan, while models are estimated."""
+"""Imports of a process that is to plan, while models are estimated."""
 
 GAP = 0.02
 """Plans this close to the bound are good enough to compare machines and batches."""
@@ -58,7 +58,7 @@ class Cells:
     jobs: int | None = None
 
     def questions(self, progress: Progress) -> list[Question]:
-        """Of every request and group, in this order.
+        """Return the questions of every request and group, in this order.
 
         ProtrainError where devices cannot have equal parts of a global batch.
         """
@@ -76,7 +76,7 @@ class Cells:
         answer: Callable[[Question], Answer],
         progress: Progress,
     ) -> Generator[tuple[Question, Answer], None, None]:
-        """The same questions in order, each with its answer, as soon as those before are known."""
+        """Yield the questions in order, each with its answer, as soon as those before are known."""
         if self.global_batch is not None:
             best = self._best(progress, self.global_batch)
             found = answered(best, answer, progress, planned, jobs=self.jobs)
@@ -165,7 +165,7 @@ class Cells:
     def with_states_of_8_bits(
         self, questions: Sequence[Question], progress: Progress
     ) -> list[Question]:
-        """The same questions with such an optimizer.
+        """Return the same questions with such an optimizer.
 
         None of them where there is none, its package is missing, or adapters have few states.
         """

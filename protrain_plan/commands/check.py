@@ -3,54 +3,78 @@
 import math
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from protrain_plan.commands.option_records import option_record, with_records
 from protrain_plan.commands.options import JsonOption, NoCacheOption, choice, size
 from protrain_runtime.contract.errors import ProtrainError
+
+if TYPE_CHECKING:
+    from protrain_plan.checking.looking import Looking
 
 DEFAULT = Path("plans")
 
 
-def check(
-    plans: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Plans, and folders with plans; default: plans/.", show_default=False),
-    ] = None,
+@option_record
+class CheckOptions:
+    """Options of a check."""
+
     on: Annotated[
         list[str] | None,
         typer.Option(
             help="Check on this machine of the catalogue, or of a file, instead of the plans' own"
             " and those with budgets. May be given several times."
         ),
-    ] = None,
+    ] = None
     budgets: Annotated[
         Path | None,
         typer.Option(help="Limits per machine; default: budgets.yaml or pyproject.toml here."),
-    ] = None,
+    ] = None
     output_format: Annotated[
         str, typer.Option("--format", help="text, json, junit, sarif or github (annotations).")
-    ] = "text",
+    ] = "text"
     records_only: Annotated[
         bool, typer.Option("--records-only", help="Look at no model: no torch, no source code.")
-    ] = False,
+    ] = False
     strict: Annotated[
         bool, typer.Option("--strict", help="What cannot be checked counts as failed.")
-    ] = False,
+    ] = False
     expect: Annotated[
         int | None, typer.Option(min=0, help="Fail where another number of plans is checked.")
-    ] = None,
+    ] = None
     time_limit: Annotated[
         float, typer.Option(help="Seconds that a model's code may take to build and estimate it.")
-    ] = 300.0,
+    ] = 300.0
     model_memory: Annotated[
         str, typer.Option(help="Memory that a model's code may take meanwhile (on Linux).")
-    ] = "8GiB",
-    no_cache: NoCacheOption = False,
+    ] = "8GiB"
+    no_cache: NoCacheOption = False
     explain: Annotated[
         str | None, typer.Option(metavar="CODE", help="Say what a rule is about, and check none.")
+    ] = None
+
+    def looking(self) -> "Looking":
+        """Return what looks at models; ProtrainError for limits that are none."""
+        from protrain_plan.checking.looking import Looking
+        from protrain_plan.profiling.estimate_cache import EstimateCache
+
+        if not 0 < self.time_limit < math.inf:
+            raise ProtrainError(f"expected seconds, got {self.time_limit:g}", key="--time-limit")
+        memory = size("--model-memory", self.model_memory, 0)
+        cache = EstimateCache(off=self.no_cache or self.records_only)
+        return Looking(seconds=self.time_limit, memory=memory, cache=cache)
+
+
+@with_records
+def check(
+    plans: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Plans, and folders with plans; default: plans/.", show_default=False),
     ] = None,
+    *,
+    options: CheckOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Hold plans against budgets, their profiles and the models that they were made for.
@@ -65,38 +89,33 @@ def check(
     | protrain check plans --format github | protrain check --explain MEM001
     """
     from protrain_plan.checking.budgets import find_limits
-    from protrain_plan.checking.looking import Looking, look_away
+    from protrain_plan.checking.looking import look_away
     from protrain_plan.checking.rules import check as checked
     from protrain_plan.checking.rules import explained
     from protrain_plan.commands import output
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.checks.reports import FORMATS, explanation
-    from protrain_plan.profiling.estimate_cache import EstimateCache
 
     output.refuse_closed_output()
-    form = choice("--format", "json" if as_json else output_format, tuple(FORMATS))
-    if explain is not None:
-        output.print_rendered(explanation(explained(explain)))
+    form = choice("--format", "json" if as_json else options.output_format, tuple(FORMATS))
+    if options.explain is not None:
+        output.print_rendered(explanation(explained(options.explain)))
         return
     if not plans and not DEFAULT.is_dir():
         problem = "there is no folder plans/ here"
         raise ProtrainError(problem, fix="name plans, or folders with plans")
-    if not 0 < time_limit < math.inf:
-        raise ProtrainError(f"expected seconds, got {time_limit:g}", key="--time-limit")
-    memory = size("--model-memory", model_memory, 0)
-    cache = EstimateCache(off=no_cache or records_only)
-    limits = find_limits(budgets)
-    looking = Looking(seconds=time_limit, memory=memory, cache=cache).open()
-    with output.progress(quiet=form != "text") as tell, looking as look:
+    away, looking = options.records_only, options.looking()
+    limits = find_limits(options.budgets)
+    with output.progress(quiet=form != "text") as tell, looking.open() as look:
         report = checked(
             plans or [DEFAULT],
-            look=look_away if records_only else look,
-            prepare=(lambda _: None) if records_only else lambda found: look.prepare(found, tell),
+            look=look_away if away else look,
+            prepare=(lambda _: None) if away else lambda found: look.prepare(found, tell),
             budgets=limits.budgets,
             allow=limits.allow,
-            on=[load_hardware(name) for name in on or ()],
-            strict=strict,
-            expect=expect,
+            on=[load_hardware(name) for name in options.on or ()],
+            strict=options.strict,
+            expect=options.expect,
             progress=tell,
         )
     if "nothing" in look.containments:

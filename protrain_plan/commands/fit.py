@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,7 @@ from protrain_plan.commands.option_records import (
     StepOptions,
     WorkloadOptions,
     given,
+    option_record,
     with_records,
 )
 from protrain_plan.commands.options import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from protrain_runtime.contract.records.hardware import Hardware
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class CellOptions:
     """The cells of the table: sizes and numbers of devices, each with each machine."""
 
@@ -99,7 +100,7 @@ class CellOptions:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class AnswerOptions:
     """Options of what is told besides the answers."""
 

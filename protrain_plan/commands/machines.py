@@ -1,6 +1,5 @@
 """`protrain models` and `protrain hardware`: the catalogues, and the probe of a machine."""
 
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -102,6 +101,8 @@ def probe(
     from protrain_runtime.contract.records.hardware import is_accelerator
 
     target = destination(output)  # before torch loads
+    import tempfile
+
     written = size("--disk-bytes", disk_bytes, 0)
     from protrain_plan.hardware.probe import Rank, Watch, probe_with_ranks
     from protrain_plan.hardware.probe import probe as measured

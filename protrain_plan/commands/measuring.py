@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, float], None]
 
 SMALLER = "a smaller --batch-size or --seq-len; the model alone: --unit-by-unit"
-"""What to do where memory runs out."""
+"""Advice where memory runs out."""
 
 _OF_A_RUN = (
     "protrain_plan.cli",
@@ -53,12 +53,12 @@ _OF_A_RUN = (
     "protrain_plan.presentation.plans",
     "protrain_runtime.contract.program.memory",
 )
-"""What `protrain run` imports: the process holds it besides tensors, as a run does."""
+"""Imports of `protrain run`: the process holds it besides tensors, as a run does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What to profile: the options of the command, as they were given."""
+    """Options of a profile of the command, as they were given."""
 
     model: str
     batch_size: int
@@ -81,7 +81,7 @@ class ProfileRequest:
     disk_watch: tuple[float, int] | None = None  # seconds and bytes; see `probe.Watch`
 
     def question(self) -> EstimateRequest | None:
-        """What an estimate answers; None where that is not for the cache, or the user's own code.
+        """Return the cache's question; None where it has none, or the code is the user's own.
 
         ProtrainError for adapters that are unknown, and a file that holds no configuration.
         """
@@ -113,7 +113,7 @@ class ProfileRequest:
         return read_quantize(self.quantize, adapter=self._adapter())
 
     def options(self, progress: Progress) -> "Options":
-        """What measuring and estimating take, and are told; ProtrainError for what is unknown."""
+        """Return the arguments of measuring and estimating; ProtrainError for what is unknown."""
         from protrain_plan.models.optimizers import optimizer_factory, optimizer_named
 
         optimizer = optimizer_named(self.optimizer, self.optimizer_args)
@@ -157,18 +157,18 @@ class Estimates:
 
     @property
     def num_missing(self) -> int:
-        """Of how many requests some are not known."""
+        """Requests of which some profile is not known."""
         return sum(bool(self._missing(number)) for number in range(len(self._requests)))
 
     def made_here(self, *, at_once: int) -> bool:
-        """Whether the model's code has to run in this process: it is the user's own, or runs once.
+        """Return whether the model's code runs in this process: it is the user's, or runs once.
 
         Its start would take another process seconds that this one has.
         """
         return at_once == 1 or self.num_missing <= 1 or not all(self._questions)
 
     def work(self, number: int, progress: Progress | None = None) -> Callable[[], list[Profile]]:
-        """What makes the profiles that are missing of a request, here or in another process."""
+        """Return the work that makes a request's missing profiles, here or in another process."""
         told = progress or _unheard
         return partial(_estimated, self._requests[number], self._missing(number), told)
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform, get_args
 
 import typer
 
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
         StepSettings,
         Updates,
     )
+
+
+Record = TypeVar("Record")
+
+
+@dataclass_transform(kw_only_default=True)
+def option_record(record: type[Record]) -> type[Record]:
+    """Make a record of options. Nobody compares or prints them, and --help makes all of them."""
+    return dataclass(kw_only=True, eq=False, repr=False)(record)
 
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,7 +74,7 @@ def _of_workload(*names: str, text: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=_WORKLOAD, show_default=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class WorkloadOptions:
     """Numbers, adapters and optimizer to train with. None stands for the command's default."""
 
@@ -162,7 +171,7 @@ class WorkloadOptions:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class StepOptions:
     """Options of when a step updates."""
 
@@ -211,7 +220,7 @@ class StepOptions:
         return replace(OVERLAPPING, updates=when, clip_share=share, micro_batches=self.accumulate)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class BudgetOptions:
     """Budgets of a process for each tier; by default all that the machine has."""
 

@@ -4,7 +4,8 @@ Every command's module is imported for the help of all: it imports at its top wh
 and the rest where it runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -83,14 +84,21 @@ SEQ_LEN = 2048
 """Tokens per sequence that a model is asked about with, where nothing is said."""
 
 
-def size(option: str, text: str | None, default: int) -> int:
-    """The bytes that an option's text says; ProtrainError, naming it, for another text."""
-    if text is None:
-        return default
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Let errors inside name an option."""
     try:
-        return parse_bytes(text)
+        yield
     except ProtrainError as error:
         raise ProtrainError(error.message, key=option, fix=error.fix) from None
+
+
+def size(option: str, text: str | None, default: int) -> int:
+    """Return the bytes that an option's text says; ProtrainError, naming it, for another text."""
+    if text is None:
+        return default
+    with naming(option):
+        return parse_bytes(text)
 
 
 def integers(option: str, text: str) -> tuple[int, ...]:
@@ -139,7 +147,7 @@ def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
 
 
 def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
-    """What `--allow` names, each once and in order; ProtrainError where one is not known."""
+    """Return what `--allow` names, each once and in order; ProtrainError for unknown names."""
     from protrain_runtime.contract.records.forms import FORMS, leaves_of
     from protrain_runtime.contract.records.tree import did_you_mean, listed
 
@@ -155,13 +163,11 @@ def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def found_device(text: str) -> "torch.device":
-    """The device that `--device` names, with its index; ProtrainError where it cannot be had."""
+    """Return the device that `--device` names; ProtrainError where it cannot be had."""
     from protrain_runtime.devices import device  # torch loads here
 
-    try:
+    with naming("--device"):
         return device.found(text)
-    except ProtrainError as error:
-        raise ProtrainError(error.message, key="--device", fix=error.fix) from None
 
 
 def refuse_batches(global_batch: int | None, batch_size: object, accumulate: int) -> None:

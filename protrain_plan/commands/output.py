@@ -64,7 +64,7 @@ def _warning(
 def destination(
     path: Path, *, option: str = "-o", inputs: Iterable[str | Path | None] = ()
 ) -> Path:
-    """Where to write what an option names; what could not be written after minutes is refused now.
+    """Return where to write; what could not be written after minutes is refused now.
 
     So is one of the `inputs` from which it is made (files, models as they are named), or what else
     is written, by whatever name or link it is called.
@@ -108,7 +108,7 @@ def destination(
 
 
 def _is_same(path: Path, source: str | Path) -> bool:
-    """Whether a file is one that is read or written, or that of a model's configuration or code."""
+    """Return whether a file is read or written, or a model's configuration or code."""
     named = [str(source), os.path.join(source, "config.json"), str(source).rpartition(":")[0]]  # noqa: PTH118
     for name in named:
         with suppress(OSError, ValueError):  # one of them is not there: no model's name is a file
@@ -121,7 +121,7 @@ _given_away: list[str] = []  # the option that standard output is for
 
 
 def _is_open(descriptor: int) -> bool:
-    """Whether one may write to the descriptor."""
+    """Return whether one may write to the descriptor."""
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     except OSError:
@@ -218,7 +218,7 @@ def print_error(message: str, *, hint: str | None = None) -> None:
 
 
 def lost(error: OSError) -> Exception:
-    """What to raise where standard output cannot be written."""
+    """Return the error for a standard output that cannot be written."""
     # What is in its buffer still would fail again, when Python ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if isinstance(error, BrokenPipeError):

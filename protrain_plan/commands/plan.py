@@ -1,6 +1,6 @@
 """`protrain plan`: the fastest plan for a profile."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +11,7 @@ from protrain_plan.commands.option_records import (
     StepOptions,
     WorkloadOptions,
     given,
+    option_record,
     with_records,
 )
 from protrain_plan.commands.options import (
@@ -27,6 +28,7 @@ from protrain_plan.commands.options import (
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
+    from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.model.options import Pin
     from protrain_plan.planning.questions.growth import Quantity
     from protrain_plan.planning.questions.objectives import Answer, Objective, Question
@@ -35,12 +37,21 @@ if TYPE_CHECKING:
     from protrain_runtime.contract.records.profile import Profile
 
 OF_MODEL = "A model by its name, with --on"
+PlanOutput = Annotated[
+    Path,
+    typer.Option(
+        "-o",
+        "--output",
+        help="The plan to write; - is standard output. With --on also a folder, for"
+        " profile.yaml and plan.yaml.",
+    ),
+]
 QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class PinOptions:
-    """Decisions that are fixed."""
+    """Decisions that are fixed, and whether all are explained."""
 
     pin: Annotated[
         list[str] | None,
@@ -56,6 +67,8 @@ class PinOptions:
         ),
     ] = False
 
+    explain: Annotated[bool, typer.Option("--explain", help="Say why, in words.")] = False
+
     def read(self) -> "tuple[Pin, ...]":
         """The pins of the file, then the others; ProtrainError where one cannot be read."""
         from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin, read_pins
@@ -66,8 +79,16 @@ class PinOptions:
             *([EXACT_UPDATES] if self.exact_updates else []),
         )
 
+    def explained(self, answer: "Answer") -> "Explanation | None":
+        """Return why the plan is as it is, where that was asked for and there is one."""
+        from protrain_plan.planning.explain.explaining import explain
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+        if not self.explain or answer.solved is None:
+            return None
+        return explain(answer.profile, answer.solved.plan)
+
+
+@option_record
 class ObjectiveOptions:
     """Objectives; the fastest step, unless something else is asked for."""
 
@@ -103,9 +124,9 @@ class ObjectiveOptions:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class PlannedStepOptions(StepOptions):
-    """The same, and what only a plan decides."""
+    """Options of a step, with those that only a plan decides."""
 
     overlap: Annotated[
         bool,
@@ -129,7 +150,7 @@ class PlannedStepOptions(StepOptions):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class GroupOptions:
     """The devices that train one model."""
 
@@ -159,7 +180,7 @@ class GroupOptions:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class SearchOptions:
     """Options of the search for a plan."""
 
@@ -201,7 +222,7 @@ class SearchOptions:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class ModelOptions:
     """A model that is planned by its name: its profile is estimated for a machine."""
 
@@ -248,17 +269,8 @@ def plan(
     ],
     *,
     budgets: BudgetOptions,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--output",
-            help="The plan to write; - is standard output. With --on also a folder, for"
-            " profile.yaml and plan.yaml.",
-        ),
-    ] = Path("plan.yaml"),
+    output: PlanOutput = Path("plan.yaml"),
     fixed: PinOptions,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why, in words.")] = False,
     wanted: ObjectiveOptions,
     devices: GroupOptions,
     step: PlannedStepOptions,
@@ -322,11 +334,7 @@ def plan(
         if beside is not None:
             write_profile(record, beside)
         write_plan(answer.solved.plan, target)
-    explanation = None
-    if explain and answer.solved is not None:
-        from protrain_plan.planning.explain.explaining import explain as explained
-
-        explanation = explained(answer.profile, answer.solved.plan)
+    explanation = fixed.explained(answer)
     written = output if beside is None else beside
     show(
         as_json,
@@ -388,7 +396,7 @@ def _estimated(
 
 
 def _places(output: Path) -> tuple[Path, Path]:
-    """Where a plan and its profile go: into a folder that is named, or a plan and beside it."""
+    """Return the files of a plan and its profile: in a named folder, or beside one another."""
     if str(output) == "-":
         raise ProtrainError("a plan and its profile are two files", key="-o", fix="name a folder")
     if output.suffix in (".yaml", ".yml"):

@@ -199,7 +199,7 @@ def diff(
 
 
 def _is_plan(text: str | RecordError) -> bool:
-    """Whether the text says that it is a plan, as the reader of plans sees it."""
+    """Return whether the text says that it is a plan, as the reader of plans sees it."""
     from protrain_runtime.contract.records.reader import kind_of
 
     try:

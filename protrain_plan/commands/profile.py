@@ -1,12 +1,17 @@
 """`protrain profile`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from protrain_plan.commands.option_records import WorkloadOptions, given, with_records
+from protrain_plan.commands.option_records import (
+    WorkloadOptions,
+    given,
+    option_record,
+    with_records,
+)
 from protrain_plan.commands.options import (
     DISK_BYTES,
     DISK_SECONDS,
@@ -20,8 +25,11 @@ from protrain_plan.commands.options import (
 )
 from protrain_runtime.contract.errors import ProtrainError
 
+if TYPE_CHECKING:
+    from protrain_runtime.contract.records.hardware import Interconnect
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@option_record
 class MeasureOptions:
     """Options of a measurement on this machine."""
 
@@ -64,6 +72,58 @@ class MeasureOptions:
     ] = False
 
 
+@option_record
+class BatchOptions:
+    """Sizes of a batch."""
+
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Sequences, images or pairs per batch.")
+    ] = 1
+    seq_len: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Tokens of text per sequence: targets, where sound or images go in."
+        ),
+    ] = 512
+
+
+@option_record
+class MachineOptions:
+    """Other machines than this one."""
+
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            help="Estimate instead, for a machine that need not be there: a name of the catalogue"
+            " (protrain hardware list), or a YAML file.",
+        ),
+    ] = None
+    interconnect: Annotated[
+        str | None,
+        typer.Option(
+            help="A machine whose devices are joined as this one's, to plan for several: a name of"
+            " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
+        ),
+    ] = None
+
+    @property
+    def joined(self) -> "Interconnect | None":
+        """Links between devices; ProtrainError where the machine does not say it."""
+        from protrain_plan.hardware.catalogue import load_hardware
+
+        if self.interconnect is None:
+            return None
+        joined = load_hardware(self.interconnect).interconnect
+        if joined is None:
+            raise ProtrainError(
+                f"{self.interconnect} does not say what joins its devices",
+                key="--interconnect",
+                fix="measure it: torchrun --nproc-per-node N --no-python protrain hardware probe",
+            )
+        return joined
+
+
 @with_records
 def profile(
     model: Annotated[
@@ -78,32 +138,10 @@ def profile(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The profile to write; - is standard output.")
     ] = Path("profile.yaml"),
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences, images or pairs per batch.")
-    ] = 1,
-    seq_len: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Tokens of text per sequence: targets, where sound or images go in."
-        ),
-    ] = 512,
+    sizes: BatchOptions,
     workload: WorkloadOptions,
     allow: AllowOption = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            "--on",
-            help="Estimate instead, for a machine that need not be there: a name of the catalogue"
-            " (protrain hardware list), or a YAML file.",
-        ),
-    ] = None,
-    interconnect: Annotated[
-        str | None,
-        typer.Option(
-            help="A machine whose devices are joined as this one's, to plan for several: a name of"
-            " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
-        ),
-    ] = None,
+    machine: MachineOptions,
     measuring: MeasureOptions,
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,
@@ -125,21 +163,15 @@ def profile(
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records import write_profile
 
-    machine = None if on is None else load_hardware(on)
-    joined = None if interconnect is None else load_hardware(interconnect).interconnect
-    if interconnect is not None and joined is None:
-        raise ProtrainError(
-            f"{interconnect} does not say what joins its devices",
-            key="--interconnect",
-            fix="measure it: torchrun --nproc-per-node N --no-python protrain hardware probe",
-        )
-    for option in given(measuring) if machine is not None else ():
+    estimating = None if machine.on is None else load_hardware(machine.on)
+    joined = machine.joined
+    for option in given(measuring) if estimating is not None else ():
         raise ProtrainError("is for measuring; --on estimates", key=option)
-    target = destination(output, inputs=(model, on, interconnect, text))
+    target = destination(output, inputs=(model, machine.on, machine.interconnect, text))
     [request] = workload.requests(
         model,
-        [seq_len],
-        [batch_size],
+        [sizes.seq_len],
+        [sizes.batch_size],
         allow=allow,
         defaults=("float32", "pure"),
         device=measuring.device,
@@ -152,8 +184,8 @@ def profile(
         disk_watch=(measuring.disk_seconds, size("--disk-bytes", measuring.disk_bytes, 0)),
     )
     with progress(quiet=as_json, threaded=not measuring.in_process) as report:
-        if machine is not None:
-            [[record]] = estimated([request], [machine], report, EstimateCache(off=no_cache))
+        if estimating is not None:
+            [[record]] = estimated([request], [estimating], report, EstimateCache(off=no_cache))
         else:
             record = (measured if measuring.in_process else measured_apart)(request, report)
     if joined is not None:

@@ -1,6 +1,6 @@
 """`protrain hardware search`: the cheapest machine for a speed, the fastest for a price."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +10,7 @@ from protrain_plan.commands.option_records import (
     BudgetOptions,
     StepOptions,
     WorkloadOptions,
+    option_record,
     with_records,
 )
 from protrain_plan.commands.options import JsonOption, ModelArgument, NoCacheOption, integers
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from protrain_runtime.contract.records.profile import Profile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_record
 class WantedOptions:
-    """What is wanted, and the machines to look among."""
+    """Options of what is wanted, and of the machines to look among."""
 
     speed: Annotated[
         float | None, typer.Option(min=1e-3, help="Tokens per second of all devices to reach.")

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from protrain_plan.commands.options import choice
+from protrain_plan.commands.options import choice, size
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.hardware import PCIE, Hardware
 from protrain_runtime.contract.records.schema import MAX_COUNT
-from protrain_runtime.contract.units import parse_bytes
 
 if TYPE_CHECKING:
     from protrain_plan.commands.cells import Cells
@@ -28,7 +27,7 @@ MOST_VALUES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What is swept, and its values, ascending: bytes, bytes per second, or numbers of devices."""
+    """A resource and its values, ascending: bytes, bytes per second, or numbers of devices."""
 
     resource: Swept
     values: tuple[float, ...]
@@ -95,22 +94,18 @@ def read_sweep(text: str) -> Sweep:
 def _value(resource: Swept, text: str) -> float:
     """A size, a speed or a count; more than nothing."""
     text = text.strip()
-    try:
-        if resource == "num-devices":
-            value: float = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
-            expected = f"a number of devices from 1 to {MAX_COUNT}"
-            if value > MAX_COUNT:
-                value = 0
-        elif resource == "link":
-            expected = f"{', '.join(PCIE)} or a speed such as 12GB/s"
-            per_s = text.removesuffix("/s")
-            value = PCIE[text] if text in PCIE else parse_bytes(per_s) if per_s != text else 0
-        else:
-            expected = "a size such as 64GiB"
-            value = parse_bytes(text)
-    except ProtrainError as error:
-        raise ProtrainError(error.message, key="--sweep", fix=error.fix) from None
-    if value <= 0 and resource in ("link", "num-devices"):
+    if resource not in ("link", "num-devices"):
+        return size("--sweep", text, 0)
+    if resource == "num-devices":
+        value: float = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
+        expected = f"a number of devices from 1 to {MAX_COUNT}"
+        if value > MAX_COUNT:
+            value = 0
+    else:
+        expected = f"{', '.join(PCIE)} or a speed such as 12GB/s"
+        per_s = text.removesuffix("/s")
+        value = PCIE[text] if text in PCIE else size("--sweep", per_s, 0) if per_s != text else 0
+    if value <= 0:
         raise ProtrainError(f"expected {expected}, got {cut(text)!r}", key="--sweep")
     return value
 

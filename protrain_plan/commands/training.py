@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import optimizer_factory
-from protrain_plan.models.sources import load_source
+from protrain_plan.models.sources import ModelSource, load_source
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
 from protrain_runtime.checkpoint.loading import load, read_extra
@@ -28,7 +28,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.recording import Recording
 from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import Plan, TierBytes
-from protrain_runtime.contract.records.profile import Compilation, Profile
+from protrain_runtime.contract.records.profile import Compilation, Profile, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import explained_exhaustion
 from protrain_runtime.devices.memory_meter import device_of, storage_bytes
@@ -48,7 +48,7 @@ from protrain_runtime.states.host_steps import stepping_as
 from protrain_runtime.states.master_weights import with_master_weights
 
 CLIP_NORM = 1.0
-"""What gradients are clipped to, as one norm, under plans that leave room for it."""
+"""Norm that gradients are clipped to, under plans that leave room for it."""
 
 OnStep = Callable[[int, float], None]
 """Told of every step: its number and its loss."""
@@ -56,7 +56,7 @@ OnStep = Callable[[int, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """Where a run resumes from, and where it saves: every so many steps, and after the last one."""
+    """Folders to resume from and to save to: every so many steps, and after the last one."""
 
     resume: Path | None = None
     directory: Path | None = None
@@ -147,23 +147,7 @@ def train(
             else "plan with a smaller --device-memory than the limit, and run that plan"
         ),
     ):
-        model = source.build(
-            dtype=workload.dtype,
-            precision=workload.precision,
-            adapter=workload.adapter,
-            quantize=workload.quantize,
-            device=device,
-            seed=workload.seed,
-        )
-        batches = source.batches(
-            batch_size=workload.batch_size,
-            seq_len=workload.seq_len,
-            dtype=workload.dtype,
-            precision=workload.precision,
-            device=device,
-            text=text,
-            seed=workload.seed,
-        )
+        model, batches = _built(source, workload, device, text)
         needed = num_steps * plan.settings.micro_batches * plan.group.num_devices
         batches = _enough(batches, needed, source=workload.model)
         batches = islice(batches, rank, None, plan.group.num_devices)
@@ -208,6 +192,20 @@ def train(
             return trainer.run(batches, num_steps, on_step)
 
 
+def _built(
+    source: ModelSource, workload: Workload, device: torch.device, text: Path | None
+) -> tuple[nn.Module, Iterator[Batch]]:
+    """Return the workload's model and its batches."""
+    of_model = ("dtype", "precision", "adapter", "quantize", "seed")
+    of_batches = ("batch_size", "seq_len", "dtype", "precision", "seed")
+    models, sizes = (
+        {name: getattr(workload, name) for name in names} for names in (of_model, of_batches)
+    )
+    model = source.build(device=device, **models)
+    batches = source.batches(device=device, text=text, **sizes)
+    return model, batches
+
+
 def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[Batch]:
     """So many batches; ProtrainError behind the last one where there are fewer."""
     number = 0
@@ -224,7 +222,7 @@ def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[B
 
 
 def _training(plan: Plan, text: Path | None) -> dict[str, object]:
-    """What a run computes, however it is planned: what a checkpoint is resumed in."""
+    """Return what a run computes, however it is planned: it has to be a checkpoint's own."""
     workload = plan.workload
     return {
         "model": workload.model,

@@ -33,7 +33,7 @@ _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 
 _PARTS = (1, 2, 4, 8, 16)
 _LEAST_PART = 2048
-"""Of the inner dimension; a shorter part takes as long as one of these."""
+"""Least part of the inner dimension; a shorter one takes as long."""
 
 _EDGE_KEYS = 256
 _SCORE_WIDTH = 22

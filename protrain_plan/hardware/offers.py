@@ -34,7 +34,7 @@ from protrain_runtime.contract.units import format_bytes, parse_bytes
 
 KEYS = ("price_per_hour", "num_devices", "host_memory", "disk", "link")
 MOST_NODES = 4
-"""Of several nodes, so many are looked at where nobody says how many devices."""
+"""Most nodes to look at where nobody says how many devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ _FREE = frozenset(
 
 
 class Work(NamedTuple):
-    """What one operator computes and moves.
+    """Work of one operator: what it computes and moves.
 
     `model_flops` are its part of what model FLOPs utilisation counts (`records.Profile`).
     """
@@ -73,7 +73,7 @@ class OperatorLog:
         self.slots: list[list[Work]] = []
 
     def mark(self) -> None:
-        """What runs from here on belongs to the next list."""
+        """Begin the next list, to which belongs what runs from here on."""
         self.slots.append([])
 
     def seconds(self, rates: Rates) -> list[float]:
@@ -85,7 +85,7 @@ class OperatorLog:
         return [len(slot) * rates.operator_s for slot in self.slots]
 
     def model_flops(self) -> list[float]:
-        """What model FLOPs utilisation counts, for every mark."""
+        """Return what model FLOPs utilisation counts, for every mark."""
         return [sum(work.model_flops for work in slot) for slot in self.slots]
 
     def note(
@@ -149,7 +149,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 Arguments = Mapping[str, Any]
-"""Of an operator, by the names of its schema."""
+"""Arguments of an operator, by the names of its schema."""
 
 
 def _attention_flops(arguments: Arguments, *, products: int, skips: bool = True) -> float:
@@ -163,7 +163,7 @@ def _attention_flops(arguments: Arguments, *, products: int, skips: bool = True)
 
 
 def _product(arguments: Arguments, *, left: str = "self", right: str = "mat2") -> Product:
-    """Of two operands by their names; batches of them where they have three dimensions.
+    """Return the product of two named operands; batches of them in three dimensions.
 
     Groups of rows, of which each meets one of several weights, are taken as equal.
     """
@@ -203,7 +203,7 @@ _FLOPS: dict[Any, Callable[[Arguments], float]] = {
     # Every row meets the weights of one group.
     aten._grouped_mm.default: lambda of: 2.0 * of["self"].numel() * of["mat2"].shape[-1],
 }
-"""Those that `torch.utils.flop_counter` lacks."""
+"""FLOPs that `torch.utils.flop_counter` lacks."""
 
 _MODEL_FLOPS: dict[Any, Callable[[Arguments], float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
@@ -213,7 +213,7 @@ _MODEL_FLOPS: dict[Any, Callable[[Arguments], float]] = {
         _attention_flops, products=4, skips=False
     ),
 }
-"""Those of which model FLOPs utilisation counts others: all scores, and none of them twice."""
+"""FLOPs that model FLOPs utilisation counts otherwise: all scores, none of them twice."""
 
 _READ = {*_SHAPES, *_FLOPS, *_MODEL_FLOPS}
-"""Those whose arguments are looked at."""
+"""Operators whose arguments are looked at."""

@@ -77,7 +77,7 @@ Workspace = Callable[[OperatorCall], int]
 
 
 def contiguous(*tensors: Tensor) -> int:
-    """What copies of those take that do not lie in a row."""
+    """Bytes of copies of tensors that do not lie in a row."""
     return sum(t.numel() * t.itemsize for t in tensors if not t.is_contiguous())
 
 
@@ -101,7 +101,7 @@ the left operand is transposed and there are more threads than blocks of columns
 
 
 def packed_bytes(rows: int, inner: int, columns: int) -> int:
-    """What one thread takes for a product of 16 bits: operands and float32 result, or blocks."""
+    """Bytes of one thread for a product of 16 bits: operands and float32 result, or blocks."""
     rows, inner, columns = (in_blocks(size, _UNIT) for size in (rows, inner, columns))
     whole = 2 * (rows * inner + inner * columns) + 4 * rows * columns
     return min(whole, _BLOCK_BYTES) + _KERNEL_BYTES
@@ -188,7 +188,7 @@ def convolution(call: OperatorCall) -> int:
 
 
 def _weight_bytes(call: OperatorCall) -> tuple[int, int]:
-    """Of bitsandbytes' product: the weight as numbers of its input's dtype, and float32 scales."""
+    """Bytes of bitsandbytes' weight as numbers of its input's dtype, and of float32 scales."""
     count = math.prod(call["shapeB"])
     return count * call.given.itemsize, 4 * -(-count // call["blocksize"])
 
@@ -215,7 +215,7 @@ def _cpu_packed_product(call: OperatorCall) -> int:
 
 
 def int8_product(call: OperatorCall) -> int:
-    """Of int8 [rows, inner] and [columns, inner]: sums of int32, and then numbers of float16.
+    """Product of int8 [rows, inner] and [columns, inner]: sums of int32, then of float16.
 
     The latter are the result where that is float16 (bitsandbytes 0.50, backends/cuda/ops.py,
     `int8_mm_dequant`). An inner size that is no multiple of 4 is multiplied in float32, as one is
@@ -290,7 +290,7 @@ def _transposed_copy(call: OperatorCall) -> int:
 
 
 def _safe_softmax(call: OperatorCall) -> int:
-    """Where all is masked: a mask of the values, one of the rows, a zero; or a contiguous input."""
+    """Masks of the values and the rows, and a zero, where all is masked; or a copy of the input."""
     given, result = call.given, call.outputs[0]
     rows = result.numel() // max(1, result.shape[call["dim"]])
     copied = given.dtype != result.dtype or not given.is_contiguous()
@@ -322,7 +322,7 @@ def _fourier(call: OperatorCall) -> int:
 
 
 def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int, int]:
-    """How CPU flash attention cuts: rows of q and of k at a time, and the head's width."""
+    """Blocks of CPU flash attention: rows of q and of k at a time, and the head's width."""
     length = int(query.shape[2])
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     return min(rows, length), min(512, int(key.shape[2])), int(query.shape[3])
@@ -523,10 +523,10 @@ def _cuda_attention(*args: Any, **kwargs: Any) -> Tensor:
 
 
 _HANDLES = 2
-"""Of the matrix library: each thread has one, the one of forward and that of autograd."""
+"""Handles of the matrix library: each thread has one, the one of forward and that of autograd."""
 
 _LIBRARY_BYTES = 32 * 2**20
-"""Of a handle on a stream: 32 MiB from Hopper on, 8 MiB before; cuBLASLt shares it
+"""Bytes of a handle on a stream: 32 MiB from Hopper on, 8 MiB before; cuBLASLt shares it
 (aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize and
 unified_cublas_and_lt_workspaces; CUBLAS_WORKSPACE_CONFIG changes it)."""
 
@@ -539,7 +539,7 @@ _AMD_LIBRARY_BYTES = (128 + 76) * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
-    """What an estimate has to know of a type of devices.
+    """A type of devices, as far as estimates have to know it.
 
     workspaces      what operators take besides operands and results while they run, at most
     attention       replaces `scaled_dot_product_attention`, where the kernels there keep other
@@ -576,7 +576,7 @@ def device_type(kind: DeviceKind) -> DeviceType:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocator:
-    """How a device's allocator counts: blocks of `block_bytes`, workspaces by operator.
+    """Rules by which a device's allocator counts: blocks of `block_bytes`, workspaces by operator.
 
     python_scalars  a Python number that meets a tensor becomes a tensor in the device's memory,
                     which autograd keeps if a gradient needs it (a CPU's memory is the host's)
@@ -591,11 +591,11 @@ class Allocator:
     is_here: bool = False
 
     def rounded(self, num_bytes: int) -> int:
-        """What a storage of `num_bytes` takes."""
+        """Bytes of a storage of `num_bytes`."""
         return in_blocks(num_bytes, self.block_bytes)
 
     def workspace(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """What `func` takes besides its inputs and outputs while it runs, at most."""
+        """Bytes of `func` besides its inputs and outputs while it runs, at most."""
         formula = self.workspaces.get(func) or self.workspaces.get(func._schema.name)
         if formula is None:
             return 0
@@ -610,7 +610,7 @@ class Allocator:
 
 
 def is_this_machine(device: Device) -> bool:
-    """Whether this is the processor at hand, with the threads that PyTorch has here.
+    """Return whether this is the processor at hand, with the threads that PyTorch has here.
 
     A processor is known by its name alone, as the system tells it.
     """
@@ -619,7 +619,7 @@ def is_this_machine(device: Device) -> bool:
 
 
 def allocator_of(device: Device) -> Allocator:
-    """How the allocator of `device` counts."""
+    """Return the rules of the allocator of `device`."""
     on_host = not is_accelerator(device.kind)
     return Allocator(
         workspaces=device_type(device.kind).workspaces,

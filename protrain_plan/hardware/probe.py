@@ -61,10 +61,10 @@ from protrain_runtime.devices.stores import DiskStore
 from protrain_runtime.ranks.group import gather_shards, sum_shards
 
 _BUFFER_BYTES = 2**20
-"""What models that a CPU trains move at a time: tensors of up to a few MiB, too small for the huge
+"""Bytes that models on a CPU move at a time: tensors of up to a few MiB, too small for the huge
 pages that larger buffers ask for, which are read more than twice as fast (docs/decisions.md)."""
 _CHUNK_BYTES = 16 * _BUFFER_BYTES
-"""What is moved at a time past the page cache: a group of a chunk, in several requests."""
+"""Bytes that are moved at a time past the page cache: a group of a chunk, in several requests."""
 _FILE_BYTES = 128 * _BUFFER_BYTES  # per direction
 _ROUNDS = 3
 
@@ -73,7 +73,7 @@ Progress = Callable[[str, float], None]
 
 
 class Watch(NamedTuple):
-    """How long a disk is written before it is measured, whichever is over first."""
+    """Limits of writing a disk before it is measured: the first that is reached."""
 
     seconds: float = 2.0
     num_bytes: int = 2 * 2**30
@@ -203,7 +203,7 @@ def _cached_link(directory: Path, device: torch.device) -> Link:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What this process holds besides tensors, of which it has none here; 0 where none can say."""
+    """Bytes of this process besides tensors, of which it has none; 0 where nobody can say."""
     if not devices.on_host(device):
         return devices.context_bytes(device)
     with contextlib.suppress(OSError):
@@ -358,7 +358,7 @@ class Rank(NamedTuple):
 
     @staticmethod
     def launched() -> "Rank | None":
-        """Who this process is; None where it was started by itself."""
+        """Return this process's rank; None where it was started by itself."""
         of = int(os.environ.get("WORLD_SIZE", "1"))
         if of == 1:
             return None
@@ -485,7 +485,7 @@ def _seconds(collective: Call, calls: int) -> float:
 
 
 def _contention(collective: Call, other: Call) -> Contention:
-    """What `other`, in the calling thread, and a collective in a lane's leave each other."""
+    """Measure what `other`, in this thread, and a collective in a lane's leave each other."""
     ended, num_threads = threading.Event(), torch.get_num_threads()
 
     def lane() -> float:

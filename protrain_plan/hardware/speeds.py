@@ -256,7 +256,7 @@ def contention(
     num_rounds: int = _ROUNDS,
     num_threads: int = 1,
 ) -> Contention:
-    """What compute keeps of its speed while `lane` runs over and over, and vice versa.
+    """Measure what compute keeps of its speed beside `lane`, and vice versa.
 
     Compute is what a model does (`small_compute`), in the calling thread with the threads it has;
     the lane is a worker thread with `num_threads` intra-op threads. Medians of short windows, alone
@@ -278,7 +278,7 @@ def contention(
 
 
 def small_compute(device: torch.device | str) -> Callable[[], None]:
-    """What a model does in some milliseconds; it returns when the device has ended it.
+    """Return work of some milliseconds as models do it; it ends when the device has.
 
     Matrix products and elementwise operators, with fresh memory for every result.
     """
@@ -382,7 +382,7 @@ def runs_per_second(work: Callable[[], None], *, until: threading.Event | None =
 
 
 def median_seconds(work: Callable[[], object], *, num_runs: int = 7) -> float:
-    """Of one run, after two that allocate and warm up."""
+    """Return the median of single runs, after two that allocate and warm up."""
     work()
     work()
     seconds = []
@@ -397,7 +397,7 @@ def median_seconds(work: Callable[[], object], *, num_runs: int = 7) -> float:
 
 _CALLS = 1000  # of the small operator in one run: a run is milliseconds
 _PRODUCT_WIDTH, _SUM_BYTES = 1024, 2**26
-"""Of the matrix product, and of each operand of the sum: a run is some ten milliseconds on two
+"""Sizes of the matrix product and of each operand of the sum: a run is some ten milliseconds on two
 cores, and the sum is past every cache. On an accelerator both grow until a run takes as long
 (`grown`)."""
 
@@ -588,7 +588,7 @@ class _LaunchingClock:
         self._threads.add(threading.get_ident())
 
     def median(self, step: Callable[[], None]) -> float:
-        """Of one step, after some that warm up."""
+        """Return the median of single steps, after some that warm up."""
         seconds: list[float] = []
         for _ in range(3 + _STEPS):
             start = self._seconds()

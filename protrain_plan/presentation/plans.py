@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,12 @@ from protrain_runtime.contract.units import format_bytes, format_range, format_s
 if TYPE_CHECKING:
     from protrain_plan.commands.training import Run
     from protrain_plan.planning.explain.explaining import Explanation
-    from protrain_plan.planning.outcome import Infeasible, Solved
+    from protrain_plan.planning.outcome import Infeasible, Replicas, Solved
     from protrain_plan.planning.questions.objectives import Answer, Fit, Point
 
 
 def solved_json(solved: "Solved") -> dict[str, Any]:
-    """What `protrain plan --json` prints for a plan."""
+    """Return what `protrain plan --json` prints for a plan."""
     prediction = solved.plan.prediction
     return {
         "status": solved.status,
@@ -73,13 +74,22 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
 
 
 def other_steps_json(prediction: Prediction) -> dict[str, float]:
-    """A step that is clipped, where that is another one."""
+    """Return the seconds of a clipped step, where that is another one."""
     seconds = prediction.clipped_step_seconds
     return {"clipped_step_seconds": seconds} if seconds else {}
 
 
+def other_steps(plan: Plan) -> list[str]:
+    """Say the same in words."""
+    seconds = plan.prediction.clipped_step_seconds
+    if not seconds:
+        return []
+    took, share = format_seconds(seconds), f"{plan.clipped_percent:.3g} %"
+    return [f"a step that is clipped takes {took}, as {share} of all are taken to"]
+
+
 def other_results(plan: Plan) -> list[str]:
-    """Where training does not compute what plain PyTorch does: how near it is, by what leave."""
+    """Say how near results are to plain PyTorch, and by what leave, where they differ."""
     lines: list[str] = []
     if plan.allowed:
         how = {"rounding": "up to rounding", "approximate": "approximately"}[plan.exactness]
@@ -96,40 +106,29 @@ def other_results(plan: Plan) -> list[str]:
     return lines
 
 
-def other_steps(plan: Plan) -> list[str]:
-    """The same in words."""
-    found, prediction = [], plan.prediction
-    if prediction.clipped_step_seconds:
-        seconds = format_seconds(prediction.clipped_step_seconds)
-        share = f"{plan.clipped_percent:.3g} %"
-        found.append(f"a step that is clipped takes {seconds}, as {share} of all are taken to")
-    return found
-
-
 def devices_json(group: DeviceGroup) -> dict[str, int]:
-    """The devices, where there is more than one."""
+    """Return the devices, where there is more than one."""
     return asdict(group) if group.num_devices > 1 else {}
 
 
 def tiers_json(peak: TierBytes) -> dict[str, int]:
-    """Bytes by tier."""
+    """Return bytes by tier."""
     return {tier: size for tier, size in asdict(peak).items() if size or tier != "allocator"}
 
 
 def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableType:
-    """What `protrain plan` prints for a plan; `paths` are what it wrote."""
+    """Return what `protrain plan` prints for a plan; `paths` are what it wrote."""
     plan, prediction = solved.plan, solved.plan.prediction
     peak = prediction.peak_bytes
     several = plan.group if plan.group.num_devices > 1 else None
     decisions = table_of("units", "activations", "model states")
-    same = itertools.groupby(plan.units, key=lambda u: (u.kind, u.activations, u.states))
-    for (kind, activations, states), run in same:
-        members = list(run)
-        # Parts that happen to follow one another are no run of one name.
-        groups = [members] if kind == "block" else [[unit] for unit in members]
-        for group in groups:
-            name = run_name(group[0].name, group[-1].name)
-            decisions.add_row(name, activations_text(activations), states_text(states))
+    # Parts that happen to follow one another are no run of one name.
+    same = itertools.groupby(
+        plan.units, key=lambda u: (u.activations, u.states, u.kind == "block" or u.name)
+    )
+    for (activations, states, _), run in same:
+        name = run_name(*itemgetter(0, -1)([unit.name for unit in run]))
+        decisions.add_row(name, activations_text(activations), states_text(states))
     table = table_of("tier", "predicted peak" + " of each device" * bool(several), "budget")
     held_back = f" + {format_bytes(peak.allocator)} for the allocator" if peak.allocator else ""
     table.add_row(
@@ -138,8 +137,7 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
         format_bytes(plan.budgets.device),
     )
     for tier in profile.hardware.tiers:
-        used = peak.host if tier.name == "host" else peak.disk
-        budget = plan.budgets.host if tier.name == "host" else plan.budgets.disk
+        used, budget = getattr(peak, tier.name), getattr(plan.budgets, tier.name)
         table.add_row(tier.name, format_bytes(used), format_bytes(budget))
     expected = format_range(prediction.expected_seconds)
     if expected:  # and who says so
@@ -163,7 +161,8 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
     if several:
         notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:
-        notes.insert(1, f"other numbers of replicas: {_others(solved)}")
+        others = (one for one in solved.replicas if one.number != plan.group.num_replicas)
+        notes.insert(1, f"other numbers of replicas: {', '.join(map(_replicas_text, others))}")
     saving = checkpoint_bytes(plan.units, profile) - peak.device
     if not is_accelerator(profile.hardware.device.kind) and saving > 0:
         notes.append(f"saving a checkpoint takes {format_bytes(saving)} more than a step")
@@ -171,7 +170,7 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
 
 
 def disk_notes(plan: Plan, profile: Profile) -> list[str]:
-    """How far its seconds know the disk that a measured profile's plan spills to."""
+    """Say how well the seconds of a measured profile's plan know the disk that it spills to."""
     if not plan.prediction.peak_bytes.disk or profile.method != "measured":
         return []
     if plan.settings.page_cache_bytes:
@@ -189,29 +188,22 @@ def disk_notes(plan: Plan, profile: Profile) -> list[str]:
     ]
 
 
-def _others(solved: "Solved") -> str:
-    """What the numbers of replicas that were not chosen would take."""
-    words = []
-    for one in solved.replicas:
-        if one.number == solved.plan.group.num_replicas:
-            continue
-        if one.lower_bound_seconds is None:
-            found = "no plan fits"
-        elif one.step_seconds is None:
-            found = f"at least {format_seconds(one.lower_bound_seconds)}"
-        else:
-            found = format_seconds(one.step_seconds)
-        words.append(f"{one.number}: {found}")
-    return ", ".join(words)
+def _replicas_text(one: "Replicas") -> str:
+    """Say what another number of replicas would take."""
+    if one.lower_bound_seconds is None:
+        return f"{one.number}: no plan fits"
+    if one.step_seconds is None:
+        return f"{one.number}: at least {format_seconds(one.lower_bound_seconds)}"
+    return f"{one.number}: {format_seconds(one.step_seconds)}"
 
 
 def infeasible_json(answer: "Infeasible") -> dict[str, Any]:
-    """What `protrain plan --json` prints where no plan fits."""
+    """Return what `protrain plan --json` prints where no plan fits."""
     return {"status": "infeasible", **asdict(answer), "occupants": dict(answer.occupants)}
 
 
 def infeasible_text(answer: "Infeasible") -> RenderableType:
-    """What `protrain plan` prints where no plan fits."""
+    """Return what `protrain plan` prints where no plan fits."""
     head = Text(
         f"no plan fits: {format_bytes(answer.shortfall_bytes)} more {answer.tier} memory is needed"
         f" than the {format_bytes(answer.budget_bytes)} of the budget"
@@ -220,28 +212,25 @@ def infeasible_text(answer: "Infeasible") -> RenderableType:
     for kind, size in answer.occupants:
         table.add_row(kind, format_bytes(size))
     advice, batch, longest = [*answer.advice], answer.largest_batch_size, answer.largest_seq_len
+    grown = "(if bytes grow in proportion)"
     if batch is None and longest is None:
         advice.append("no batch size and no sequence length fits")
     if batch:
-        advice.append(f"the largest batch that fits is {batch} (if bytes grow in proportion)")
+        advice.append(f"the largest batch that fits is {batch} {grown}")
     if longest:
-        grown = "(if bytes grow in proportion)"
         advice.append(f"the longest sequence that fits is {longest} tokens {grown}")
     return Group(head, "", table, "", *(Text(f"- {line}") for line in advice))
 
 
 def search_text(stage: str, step_seconds: float | None, bound_seconds: float | None) -> str:
-    """How far the search is."""
-    parts = [stage]
-    if step_seconds is not None:
-        parts.append(f"best {format_seconds(step_seconds)}")
-    if bound_seconds is not None:
-        parts.append(f"bound {format_seconds(bound_seconds)}")
-    return ", ".join(parts)
+    """Say how far the search is."""
+    known = {"best": step_seconds, "bound": bound_seconds}
+    told = [f"{word} {format_seconds(s)}" for word, s in known.items() if s is not None]
+    return ", ".join([stage, *told])
 
 
 def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str, Any]:
-    """What `protrain plan --json` prints."""
+    """Return what `protrain plan --json` prints."""
     data: dict[str, Any] = {}
     if answer.infeasible is not None:
         data |= infeasible_json(answer.infeasible)
@@ -272,7 +261,7 @@ def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str
 
 
 def wear_json(solved: "Solved | None", profile: Profile) -> dict[str, Any]:
-    """What the plan writes to a node's disks, where it writes any."""
+    """Return what the plan writes to a node's disks, where it writes any."""
     found = None if solved is None else wear(solved.plan, profile)
     return {} if found is None else {"disk_writes": asdict(found)}
 
@@ -280,7 +269,7 @@ def wear_json(solved: "Solved | None", profile: Profile) -> dict[str, Any]:
 def answer_text(
     answer: "Answer", explanation: "Explanation | None", *paths: Path
 ) -> RenderableType:
-    """What `protrain plan` prints; `paths` are what it wrote, the plan last."""
+    """Return what `protrain plan` prints; `paths` are what it wrote, the plan last."""
     if answer.infeasible is not None:
         return infeasible_text(answer.infeasible)
     assert answer.solved is not None
@@ -320,43 +309,39 @@ def answer_text(
 
 
 def point_text(point: "Point") -> str:
-    """One point of a front in a line, while others are looked for."""
-    seconds = format_seconds(point.solved.plan.prediction.step_seconds)
-    return f"{_typed(point)}: a step of {seconds}"
+    """Say one point of a front in a line, while others are looked for."""
+    memory, seconds = _point(point)
+    return f"{memory}: a step of {format_seconds(seconds)}"
 
 
-def _typed(point: "Point") -> str:
-    """A point's memory as one would type it, rounded up."""
-    return f"{-(-point.device_bytes // 2**20)}MiB"
+def _point(point: "Point") -> tuple[str, float]:
+    """Return a point's memory as one would type it, rounded up, and its seconds."""
+    return f"{-(-point.device_bytes // 2**20)}MiB", point.solved.plan.prediction.step_seconds
 
 
 def _front_text(answer: "Answer") -> RenderableType:
-    """Memory against time, the bars in proportion to the slowest step."""
+    """Return memory against time, the bars in proportion to the slowest step."""
     table = table_of("device memory", "step", "gap", "")
-    slowest = max(point.solved.plan.prediction.step_seconds for point in answer.front)
+    slowest = max(_point(point)[1] for point in answer.front)
     for point in answer.front:
-        seconds = point.solved.plan.prediction.step_seconds
-        table.add_row(
-            _typed(point),
-            format_seconds(seconds),
-            f"{point.solved.gap:.2%}",
-            bar(30 * seconds / slowest),
-        )
+        memory, seconds = _point(point)
+        drawn = bar(30 * seconds / slowest)
+        table.add_row(memory, format_seconds(seconds), f"{point.solved.gap:.2%}", drawn)
     note = Text("each line is a plan; --device-memory with a line's memory writes it")
     return Group(table, "", note)
 
 
 def fits_json(fits: Sequence["Fit"]) -> dict[str, Any]:
-    """What `protrain fit --json` prints: one cell per machine and size."""
+    """Return what `protrain fit --json` prints: one cell per machine and size."""
     return {CELLS: [fit_json(fit) for fit in fits]}
 
 
 CELLS = "cells"
-"""What the list of cells is called there."""
+"""Key of the list of cells."""
 
 
 def fit_json(fit: "Fit") -> dict[str, Any]:
-    """One such cell."""
+    """Return one such cell."""
     return {
         "hardware": fit.profile.hardware.name,
         "batch_size": fit.profile.workload.batch_size,
@@ -462,7 +447,7 @@ class CellTable:
 
 
 def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) -> RenderableType:
-    """What `protrain fit` prints; `paths` are what it wrote.
+    """Return what `protrain fit` prints; `paths` are what it wrote.
 
     The `columns` of `--columns` are a table of their own. Below:
     what binds in each cell, what a plan saves, and how far to trust seconds.
@@ -528,7 +513,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
 def run_json(
     plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
 ) -> dict[str, Any]:
-    """What `protrain run --json` prints."""
+    """Return what `protrain run --json` prints."""
     expected, measured = plan.prediction.expected_seconds, run.measured_peak_bytes
     outside = None
     if expected is not None and len(run.seconds) > 1:  # a first step warms up: it tells nothing
@@ -563,10 +548,10 @@ _MOST_OVERRUNS = 3
 
 
 def run_text(
-    plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
+    plan: Plan, run: "Run", data: dict[str, Any], overruns: Sequence[Excess] = ()
 ) -> RenderableType:
-    """What `protrain run` prints."""
-    data = run_json(plan, run, plain=plain, verified=verified, overruns=overruns)
+    """Return what `protrain run` prints: `data`, as `run_json` has it, in words."""
+    plain, verified = data["plain"], data["verified"]
     resumed = f" from step {run.first_step + 1} on" if run.first_step else ""
     losses = Text(f"losses{resumed} " + " ".join(f"{loss:.4f}" for loss in run.losses))
     prediction, measured = plan.prediction, run.measured_peak_bytes

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def profile_json(profile: Profile) -> dict[str, Any]:
-    """What `protrain profile --json` prints."""
+    """Return what `protrain profile --json` prints."""
     keep = [unit.cost("keep") for unit in profile.units]
     estimated, held_back = profile.method == "estimated", profile.hardware.device.allocator_bytes
     return {
@@ -49,7 +49,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
 
 
 def own_update(profile: Profile) -> str | None:
-    """What to say of a user's own update, of which an estimate knows the bytes alone."""
+    """Say that of a user's own update an estimate knows the bytes alone."""
     if profile.method != "estimated" or ":" not in profile.optimizer.name:
         return None
     return (
@@ -108,7 +108,7 @@ _IN_BLOCKS = re.compile(r"\.[0-9]+(-[0-9]+)?\.")
 
 
 def no_fusion(profile: Profile) -> str | None:
-    """What to say of compiled blocks that were not compiled for the estimate."""
+    """Say that blocks were not compiled for the estimate."""
     if profile.method != "estimated" or not profile.workload.compile:
         return None
     return (
@@ -118,7 +118,7 @@ def no_fusion(profile: Profile) -> str | None:
 
 
 def compiled_text(found: Compilation | None) -> str | None:
-    """What the compiler did, in words."""
+    """Say what the compiler did."""
     if found is None:
         return None
     graphs = f"{found.num_graphs} graph{'s' * (found.num_graphs > 1)}"
@@ -127,7 +127,7 @@ def compiled_text(found: Compilation | None) -> str | None:
 
 
 def compiled_json(found: Compilation | None) -> dict[str, Any]:
-    """The same for `--json`, where anything was compiled."""
+    """Return the same for `--json`, where anything was compiled."""
     return {} if found is None else {"compilation": asdict(found)}
 
 
@@ -137,7 +137,7 @@ three were up to 15 % off where others' work changes its speed from second to se
 
 
 def unsteady(profile: Profile) -> str | None:
-    """What to say of repetitions that took very different times; None of others."""
+    """Say that repetitions took very different times; None where they did not."""
     found = profile.repetitions
     if found is None or found.high <= STEADY * found.low:
         return None
@@ -152,7 +152,7 @@ def _states_bytes(units: Sequence[Unit]) -> int:
 
 
 def profile_text(profile: Profile, path: Path) -> RenderableType:
-    """What `protrain profile` prints."""
+    """Return what `protrain profile` prints."""
     table = table_of("unit", "params", "states", "kept", "input", "forward", "backward")
     alike = itertools.groupby(
         profile.units, key=lambda u: (u.kind, u.num_parameters, u.parameter_bytes, u.forms)
@@ -206,7 +206,7 @@ def _short(size: int) -> str:
 
 
 def machines_text(machines: Sequence[Hardware]) -> RenderableType:
-    """What `protrain hardware list` prints."""
+    """Return what `protrain hardware list` prints."""
     table = table_of("machine", "memory", "bf16", "fp32", "bandwidth", "link", "host", "disk")
     for machine in machines:
         rates = machine.rates
@@ -236,7 +236,7 @@ def _rate(per_s: float, unit: str = "B/s") -> str:
 
 
 def machine_text(machine: Hardware, *, written: Path | None = None) -> RenderableType:
-    """What `protrain hardware show` prints, and `probe` of what it has written."""
+    """Return what `protrain hardware show` prints, and `probe` of what it has written."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -258,7 +258,7 @@ def machine_text(machine: Hardware, *, written: Path | None = None) -> Renderabl
 
 
 def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
-    """What a machine offers: a word and a sentence for each."""
+    """Yield what a machine offers: a word and a sentence for each."""
     device, rates = machine.device, machine.rates
     size, context = format_bytes(device.memory_bytes), format_bytes(device.context_bytes)
     more = format_bytes(device.allocator_bytes)
@@ -326,7 +326,7 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
 
 
 def _observed(tier: Tier) -> str:
-    """How long a disk was written before it was measured."""
+    """Say how long a disk was written before it was measured."""
     if tier.observed is None:
         return ""
     seconds, written = tier.observed.seconds, format_bytes(tier.observed.written_bytes)
@@ -338,7 +338,7 @@ def _observed(tier: Tier) -> str:
 
 
 def _attention(rates: Rates) -> str:
-    """What fused attention reaches, if that is known apart."""
+    """Say what fused attention reaches, if that is known apart."""
     forward, backward = rates.attention_efficiency, rates.attention_backward_efficiency
     if not forward or not backward:
         return ""
@@ -352,7 +352,7 @@ def error_band(machine: Hardware) -> list[float] | None:
 
 
 def trust(machine: Hardware) -> str:
-    """How far estimates of its seconds can be trusted."""
+    """Say how far estimates of its seconds can be trusted."""
     band, published = error_band(machine), machine.published_error
     if band is None:
         return "no run of this device was compared with its estimate"
@@ -369,7 +369,7 @@ def _collected(speeds: Collectives) -> str:
 
 
 def presets_text(presets: Sequence["Preset"]) -> RenderableType:
-    """What `protrain models` prints."""
+    """Return what `protrain models` prints."""
     table = table_of("name", "parameters", "layers", "hidden", "source", words=(0, 4))
     for preset in presets:
         # Hugging Face's repository says enough; other sources are sentences.

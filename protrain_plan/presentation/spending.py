@@ -7,50 +7,44 @@ if TYPE_CHECKING:
     from protrain_plan.planning.questions.spending import Spending
 
 
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
 class Column(NamedTuple):
-    """A column that `--columns` names: its head, its key in JSON, its value, the value as text.
+    """A column that `--columns` names: its head, its key in JSON, the field of `Spending`.
 
     `words` say below the table what it is.
     """
 
     head: str
     key: str
-    value: "Callable[[Spending], float | None]"
-    text: Callable[[float], str]
+    field: str
     words: str
+    text: Callable[[float], str] = _amount
 
-
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    def value(self, found: "Spending | None") -> float | None:
+        """Return the column's number; None where it is not known, or of what does not fit."""
+        value: float | None = None if found is None else getattr(found, self.field)
+        return value
 
 
 COLUMNS = {
     "mfu": Column(
         "MFU",
         "model_flops_utilisation",
-        lambda one: one.mfu,
-        "{:.1%}".format,
+        "mfu",
         "FLOPs of forward and backward, without recomputation, over the device's peak rate",
+        "{:.1%}".format,
     ),
-    "hours": Column(
-        "hours",
-        "hours_per_billion_tokens",
-        lambda one: one.hours,
-        _amount,
-        "of a billion tokens",
-    ),
+    "hours": Column("hours", "hours_per_billion_tokens", "hours", "of a billion tokens"),
     "cost": Column(
-        "cost",
-        "cost_per_billion_tokens",
-        lambda one: one.cost,
-        _amount,
-        "of a billion tokens, all devices together",
+        "cost", "cost_per_billion_tokens", "cost", "of a billion tokens, all devices together"
     ),
     "energy": Column(
         "kWh",
         "kwh_per_billion_tokens",
-        lambda one: one.energy_kwh,
-        _amount,
+        "energy_kwh",
         "of a billion tokens, the boards of all devices at the most that they take",
     ),
 }
@@ -58,26 +52,21 @@ COLUMNS = {
 
 
 def spending_json(found: "Spending | None") -> dict[str, float | None]:
-    """All of it; what is not known is null."""
-    return {
-        column.key: None if found is None else column.value(found) for column in COLUMNS.values()
-    }
+    """Return all of it; what is not known is null."""
+    return {column.key: column.value(found) for column in COLUMNS.values()}
 
 
 def spending_cells(found: "Spending | None", columns: Sequence[str]) -> list[str]:
-    """The texts of these columns; `-` for what is not known, or of what does not fit."""
-    values = [COLUMNS[name].value(found) if found else None for name in columns]
-    return [
-        "-" if value is None else COLUMNS[name].text(value)
-        for name, value in zip(columns, values, strict=True)
-    ]
+    """Return the texts of these columns; `-` for what is not known."""
+    values = [(COLUMNS[name], COLUMNS[name].value(found)) for name in columns]
+    return ["-" if value is None else column.text(value) for column, value in values]
 
 
 def heads_of(columns: Sequence[str]) -> list[str]:
-    """What stands above the columns."""
+    """Return the heads of the columns."""
     return [COLUMNS[name].head for name in columns]
 
 
 def in_words(columns: Sequence[str]) -> list[str]:
-    """What the columns are, a line each."""
+    """Say what the columns are, a line each."""
     return [f"{COLUMNS[name].head}: {COLUMNS[name].words}" for name in columns]

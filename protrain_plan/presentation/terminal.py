@@ -73,7 +73,7 @@ class FirstThatFits:
 
 
 def closer(table: Table) -> Table:
-    """The same table with one space between columns, for two."""
+    """Return the same table with one space between columns, in place of two."""
     found = copy.copy(table)
     found.padding = (0, 1, 0, 0)
     return found

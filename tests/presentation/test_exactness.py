@@ -19,7 +19,7 @@ from protrain_plan.presentation.plans import fits_text, run_json, run_text
 from protrain_plan.presentation.profiles import profile_json, profile_text
 from protrain_plan.presentation.report.fit_page import fit_page
 from protrain_runtime.contract.records import dumps_profile, loads_profile
-from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.plan import Budgets, Plan
 from protrain_runtime.contract.records.profile import Compilation
 from tests.support.planning_cases import cpu, decoder, random_profile, with_copies
 
@@ -73,12 +73,16 @@ RUN = Run(
 )
 
 
+def said_of(plan: Plan, run: Run, *, plain: bool, verified: bool | None = None) -> str:
+    return text_of(run_text(plan, run, run_json(plan, run, plain=plain, verified=verified)))
+
+
 def test_a_run_says_that_its_plan_is_not_exact(fits: tuple[Fit, Fit]) -> None:
     run = RUN
     ample, tight = (one.solved.plan for one in fits if one.solved is not None)
-    assert TOLD.search(text_of(run_text(tight, run, plain=False, verified=None)))
-    assert not TOLD.search(text_of(run_text(tight, run, plain=True, verified=None)))
-    assert not TOLD.search(text_of(run_text(ample, run, plain=False, verified=None)))
+    assert TOLD.search(said_of(tight, run, plain=False, verified=None))
+    assert not TOLD.search(said_of(tight, run, plain=True, verified=None))
+    assert not TOLD.search(said_of(ample, run, plain=False, verified=None))
 
 
 def test_a_run_of_compiled_blocks_says_what_it_was_compared_with(fits: tuple[Fit, Fit]) -> None:
@@ -91,7 +95,7 @@ def test_a_run_of_compiled_blocks_says_what_it_was_compared_with(fits: tuple[Fit
             (True, f" verified: losses and parameters equal {said} bitwise"),
             (False, f" NOT verified: losses or parameters differ from {said}"),
         ):
-            shown = text_of(run_text(plan, RUN, plain=False, verified=verified))
+            shown = said_of(plan, RUN, plain=False, verified=verified)
             assert shown.endswith(how)
             data = run_json(plan, RUN, plain=False, verified=verified)
             assert (data.get("compile"), data.get("compilation")) == (
@@ -123,7 +127,7 @@ def test_what_the_compiler_did_is_said_of_a_run_and_of_a_profile(
 ) -> None:
     assert fits[0].solved is not None
     run = replace(RUN, compilation=found)
-    shown = text_of(run_text(fits[0].solved.plan, run, plain=True, verified=None))
+    shown = said_of(fits[0].solved.plan, run, plain=True, verified=None)
     assert f" {said}, mostly in the first step" in shown
     data = run_json(fits[0].solved.plan, run, plain=True, verified=None)
     assert data["compilation"] == asdict(found)

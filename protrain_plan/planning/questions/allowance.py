@@ -27,14 +27,14 @@ PAIRS = ((9.16, 10.22), (8.28, 10.24), (25.86, 32.67), (20.20, 27.36), (15.22, 1
 """GB of tensors and GB reserved of the runs above."""
 
 MOST = max(reserved / tensors for tensors, reserved in PAIRS) - 1
-"""Of the bytes of tensors, the most that was reserved besides."""
+"""Most bytes reserved beyond tensors, over the bytes of tensors."""
 
 MEDIAN = sorted(reserved / tensors for tensors, reserved in PAIRS)[len(PAIRS) // 2] - 1
-"""The same in the median."""
+"""Median of the same ratio."""
 
 
 def allowance_bytes(profile: Profile, peak: TierBytes) -> int:
-    """What the allocator may reserve beyond `peak.device` bytes of tensors.
+    """Bytes that the allocator may reserve beyond `peak.device` bytes of tensors.
 
     0 for a measured profile, whose peaks have it, and on a CPU, which has no such allocator.
     """
@@ -45,6 +45,6 @@ def allowance_bytes(profile: Profile, peak: TierBytes) -> int:
 
 
 def is_tight(profile: Profile, peak: TierBytes) -> bool:
-    """Whether the device has less room than `peak` and the allowance take together."""
+    """Return whether the device has less room than `peak` and the allowance take together."""
     needed = peak.on_device + allowance_bytes(profile, peak)
     return needed > profile.hardware.device.memory_bytes >= peak.on_device

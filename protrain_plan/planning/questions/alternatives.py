@@ -54,7 +54,7 @@ backward, and update all states on the host when backward has ended."""
 
 
 def bucket_bytes(profile: Profile) -> int:
-    """Of each device, what `DistributedDataParallel` holds besides gradients: a copy of all.
+    """Bytes of each device that `DistributedDataParallel` holds besides gradients: as many.
 
     It keeps them in the buckets that it reduces, unless it is told `gradient_as_bucket_view=True`,
     which is not its default; its documentation says that this saves the bytes of all gradients.
@@ -66,7 +66,7 @@ def bucket_bytes(profile: Profile) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """What a policy takes: bytes of one device and its part of the rest, seconds of a step.
+    """Cost of a policy: bytes of one device and its part of the rest, seconds of a step.
 
     With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
     `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each. It is
@@ -116,14 +116,8 @@ def _alternative(
     if found is not None:
         peaks = peak_bytes(problem.program(found.plans))
         peaks = replace(peaks, device=peaks.device + held)
-        return Alternative(
-            name=name,
-            checkpointing=checkpointing,
-            step_seconds=found.seconds,
-            peak_bytes=peaks,
-            units=found.plans,
-            is_tight=is_tight(problem.profile, peaks),
-        )
+        fits = _fitting(name, found.seconds, peaks, found.plans, problem.profile)
+        return replace(fits, checkpointing=checkpointing)
     machine = problem.profile.hardware.device
     needed = {tier: problem.tier_use(tier, choice) for tier in problem.tiers}
     on_device = max(problem.static_bytes(choice))
@@ -146,12 +140,19 @@ def _alternative(
 
 
 def planned(name: str, plan: Plan, profile: Profile) -> Alternative:
-    """A plan under other conditions, such as with another optimizer."""
+    """Return a plan under other conditions, such as with another optimizer."""
+    made = plan.prediction
+    return _fitting(name, made.step_seconds, made.peak_bytes, plan.units, profile)
+
+
+def _fitting(
+    name: str, seconds: float, peaks: TierBytes, units: tuple[UnitPlan, ...], profile: Profile
+) -> Alternative:
     return Alternative(
         name=name,
         checkpointing=False,
-        step_seconds=plan.prediction.step_seconds,
-        peak_bytes=plan.prediction.peak_bytes,
-        units=plan.units,
-        is_tight=is_tight(profile, plan.prediction.peak_bytes),
+        step_seconds=seconds,
+        peak_bytes=peaks,
+        units=units,
+        is_tight=is_tight(profile, peaks),
     )

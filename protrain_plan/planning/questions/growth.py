@@ -1,35 +1,28 @@
 """A profile of another batch size or sequence length, in proportion; and the largest that fits.
 
 r is the target's tokens over the profile's: bytes of activations, the batch and seconds are r times
-as many. Parameters, gradients and optimizer states stay as they are.
+as many. Parameters, gradients and optimizer states stay as they are. Bytes C of a quantity may not
+depend on the batch at all. It is then r (size - C) + C: with the least that C can be for a larger
+batch, and the most for a smaller one, sizes err on the safe side.
 
 [Note: what grows of a backward peak] A backward slot holds activations and their gradients,
 which grow, and the unit's new gradients, which do not: peak = max over t of a(t) + g(t), with
 0 <= g(t) <= G. Which of the two a profiled peak was made of is unknown: the peak of a long
 sequence comes at the slot's beginning, before there are gradients; that of a short one at its end,
 when activations are gone (SmolLM2-135M, float32, 64, 128 and 256 tokens: 12.2, 10.2 and 7.1 MB).
-For r < 1
-
-    r a + g = r (a + g) + (1 - r) g <= r peak + (1 - r) G,
-
-where G has what else does not shrink.
-
-For r > 1 it is r peak at most, where all of the peak is activations. They hardly exceed A, what the
-unit's forward had at once (each tensor of it has a gradient of its size, and is gone soon after),
-with what a recomputation brings back, and the gradients of its output and of its input; to be on
-the safe side, A is taken a sixteenth larger. With a as large as that allows,
-
-    r a + g <= r a' + (peak - a'),    a' = min(peak, max(A, peak - G)).
+So C = G for r < 1, with G what else does not shrink. For r > 1 activations are no more than the
+whole peak. They hardly exceed A, what the unit's forward had at once (each tensor of it has a
+gradient of its size, and is gone soon after), with what a recomputation brings back, and the
+gradients of its output and of its input; to be on the safe side, A is taken a sixteenth larger.
+With a as large as that allows, C = peak - min(peak, max(A, peak - G)).
 
 In tiles more than G stays as it is: g(t) <= c G. An MLP in tiles (`tiled`) holds, beside its new
 gradients, float32 sums of them and those of one tile, and casts of its weights under autocast: at
 most 10 bytes for 4 of float32, and 6 for 2 of 16 bits, so that c = 3. A head in tiles holds its
-gradient and, of one tile, a cast of its weights and a product: c = 2. For r > 1 a larger G would
-only let less grow, so that c = 1 is on the safe side.
+gradient and, of one tile, a cast of its weights and a product: c = 2.
 
-[Note: what does not shrink] A profile says how many bytes there are, and not which of them follow
-the batch. Of a smaller batch a quantity is r times as large and (1 - r) C more, where C bounds what
-stays, and no more than it was:
+[Note: what does not shrink] A profile does not say which of its bytes follow the batch. Of a
+smaller batch, at most these do not:
 
 - partial results of kernels: 1 MiB on an accelerator; on a CPU, packed blocks for every thread;
 - weights that autocast casts, or that were packed, as numbers;
@@ -40,17 +33,13 @@ stays, and no more than it was:
 
 What follows the square of the length (scores that are kept, masks) grows more than r, which one
 profile cannot show: a length that was found so is to be profiled.
-
-The largest that fits is that for which the leanest decisions do. The least peak is a mixed-integer
-programme, a given choice's peak a sum; so that few sizes need the programme, a choice once found is
-carried as far as it fits, and the programme is asked only about what lies beyond.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory, plain_choices
@@ -59,32 +48,51 @@ from protrain_runtime.contract.program.program import BLOCK_BYTES
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import Activations, Placement
-from protrain_runtime.contract.records.profile import Form, FormCost, Profile, Unit
+from protrain_runtime.contract.records.profile import FormCost, Profile
 from protrain_runtime.contract.units import four_digits
 
 Quantity = Literal["batch-size", "seq-len"]
 
 RANDOM_STATE_BYTES = 5056
-"""What a recomputed unit keeps whatever the batch: `torch.get_rng_state().nbytes`, torch 2.13."""
+"""Bytes that a recomputed unit keeps: `torch.get_rng_state().nbytes`, torch 2.13."""
+
+LOOSE_BYTES = 8 * BLOCK_BYTES
+"""Bytes by which an accelerator's allocator rounds tensors up. In proportion, those of one that is
+gone at a peak count r times against it."""
+
+_KERNEL_BYTES = 2**15
+"""Bytes per thread of kernels of a CPU once they have more rows, as in `hardware.operators`."""
+
+_SMALL_BYTES = 16 * 2**14
+"""Bytes of tensors that may get too small to be swapped: 16 of `MIN_SWAP_BYTES`, of a runtime that
+imports torch."""
+
+_SCRATCH_BYTES = 2**20
+"""Bytes for partial results of an accelerator's kernels: the bound of `hardware.operators`, which
+imports torch. On a CPU every thread packs blocks of 2.7 MiB at most."""
+
+_STAYING = {"tiled": 3, "8 tiles": 2, "64 tiles": 2}
+"""c of [Note: what grows of a backward peak]; 1 for all that is not in tiles."""
+
+_MORE_THAN_FORWARD = Fraction(17, 16)
+"""Activations of a backward over the forward's, A of [Note: what grows of a backward peak]."""
+
+
+def _aligned(size: Fraction) -> int:
+    """Return the bytes in whole blocks, rounded up (towards zero where they are below it)."""
+    return math.ceil(size / BLOCK_BYTES) * BLOCK_BYTES
 
 
 def grown(
     profile: Profile, *, batch_size: int | None = None, seq_len: int | None = None
 ) -> Profile:
-    """The profile in proportion: r is the tokens of a batch over those of the profiled one.
+    """Return the profile in proportion, in whole `BLOCK_BYTES`, rounded up.
 
-    kept, swappable, forward peak   r times as many bytes
-    backward peak                   see [Note: what grows of a backward peak]
-    base                            r times, and never less: the model's buffers do not shrink
-    seconds, FLOPs                  r times
-
-    Of a smaller batch, what does not shrink is more: see [Note: what does not shrink]. Sizes are
-    rounded up to whole `BLOCK_BYTES`, so that a promise errs on the safe side. It is an assumption
-    that seconds are proportional: the work of attention has a part that grows with the square of
-    the sequence, which one profile cannot show, and so have the bytes of an attention that stores
-    its scores. Small batches fill a device less than large ones. Between two factors, of the batch
-    and of the length, it is the product that counts: a shorter batch of more tokens comes out too
-    small by its tables of positions.
+    Its base never shrinks, as the model's buffers do not. It is an assumption that seconds are
+    proportional: the work of attention has a part that grows with the square of the sequence, and
+    small batches fill a device less than large ones. Between two factors, of the batch and of the
+    length, it is the product that counts: a shorter batch of more tokens comes out too small by its
+    tables of positions.
     """
     workload = profile.workload
     target = replace(
@@ -92,24 +100,20 @@ def grown(
         batch_size=workload.batch_size if batch_size is None else batch_size,
         seq_len=workload.seq_len if seq_len is None else seq_len,
     )
-    if target != workload:
-        target = replace(target, inputs=())  # those were of the profiled size
     assert target.batch_size >= 1 and target.seq_len >= 1
     if target == workload:
         return profile
     ratio = Fraction(target.batch_size * target.seq_len, workload.batch_size * workload.seq_len)
+    units = (
+        replace(unit, forms=tuple(_form_grown(profile, index, form, ratio) for form in unit.forms))
+        for index, unit in enumerate(profile.units)
+    )
     return replace(
         profile,
-        workload=target,
+        workload=replace(target, inputs=()),  # those were of the profiled size
         base_bytes=max(profile.base_bytes, _aligned(ratio * profile.base_bytes)),
         model_flops=float(ratio) * profile.model_flops,
-        units=tuple(
-            replace(
-                unit,
-                forms=tuple(_form_grown(profile, index, form, ratio) for form in unit.forms),
-            )
-            for index, unit in enumerate(profile.units)
-        ),
+        units=tuple(units),
     )
 
 
@@ -177,38 +181,38 @@ def between(low: Profile, high: Profile, batch_size: int) -> Profile:
 
 
 def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -> FormCost:
-    """The costs in whole blocks."""
-    stay = _constants(profile, index, form)
+    """Return the costs in whole blocks."""
+    constants = (_least_constant if ratio > 1 else _most_constant)(profile, index, form)
+    staying = form.kept_bytes - form.swappable_bytes  # what a swap leaves on the device
 
     def scaled(size: int, constant: int) -> Fraction:
         if ratio < 1:
-            return ratio * size + (1 - ratio) * min(max(size, 0), constant)
+            constant = min(max(size, 0), constant)
         # What is below the level after the slot may be constant: it has gone.
-        return ratio * size if size >= 0 else Fraction(size)
+        return ratio * size + (1 - ratio) * (constant if size >= 0 or ratio < 1 else size)
 
     loose, more = 0, Fraction(_KERNEL_BYTES * profile.hardware.device.num_threads)
     if is_accelerator(profile.workload.device):
         loose = LOOSE_BYTES * math.ceil(max(ratio, Fraction(1)))
         more = Fraction(loose)
-    staying = form.kept_bytes - form.swappable_bytes  # what a swap leaves on the device
     pieces = tuple(_aligned(ratio * piece) for piece in form.swap_pieces)
     moved = sum(pieces) if pieces else _aligned(ratio * form.swappable_bytes)
     # A tensor that has become small stays where it is.
-    small = min(moved, _SMALL_TENSORS * _SMALLEST_SWAP_BYTES) if ratio < 1 else 0
+    small = min(moved, _SMALL_BYTES) if ratio < 1 else 0
     # Rounded apart, so that neither what a swap leaves on the device nor what it takes of a tier
     # comes out too small.
-    left = _aligned(scaled(staying, stay.kept) + loose) + small
-    kept = max(left + moved, _aligned(scaled(form.kept_bytes, stay.kept) + loose))
-    backward = _backward_peak(profile, index, form, ratio, stay.backward) + more
+    left = _aligned(scaled(staying, constants[0]) + loose) + small
+    kept = max(left + moved, _aligned(scaled(form.kept_bytes, constants[0]) + loose))
+    forward = scaled(form.forward_peak_bytes, constants[1]) + more
+    backward = ratio * form.backward_peak_bytes + (1 - ratio) * constants[2] + more
     if FORMS[form.form].of == "last part":
         # A tile of rows need not shrink with the batch, and may grow by a group of rows more than
         # the batch does, which is a tile at most. Forward has one or two of a tile's size, and
         # backward three (`tiled_loss.tile_rows`).
         tile = Fraction(max(0, form.forward_peak_bytes - form.kept_bytes))
         tile *= Fraction(1) if ratio > 1 else 1 - ratio
-        more += tile
+        forward += tile
         backward += 3 * tile
-    forward = scaled(form.forward_peak_bytes, stay.forward) + more
     return replace(
         form,
         forward_peak_bytes=max(_aligned(forward), kept),
@@ -221,35 +225,27 @@ def _form_grown(profile: Profile, index: int, form: FormCost, ratio: Fraction) -
     )
 
 
-LOOSE_BYTES = 8 * BLOCK_BYTES
-"""An accelerator's allocator rounds tensors up. In proportion, that of one that is gone at a peak
-counts r times against it."""
+def _least_constant(profile: Profile, index: int, form: FormCost) -> tuple[int, int, Fraction]:
+    """Bytes that stay as they are for a larger batch, at least: kept, at the two peaks.
 
-_KERNEL_BYTES = 2**15
-"""What kernels of a CPU take per thread once they have more rows, as in `hardware.operators`."""
-
-_SMALLEST_SWAP_BYTES, _SMALL_TENSORS = 2**14, 16
-"""`MIN_SWAP_BYTES` of `protrain_runtime`, which imports torch, and tensors of a block that may get
-below it."""
-
-_SCRATCH_BYTES = 2**20
-"""What kernels of an accelerator take for partial results, whatever the batch: the bound of
-`hardware.operators`, which imports torch. On a CPU every thread packs blocks of 2.7 MiB at most."""
+    See [Note: what grows of a backward peak].
+    """
+    unit, peak = profile.units[index], form.backward_peak_bytes
+    keep = unit.cost("keep")
+    handed = next((cost.kept_bytes for cost in unit.forms if cost.form == "full"), 0)
+    activations = keep.forward_peak_bytes + keep.kept_bytes - form.kept_bytes + 2 * handed
+    most = max(_MORE_THAN_FORWARD * activations, Fraction(peak - _gradients(profile, index)))
+    growing = min(Fraction(peak), most)
+    return 0, 0, peak - max(growing, Fraction(0))
 
 
-class _Constants(NamedTuple):
-    """At most so many bytes do not shrink with the batch; see [Note: what does not shrink]."""
+def _most_constant(profile: Profile, index: int, form: FormCost) -> tuple[int, int, int]:
+    """Bytes that do not shrink with the batch, at most: kept, at the two peaks.
 
-    kept: int
-    forward: int
-    backward: int
-
-
-def _constants(profile: Profile, index: int, form: FormCost) -> _Constants:
-    """Those of a form of a unit."""
+    See [Note: what does not shrink].
+    """
     workload, unit = profile.workload, profile.units[index]
-    used = [one for one in profile.units if index in one.used_by]
-    parameters = sum(one.parameter_bytes for one in used)
+    parameters = sum(one.parameter_bytes for one in profile.units if index in one.used_by)
     casts = 0  # of weights
     if workload.precision == "autocast":
         casts = parameters // 2
@@ -262,18 +258,13 @@ def _constants(profile: Profile, index: int, form: FormCost) -> _Constants:
     forward, backward = kept + scratch, gradients + casts + scratch
     if unit.kind == "part" and index < len(profile.units) - 1:
         # Tables of positions, and what makes them: all but the hidden states that it hands on.
-        handed = [one.cost("full").kept_bytes for one in profile.units if _has(one, "full")]
-        hidden = max(0, min(handed, default=0) - RANDOM_STATE_BYTES)
-        backward += 2 * parameters  # sums of rows of an embedding in float32
-        kept, forward, backward = (
-            max(one, size - hidden)
-            for one, size in (
-                (kept, form.kept_bytes),
-                (forward, form.forward_peak_bytes),
-                (backward, form.backward_peak_bytes),
-            )
-        )
-    return _Constants(kept, forward, backward)
+        full = [cost.kept_bytes for u in profile.units for cost in u.forms if cost.form == "full"]
+        hidden = max(0, min(full, default=0) - RANDOM_STATE_BYTES)
+        kept = max(kept, form.kept_bytes - hidden)
+        forward = max(forward, form.forward_peak_bytes - hidden)
+        # Sums of rows of an embedding in float32, too.
+        backward = max(backward + 2 * parameters, form.backward_peak_bytes - hidden)
+    return kept, forward, backward
 
 
 def _gradients(profile: Profile, index: int) -> int:
@@ -288,47 +279,11 @@ def _gradients(profile: Profile, index: int) -> int:
     )
 
 
-def _has(unit: Unit, form: Form) -> bool:
-    return any(cost.form == form for cost in unit.forms)
-
-
-_STAYING = {"tiled": 3, "8 tiles": 2, "64 tiles": 2}
-"""c of [Note: what grows of a backward peak]; 1 for all that is not in tiles."""
-
-
-def _backward_peak(
-    profile: Profile, index: int, form: FormCost, ratio: Fraction, constant: int
-) -> Fraction:
-    """The most that the peak can be. See [Note: what grows of a backward peak]."""
-    peak = form.backward_peak_bytes
-    if ratio <= 1:
-        return ratio * peak + (1 - ratio) * constant
-    gradients = _gradients(profile, index)
-    unit = profile.units[index]
-    keep = unit.cost("keep")
-    recomputed = keep.kept_bytes - form.kept_bytes
-    handed = next((cost.kept_bytes for cost in unit.forms if cost.form == "full"), 0)
-    activations = keep.forward_peak_bytes + recomputed + 2 * handed
-    most = max(_MORE_THAN_FORWARD * activations, Fraction(peak - gradients))
-    growing = min(Fraction(peak), most)
-    return (ratio * growing if growing >= 0 else growing) + (peak - growing)
-
-
-_MORE_THAN_FORWARD = Fraction(17, 16)
-"""By how much activations of a backward may exceed the forward's, A of [Note: what grows of a
-backward peak]."""
-
-
-def _aligned(size: Fraction) -> int:
-    """The bytes in whole blocks, rounded up (towards zero where they are below it)."""
-    return math.ceil(size / BLOCK_BYTES) * BLOCK_BYTES
-
-
 STEPS: dict[Quantity, int] = {"batch-size": 1, "seq-len": 64}
 """Values are multiples of these: sequences, and tokens."""
 
 MOST: dict[Quantity, int] = {"batch-size": 2**20, "seq-len": 2**24}
-"""Where the search ends, whatever fits."""
+"""Ends of the search, whatever fits."""
 
 _Decisions = tuple[tuple[Activations, Placement], ...]
 
@@ -347,8 +302,11 @@ class Largest:
 def largest(
     profile: Profile, quantity: Quantity, problem_of: Callable[[Profile], Problem]
 ) -> Largest | None:
-    """The largest multiple of the quantity's step whose problem has a plan; None where none has.
+    """Return the largest multiple of the quantity's step that has a plan; None where none has.
 
+    It is the largest for which the leanest decisions do. The least peak is a mixed-integer
+    programme, a given choice's peak a sum; so that few sizes need the programme, a choice once
+    found is carried as far as it fits, and the programme is asked only about what lies beyond.
     The batch is that of one micro-batch. ProtrainError where a pin cannot be met.
     """
     step = STEPS[quantity]
@@ -356,9 +314,7 @@ def largest(
     found: _Decisions | None = None
 
     def at(number: int) -> Profile:
-        if quantity == "batch-size":
-            return grown(profile, batch_size=number * step)
-        return grown(profile, seq_len=number * step)
+        return grown(profile, **{quantity.replace("-", "_"): number * step})
 
     def problem_at(number: int) -> Problem:
         return problem_of(at(number))

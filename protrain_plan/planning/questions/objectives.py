@@ -47,7 +47,7 @@ BISECTIONS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is to be planned, within which budgets, with which decisions fixed."""
+    """A profile to plan for, with budgets and the decisions that are fixed."""
 
     profile: Profile
     budgets: Budgets
@@ -71,7 +71,7 @@ class Question:
         return self.problems()[0]
 
     def problems(self) -> tuple[Problem, ...]:
-        """The same for each number of replicas to choose from."""
+        """Return the problems, one for each number of replicas to choose from."""
         groups = [replace(self.group, num_replicas=number) for number in self.replicas]
         return tuple(self._problem(self.profile, group) for group in groups or [self.group])
 
@@ -99,7 +99,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What is best; at most one of these, and none for the fastest step.
+    """The aim; at most one of these, and none for the fastest step.
 
     max_slowdown    least device memory for a step of this many times the fastest
     maximize        the largest batch or sequence that fits
@@ -420,7 +420,7 @@ class Fit:
 
     @property
     def allowance_bytes(self) -> int:
-        """What the allocator may reserve beyond the plan's tensors; 0 where there is no plan."""
+        """Bytes that the allocator may reserve beyond the plan's tensors; 0 without a plan."""
         if self.solved is None:
             return 0
         return allowance_bytes(self.profile, self.solved.plan.prediction.peak_bytes)
@@ -432,7 +432,7 @@ class Fit:
 
     @property
     def step_seconds(self) -> float | None:
-        """Of the plan, predicted."""
+        """Predicted seconds of the plan's step."""
         return self.solved.plan.prediction.step_seconds if self.solved else None
 
     @property
@@ -441,7 +441,7 @@ class Fit:
         return self.question.tokens
 
     def spending(self, step_seconds: float | None) -> Spending | None:
-        """What an alternative takes with steps of so many seconds; None where it does not fit."""
+        """Return the bill for steps of so many seconds; None where the alternative does not fit."""
         if step_seconds is None:
             return None
         return spending(

@@ -21,7 +21,7 @@ TOKENS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spending:
-    """What a way to train takes; of a billion tokens but for `mfu`, and None where not known.
+    """Bill of a way to train; of a billion tokens but for `mfu`, and None where not known.
 
     `cost` is in the currency of the machine's price, of all devices; `energy_kwh` that of all
     devices' boards at the most that each takes, without their hosts.
@@ -34,19 +34,19 @@ class Spending:
 
 
 def cost_of(num_tokens: float, *, tokens_per_s: float, price_per_hour: float) -> float:
-    """What so many tokens cost at a price of all devices together."""
+    """Return the cost of so many tokens at a price of all devices together."""
     return price_per_hour * num_tokens / tokens_per_s / 3600
 
 
 def tokens_in_step(workload: Workload, group: DeviceGroup, micro_batches: int) -> int:
-    """Of all micro-batches of all devices."""
+    """Tokens of all micro-batches of all devices."""
     return workload.batch_size * workload.seq_len * micro_batches * group.num_devices
 
 
 def spending(
     profile: Profile, group: DeviceGroup, *, micro_batches: int, step_seconds: float
 ) -> Spending:
-    """What steps of so many seconds take, in which each device of the group has its batches."""
+    """Return the bill for steps of so many seconds, in which each device has its batches."""
     workload, machine, devices = profile.workload, profile.hardware, group.num_devices
     tokens_per_s = tokens_in_step(workload, group, micro_batches) / step_seconds
     mfu, rates = None, machine.rates

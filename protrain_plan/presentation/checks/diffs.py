@@ -20,7 +20,7 @@ Row = tuple[str, ...]
 
 
 def diff_text(diff: PlanDiff) -> RenderableType:
-    """What `protrain diff` prints.
+    """Return what `protrain diff` prints.
 
     Units go without what all their names begin with: `base_model.model.` of adapters' models. Two
     parts of each name stay, as in layers.0, which `protrain plan --pin` takes, too.
@@ -38,7 +38,7 @@ def diff_text(diff: PlanDiff) -> RenderableType:
 
 
 def diff_markdown(diff: PlanDiff, *, title: str) -> str:
-    """What `protrain diff --format markdown` prints: a comment for a pull request.
+    """Return what `protrain diff --format markdown` prints: a comment for a pull request.
 
     What plans say is code in it, which mentions nobody and links to nothing.
     """
@@ -54,7 +54,7 @@ def diff_markdown(diff: PlanDiff, *, title: str) -> str:
 
 
 def error_markdown(error: ProtrainError, *, title: str) -> str:
-    """The same where a plan cannot be read."""
+    """Return the Markdown for a plan that cannot be read."""
     return f"{_heading(title)}\n\nIt cannot be compared:\n\n{in_code_block(str(error))}"
 
 
@@ -63,7 +63,7 @@ def _heading(title: str) -> str:
 
 
 def diff_data(diff: PlanDiff) -> dict[str, Any]:
-    """What `protrain diff --json` prints."""
+    """Return what `protrain diff --json` prints."""
     return asdict(diff) | {"num_changed": diff.num_changed}
 
 

@@ -33,7 +33,7 @@ def title(finding: Finding) -> str:
 
 
 def said(finding: Finding) -> str:
-    """What was found, in one line; for a rule that holds, its own sentence or a number."""
+    """Say what was found, in one line; for a rule that holds, its own sentence or a number."""
     match finding.verdict:
         case Passed(found=found):
             return found or finding.rule.title
@@ -44,7 +44,7 @@ def said(finding: Finding) -> str:
 
 
 def with_fix(finding: Finding) -> str:
-    """The same with the way to mend it on a line of its own."""
+    """Say the same, with the way to mend it on a line of its own."""
     verdict = finding.verdict
     if isinstance(verdict, Failed) and verdict.fix:
         return f"{said(finding)}\nfix: {verdict.fix}"
@@ -52,7 +52,7 @@ def with_fix(finding: Finding) -> str:
 
 
 def summary(report: Report) -> str:
-    """How many rules hold: `11 passed, 1 failed, 1 skipped in 1 plan`."""
+    """Count the rules that hold: `11 passed, 1 failed, 1 skipped in 1 plan`."""
     counts = [
         f"{len(found)} {word}"
         for word, kind in VERDICTS.items()
@@ -62,7 +62,7 @@ def summary(report: Report) -> str:
 
 
 def counted(report: Report) -> str:
-    """How many files there are: `3 files seen, 2 records checked, 1 failed`."""
+    """Count the files: `3 files seen, 2 records checked, 1 failed`."""
     return (
         f"{report.num_seen} file{'s' * (report.num_seen != 1)} seen,"
         f" {report.num_records} record{'s' * (report.num_records != 1)} checked,"
@@ -105,7 +105,7 @@ def text(report: Report) -> RenderableType:
 
 
 def explanation(rule: Rule) -> RenderableType:
-    """What `protrain check --explain CODE` prints."""
+    """Return what `protrain check --explain CODE` prints."""
     paragraphs = (Text(line) for line in rule.explanation.split("\n"))
     return Group(Text(rule.code, style="bold"), *paragraphs)
 
@@ -280,7 +280,7 @@ FORMATS: dict[str, Format] = {
     "sarif": lambda report, root: sarif(report, root=root),
     "github": lambda report, root: github(report, root=root),
 }
-"""What `--format` may be: a function of a report and the folder that its files are counted from.
+"""Formats by name: functions of a report and the folder that its files are counted from.
 
 It makes text as it is, plain data that is printed as JSON, or what rich draws.
 """

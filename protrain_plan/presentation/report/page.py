@@ -43,7 +43,7 @@ class FrontPoint(NamedTuple):
 
 
 class _Scale:
-    """How times and kinds are written as numbers."""
+    """Writer of times and kinds as numbers."""
 
     def __init__(self, step: Step) -> None:
         seconds = step.report.step_seconds
@@ -63,7 +63,7 @@ class _Scale:
         }
 
     def moved(self, found: Sequence[Bar]) -> Data:
-        """The same, with what each transfers."""
+        """Return the same, with what each transfers."""
         return self.bars(found) | {
             "slot": [bar.slot for bar in found],
             "bytes": [bar.bytes for bar in found],
@@ -251,7 +251,7 @@ def _hash(text: str) -> str:
 
 
 def _shown(data: Any) -> Any:
-    """The same data; in names, what cannot be seen is shown as an escape."""
+    """Return the data; in names, what cannot be seen is shown as an escape."""
     match data:
         case str():
             return one_line(data)

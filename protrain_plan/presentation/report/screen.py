@@ -61,7 +61,7 @@ LETTER_STYLES = {
 
 
 class Screen:
-    """What `protrain show` prints, in the width that there is, at most WIDEST columns."""
+    """Output of `protrain show`, in the width that there is, at most WIDEST columns."""
 
     def __init__(self, *, step: Step, width: int = WIDEST, ascii_only: bool = False) -> None:
         self.step, self.width = step, width
@@ -238,7 +238,7 @@ class Screen:
 
 
 def _filled(shares: Sequence[tuple[float, float]], spans: Iterable[Bar | Wait]) -> list[float]:
-    """How much of each share the spans fill; they do not overlap."""
+    """Return how much of each share the spans fill; they do not overlap."""
     width = shares[0][1] - shares[0][0]
     filled = [0.0] * len(shares)
     for start, end, *_ in spans:

@@ -113,7 +113,7 @@ class Wait(NamedTuple):
 
 
 def bars(step: Step, ran: Iterable[Span | Event]) -> dict[str, tuple[Bar, ...]]:
-    """What a simulated or a recorded step ran on each lane, in the order of the starts."""
+    """Return what a simulated or a recorded step ran on each lane, in the order of the starts."""
     known = named(step)
     found: dict[str, list[Bar]] = {}
     for one in sorted(ran, key=lambda one: (one.start_s, one.end_s)):
@@ -126,7 +126,7 @@ def bars(step: Step, ran: Iterable[Span | Event]) -> dict[str, tuple[Bar, ...]]:
 
 
 def named(step: Step) -> dict[str, Bar]:
-    """What the programme's names mean, as bars without a time."""
+    """Return what the programme's names mean, as bars without a time."""
     program = program_of(step.plan, step.profile, clipped=True)  # with the moves of other steps
     end = len(program.slots)
     update = program.slot_name(end)
@@ -177,7 +177,7 @@ KINDS = (
     "leaving",
     "reserved",
 )
-"""What bytes are counted as, from the bottom of a stack to its top. "context" is what the process
+"""Kinds of bytes, from the bottom of a stack to its top. "context" is what the process
 holds of the device besides tensors, with what its allocator does; "reserved" is room for
 activations that are elsewhere now."""
 
