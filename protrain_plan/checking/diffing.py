@@ -4,13 +4,13 @@ With the bytes and seconds that the plans predict, before and after.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.folding import fold, runs
-from protrain_runtime.contract.records.plan import Plan, Prediction, StepSettings, UnitPlan
+from protrain_runtime.contract.records.plan import SETTINGS, Plan, Prediction, UnitPlan
 from protrain_runtime.contract.records.profile import Profile, Unit
 from protrain_runtime.contract.units import exact_bytes, format_bytes, format_seconds
 
@@ -215,11 +215,7 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("device budget", lambda plan: _size(plan.budgets.device)),
         ("host budget", lambda plan: _size(plan.budgets.host)),
         ("disk budget", lambda plan: _size(plan.budgets.disk)),
-        *(
-            (setting.metadata["words"], partial(_setting_text, setting.name))
-            for setting in fields(StepSettings)
-            if setting.metadata
-        ),
+        *((words, partial(_setting_text, name)) for name, (words, _) in SETTINGS.items()),
         ("exactness", lambda plan: plan.exactness),
     )
     for name, text in texts:

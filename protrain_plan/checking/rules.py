@@ -7,7 +7,7 @@ number of plans come last. A new rule is a function here, and its name in a tabl
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from inspect import getdoc
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -31,7 +31,7 @@ from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.program.group import not_joined
 from protrain_runtime.contract.records import commands as records
 from protrain_runtime.contract.records.hardware import Hardware, TierName
-from protrain_runtime.contract.records.plan import Budgets, StepSettings
+from protrain_runtime.contract.records.plan import SETTINGS, Budgets, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.reader import version_of
 from protrain_runtime.contract.records.tree import did_you_mean, listed, number_text
@@ -556,11 +556,11 @@ def plan_command(case: Case, budgets: Budgets) -> str:
         ("--replicas", group.num_replicas),
     )
     words += [word for name, count in counts if count > 1 for word in (name, str(count))]
-    for setting in fields(StepSettings):
-        value = getattr(plan.settings, setting.name)
-        if (word := setting.metadata.get("option")) and value != setting.default:
+    for name, (_, word) in SETTINGS.items():
+        value = getattr(plan.settings, name)
+        if word is not None and value != getattr(StepSettings(), name):
             words.append(word)
-            if setting.name.endswith("_bytes"):
+            if name.endswith("_bytes"):
                 words.append(exact_bytes(value * group.in_node))
             elif not isinstance(value, str):
                 words.append(number_text(value) if isinstance(value, float) else str(value))

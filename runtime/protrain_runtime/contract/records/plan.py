@@ -1,6 +1,6 @@
 """`Plan`: the decisions, and what they are predicted to cost. Reviewed and committed like code."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from protrain_runtime.contract.records.folding import unfolded
@@ -275,11 +275,6 @@ class DeviceGroup:
 ALONE = DeviceGroup()
 
 
-def _told(words: str, option: str = "") -> dict[str, str]:
-    """Metadata of a setting: its name for readers, and the option of `protrain plan`."""
-    return {"words": words, "option": option}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
     """Settings of a whole step: how the optimizer runs, and on how many devices.
@@ -291,20 +286,29 @@ class StepSettings:
     the cache, and are no more than that: memory beside the budgets, which it may fill.
     """
 
-    # Optimizer states move and are updated in such pieces; 0: to be chosen.
-    piece_bytes: int = field(default=0, metadata=_told("pieces of states"))
-    updates: Updates = field(default="in backward", metadata=_told("updates", "--clip"))
-    micro_batches: int = field(default=1, metadata=_told("micro-batches", "--accumulate"))
-    group: DeviceGroup = field(default=ALONE, metadata=_told("devices"))
+    piece_bytes: int = 0  # optimizer states move and are updated in such pieces; 0: to be chosen
+    updates: Updates = "in backward"
+    micro_batches: int = 1  # forwards and backwards per update
+    group: DeviceGroup = ALONE
     overlap_steps: bool = False
-    page_cache_bytes: int = field(default=0, metadata=_told("page cache", "--page-cache"))
-    # Part of all steps whose gradients are clipped.
-    clip_share: float = field(default=CLIP_SHARE, metadata=_told("clipped steps", "--clip-share"))
+    page_cache_bytes: int = 0  # of memory, that what is on disk may fill
+    clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
 
     @property
     def is_single(self) -> bool:
         """Whether a step is one forward and backward, on one device."""
         return self.micro_batches == self.group.num_devices == 1
+
+
+SETTINGS = {
+    "page_cache_bytes": ("page cache", "--page-cache"),
+    "updates": ("updates", "--clip"),
+    "clip_share": ("clipped steps", "--clip-share"),
+    "micro_batches": ("micro-batches", "--accumulate"),
+    "group": ("devices", None),
+    "piece_bytes": ("pieces of states", None),
+}
+"""Settings of a step that are told: their names for readers, and the options of `protrain plan`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
