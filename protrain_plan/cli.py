@@ -125,6 +125,7 @@ app.add_typer(hardware, name="hardware", help=machines.HELP, epilog=machines.EXA
 
 def main() -> None:
     """Run the command line."""
+    gc.disable()  # until a command begins: help ends before there is garbage
     run_command(lambda: app(standalone_mode=False))  # a typer.Exit comes back as its code
 
 
@@ -176,12 +177,12 @@ def _show_version(value: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001  (its callback reads it)
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    pass
+    gc.enable()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 from pathlib import Path
+from typing import NamedTuple
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth
@@ -21,13 +22,12 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import not_joined, profile_of_rank
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.files import refuse_outside
-from protrain_runtime.contract.records.hardware import Hardware, TierName
+from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import Budgets, Plan, TierBytes
 from protrain_runtime.contract.records.profile import Profile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class Predicted(NamedTuple):
     """Cost of a step: bytes of each tier at its peak, and seconds."""
 
     peak_bytes: TierBytes
@@ -37,10 +37,8 @@ class Predicted:
 def predicted(plan: Plan, profile: Profile) -> Predicted:
     """Predict what decisions take; the plan's units are those of the profile (see `misfit`)."""
     problem = Problem.of_plan(plan, profile)
-    return Predicted(
-        peak_bytes=peak_bytes(problem.program(plan.units)),
-        step_seconds=step_seconds(problem, plan.units)[0],
-    )
+    peaks = peak_bytes(problem.program(plan.units))
+    return Predicted(peaks, step_seconds(problem, plan.units)[0])
 
 
 def misfit(plan: Plan, profile: Profile) -> str | None:
@@ -59,8 +57,7 @@ def misfit(plan: Plan, profile: Profile) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
+class Limit(NamedTuple):
     """Bytes of a tier that may be taken, and whose number it is."""
 
     bytes: int
@@ -116,15 +113,13 @@ class PlanOnMachine:
     model: Model
     hardware: Hardware
     own: bool
-    device: Limit
-    host: Limit
-    disk: Limit
+    limits: Mapping[str, Limit]  # by tier
     budget: MachineBudget | None
 
     @property
     def budgets(self) -> Budgets:
         """The limits, as the planner takes them."""
-        return Budgets(device=self.device.bytes, host=self.host.bytes, disk=self.disk.bytes)
+        return Budgets(**{tier: limit.bytes for tier, limit in self.limits.items()})
 
     @property
     def case(self) -> Case:
@@ -220,28 +215,27 @@ def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -
     has = machine
     if not_joined(case.plan, machine) is None:
         has = profile_of_rank(replace(case.profile, hardware=machine), group).hardware
-    capacity = {tier.name: tier.capacity_bytes for tier in has.tiers}
+    there: dict[str, int] = {tier.name: tier.capacity_bytes for tier in has.tiers}
+    there["device"] = machine.device.memory_bytes
 
-    def limit(there: int, in_plan: int, in_budget: int | None) -> Limit:
-        size, source = there, "the machine's memory" + " for each device" * (group.in_node > 1)
+    def limit(tier: str) -> Limit:
+        size, source = there.get(tier, 0), "the machine's memory"
+        source += " for each device" * (group.in_node > 1)
         if own:
-            size, source = in_plan, "the plan's budget"
-        if in_budget is not None and in_budget <= there:
+            size, source = getattr(planned, tier), "the plan's budget"
+        in_budget: int | None = getattr(asked, tier)
+        if in_budget is not None and tier != "device":
+            in_budget //= group.in_node
+        if in_budget is not None and in_budget <= there.get(tier, 0):
             size, source = in_budget, Path(asked.source).name
         if asked.headroom:
             source += f", {100 * asked.headroom:g}% of it free"
-        return Limit(bytes=floor(size * (1 - asked.headroom)), source=source)
-
-    def below(tier: TierName, in_plan: int, in_budget: int | None) -> Limit:
-        part = None if in_budget is None else in_budget // group.in_node
-        return limit(capacity.get(tier, 0), in_plan, part)
+        return Limit(floor(size * (1 - asked.headroom)), source)
 
     return PlanOnMachine(
         model=model,
         hardware=machine,
         own=own,
-        device=limit(machine.device.memory_bytes, planned.device, asked.device),
-        host=below("host", planned.host, asked.host),
-        disk=below("disk", planned.disk, asked.disk),
+        limits={tier: limit(tier) for tier in ("device", "host", "disk")},
         budget=budget,
     )

@@ -389,7 +389,7 @@ def mem001(situation: PlanOnMachine) -> Verdict:
     the estimate of today's model under the plan's decisions, and the message names the layers that
     grew.
     """
-    limit = situation.device
+    limit = situation.limits["device"]
     if situation.misfit is not None:  # then only whether some plan fits can be said
         if (reason := not_joined(situation.case.plan, situation.hardware)) is not None:
             return Skipped(reason=reason)
@@ -415,7 +415,7 @@ def host001(situation: PlanOnMachine) -> Verdict:
     Host memory is what offloaded states, swapped activations and the host's optimizer take, pinned.
     The budget is found as for MEM001.
     """
-    return _below_device(situation, "host", "host memory", situation.host)
+    return _below_device(situation, "host", "host memory")
 
 
 def disk001(situation: PlanOnMachine) -> Verdict:
@@ -424,7 +424,7 @@ def disk001(situation: PlanOnMachine) -> Verdict:
     Disk space is what offloaded states and swapped activations take in the spill file. The budget
     is found as for MEM001.
     """
-    return _below_device(situation, "disk", "disk space", situation.disk)
+    return _below_device(situation, "disk", "disk space")
 
 
 def time001(situation: PlanOnMachine) -> Verdict:
@@ -465,10 +465,11 @@ def time001(situation: PlanOnMachine) -> Verdict:
     return Passed(found=format_seconds(now))
 
 
-def _below_device(situation: PlanOnMachine, tier: TierName, what: str, limit: Limit) -> Verdict:
+def _below_device(situation: PlanOnMachine, tier: TierName, what: str) -> Verdict:
     if situation.misfit is not None:
         return Skipped(reason=f"the plan is for another model: {situation.misfit}")
     used: int = getattr(situation.predicted.peak_bytes, tier)
+    limit = situation.limits[tier]
     if used <= limit.bytes:
         found = f"{format_bytes(used)} of {format_bytes(limit.bytes)}" if used else "none needed"
         return Passed(found=found)

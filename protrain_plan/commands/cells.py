@@ -5,7 +5,6 @@ largest that fits tell what others take (`growth.between`). The one that is the 
 estimate of its own, so that what is answered is no interpolation.
 """
 
-import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,15 +108,12 @@ class Cells:
                 yield question, known
 
     def _best(self, progress: Progress, global_batch: int) -> list[Question]:
-        parts: list[int] = []
         for _, group in self.groups:
-            part, rest = divmod(global_batch, group.num_devices)
-            if rest:
+            if global_batch % group.num_devices:
                 raise ProtrainError(
                     f"{global_batch} sequences are no equal parts for {group.num_devices} devices",
                     key="--global-batch",
                 )
-            parts.append(part)
         known: dict[tuple[int, int], list[Profile]] = {}  # by request and batch size, per machine
 
         def learn(wanted: Iterable[tuple[int, int]]) -> None:
@@ -128,39 +124,36 @@ class Cells:
 
         every = range(len(self.requests))
         learn((request, 1) for request in every)
-        cells = list(itertools.product(every, range(len(self.groups))))
+        cells = [
+            (request, place, group, global_batch // group.num_devices)
+            for request in every
+            for place, group in self.groups
+        ]
         sizes: list[tuple[int, ...]] = []
         ends = dict.fromkeys(every, 1)
-        for request, number in cells:
-            place, group = self.groups[number]
+        for request, place, group, part in cells:
             found = self._question(known[request, 1][place], group).largest("batch-size")
-            open_to_it = divisors(parts[number])
             # What fits is known in proportion alone: one more is looked at.
+            open_to_it = divisors(part)
             count = sum(size <= found.value for size in open_to_it) + 1 if found else 1
             sizes.append(open_to_it[:count])
             ends[request] = max(ends[request], sizes[-1][-1])
         learn(ends.items())
         candidates: list[list[Question]] = []
-        for (request, number), tried in zip(cells, sizes, strict=True):
-            place, group = self.groups[number]
-            low, high = (known[request, size][place] for size in (1, ends[request]))
-            profiles = [between(low, high, size) for size in tried]
+        for (request, place, group, part), tried in zip(cells, sizes, strict=True):
+            low, high = known[request, 1][place], known[request, ends[request]][place]
             candidates.append(
-                [
-                    self._question(profile, group, parts[number] // size)
-                    for profile, size in zip(profiles, tried, strict=True)
-                ]
+                [self._question(between(low, high, size), group, part // size) for size in tried]
             )
         progress("looking for the best micro-batches", 0.6)
         search = partial(fastest_batch, effort=Effort(gap_target=GAP))
         with answers_of(search, candidates, jobs=self.jobs) as answers:
             chosen = [tried[number or 0] for tried, number in zip(sizes, answers, strict=True)]
-        learn((request, size) for (request, _), size in zip(cells, chosen, strict=True))
-        best: list[Question] = []
-        for (request, number), size in zip(cells, chosen, strict=True):
-            place, group = self.groups[number]
-            best.append(self._question(known[request, size][place], group, parts[number] // size))
-        return best
+        learn((cell[0], size) for cell, size in zip(cells, chosen, strict=True))
+        return [
+            self._question(known[request, size][place], group, part // size)
+            for (request, place, group, part), size in zip(cells, chosen, strict=True)
+        ]
 
     def with_states_of_8_bits(
         self, questions: Sequence[Question], progress: Progress
