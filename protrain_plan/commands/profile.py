@@ -72,56 +72,39 @@ class MeasureOptions:
     ] = False
 
 
-@option_record
-class BatchOptions:
-    """Sizes of a batch."""
+OnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        help="Estimate instead, for a machine that need not be there: a name of the catalogue"
+        " (protrain hardware list), or a YAML file.",
+    ),
+]
+InterconnectOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A machine whose devices are joined as this one's, to plan for several: a name of"
+        " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
+    ),
+]
+BatchOption = Annotated[int, typer.Option(min=1, help="Sequences, images or pairs per batch.")]
+LengthOption = Annotated[
+    int,
+    typer.Option(min=1, help="Tokens of text per sequence: targets, where sound or images go in."),
+]
 
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences, images or pairs per batch.")
-    ] = 1
-    seq_len: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Tokens of text per sequence: targets, where sound or images go in."
-        ),
-    ] = 512
 
+def _joined(name: str) -> "Interconnect":
+    """Return what joins a machine's devices; ProtrainError where the machine does not say it."""
+    from protrain_plan.hardware.catalogue import load_hardware
 
-@option_record
-class MachineOptions:
-    """Other machines than this one."""
-
-    on: Annotated[
-        str | None,
-        typer.Option(
-            "--on",
-            help="Estimate instead, for a machine that need not be there: a name of the catalogue"
-            " (protrain hardware list), or a YAML file.",
-        ),
-    ] = None
-    interconnect: Annotated[
-        str | None,
-        typer.Option(
-            help="A machine whose devices are joined as this one's, to plan for several: a name of"
-            " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
-        ),
-    ] = None
-
-    @property
-    def joined(self) -> "Interconnect | None":
-        """Links between devices; ProtrainError where the machine does not say it."""
-        from protrain_plan.hardware.catalogue import load_hardware
-
-        if self.interconnect is None:
-            return None
-        joined = load_hardware(self.interconnect).interconnect
-        if joined is None:
-            raise ProtrainError(
-                f"{self.interconnect} does not say what joins its devices",
-                key="--interconnect",
-                fix="measure it: torchrun --nproc-per-node N --no-python protrain hardware probe",
-            )
-        return joined
+    if (joined := load_hardware(name).interconnect) is None:
+        raise ProtrainError(
+            f"{name} does not say what joins its devices",
+            key="--interconnect",
+            fix="measure it: torchrun --nproc-per-node N --no-python protrain hardware probe",
+        )
+    return joined
 
 
 @with_records
@@ -138,10 +121,12 @@ def profile(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The profile to write; - is standard output.")
     ] = Path("profile.yaml"),
-    sizes: BatchOptions,
+    batch_size: BatchOption = 1,
+    seq_len: LengthOption = 512,
     workload: WorkloadOptions,
     allow: AllowOption = None,
-    machine: MachineOptions,
+    on: OnOption = None,
+    interconnect: InterconnectOption = None,
     measuring: MeasureOptions,
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,
@@ -163,15 +148,15 @@ def profile(
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records import write_profile
 
-    estimating = None if machine.on is None else load_hardware(machine.on)
-    joined = machine.joined
-    for option in given(measuring) if estimating is not None else ():
+    machine = None if on is None else load_hardware(on)
+    joined = None if interconnect is None else _joined(interconnect)
+    for option in given(measuring) if machine is not None else ():
         raise ProtrainError("is for measuring; --on estimates", key=option)
-    target = destination(output, inputs=(model, machine.on, machine.interconnect, text))
+    target = destination(output, inputs=(model, on, interconnect, text))
     [request] = workload.requests(
         model,
-        [sizes.seq_len],
-        [sizes.batch_size],
+        [seq_len],
+        [batch_size],
         allow=allow,
         defaults=("float32", "pure"),
         device=measuring.device,
@@ -184,8 +169,8 @@ def profile(
         disk_watch=(measuring.disk_seconds, size("--disk-bytes", measuring.disk_bytes, 0)),
     )
     with progress(quiet=as_json, threaded=not measuring.in_process) as report:
-        if estimating is not None:
-            [[record]] = estimated([request], [estimating], report, EstimateCache(off=no_cache))
+        if machine is not None:
+            [[record]] = estimated([request], [machine], report, EstimateCache(off=no_cache))
         else:
             record = (measured if measuring.in_process else measured_apart)(request, report)
     if joined is not None:

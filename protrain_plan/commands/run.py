@@ -6,7 +6,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -114,35 +114,26 @@ class RunOptions:
                 key="--compile",
                 fix=f"profile with it and plan again: {again}",
             )
-        unsteady = is_accelerator(workload.device) and not workload.deterministic
-        without = "leave --plain out"
-        for refused, problem, key, fix in (
-            (
-                self.verify and unsteady,
+        if self.verify and is_accelerator(workload.device) and not workload.deterministic:
+            raise ProtrainError(
                 "the plan's kernels may give other bits in every run, such as those of attention's"
                 " backward, which add up in any order",
-                "--verify",
-                "profile with --deterministic, plan again, and verify that plan",
-            ),
-            (self.plain and self.verify, "--verify runs plain PyTorch too", None, without),
-            (
-                self.save_every is not None and self.save is None,
-                "there is no directory to save to",
-                "--save-every",
-                "--save DIR",
-            ),
-            (self.plain and self.recording, "--record is of a planned step", None, without),
-            (self.plain and self.check, "--check is of planned steps", None, without),
-            (self.plain and self.check_spills, "--check-spills is of planned steps", None, without),
-            (
-                self.check and self.check_spills,
-                "--check and --check-spills are two runs",
-                None,
-                "name one of them",
-            ),
+                key="--verify",
+                fix="profile with --deterministic, plan again, and verify that plan",
+            )
+        if self.save_every is not None and self.save is None:
+            problem = "there is no directory to save to"
+            raise ProtrainError(problem, key="--save-every", fix="--save DIR")
+        for asked, problem in (
+            (self.verify, "--verify runs plain PyTorch too"),
+            (self.recording, "--record is of a planned step"),
+            (self.check, "--check is of planned steps"),
+            (self.check_spills, "--check-spills is of planned steps"),
         ):
-            if refused:
-                raise ProtrainError(problem, key=key, fix=fix)
+            if self.plain and asked:
+                raise ProtrainError(problem, fix="leave --plain out")
+        if self.check and self.check_spills:
+            raise ProtrainError("--check and --check-spills are two runs", fix="name one of them")
 
     def limit_memory(self) -> None:
         """Let the system refuse this process more memory than `--memory-limit`."""
@@ -155,25 +146,6 @@ class RunOptions:
             raise ProtrainError("needs Linux", key="--memory-limit") from error
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
-    def agree(self, who: "Launched", plan: "Plan") -> None:
-        """Raise ProtrainError where another rank runs something else."""
-        from protrain_runtime.contract.records import fingerprint
-
-        who.agree(
-            "protrain run",
-            {
-                "plan": fingerprint(plan),
-                "--steps": str(self.steps),
-                "--plain": str(self.plain),
-                "--verify": str(self.verify),
-                "--save": str(self.save),
-                "--save-every": str(self.save_every),
-                "--resume": str(self.resume),
-                "--check": str(self.asked),
-                "--record": str(self.recording),
-            },
-        )
-
     def trained(
         self,
         plan: "Plan",
@@ -181,8 +153,7 @@ class RunOptions:
         *,
         plain: bool,
         compared: bool = False,
-        rank: int,
-        profile: "Callable[[], Profile | None]",
+        **more: Any,
     ) -> "Run":
         """Train; of a run that is `compared` only losses and parameters count."""
         from protrain_plan.commands.training import NO_CHECKPOINTS, Checkpoints, train
@@ -205,11 +176,10 @@ class RunOptions:
             recorded=self.recording is not None and not plain,
             on_step=on_step,
             checkpoints=NO_CHECKPOINTS if compared else checkpoints,
-            rank=rank,
-            profile=profile,
             device=self.device,
             measured=not compared,
             compared=compared,
+            **more,
         )
 
     def overruns(
@@ -239,7 +209,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     from protrain_plan.commands.output import destination, progress, show
     from protrain_plan.presentation.plans import run_json, run_text
     from protrain_runtime.contract.program.recording import write_recording
-    from protrain_runtime.contract.records import read_plan
+    from protrain_runtime.contract.records import fingerprint, read_plan
     from protrain_runtime.contract.records.hardware import is_accelerator
 
     def beside() -> "Profile | None":
@@ -267,7 +237,10 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         rank = 0
         if who is not None:
             rank = who.rank
-            options.agree(who, record)
+            names = ("steps", "plain", "verify", "save", "save_every", "resume")
+            told = {f"--{n.replace('_', '-')}": str(getattr(options, n)) for n in names}
+            told |= {"--check": str(options.asked), "--record": str(options.recording)}
+            who.agree("protrain run", {"plan": fingerprint(record), **told})
         with (
             nullcontext() if who is None else who.joined(record.workload.device),
             progress(quiet=as_json or rank > 0, threaded=False) as report,
