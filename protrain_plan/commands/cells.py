@@ -118,7 +118,7 @@ class Cells:
 
         def learn(wanted: Iterable[tuple[int, int]]) -> None:
             new = [pair for pair in dict.fromkeys(wanted) if pair not in known]
-            sized = [replace(self.requests[request], batch_size=size) for request, size in new]
+            sized = [self.requests[request].sized(size) for request, size in new]
             profiles = estimated(sized, self.machines, progress, self.cache, jobs=self.jobs)
             known.update(zip(new, profiles, strict=True))
 
@@ -164,12 +164,17 @@ class Cells:
         """
         asked = self.requests[0]
         optimizer = STATES_OF_8_BITS.get(asked.optimizer)
-        if not optimizer or asked.optimizer_args or asked.lora or not find_spec("bitsandbytes"):
+        adapter, missing = asked.workload.adapter, not find_spec("bitsandbytes")
+        if not optimizer or asked.optimizer_args or adapter or missing:
             return []
         workloads = [question.profile.workload for question in questions]
         wanted = list(dict.fromkeys((w.seq_len, w.batch_size) for w in workloads))
         requests = [
-            replace(asked, seq_len=length, batch_size=size, optimizer=optimizer)
+            replace(
+                asked,
+                workload=replace(asked.workload, seq_len=length, batch_size=size),
+                optimizer=optimizer,
+            )
             for length, size in wanted
         ]
         profiles = estimated(requests, self.machines, progress, self.cache, jobs=self.jobs)

@@ -9,7 +9,7 @@ import importlib
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,16 +27,8 @@ from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import Place
 from protrain_runtime.contract.errors import OutOfMemoryError
 from protrain_runtime.contract.records import dumps_profile, loads_profile
-from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.hardware import Hardware, is_accelerator
-from protrain_runtime.contract.records.profile import (
-    Compile,
-    DType,
-    Precision,
-    Profile,
-    Quantize,
-    Workload,
-)
+from protrain_runtime.contract.records.profile import Profile, Workload
 
 if TYPE_CHECKING:
     from protrain_plan.profiling.unit_by_unit import Options
@@ -60,75 +52,48 @@ _OF_A_RUN = (
 class ProfileRequest:
     """Options of a profile of the command, as they were given."""
 
-    model: str
-    batch_size: int
-    seq_len: int
-    dtype: DType
-    precision: Precision
-    lora: str | None
+    workload: Workload  # without a configuration, on any device
     optimizer: str
     optimizer_args: str | None = None
-    quantize: str | None = None
-    compile: Compile = ""
     allow: tuple[str, ...] = ()
-    seed: int = 0
     text: Path | None = None
     device: str | None = None
-    deterministic: bool = False
     steps: int | None = None
     unit_by_unit: bool = False
     spill_directory: Path | None = None
     disk_watch: tuple[float, int] | None = None  # seconds and bytes; see `probe.Watch`
 
+    def sized(self, batch_size: int) -> "ProfileRequest":
+        """Return the request for batches of so many sequences."""
+        return replace(self, workload=replace(self.workload, batch_size=batch_size))
+
     def question(self) -> EstimateRequest | None:
         """Return the cache's question; None where it has none, or the code is the user's own.
 
-        ProtrainError for adapters that are unknown, and a file that holds no configuration.
+        ProtrainError for a file that holds no configuration.
         """
         if self.text is not None or self.optimizer_args:
             return None
-        workload = Workload(
-            model=self.model,
-            model_config="",
-            batch_size=self.batch_size,
-            seq_len=self.seq_len,
-            dtype=self.dtype,
-            device="cuda",  # no part of the question
-            seed=self.seed,
-            precision=self.precision,
-            adapter=self._adapter(),
-            quantize=self._quantize(),
-            compile=self.compile,
-        )
-        return EstimateRequest.of(workload, self.optimizer, read_config(self.model), self.allow)
-
-    def _adapter(self) -> str:
-        return "" if self.lora is None else str(parse_lora(self.lora))
-
-    def _quantize(self) -> Quantize:
-        if self.quantize is None:
-            return ""
-        from protrain_plan.models.quantizing import read_quantize
-
-        return read_quantize(self.quantize, adapter=self._adapter())
+        config = read_config(self.workload.model)
+        return EstimateRequest.of(self.workload, self.optimizer, config, self.allow)
 
     def options(self, progress: Progress) -> "Options":
         """Return the arguments of measuring and estimating; ProtrainError for what is unknown."""
         from protrain_plan.models.optimizers import optimizer_factory, optimizer_named
 
-        optimizer = optimizer_named(self.optimizer, self.optimizer_args)
+        optimizer, workload = optimizer_named(self.optimizer, self.optimizer_args), self.workload
         optimizer_factory(optimizer)  # a wrong name is told at once
         return {
-            "batch_size": self.batch_size,
-            "seq_len": self.seq_len,
-            "dtype": self.dtype,
-            "precision": self.precision,
-            "adapter": self._adapter(),
-            "quantize": self._quantize(),
-            "compile": self.compile,
+            "batch_size": workload.batch_size,
+            "seq_len": workload.seq_len,
+            "dtype": workload.dtype,
+            "precision": workload.precision,
+            "adapter": workload.adapter,
+            "quantize": workload.quantize,
+            "compile": workload.compile,
             "optimizer": optimizer,
             "allow": self.allow,
-            "seed": self.seed,
+            "seed": workload.seed,
             "text": self.text,
             "progress": progress,
         }
@@ -226,7 +191,7 @@ def _estimated(
         from protrain_plan.profiling.estimated import estimates
 
         options = request.options(progress)
-        source = load_source(request.model)
+        source = load_source(request.workload.model)
         with explained(lambda: ""):
             return estimates(source, machines=machines, **options)
 
@@ -254,12 +219,12 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
     where = found_device(request.device or "cpu")
     options = request.options(report)
     with explained(whereabouts.place, planned=lambda: whereabouts.place().planned):
-        source = load_source(request.model)
+        source = load_source(request.workload.model)
         if not is_accelerator(where.type):
             return_freed_memory()
         with (
             devices.current(where),
-            kernels(deterministic=request.deterministic),
+            kernels(deterministic=request.workload.deterministic),
             devices.explained_exhaustion(fix=SMALLER),
         ):
             return measure(

@@ -135,6 +135,8 @@ class WorkloadOptions:
         *,
         allow: Sequence[str] | None = None,
         defaults: tuple[str, str] = ("bfloat16", "master"),
+        seed: int = 0,
+        deterministic: bool = False,
         **others: Any,
     ) -> "list[ProfileRequest]":
         """A request for each length with each batch; ProtrainError for unknown choices.
@@ -143,7 +145,8 @@ class WorkloadOptions:
         """
         from protrain_plan.commands.measuring import ProfileRequest
         from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
-        from protrain_runtime.contract.records.profile import DType, Precision
+        from protrain_runtime.contract.records.adapters import parse_lora
+        from protrain_runtime.contract.records.profile import DType, Precision, Quantize, Workload
 
         dtype: DType = choice("--dtype", self.dtype or defaults[0], get_args(DType))
         precision: Precision = choice(
@@ -151,16 +154,29 @@ class WorkloadOptions:
         )
         if dtype == "float32" and precision == defaults[1] == "master":
             precision = "pure"  # the parameters are the float32 ones
+        adapter = "" if self.lora is None else str(parse_lora(self.lora))
+        quantize: Quantize = ""
+        if self.quantize is not None:
+            from protrain_plan.models.quantizing import read_quantize
+
+            quantize = read_quantize(self.quantize, adapter=adapter)
+        workload = Workload(
+            model=model,
+            model_config="",
+            batch_size=1,
+            seq_len=1,
+            dtype=dtype,
+            device="cuda",
+            seed=seed,
+            precision=precision,
+            adapter=adapter,
+            quantize=quantize,
+            compile="blocks" if self.compile_blocks else "",
+            deterministic=deterministic,
+        )
         return [
             ProfileRequest(
-                model=model,
-                batch_size=batch,
-                seq_len=length,
-                dtype=dtype,
-                precision=precision,
-                lora=self.lora,
-                quantize=self.quantize,
-                compile="blocks" if self.compile_blocks else "",
+                workload=replace(workload, batch_size=batch, seq_len=length),
                 optimizer=self.optimizer or DEFAULT_OPTIMIZER,
                 optimizer_args=self.optimizer_args,
                 allow=leaves_named(allow),

@@ -230,6 +230,8 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
             read = (plan, plan.parent / "profile.yaml", record.workload.model, options.text)
             target = destination(options.recording, option="--record", inputs=read)
         options.limit_memory()
+        # All is loaded before what was freed is returned, as in the process that measured.
+        import protrain_plan.commands.training  # noqa: F401
         from protrain_runtime.devices.memory_meter import return_freed_memory
 
         if not is_accelerator(record.workload.device):

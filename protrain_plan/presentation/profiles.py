@@ -73,21 +73,18 @@ def caveats(profile: Profile) -> Iterator[str]:
             f"batches are text alone: what the model has for {' and '.join(towers)} is loaded and"
             " gets no gradients; a factory brings other batches"
         )
-    found = [_FROZEN.fullmatch(line) for line in profile.tensors]
     frozen = [
         (match[1], match[2].split("x"), int(match[3]) // 8 * len(unfold(match[1]) or [match[1]]))
-        for match in found
+        for match in map(_FROZEN.fullmatch, profile.tensors)
         if match is not None
     ]
-    experts = [
-        (name, math.prod(map(int, sizes)) * width)
-        for name, sizes, width in frozen
-        if len(sizes) == 3
-    ]
+    experts = {
+        name: math.prod(map(int, sizes)) * width for name, sizes, width in frozen if len(sizes) == 3
+    }
     if workload.quantize and experts:
-        names = dict.fromkeys(name.rpartition(".")[2] for name, _ in experts)
+        names = dict.fromkeys(name.rpartition(".")[2] for name in experts)
         yield (
-            f"{format_bytes(sum(size for _, size in experts))} of weights stay unpacked:"
+            f"{format_bytes(sum(experts.values()))} of weights stay unpacked:"
             " bitsandbytes packs linear layers, and these are parameters of several experts each"
             f" ({', '.join(names)})"
         )
@@ -171,7 +168,7 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
             format_seconds(keep.backward_s),
         )
     data, machine = profile_json(profile), profile.hardware
-    size = machine.device.allocator_bytes
+    size = data.get("allocator_bytes")
     held_back = f", {format_bytes(size)} for its allocator" if size else ""
     total = Text(
         f"{data['num_parameters'] / 1e6:.1f} M parameters,"
@@ -182,15 +179,15 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
         f" + {format_seconds(data['backward_seconds'])}"
     )
     note = Text("kept: by the unit between forward and backward; input: where it is recomputed")
-    how: list[Text] = []
-    if profile.method == "estimated":
-        how.append(Text(f"estimated for {machine.name}: {trust(machine)}"))
+    estimated = f"estimated for {machine.name}: {trust(machine)}"
     told = (
+        estimated if profile.method == "estimated" else None,
         compiled_text(profile.compilation),
         own_update(profile),
         no_fusion(profile),
+        *caveats(profile),
     )
-    how += [Text(said) for said in (*told, *caveats(profile)) if said]
+    how = [Text(said) for said in told if said]
     if data["unsteady"]:
         how.append(Text(data["unsteady"], style="yellow"))
     return Group(table, "", note, total, *how, wrote(path))
