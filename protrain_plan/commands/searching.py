@@ -112,12 +112,11 @@ def search(
             seen.append(offer)
 
         found = shopping.search(offers, speed=wanted.speed, gap=GAP, told=told)
-    asked = {"tokens_per_second": wanted.speed, "price_limit": wanted.price_limit}
-    show(
-        as_json,
-        search_json(found, asked),
-        lambda: search_text(found, speed=wanted.speed, num_offers=len(offers)),
+    best = found.best.variation.question.profile.hardware if found.best else None
+    data = search_json(
+        found, {"tokens_per_second": wanted.speed, "price_limit": wanted.price_limit}
     )
+    show(as_json, data, lambda: search_text(data, best))
     if found.best is None:
         raise typer.Exit(3)
 

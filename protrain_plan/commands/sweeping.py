@@ -122,11 +122,8 @@ def show_sweep(sweep: Sweep, cells: "Cells", *, as_json: bool) -> None:
         series = sweep.series(cells.questions(report))
         planned = partial(shopping.sweep, gap=GAP)
         found = [*answered(series, planned, report, lambda _: "planning", jobs=cells.jobs)]
-    show(
-        as_json,
-        sweep_json(sweep.resource, sweep.values, found),
-        lambda: sweep_text(sweep.resource, sweep.values, found),
-    )
+    data = sweep_json(sweep.resource, sweep.values, found)
+    show(as_json, data, lambda: sweep_text(data, cells.machines))
     if not any(one.solved for line in found for one in line):
         raise typer.Exit(3)
 

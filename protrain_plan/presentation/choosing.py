@@ -1,6 +1,6 @@
 """What `fit --sweep`, `fit --what-helps` and `hardware search` print: machines compared."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ from protrain_plan.presentation.plans import (
 )
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.terminal import Text, bar, table_of
-from protrain_runtime.contract.records.hardware import PCIE
+from protrain_runtime.contract.records.hardware import PCIE, Hardware
+from protrain_runtime.contract.records.plan import TierBytes
 from protrain_runtime.contract.units import exact_bytes
 
 if TYPE_CHECKING:
@@ -80,31 +81,31 @@ def _value(resource: str, value: float) -> str:
     return f"{value / 1e9:.3g} GB/s{''.join(named)}"
 
 
-def sweep_text(
-    resource: str, values: Sequence[float], lines: Sequence[Sequence["Fit"]]
-) -> RenderableType:
+def sweep_text(data: dict[str, Any], machines: Iterable[Hardware]) -> RenderableType:
     """Return what `protrain fit --sweep` prints: bars in proportion to the fastest of a line."""
     parts: list[RenderableType] = []
+    resource = data["sweep"]
     # What is swept has a name of its own where it is a column of what is taken, too.
     head = {"num-devices": "devices", "link": "link"}.get(resource, f"{resource} there is")
-    for line in lines:
-        title = cell_text(line[0], devices=resource != "num-devices")
+    for line in data["lines"]:
+        many = f"{line['num_devices']} x " if "num_devices" in line else ""
+        title = f"{many}{line['hardware']} {line['batch_size']} x {line['seq_len']}"
         table = table_of(head, "tokens/s", "device", "host", "disk", "", words=())
         for column in table.columns:
             column.no_wrap = True
-        fastest = max(one.tokens_per_s or 0.0 for one in line)
+        fastest = max(point["tokens_per_second"] or 0.0 for point in line["points"])
         binds: list[Text] = []
-        for value, one in zip(values, line, strict=True):
-            words, speed, drawn = _value(resource, value), "no", Text("")
-            if one.tokens_per_s:
-                speed, drawn = f"{one.tokens_per_s:,.0f}", bar(BAR * one.tokens_per_s / fastest)
-            table.add_row(words, speed, *gibibytes(one.solved), drawn)
-            binds.append(Text(f"  {words}: {one.binds}"))
+        for point in line["points"]:
+            value, tokens, peak = _value(resource, point["value"]), point["tokens_per_second"], None
+            speed, drawn = "no", Text("")
+            if tokens:
+                speed, drawn = f"{tokens:,.0f}", bar(BAR * tokens / fastest)
+                peak = TierBytes(**point["peak_bytes"])
+            table.add_row(value, speed, *gibibytes(peak), drawn)
+            binds.append(Text(f"  {value}: {point['binds']}"))
         told = Text("what makes up the step, or what is missing:")
         parts += [Text(title, style="bold"), table, "", told, *binds, ""]
-    machines = dict.fromkeys(line[0].profile.hardware for line in lines)
-    parts += [Text(f"{machine.name}: {trust(machine)}") for machine in machines]
-    return Group(*parts)
+    return Group(*parts, *(Text(f"{one.name}: {trust(one)}") for one in dict.fromkeys(machines)))
 
 
 # --- what helps -----------------------------------------------------------------------------------
@@ -188,44 +189,45 @@ def _offer_json(one: "Tried") -> dict[str, Any]:
     }
 
 
-def search_text(found: "Found", *, speed: float | None, num_offers: int) -> RenderableType:
-    """Return what `protrain hardware search` prints: what was looked at, and the answer below."""
+def search_text(data: dict[str, Any], best: Hardware | None) -> RenderableType:
+    """Return what `protrain hardware search` prints: what was looked at, and the answer below.
+
+    `best` is the machine of the answer.
+    """
+    speed, found, unseen = data["tokens_per_second"], data["looked_at"], data["not_looked_at"]
     asked = f"{speed:,.0f} tokens/s" if speed else "a speed"
+    count, answer = len(found) + len(unseen), data["best"]
     table = table_of("machine", "batch", "an hour", "tokens/s", "at most", "by", words=(0, 5))
-    for one in found.looked_at:
-        workload = one.variation.question.profile.workload
+    for one in found:
+        tokens = one.get("tokens_per_second")
         table.add_row(
-            one.variation.name,
-            f"{workload.batch_size} x {workload.seq_len}",
-            f"{one.variation.price_per_hour:.2f}",
-            f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "-",
-            f"{one.most_tokens_per_s:,.0f}",
-            one.bound,
-            style="green" if one is found.best else None,
+            one["name"],
+            f"{one['batch_size']} x {one['seq_len']}",
+            f"{one['price_per_hour']:.2f}",
+            f"{tokens:,.0f}" if tokens else "-",
+            f"{one['most_tokens_per_second']:,.0f}",
+            one["bound"],
+            style="green" if one == answer else None,
         )
-    parts: list[RenderableType] = [table, ""]
-    if found.unseen:
+    told = [""]
+    if unseen:
         what = "dearer" if speed else "slower"
-        parts.append(Text(f"{len(found.unseen)} {what} ones of {num_offers} were not looked at"))
-    best = found.best
-    if best is None or best.reached is None:
-        parts.append(Text(f"none of {num_offers} reaches {asked}"))
-        return Group(*parts)
-    name, price = best.variation.name, best.variation.price_per_hour
-    million = cost_of(1e6, tokens_per_s=best.tokens_per_s, price_per_hour=price)
+        told.append(f"{len(unseen)} {what} ones of {count} were not looked at")
+    if answer is None or best is None:
+        return Group(table, *map(Text, (*told, f"none of {count} reaches {asked}")))
+    name, price, reached = answer["name"], answer["price_per_hour"], answer["tokens_per_second"]
+    million = cost_of(1e6, tokens_per_s=reached, price_per_hour=price)
     which = f"the cheapest that reaches {asked}" if speed else "the fastest"
-    said = (
-        f"{which}: {name} at {price:.2f} an hour, {best.tokens_per_s:,.0f} tokens/s,"
+    head = (
+        f"{which}: {name} at {price:.2f} an hour, {reached:,.0f} tokens/s,"
         f" {million:.3g} for a million tokens"
     )
-    parts += [Text(said, style="bold"), Text(f"what makes up its step: {best.reached.binds}")]
-    parts += [
-        Text(
-            f"{one.variation.name} is cheaper: its plan reaches {one.tokens_per_s:,.0f}, and"
-            f" whether another reaches {asked} is open"
-        )
-        for one in found.looked_at
-        if speed and one.tokens_per_s < speed <= one.most_tokens_per_s
+    below = [f"what makes up its step: {answer['binds']}"]
+    below += [
+        f"{one['name']} is cheaper: its plan reaches {one.get('tokens_per_second') or 0:,.0f}, and"
+        f" whether another reaches {asked} is open"
+        for one in found
+        if speed and (one.get("tokens_per_second") or 0) < speed <= one["most_tokens_per_second"]
     ]
-    parts.append(Text(f"{name}: {trust(best.reached.profile.hardware)}"))
-    return Group(*parts)
+    below.append(f"{name}: {trust(best)}")
+    return Group(table, *map(Text, told), Text(head, style="bold"), *map(Text, below))

@@ -381,18 +381,15 @@ def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:
     ]
 
 
-def gibibytes(found: "TierBytes | Solved | None") -> list[str]:
+def gibibytes(peak: TierBytes | None) -> list[str]:
     """Return what is taken of the device, the host and the disk."""
-    if found is None:
-        return ["-"] * 3
-    peak = found if isinstance(found, TierBytes) else found.plan.prediction.peak_bytes
-    sizes = (peak.on_device, peak.host, peak.disk)
+    sizes = (peak.on_device, peak.host, peak.disk) if peak else (0, 0, 0)
     return [f"{size / 2**30:.1f} GiB" if size else "-" for size in sizes]
 
 
-def cell_text(fit: "Fit", *, devices: bool = True, after: str = " ") -> str:
+def cell_text(fit: "Fit", *, after: str = " ") -> str:
     """Return a cell's devices and machine, then its sequences: `8 x h100-sxm 2 of 4 x 2048`."""
-    count = f"{fit.group.num_devices} x " if devices and fit.group.num_devices > 1 else ""
+    count = f"{fit.group.num_devices} x " if fit.group.num_devices > 1 else ""
     return f"{count}{fit.profile.hardware.name}{after}{batch_text(fit)}"
 
 
@@ -470,7 +467,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
         if fit.solved is not None:
             differs += [f"{cell[2:]}: {told}" for told in other_results(fit.solved.plan)]
             prediction = fit.solved.plan.prediction
-            cells = [f"{fit.tokens_per_s:,.0f}", *gibibytes(fit.solved)[: len(tiers)]]
+            held = gibibytes(prediction.peak_bytes)[: len(tiers)]
+            cells = [f"{fit.tokens_per_s:,.0f}", *held]
             saved = 1 - prediction.step_seconds / fit.plain_seconds if fit.plain_seconds else 0.0
             if saved >= 0.0005:
                 faster.append(f"{cell}: {saved:.1%} less time per step")
