@@ -260,6 +260,6 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         same = reference.losses[result.first_step :] == result.losses  # that one had no break
         verified = same and reference.parameters_sha256 == result.parameters_sha256
     data = run_json(record, result, plain=options.plain, verified=verified, overruns=overruns)
-    show(as_json, data, lambda: run_text(record, result, data, overruns))
+    show(as_json, data, lambda: run_text(record, data, overruns))
     if options.verify and (overruns or not verified):
         raise typer.Exit(1)

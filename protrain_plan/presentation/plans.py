@@ -41,7 +41,7 @@ from protrain_runtime.contract.records.commands import profile_command
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import DeviceGroup, Plan, Prediction, TierBytes
-from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.profile import Compilation, Profile
 from protrain_runtime.contract.records.tree import listed
 from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
 
@@ -545,18 +545,15 @@ _MOST_OVERRUNS = 3
 """As many are printed; --json has all."""
 
 
-def run_text(
-    plan: Plan, run: "Run", data: dict[str, Any], overruns: Sequence[Excess] = ()
-) -> RenderableType:
+def run_text(plan: Plan, data: dict[str, Any], overruns: Sequence[Excess] = ()) -> RenderableType:
     """Return what `protrain run` prints: `data`, as `run_json` has it, in words."""
-    plain, verified = data["plain"], data["verified"]
-    resumed = f" from step {run.first_step + 1} on" if run.first_step else ""
-    losses = Text(f"losses{resumed} " + " ".join(f"{loss:.4f}" for loss in run.losses))
-    prediction, measured = plan.prediction, run.measured_peak_bytes
-    expected = format_range(prediction.expected_seconds)
+    plain, verified, measured = (data[key] for key in ("plain", "verified", "measured_peak_bytes"))
+    resumed = f" from step {data['first_step'] + 1} on" if data["first_step"] else ""
+    losses = Text(f"losses{resumed} " + " ".join(f"{loss:.4f}" for loss in data["losses"]))
+    took, expected = format_seconds(data["step_seconds"]), format_range(data["expected_seconds"])
     table = table_of("", "predicted", "measured")
-    promised = f"{format_seconds(prediction.step_seconds)}{expected}"
-    table.add_row("step", "-" if plain else promised, format_seconds(run.step_seconds))
+    promised = f"{format_seconds(plan.prediction.step_seconds)}{expected}"
+    table.add_row("step", "-" if plain else promised, took)
     for label, tier in (
         ("device peak, tensors", "device"),
         ("device, allocator", "allocator"),
@@ -564,16 +561,18 @@ def run_text(
         ("host peak", "host"),
         ("disk peak", "disk"),
     ):
-        promise, found = getattr(prediction.peak_bytes, tier), getattr(measured, tier, None)
+        promise = getattr(plan.prediction.peak_bytes, tier)
+        found = None if measured is None else measured.get(tier, 0)
         if promise or found:
             told = "-" if found is None else format_bytes(found)
             table.add_row(label, "-" if plain else format_bytes(promise), told)
     notes = [] if plain else [Text(line) for line in other_results(plan)]
-    if (compiled := compiled_text(run.compilation)) is not None:
+    if "compilation" in data:
+        compiled = compiled_text(Compilation(**data["compilation"]))
         notes.append(Text(f"{compiled}, mostly in the first step"))
     if data["outside_expected"]:
-        took = f"the step took {format_seconds(run.step_seconds)} measured"
-        notes.append(Text(f"{took}, outside what its profile expects{expected}", style="yellow"))
+        said = f"the step took {took} measured, outside what its profile expects{expected}"
+        notes.append(Text(said, style="yellow"))
     if measured is None:
         notes.append(Text("peaks are measured in the last step of two or more"))
     if overruns:

@@ -74,7 +74,7 @@ RUN = Run(
 
 
 def said_of(plan: Plan, run: Run, *, plain: bool, verified: bool | None = None) -> str:
-    return text_of(run_text(plan, run, run_json(plan, run, plain=plain, verified=verified)))
+    return text_of(run_text(plan, run_json(plan, run, plain=plain, verified=verified)))
 
 
 def test_a_run_says_that_its_plan_is_not_exact(fits: tuple[Fit, Fit]) -> None:

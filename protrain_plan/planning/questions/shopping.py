@@ -5,28 +5,23 @@ that can be had. The bytes of a profile do not depend on a machine's sizes and l
 profile answers for all of these. What the planner would find is bounded without planning: by what
 units compute at least, at once, and then by what all lanes do at least within the memory.
 
-[Note: more is never slower] A plan for less memory is a plan for more: it takes as many bytes and
-as many seconds. So a search begins with the decisions of the plan that is known for less, and that
-plan is the answer where the search finds no faster one. For a faster link, a search begins with the
-decisions for the slower one. No more is promised there: a move that ends earlier can stand in
-another's way.
+[Note: more is never slower] A plan for less memory is a plan for more, with as many bytes and as
+many seconds. So a search begins with the decisions that are known for less, and their plan is the
+answer where no faster one is found. For a faster link it begins with those for the slower one, and
+no more is promised: a move that ends earlier can stand in another's way.
 
 [Note: why it is the cheapest] Machines are looked at in the order of their prices. One is passed
-over where a bound says that no plan of it reaches the speed, or that it has none; otherwise it is
-planned. The first whose plan reaches the speed is the answer. Of every cheaper one it is known
-that no plan reaches the speed, or that the plan found does not, while the bound on its plans does:
-then they are at most that plan's gap apart. So no cheaper machine reaches the speed, but for one
-that is named with the speed of its plan and the most that any could reach. All of this is about the
-seconds of the profile: how far they are from a machine's is another matter.
+over where a bound says that no plan of it reaches the speed; otherwise it is planned. The first
+whose plan reaches the speed is the answer. A cheaper one may reach it only where its plan does not
+and the bound on its plans does, which are at most that plan's gap apart: it is named. All of this
+is about the seconds of the profile: how far they are from a machine's is another matter.
 
-[Note: why it is the fastest] Machines are looked at in the order of their first bounds, the fastest
-first. One is passed over where a bound is no more than the best plan's speed so far. The search
-ends when the first bound of the next one is. So none is faster than the answer, but for the gaps of
-those that were planned.
+[Note: why it is the fastest] Machines are looked at in the order of their first bounds, and passed
+over where a bound is no more than the best plan's speed so far. The search ends when the first
+bound of the next one is. So none is faster than the answer, but for the gaps of their plans.
 
 PHAZE (Wang et al., ICML 2024, arXiv 2407.13143) searches among architectures of accelerators, with
-an integer programme for each one's schedule inside. Here the machines are those that one can have,
-and the planner is inside.
+an integer programme for each one's schedule inside. Here the machines are those that one can have.
 """
 
 from collections.abc import Callable, Iterator, Sequence
