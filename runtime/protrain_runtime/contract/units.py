@@ -1,8 +1,6 @@
 """Sizes and seconds as people write and read them. Elsewhere there are only bytes and seconds."""
 
-import math
 import re
-from fractions import Fraction
 
 from protrain_runtime.contract.errors import ProtrainError, cut
 
@@ -45,7 +43,8 @@ def parse_bytes(text: str) -> int:
         raise ProtrainError(
             f"expected whole bytes, got {cut(text)!r}", fix="add a unit, such as GiB"
         )
-    size = math.floor(Fraction(number) * scale)
+    whole, _, part = number.partition(".")
+    size: int = int(whole + part) * scale // 10 ** len(part)
     if size > MAX_BYTES:
         raise ProtrainError(f"expected a size of at most 1024PiB, got {cut(text)!r}")
     return size
