@@ -7,7 +7,7 @@ more. Each list of losses says what that is.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -67,7 +67,7 @@ class Switches:
 
 def export(plan: Plan, tool: str) -> Exported:
     """The configuration of a tool of `EXPORTERS` that comes nearest to the plan."""
-    file_name, make, _ = EXPORTERS[tool]
+    file_name, make = EXPORTERS[tool]
     config, losses = make(plan, Switches.of(plan))
     text = yaml.safe_dump(config, sort_keys=False)
     return Exported(file_name=file_name, text=text, losses=tuple(losses))
@@ -122,24 +122,11 @@ def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     return config, losses
 
 
-class Exporter(NamedTuple):
-    """A tool: its file, as it calls it, and what makes the configuration and its losses."""
-
-    file_name: str
-    make: Callable[[Plan, Switches], tuple[Config, list[str]]]
-    also_called: str = ""
-
-
-EXPORTERS = {
-    "fsdp2": Exporter("fsdp2.yaml", _fsdp2, also_called="Accelerate"),
-    "trl": Exporter("trl.yaml", _trl),
+EXPORTERS: dict[str, tuple[str, Callable[[Plan, Switches], tuple[Config, list[str]]]]] = {
+    "fsdp2": ("fsdp2.yaml", _fsdp2),
+    "trl": ("trl.yaml", _trl),
 }
-
-
-def tools_text() -> str:
-    """The tools as an enumeration: `fsdp2 (Accelerate) or trl`."""
-    also = ((name, exporter.also_called) for name, exporter in EXPORTERS.items())
-    return listed([f"{name} ({other})" if other else name for name, other in also], "or")
+"""Tools: the file, as the tool calls it, and what makes the configuration and its losses."""
 
 
 def _common_losses(plan: Plan, switches: Switches) -> list[str]:

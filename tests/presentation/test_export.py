@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from transformers import TrainingArguments
 
 from protrain_plan.commands.plans import export as export_command
-from protrain_plan.presentation.exporting import EXPORTERS, Exporter, Switches, export, tools_text
+from protrain_plan.presentation.exporting import EXPORTERS, Switches, export
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import (
     Keep,
@@ -137,15 +137,14 @@ def test_an_unknown_tool_is_one_message(tmp_path: Path) -> None:
 def test_the_help_names_every_tool() -> None:
     """It is written out there, so that help does not import what exports."""
     parameter = inspect.signature(export_command).parameters["to"]
-    assert parameter.annotation.__metadata__[0].help == f"{tools_text()}."
+    assert all(tool in parameter.annotation.__metadata__[0].help for tool in EXPORTERS)
 
 
 def test_a_new_tool_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(plan: Plan, switches: Switches) -> tuple[dict[str, object], list[str]]:
         return {"recompute": switches.recompute, "units": len(plan.units)}, ["It knows no tiers."]
 
-    monkeypatch.setitem(EXPORTERS, "tool", Exporter("tool.yaml", made, also_called="Its Maker"))
+    monkeypatch.setitem(EXPORTERS, "tool", ("tool.yaml", made))
     found = export(mixed(), "tool")
     assert (found.file_name, found.losses) == ("tool.yaml", ("It knows no tiers.",))
     assert yaml.safe_load(found.text) == {"recompute": True, "units": len(mixed().units)}
-    assert tools_text() == "fsdp2 (Accelerate), trl or tool (Its Maker)"
