@@ -135,7 +135,8 @@ class Cells:
             found = self._question(known[request, 1][place], group).largest("batch-size")
             # What fits is known in proportion alone: one more is looked at.
             open_to_it = divisors(part)
-            count = sum(size <= found.value for size in open_to_it) + 1 if found else 1
+            most = found.workload.batch_size if found else 0
+            count = sum(size <= most for size in open_to_it) + 1
             sizes.append(open_to_it[:count])
             ends[request] = max(ends[request], sizes[-1][-1])
         learn(ends.items())

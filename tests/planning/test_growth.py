@@ -13,7 +13,6 @@ from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.questions.growth import (
     LOOSE_BYTES,
     STEPS,
-    Largest,
     Quantity,
     between,
     grown,
@@ -225,9 +224,7 @@ def test_largest_agrees_with_a_linear_scan(of: Quantity, device: int, host: int)
     profile = small(1, tokens=512 if of == "batch-size" else 64, disk=False)
     limits = budgets(profile, device, host=host)
     found = largest(profile, of, within(limits))
-    assert isinstance(found, Largest)
-    assert found.value == scanned(profile, of, limits)
-    assert found.profile == sized(profile, of, found.value)
+    assert found == sized(profile, of, scanned(profile, of, limits))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -236,7 +233,7 @@ def test_one_more_than_the_largest_does_not_fit(seed: int) -> None:
     profile = random_profile(rng, max_blocks=4)
     limits = budgets(profile, rng.choice([1000, 3000]) * MB, host=rng.choice([0, 200, 10**6]) * MB)
     found = largest(profile, "batch-size", within(limits))
-    value = 0 if found is None else found.value
+    value = 0 if found is None else found.workload.batch_size
     assert value == 0 or fits(profile, "batch-size", limits, value)
     assert not fits(profile, "batch-size", limits, value + 1)
 
@@ -249,8 +246,9 @@ def test_largest_keeps_to_pins() -> None:
     pinned = largest(profile, "batch-size", within(limits, pins=pins))
     assert free is not None
     assert pinned is not None
-    assert pinned.value < free.value
-    for value, fitting in ((pinned.value, True), (pinned.value + 1, False)):
+    assert pinned.workload.batch_size < free.workload.batch_size
+    most = pinned.workload.batch_size
+    for value, fitting in ((most, True), (most + 1, False)):
         problem = within(limits, pins)(sized(profile, "batch-size", value))
         # One choice is left, and its bytes are known.
         [choice] = plain_choices(problem)
@@ -269,7 +267,7 @@ def test_largest_ends_at_its_bound() -> None:
     limits = budgets(profile, 10**15)
     found = largest(profile, "batch-size", within(limits))
     assert found is not None
-    assert found.value == 2**20
+    assert found.workload.batch_size == 2**20
 
 
 def test_what_grows_in_proportion_is_exact_between_two_batches() -> None:

@@ -430,7 +430,7 @@ def test_largest_batch_is_planned_and_one_more_does_not_fit() -> None:
     answer = ask(question, Objective(maximize="batch-size"), effort=Effort())
     assert answer.solved is not None
     assert answer.largest is not None
-    assert answer.solved.plan.workload.batch_size == answer.largest.value > 1
+    assert answer.solved.plan.workload.batch_size == answer.largest.workload.batch_size > 1
 
 
 def test_infeasible_names_the_largest_sizes_that_fit() -> None:

@@ -37,7 +37,7 @@ profile cannot show: a length that was found so is to be profiled.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
@@ -288,26 +288,16 @@ MOST: dict[Quantity, int] = {"batch-size": 2**20, "seq-len": 2**24}
 _Decisions = tuple[tuple[Activations, Placement], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Largest:
-    """The largest value that fits, and the profile for it; no plan fits one step more.
-
-    A `value` of `MOST` may not be the largest one.
-    """
-
-    value: int
-    profile: Profile
-
-
 def largest(
     profile: Profile, quantity: Quantity, problem_of: Callable[[Profile], Problem]
-) -> Largest | None:
-    """Return the largest multiple of the quantity's step that has a plan; None where none has.
+) -> Profile | None:
+    """Return the profile with the largest multiple of the quantity's step that has a plan.
 
-    It is the largest for which the leanest decisions do. The least peak is a mixed-integer
-    programme, a given choice's peak a sum; so that few sizes need the programme, a choice once
-    found is carried as far as it fits, and the programme is asked only about what lies beyond.
-    The batch is that of one micro-batch. ProtrainError where a pin cannot be met.
+    None where none has; `MOST` may not be the largest one. It is the largest for which the leanest
+    decisions do. The least peak is a mixed-integer programme, a given choice's peak a sum; so that
+    few sizes need the programme, a choice once found is carried as far as it fits, and the
+    programme is asked only about what lies beyond. The batch is that of one micro-batch.
+    ProtrainError where a pin cannot be met.
     """
     step = STEPS[quantity]
     most = MOST[quantity] // step
@@ -348,9 +338,7 @@ def largest(
             chosen = zip(*problem.chosen(lean.choice), strict=True)
             found = tuple((one.decision, other.decision) for one, other in chosen)
             fitting = _last(fits_as_found, fitting, beyond)
-    if fitting == 0:
-        return None
-    return Largest(value=fitting * step, profile=at(fitting))
+    return at(fitting) if fitting else None
 
 
 def _last(fits: Callable[[int], bool], fitting: int, beyond: int) -> int:

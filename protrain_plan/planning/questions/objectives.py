@@ -16,7 +16,7 @@ from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.allowance import allowance_bytes, is_tight
 from protrain_plan.planning.questions.alternatives import Alternative, alternatives, bucket_bytes
-from protrain_plan.planning.questions.growth import Largest, Quantity, largest
+from protrain_plan.planning.questions.growth import Quantity, largest
 from protrain_plan.planning.questions.planner import (
     Progress,
     Solver,
@@ -75,7 +75,7 @@ class Question:
         groups = [replace(self.group, num_replicas=number) for number in self.replicas]
         return tuple(self._problem(self.profile, group) for group in groups or [self.group])
 
-    def largest(self, quantity: Quantity) -> Largest | None:
+    def largest(self, quantity: Quantity) -> Profile | None:
         """The largest batch or sequence that fits; None where none does."""
         return largest(self.profile, quantity, lambda profile: self._problem(profile, self.group))
 
@@ -124,7 +124,7 @@ class Answer:
     solved: Solved | None = None
     infeasible: Infeasible | None = None
     least_memory: "LeastMemory | None" = None
-    largest: Largest | None = None
+    largest: Profile | None = None
     front: "tuple[Point, ...]" = ()
     seconds_without_pins: float | None = None
     kept_seconds: float | None = None
@@ -155,7 +155,7 @@ def ask(
     if objective.maximize:
         found_largest = question.largest(objective.maximize)
         if found_largest:
-            question = replace(question, profile=found_largest.profile)
+            question = replace(question, profile=found_largest)
     problems, budgets = question.problems(), question.budgets
     answer = Answer(profile=problems[0].profile, largest=found_largest)
     outcome: Solved | Infeasible
@@ -185,8 +185,8 @@ def ask(
         batch, sequence = question.largest("batch-size"), question.largest("seq-len")
         outcome = replace(
             outcome,
-            largest_batch_size=batch.value if batch else None,
-            largest_seq_len=sequence.value if sequence else None,
+            largest_batch_size=batch.workload.batch_size if batch else None,
+            largest_seq_len=sequence.workload.seq_len if sequence else None,
         )
         return replace(answer, infeasible=outcome)
     if question.pins and objective == Objective():
