@@ -1,6 +1,8 @@
 """How often garbage is looked for: seldom in planning, as usual where bytes are counted."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -51,3 +53,16 @@ def test_bytes_are_counted_as_usual_and_plans_are_made_seldom() -> None:
     assert seen
     assert all(thresholds > USUAL for thresholds in seen.values())
     assert gc.get_threshold() == USUAL
+
+
+def test_a_command_begins_with_a_collector_that_is_on() -> None:
+    """The help, which ends before there is garbage, comes without."""
+    told = """
+import gc, sys
+import protrain_plan.models.presets as presets
+presets.presets = lambda: sys.exit(0 if gc.isenabled() else 1)
+sys.argv = ["protrain", "models"]
+from protrain_plan.cli import main
+main()
+"""
+    assert subprocess.run([sys.executable, "-c", told], check=False).returncode == 0
