@@ -454,13 +454,9 @@ class Moves:
         return {
             number: move
             for number, move in enumerate(program.moves)
-            if move.kind == "read states" and self._on_device(move.unit) == on_device
+            if move.kind == "read states"
+            and self._plans[move.unit].states.update_on_device == on_device
         }
-
-    def _on_device(self, unit: int) -> bool:
-        """Whether a chunk's states stream to the device to be updated there."""
-        states = self._plans[unit].states
-        return isinstance(states, Offload) and states.update_on_device
 
     def in_transit(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that are on their way, and those that others pass through."""
@@ -739,14 +735,13 @@ class Moves:
         parameters, gradients = self._read_with_states(chunk)
         if not parameters:
             piece.view_device()
-        ring = self._staging[self._on_device(move.unit)].of(number)
+        ring = self._staging[self._plans[move.unit].states.update_on_device].of(number)
         if ring is None:
             return lambda: None  # before the first step there is nothing to read
         return lambda: piece.read(ring, parameters=parameters, gradients=gradients)
 
     def _update(self, move: Move, chunk: Chunk) -> Work:
         states = self._plans[move.unit].states
-        assert isinstance(states, Offload)
         on_device, stands = states.update_on_device, not states.staged
         if stands:
             piece = Piece(chunk, move.start, move.stop, dict(chunk.offloaded_gradients))
