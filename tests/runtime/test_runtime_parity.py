@@ -271,9 +271,7 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
     host = HostStore(backend)
     states = UpdateRules(ADAMW)
     for chunk in chunks:
-        offload(chunk, store, states)
-        chunk.gradient_store = host
-        chunk.gradient_offset = host.reserve(chunk.gradient_bytes)
+        offload(chunk, store, states, gradient_store=host)
         chunk.unbind(chunk.every_group)
     sizes = [chunk.size(UpdateRules(ADAMW)) for chunk in chunks]
     program = compile_plan(

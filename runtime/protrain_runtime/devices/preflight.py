@@ -64,6 +64,11 @@ class Room:
     disk_is_memory: bool = False
 
 
+def ranks_here() -> int:
+    """The ranks that a launcher started on this machine; 1 without one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def for_each(room: Room, num_ranks: int) -> Room:
     """What each of a machine's ranks can have; limits of processes and devices are each one's own.
 

@@ -32,7 +32,7 @@ from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
 from protrain_runtime.states.chunks import Chunk, of_one_storage, overlapping
 from protrain_runtime.states.quantized import named_scales
-from protrain_runtime.states.stepping import NAMES, OptimizerFactory, options_of
+from protrain_runtime.states.stepping import NAMES, options_of
 from protrain_runtime.states.update_rules import UpdateRules
 
 
@@ -264,18 +264,17 @@ def check_stepped(
                 )
 
 
-def refuse_masters(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> None:
+def refuse_masters(optimizer: PlannedOptimizer) -> None:
     """ProtrainError where an optimizer cannot step on masters batch by batch, as all plans do."""
     trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
     if (first := next(trained, None)) is not None:
-        rules_of(factory, optimizer).of(first.dtype, first.shape, parameter=first)
+        rules_of(optimizer).of(first.dtype, first.shape, parameter=first)
 
 
-def rules_of(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> UpdateRules:
+def rules_of(optimizer: PlannedOptimizer) -> UpdateRules:
     """The rules of the optimizer with the options of its groups."""
-    groups = options_of(optimizer)
     members = {p: place for place, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    return UpdateRules(factory, groups, members)
+    return UpdateRules(optimizer.factory, options_of(optimizer), members)
 
 
 _BESIDE = ("buffer", "scale")

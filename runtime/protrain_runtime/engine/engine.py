@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from protrain_runtime.activations.forms import around
 from protrain_runtime.activations.saved_tensors import ByPointer, SavedTensors
 from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
-from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
-from protrain_runtime.devices.lanes import Backend, LaneError, Ticket, WorkLane, is_held, nothing
+from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput
+from protrain_runtime.devices.lanes import LaneError, Ticket, WorkLane, is_held, nothing
 from protrain_runtime.devices.memory_meter import addresses
 from protrain_runtime.devices.stores import DeviceStore
 from protrain_runtime.devices.turns import Turns
@@ -35,7 +35,6 @@ from protrain_runtime.engine.state import (
     unzeroed_gradient,
 )
 from protrain_runtime.engine.step_times import StepTimes
-from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, refuse_reading
 from protrain_runtime.states.stand_ins import ConsumedGradient, plainly
 from protrain_runtime.states.unchanged_model import UnchangedModel
@@ -48,28 +47,22 @@ Observer = Callable[[str], None]
 class Engine:
     """Executes the programmes of a step.
 
-    `program` ends with the update of offloaded chunks, and is that of a step that is clipped: what
-    does speculative updates again is left out of others. `accumulating` is that of a micro-batch
-    before. `shared` are the storages of persistent parameters and of buffers. `step_on` is the
-    optimizer's step on one persistent chunk. `checked`: whoever brings bytes to a tier or back
-    looks at them, which the hardware by itself does not.
+    The programme of `moves` ends with the update of offloaded chunks, and is that of a step that is
+    clipped: what does speculative updates again is left out of others. `accumulating` is that of a
+    micro-batch before. `step_on` is the optimizer's step on one persistent chunk. With `checked`,
+    threads bring bytes to a tier and back, which look at them. Ranks have `shared_buffers` alike.
     """
 
     def __init__(
         self,
-        program: Program,
-        accumulating: Program,
-        plans: Sequence[UnitPlan],
-        chunks: Sequence[Chunk],
         moves: Moves,
+        accumulating: Program,
         *,
-        backend: Backend,
-        shared: frozenset[int],
         step_on: Callable[[Chunk], None],
-        ranks: Ranks | None = None,
         checked: bool = False,
         shared_buffers: Sequence[torch.Tensor] = (),
     ) -> None:
+        program, plans, chunks, backend = moves.program, moves.plans, moves.chunks, moves.backend
         self.program, self._accumulating = program, accumulating
         self._program = program  # of the micro-batch that runs
         self._names = {
@@ -77,8 +70,12 @@ class Engine:
             for each in (program, accumulating)
         }
         self._plans, self._chunks = plans, chunks
-        self._moves, self._backend, self._shared = moves, backend, shared
-        self._ranks, self._buffers = ranks, tuple(shared_buffers)
+        self._moves, self._ranks, self._buffers = moves, moves.ranks, shared_buffers
+        # Storages that stay where they are. Those of offloaded parameters do not: what stands in
+        # for them is freed by the first gather, and an activation may come to lie there; nor those
+        # of buffers, which a forward may replace: that modules hold them keeps them there.
+        staying = [chunk for chunk in chunks if chunk.store is None]
+        self._shared = addresses([each for chunk in staying for each in chunk.parameters])
         self._step_on = step_on
         self.observer: Observer | None = None
         # The model's own, as long as it lives: what begins parts, and looks at it before a step.
@@ -100,7 +97,7 @@ class Engine:
             )
             for lane in sorted({move.lane for move in program.moves} - {COLLECT}, key=str)
         }
-        if ranks is not None:
+        if self._ranks is not None:
             self.lanes[COLLECT] = backend.lane(str(COLLECT), on_device=True, patient=True)
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
         self._stepped = [chunks[unit] for slot in program.slots for unit in slot.stepped]
@@ -366,7 +363,7 @@ class Engine:
         if slot < 0:
             return self._given_up
         return memory_snapshot(
-            slot, self._chunks, *self._moves.in_transit(), device=self._backend.device
+            slot, self._chunks, *self._moves.in_transit(), device=self._moves.backend.device
         )
 
     def _refuse_micro_batch(self) -> None:

@@ -386,8 +386,8 @@ class Moves:
     ) -> None:
         self._team = UpdateTeam() if team is None else team
         self.update_threads = self._team.inside
-        self._program, self._plans, self._chunks = program, plans, chunks
-        self._backend, self._swap_stores = backend, swap_stores
+        self.plans, self.chunks, self.ranks = plans, chunks, ranks
+        self.backend, self._swap_stores = backend, swap_stores
         self.buffers = Buffers(backend)
         self._factory, self._options = factory, options
         # The staging buffers, in the memory below and on the device.
@@ -406,7 +406,7 @@ class Moves:
 
     def clear(self, program: Program) -> None:
         """Forget the programme that ran, and do the moves of this one."""
-        self._program = program
+        self.program = program
         self.buffers.keep_for(())
         self._gradients.clear()
         if self._reductions is not None:
@@ -430,13 +430,13 @@ class Moves:
         Called between steps: a step reads all states or none. Parameters and gradients are read
         from the first.
         """
-        self._gradients.make_rooms(self._chunks)
+        self._gradients.make_rooms(self.chunks)
         for staging in self._staging:
             self._make_ring(staging)
 
     def _make_ring(self, staging: "Staging") -> None:
         moves = list(staging.reads.values())
-        chunks = [self._chunks[move.unit].own for move in moves]
+        chunks = [self.chunks[move.unit].own for move in moves]
         wanted = any(chunk.updated or self._read_with_states(chunk)[0] for chunk in chunks)
         if staging.ring or not wanted:
             return
@@ -455,7 +455,7 @@ class Moves:
             number: move
             for number, move in enumerate(program.moves)
             if move.kind == "read states"
-            and self._plans[move.unit].states.update_on_device == on_device
+            and self.plans[move.unit].states.update_on_device == on_device
         }
 
     def in_transit(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -476,7 +476,7 @@ class Moves:
 
         On a CPU these buffers count as the device's.
         """
-        if self._backend.on_host:
+        if self.backend.on_host:
             return 0
         below = self._staging[False].ring
         return sum(buffer.numel() for buffer in (*below, *self._gradients.rooms))
@@ -490,14 +490,14 @@ class Moves:
         ]
         if not found:
             return "averages, or what lies between tensors"
-        units = list(dict.fromkeys(self._plans[unit].name for unit, _ in found))
+        units = list(dict.fromkeys(self.plans[unit].name for unit, _ in found))
         names = list(dict.fromkeys(what for _, what in found))
         more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
         return f"{', '.join(names[:NUM_NAMED])}{more}, of unit {', '.join(map(repr, units))}"
 
     def _places(self, store: Store) -> Iterator[tuple[int, str, int, int]]:
         """What lies in a store: its unit and name, its offset and bytes."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             own = chunk.own
             copies = [own.current] if own.spare is None else [own.current, own.spare]
             for part in own.slices:
@@ -511,7 +511,7 @@ class Moves:
                     place = own.gradient_offset + part.start * part.dtype.itemsize
                     yield chunk.unit, f"gradient of {part.name!r}", place, part.num_bytes
         for unit, regions in self._swap_regions.items():
-            activations = self._plans[unit].activations
+            activations = self.plans[unit].activations
             assert isinstance(activations, Swap | SwapInput)
             if self._swap_stores[activations.tier] is store:
                 yield from ((unit, "swapped activations", *region) for region in regions)
@@ -521,15 +521,15 @@ class Moves:
 
         Parameters, where they do not stand in place; gradients that waited with the states.
         """
-        states = self._plans[chunk.unit].states
+        states = self.plans[chunk.unit].states
         assert not isinstance(states, Persistent)
-        step = self._program.settings, self._program.device
+        step = self.program.settings, self.program.device
         return gradient_home(states, *step) != "in place", reads_gradients(states, *step)
 
     def start(self, number: int) -> Work:
         """The move's work; what it needs is allocated now."""
-        move = self._program.moves[number]
-        chunk = self._chunks[move.unit]
+        move = self.program.moves[number]
+        chunk = self.chunks[move.unit]
         match move.kind:
             case "fetch":
                 return self.fetch(chunk, chunk.groups_in(move.share))
@@ -540,7 +540,7 @@ class Moves:
                 return self._reductions.all_reduce(number, chunk)
             case "reduce-scatter":
                 assert self._reductions is not None
-                states = self._plans[chunk.unit].states
+                states = self.plans[chunk.unit].states
                 return self._reductions.reduce_scatter(number, move, chunk, states)
             case "swap out":
                 return self._swap_out(number, move)
@@ -564,8 +564,8 @@ class Moves:
 
     def arrive(self, number: int) -> None:
         """A fetch has ended and its slot begins: give what it brought to the model."""
-        move = self._program.moves[number]
-        chunk = self._chunks[move.unit]
+        move = self.program.moves[number]
+        chunk = self.chunks[move.unit]
         if move.kind == "all-gather" or (move.kind == "fetch" and chunk.sharding is None):
             chunk.bind(chunk.groups_in(move.share))
         elif move.kind == "swap in":
@@ -578,8 +578,8 @@ class Moves:
         self._working.pop(number, None)
         for storage in self._leaving.pop(number, ()):
             storage.leave()
-        move = self._program.moves[number]
-        chunk = self._chunks[move.unit]
+        move = self.program.moves[number]
+        chunk = self.chunks[move.unit]
         if self._reductions is not None:
             if move.kind in ("all-reduce", "reduce-scatter"):
                 self._reductions.end(move, number, chunk)
@@ -597,12 +597,12 @@ class Moves:
     def pass_boundary(self, fetches: Iterable[int]) -> None:
         """Free what these fetches, the next to start, do not take of what left before them."""
         sizes: list[int] = []
-        for move in (self._program.moves[number] for number in fetches):
+        for move in (self.program.moves[number] for number in fetches):
             if move.kind == "all-gather" and move.after:
                 continue  # into the buffers of a gather
             if move.kind in ("fetch", "all-gather"):
-                groups = self._chunks[move.unit].groups
-                chosen = self._chunks[move.unit].groups_in(move.share)
+                groups = self.chunks[move.unit].groups
+                chosen = self.chunks[move.unit].groups_in(move.share)
                 sizes += [groups[group].num_bytes for group in chosen]
             else:
                 swapped = self._swapped[move.unit].in_share(move.share)
@@ -674,7 +674,7 @@ class Moves:
         self._swapped[unit] = SwappedUnit(storages)
         if not storages:
             return
-        activations = self._plans[unit].activations
+        activations = self.plans[unit].activations
         assert isinstance(activations, Swap | SwapInput)
         store = self._swap_stores[activations.tier]
         if unit not in self._swap_regions:
@@ -735,13 +735,13 @@ class Moves:
         parameters, gradients = self._read_with_states(chunk)
         if not parameters:
             piece.view_device()
-        ring = self._staging[self._plans[move.unit].states.update_on_device].of(number)
+        ring = self._staging[self.plans[move.unit].states.update_on_device].of(number)
         if ring is None:
             return lambda: None  # before the first step there is nothing to read
         return lambda: piece.read(ring, parameters=parameters, gradients=gradients)
 
     def _update(self, move: Move, chunk: Chunk) -> Work:
-        states = self._plans[move.unit].states
+        states = self.plans[move.unit].states
         on_device, stands = states.update_on_device, not states.staged
         if stands:
             piece = Piece(chunk, move.start, move.stop, dict(chunk.offloaded_gradients))
@@ -758,7 +758,7 @@ class Moves:
                 gradient = chunk.gradients[part.name] = dense(gradient, part.stride)
                 gradients[part.name] = flat_storage_order(gradient)[low:high]
 
-        team = None if on_device and not self._backend.on_host else self._team
+        team = None if on_device and not self.backend.on_host else self._team
 
         def work() -> None:
             with nullcontext() if on_device else piece.in_place():

@@ -596,11 +596,18 @@ def write_values(
             chunk.store.write(chunk.spare.place(mine), written)
 
 
-def offload(chunk: Chunk, store: Store, rules: UpdateRules, *, speculate: bool = False) -> None:
+def offload(
+    chunk: Chunk,
+    store: Store,
+    rules: UpdateRules,
+    *,
+    gradient_store: Store | None = None,
+    speculate: bool = False,
+) -> None:
     """Copy the parameters to `store`, and reserve room for them and their states there.
 
-    Of what ranks share, this rank's part. With `speculate` there is room for a second copy. The
-    parameters themselves stay as they are until `unbind`.
+    Gradients get room in `gradient_store`. Of what ranks share, this rank's part. With `speculate`
+    there is room for a second copy. The parameters themselves stay as they are until `unbind`.
     """
     own = chunk.own
     dtypes = {part.dtype for part in chunk.slices if part.trainable}
@@ -625,6 +632,9 @@ def offload(chunk: Chunk, store: Store, rules: UpdateRules, *, speculate: bool =
     chunk.store = own.store = store
     for part in chunk.slices:
         write_values(chunk, part, part.parameter)
+    if gradient_store is not None:
+        own.gradient_store = gradient_store
+        own.gradient_offset = gradient_store.reserve(own.gradient_bytes)
 
 
 def _state_kinds(chunk: Chunk) -> dict[StateKind, tuple[dict[str, int], int]]:

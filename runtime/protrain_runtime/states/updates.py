@@ -26,6 +26,7 @@ from torch import nn
 from protrain_runtime.contract.program.program import LONGEST_SPAN
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_threads
+from protrain_runtime.devices.preflight import ranks_here
 from protrain_runtime.devices.stores import HostStore, Store
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
 from protrain_runtime.states.compositions import put_together, taken_apart
@@ -48,7 +49,7 @@ def spare_threads(device: torch.device) -> int:
     """
     if on_host(device):
         return 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = ranks_here()
     launched = ranks > 1 and os.environ.get("OMP_NUM_THREADS") == "1"
     threads = len(os.sched_getaffinity(0)) // ranks if launched else torch.get_num_threads()
     return max(1, threads - 1)
