@@ -184,11 +184,7 @@ class SavedTensors:
             self._hooks.__exit__()
 
     def swapped(self, *, outputs: frozenset[int]) -> list[SwappedStorage]:
-        """The storages to take away, first saved first; the caller gives them up again.
-
-        Those of the unit's `outputs` stay, which the next unit has, and those that somebody holds
-        besides autograd, such as an attribute: a swap would free nothing.
-        """
+        """The storages that nobody but autograd holds, and are no `outputs`."""
         storages: list[SwappedStorage] = []
         for pointer, storage in list(self._by_pointer.items()):
             if pointer in outputs:

@@ -268,10 +268,7 @@ class _LossCall(NamedTuple):
 
 
 def _computed_in(logits: Tensor) -> torch.dtype | None:
-    """The dtype that plain PyTorch computes the loss in; None where it takes two of them.
-
-    Autocast says it of an operator when that is called.
-    """
+    """The dtype that plain PyTorch computes the loss in; None where it takes two of them."""
     kind = logits.device.type
     if not torch.is_autocast_enabled(kind):
         return logits.dtype

@@ -126,10 +126,7 @@ def shown(name: str) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading.
-
-    ProtrainError where it cannot be opened or read, or is no regular one, such as a pipe.
-    """
+    """Open a regular file for reading; ProtrainError where there is none."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise damaged(path, "this is no regular file")

@@ -72,10 +72,7 @@ def next_save(directory: Path) -> Iterator[Path]:
 
 
 def commit(folder: Path, content: Mapping[str, Any]) -> None:
-    """Make a folder whose files are on the disk the checkpoint of its directory, by its index.
-
-    The folders before it go. OSError or RecordError where the disk refuses.
-    """
+    """Make a whole folder its directory's checkpoint by an index; others go."""
     directory = folder.parent
     _sync(folder)
     _sync(directory)  # the folder's name before the index that names it

@@ -231,10 +231,7 @@ class Saved:
                 ) from None
 
     def verify(self, ranks: Ranks | None, where: Callable[[str], str]) -> None:
-        """Compare the files that were asked for with their sums; of several ranks, each some.
-
-        ProtrainError with the file and the tensor, of which `where` says more.
-        """
+        """Compare files with their sums, a part on each rank; ProtrainError for others."""
         paths = sorted(self._asked)
         own = paths[ranks.rank :: ranks.count] if ranks else paths
         verify({path: self._asked[path] for path in own}, where)

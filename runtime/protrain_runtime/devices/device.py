@@ -33,10 +33,7 @@ class DeviceCalls:
 
 
 def _pin_cuda(address: int, num_bytes: int) -> Callable[[], None]:
-    """Register host pages, so that the card copies from and to them; returns what undoes it.
-
-    PyTorch's own pinned memory is rounded up to powers of two, and is never given back.
-    """
+    """Register host pages as pinned, without PyTorch's rounding; returns what undoes it."""
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
     return partial(runtime.cudaHostUnregister, address)
@@ -203,10 +200,7 @@ def room_bytes(device: torch.device) -> int:
 
 
 def collectives(device: torch.device) -> str:
-    """The library that PyTorch's collectives between devices of this type run in by default.
-
-    ProtrainError where there is none.
-    """
+    """The library of collectives for devices of this type; ProtrainError where there is none."""
     try:
         return torch.distributed.get_default_backend_for_device(device.type)
     except ValueError as error:

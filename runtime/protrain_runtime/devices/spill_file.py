@@ -304,11 +304,7 @@ class _Requests:
         return _Room(self._rooms)
 
     def run(self, work: Callable[[int, int], None], spans: list[tuple[int, int]]) -> None:
-        """Do `work` on every range; the first error is raised when all that began has ended.
-
-        A few requests go one after the other, which the system cuts for the disk by itself: to
-        hand them to other threads would take about as long.
-        """
+        """Do `work` on every range; the first error is raised when all that began has ended."""
         if len(spans) < NUM_REQUESTS:
             for start, stop in spans:
                 work(start, stop)

@@ -490,10 +490,7 @@ class BlockSums:
             self._sums.append(zlib.crc32(bytes(rest)))
 
     def check(self, start: int, num_bytes: int, copied: memoryview | None = None) -> None:
-        """Compare a range, or the copy that was made of it.
-
-        Of a block that is copied in part, the copy is made anew, from the bytes that were compared.
-        """
+        """Compare a range, or its copy: of a part of a block, a new copy is made."""
         for part in self._parts(start, num_bytes):
             with part.lock:
                 for block in part.blocks:

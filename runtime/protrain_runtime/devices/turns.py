@@ -63,10 +63,7 @@ class Turns:
             )
 
     def check(self, what: str, *, step: bool = False) -> None:
-        """TurnError, saying `what`, where the model is another thread's now.
-
-        `step`: that is to begin a step, which finds no gradients of another thread's.
-        """
+        """TurnError, saying `what`, if another thread uses the model or has gradients."""
         holder = self._now.get(None)
         if holder is not None and _is_another(holder[0]) and not self.forked:
             raise _refused(what, holder[0], holder[1])

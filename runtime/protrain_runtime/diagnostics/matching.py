@@ -221,10 +221,7 @@ def _grouped(optimizer: PlannedOptimizer) -> set[nn.Parameter]:
 
 
 def _refuse_ungrouped(chunk: Chunk, grouped: set[nn.Parameter], does: str) -> None:
-    """ProtrainError where a parameter's gradient would be used up, and the parameter not updated.
-
-    `does` says what the plan does with the chunk.
-    """
+    """ProtrainError where a parameter that the plan updates is in no group."""
     for part in chunk.slices:
         if part.trainable and part.parameter not in grouped:
             raise ProtrainError(
@@ -282,12 +279,7 @@ _BESIDE = ("buffer", "scale")
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """A digest of the module tree, and of all parameters and buffers by name, shape and dtype.
-
-    Of packed weights also their scales.
-
-    Values do not count, nor does the device; what is trainable and what is tied does.
-    """
+    """A digest of modules, and of tensors by name, shape, dtype, trainability and ties."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         digest.update(f"module {name} {type(module).__qualname__}\n".encode())
@@ -302,10 +294,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, str, str]]:
-    """Name, tensor, role, and the first name of a tied parameter.
-
-    Parameters, then buffers, then the scales of packed weights.
-    """
+    """Name, tensor, role and first name of each parameter, then of buffers and scales."""
     first_names = {parameter: name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         role = "trainable" if parameter.requires_grad else "frozen"

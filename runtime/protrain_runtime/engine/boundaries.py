@@ -39,10 +39,7 @@ class Listener(Protocol):
         ...
 
     def begin_between(self) -> None:
-        """The model was called without a graph, while its last forward waits for its backward.
-
-        Slots of that call are entered and left up to `end_forward`.
-        """
+        """The model was called without a graph, while its last forward waits for its backward."""
         ...
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -75,11 +72,7 @@ class Listener(Protocol):
 
 
 def _method_of(module: nn.Module, run: Callable[..., object]) -> Callable[..., object]:
-    """`run` as a method of the module, with the signature that its forward has now.
-
-    Libraries look at a model's forward: for the arguments that it takes (`generate`), and for the
-    function behind the method, which Accelerate wraps in autocast and binds to the model again.
-    """
+    """Return `run` as a method with the signature that the module's forward has: libraries look."""
 
     def forward(_: nn.Module, /, *args: object, **kwargs: object) -> object:
         return run(*args, **kwargs)
@@ -195,10 +188,7 @@ class Boundaries:
             self.skipped = tuple(index for index in blocks if index not in self._called)
 
     def _may_hold_a_block(self, function: object) -> bool:
-        """Whether the model's checkpoint around this function is replaced: a block may begin in it.
-
-        None does where a block runs, or the last part.
-        """
+        """Whether a block may begin in a checkpoint's function: in a block none does."""
         if self._in_block or self._unit == len(self._units) - 1:
             return False
         module = own_checkpoints.module_of(function)

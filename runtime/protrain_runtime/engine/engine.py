@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from weakref import ref
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -104,13 +105,14 @@ class Engine:
         self.consuming = [*self._offloaded, *self._stepped]  # whose gradients the plan uses up
         for chunk in self.consuming:
             # A lane's work may hold a chunk for longer than the model lives.
-            chunk.bring = partial(_bring, ref(self))
-            chunk.settle = partial(_settle, ref(self))
+            chunk.bring = partial(_while_alive, WeakMethod(self.bring), chunk.bring)
+            chunk.settle = partial(_while_alive, WeakMethod(self.settle), chunk.settle)
         self._reads = [
             [chunk for chunk in self._offloaded if unit in chunk.used_by]
             for unit in range(program.num_units)
         ]
-        self._in_backward = program.settings.updates == "in backward"
+        # Whether parameters have their next values before `optimizer.step()`.
+        self.updates_in_backward = program.settings.updates == "in backward"
         updates = self._stepped or any(move.kind == "update" for move in program.moves)
         self._carried: dict[int, Ticket] = {}  # moves that run on, mostly of the last step
         self._ahead: dict[int, Ticket] = {}  # moves of the last backward's speculative updates
@@ -126,9 +128,11 @@ class Engine:
         self._state = StepState(
             program.num_units,
             program.settings.micro_batches,
-            updates_in_backward=bool(updates) and self._in_backward,
+            updates_in_backward=bool(updates) and self.updates_in_backward,
         )
-        self.turns = Turns(self._graph_lives)
+        self.turns = Turns(
+            lambda: (boundaries := self.boundaries()) is not None and boundaries.graph_lives
+        )
         self._shown: list[Slice] = []  # the parameters whose gradients the last backward took
         self._given_up: MemorySnapshot | None = None  # when the last forward was cut short
         self._reset()
@@ -174,7 +178,7 @@ class Engine:
                 self._state.num_backwards = 0
             for chunk in self.consuming:
                 chunk.hide_consumed()
-            any_may_be_last = not self._in_backward and self._ranks is None
+            any_may_be_last = not self.updates_in_backward and self._ranks is None
             due = self._state.num_backwards + 1 == self._state.micro_batches
             self._program = self.program if any_may_be_last or due else self._accumulating
             self._moves.clear(self._program)
@@ -393,10 +397,6 @@ class Engine:
         with plainly():
             return all(part.parameter.grad is None for part in parts)
 
-    def _graph_lives(self) -> bool:
-        boundaries = self.boundaries()
-        return boundaries is not None and boundaries.graph_lives
-
     def _at_home(self, what: str, needed: Collection[object]) -> None:
         """TurnError, saying `what`, in a forked process, where that needs what only one has."""
         if needed:
@@ -404,17 +404,8 @@ class Engine:
 
     # ---- the end of a step ------------------------------------------------------------------
 
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether parameters have their next values before `optimizer.step()`."""
-        return self._in_backward
-
     def settle(self, what: str) -> None:
-        """RuntimeError, saying `what`, where some parameters are updated and some are not.
-
-        So it is between backward and `optimizer.step()`, where updates are in backward, and after a
-        step, or such a backward, that a signal or an error has ended.
-        """
+        """RuntimeError, saying `what`, where some parameters are updated and some are not."""
         self._at_home(what, self._offloaded)
         self.turns.check(what)
         if self._modified:
@@ -487,7 +478,7 @@ class Engine:
         self._state.begin_step()
         if self._times is not None:
             self._times.enter(len(self._program.slots))
-        if self._in_backward or not self._state.num_backwards:
+        if self.updates_in_backward or not self._state.num_backwards:
             return
         for chunk in self._offloaded:
             chunk.forget_dropped()
@@ -513,10 +504,7 @@ class Engine:
         self._running -= going_on
 
     def end_updates(self) -> None:
-        """Wait for updates of the last step that run on; LaneError where one has failed.
-
-        Called by whoever reads parameters or states, or frees them.
-        """
+        """Wait for updates of the last step that run on; LaneError where one has failed."""
         for number in sorted(self._carried):
             self._end_carried(number, self._carried[number].synchronize)
 
@@ -662,7 +650,9 @@ class Engine:
                 foreign=foreign,
                 own=own,
                 handed_on=self._handed_on,
-                begin=partial(_begin_backward, ref(self), slot.unit),
+                begin=partial(
+                    _while_alive, WeakMethod(self.begin_backward), lambda _: None, slot.unit
+                ),
             )
             self._saved.__enter__()
         if slot.forward:
@@ -672,8 +662,13 @@ class Engine:
 
     def _end_slot(self) -> None:
         slot = self._program.slots[self._state.slot]
-        for unit in slot.stepped:
-            self._update_here(self._chunks[unit])
+        for unit in slot.stepped:  # whose gradients are complete, and go
+            self._state.updating = True
+            chunk = self._chunks[unit]
+            self._step_on(chunk)
+            chunk.take_gradients()
+            chunk.gradients.clear()
+            chunk.put_aside()
         if self._times is not None:
             self._times.leave()
         # Before the release below: saved tensors that lie in a chunk's buffer are places by now.
@@ -702,19 +697,12 @@ class Engine:
                 self._chunks[move.unit].unbind(self._chunks[move.unit].every_group)
             self._submit(number)
 
-    def _update_here(self, chunk: Chunk) -> None:
-        """Update a persistent chunk, whose gradients are complete, and free these."""
-        self._state.updating = True
-        self._step_on(chunk)
-        chunk.take_gradients()
-        chunk.gradients.clear()
-        chunk.put_aside()
-
     def _submit(self, number: int) -> None:
         move = self._program.moves[number]
         self._state.updating |= move.kind == "update" and number not in self._program.speculative
         lane = self.lanes[move.lane]
-        after = [self._ticket(other) for other in move.after]
+        # A move before it may have run ahead of the norm, in the last backward.
+        after = [self._tickets.get(other) or self._ahead[other] for other in move.after]
         if self._awaited and self._program.awaited(move) is not None:
             awaited = self._awaited[move.unit]
             after += [self._carried[other] for other in awaited if other in self._carried]
@@ -724,10 +712,6 @@ class Engine:
             work = self._times.timed(number, work, lane)
         self._tickets[number] = lane.submit(self._names[id(self._program)][number], work, after)
         self._running.add(number)
-
-    def _ticket(self, number: int) -> Ticket:
-        """That of a move of this step, also of one that ran ahead of the norm."""
-        return self._tickets[number] if number in self._tickets else self._ahead[number]
 
     def _end(self, number: int) -> None:
         self._tickets[number].wait()  # on a stream: what is freed below serves again behind it
@@ -780,10 +764,7 @@ class Engine:
         self.lanes[COLLECT].submit(what, work, ()).wait()
 
     def _await_fetches(self, chunk: Chunk) -> None:
-        """Wait for what is on its way to a chunk's buffers; of ranks, for this one's part.
-
-        All parts are gathered anew, behind what is on its way.
-        """
+        """Wait for what is on its way to a chunk's buffers; of ranks, for this one's part."""
         for number in sorted(self._running):
             move = self._program.moves[number]
             if move.unit == chunk.unit and move.kind == "fetch":
@@ -794,20 +775,8 @@ class Engine:
             self.observer(what)
 
 
-def _bring(engine: "ref[Engine]", chunk: Chunk, name: str) -> None:
-    there = engine()
-    if there is None:
-        refuse_reading(name)
-    else:
-        there.bring(chunk, name)
-
-
-def _begin_backward(engine: "ref[Engine]", unit: int) -> None:
-    if (there := engine()) is not None:
-        there.begin_backward(unit)
-
-
-def _settle(engine: "ref[Engine]", what: str) -> None:
-    there = engine()
-    if there is not None:
-        there.settle(what)
+def _while_alive(
+    method: Callable[[], Callable[..., None] | None], otherwise: Callable[..., None], *given: Any
+) -> None:
+    """Call the method of an engine that lives as long as its model; `otherwise` after that."""
+    (method() or otherwise)(*given)

@@ -425,11 +425,7 @@ class Moves:
         return any(staging.reads and not staging.ring for staging in self._staging)
 
     def make_staging(self) -> None:
-        """Allocate the staging buffers, once there is something to read.
-
-        Called between steps: a step reads all states or none. Parameters and gradients are read
-        from the first.
-        """
+        """Allocate staging buffers between steps, once there are states, or parameters, to read."""
         self._gradients.make_rooms(self.chunks)
         for staging in self._staging:
             self._make_ring(staging)
@@ -472,10 +468,7 @@ class Moves:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for what passes through to an optimizer there: from disk, and to be added.
-
-        On a CPU these buffers count as the device's.
-        """
+        """Host bytes on their way to an optimizer there; on a CPU they are the device's."""
         if self.backend.on_host:
             return 0
         below = self._staging[False].ring
@@ -517,10 +510,7 @@ class Moves:
                 yield from ((unit, "swapped activations", *region) for region in regions)
 
     def _read_with_states(self, chunk: Chunk) -> tuple[bool, bool]:
-        """Whether an update brings a chunk's parameters and its gradients with the states.
-
-        Parameters, where they do not stand in place; gradients that waited with the states.
-        """
+        """Whether an update brings a chunk's parameters and its gradients with the states."""
         states = self.plans[chunk.unit].states
         assert not isinstance(states, Persistent)
         step = self.program.settings, self.program.device

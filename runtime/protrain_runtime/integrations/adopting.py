@@ -85,10 +85,7 @@ def follow(
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer was made with and has in no group, such as the bits of bitsandbytes.
-
-    Those of its attributes that are plain values, or objects of plain values.
-    """
+    """Plain attributes of the optimizer that are in no group, such as the bits of bitsandbytes."""
     usual = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     return {
         name: value

@@ -126,10 +126,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         step_alone(self.inner, set(chunk.parameters), self._used)
 
     def _make_room(self, chunks: Sequence[Chunk]) -> None:
-        """Let masters be stepped on in what the plan counts: the workspace of the largest chunk.
-
-        Of a chunk those parameters are stepped that have gradients.
-        """
+        """Let masters be stepped on in the largest chunk's workspace, which is counted."""
         if isinstance(self.inner, MasterOptimizer):
             due = (
                 sum(each.numel() for each in chunk.parameters if each.grad is not None)
@@ -188,10 +185,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @in_turn("optimizer.state_dict()", lambda optimizer: optimizer._turns)
     def state_dict(self) -> dict[str, Any]:
-        """All states in the layout of the user's optimizer, in host memory where offloaded.
-
-        That is memory for all of them at once; `protrain_runtime.save` takes one buffer.
-        """
+        """Return all states in the user's layout, copied to host memory where offloaded."""
         self._settle("optimizer.state_dict() was called")
         added: list[nn.Parameter] = []
         for _, part, scalars, states in self._offloaded_states():
@@ -293,10 +287,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
 
 def _unwrapped(state: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
-    """A parameter's entry of a state dict, without a dictionary around the states of these keys.
-
-    bitsandbytes puts one around what FSDP is not to gather.
-    """
+    """Return a parameter's states without the dictionary that bitsandbytes puts around some."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         wraps = isinstance(value, Mapping) and bool(keys & value.keys())
@@ -309,10 +300,7 @@ def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps besides elementwise states of each parameter that it updated.
-
-    Of what ranks share, all of them ask for it: one may have nothing of a parameter.
-    """
+    """States by parameter that are not elementwise; all ranks call, for their parts."""
     own = {name: chunk.scalars[name] for name in chunk.updated if chunk.has_states(name)}
     if chunk.sharding is None:
         return own

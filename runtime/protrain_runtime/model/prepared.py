@@ -94,10 +94,7 @@ def below_device(model: nn.Module) -> tuple[int, int]:
 
 
 def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters by name with their values, an offloaded one at a time.
-
-    Works for models that follow no plan, too.
-    """
+    """The parameters of a planned or plain model by name, an offloaded one at a time."""
     prepared = prepared_of(model)
     if prepared and prepared.engine:
         prepared.engine.settle("parameters were read")
@@ -110,10 +107,7 @@ def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give the plain model back, with its current parameters; its optimizer goes on plainly.
-
-    A model that follows no plan is given back as it is.
-    """
+    """Give the plain model back, with its current parameters; its optimizer goes on plainly."""
     prepared = prepared_of(model)
     if prepared is None:
         return model

@@ -60,10 +60,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Fill `whole` with the shards of a group; on a CPU, `own` is this rank's range of it.
-
-    Gloo's own all-gather makes a copy of `whole`: there, each rank sends its range to all.
-    """
+    """Fill `whole` with the shards of a group; on a CPU `own` is a range of it, and sent to all."""
     if whole.device.type != "cpu":
         _gather(whole, own, group=group)
         return
@@ -72,10 +69,7 @@ def gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGro
 
 
 def sum_shards(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sum `whole` over a group into `mine`, this rank's range of it; the rest is used up.
-
-    Gloo's own reduce-scatter sums a copy of `whole`.
-    """
+    """Sum `whole`, which is used up, over a group into `mine`, this rank's range of it."""
     if whole.device.type != "cpu":
         _reduce_scatter(mine, whole, group=group)
     else:
@@ -145,10 +139,7 @@ class Ranks:
     # ---- telling ------------------------------------------------------------------------------
 
     def tell_end(self, error: BaseException | None, what: str) -> None:
-        """This rank cannot go on from where it is, and the others are on their way to there.
-
-        RanksError where another one failed before: see `Meeting.explain`.
-        """
+        """Tell that this rank cannot go on; RanksError where another failed before."""
         if error is not None:
             self.meeting.explain(error)
             self.meeting.tell(error, what, final=True)
@@ -211,10 +202,7 @@ class Ranks:
                 dist.all_reduce(_lent(values), group=self._sharing)
 
     def reduce_scatter(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """The sum of `whole` over all ranks: this rank's range of it goes to `own`.
-
-        `whole` is used up.
-        """
+        """Sum `whole`, which is used up, over all ranks; this rank's range goes to `own`."""
         size = own.numel()
         mine = whole[self.shard * size : (self.shard + 1) * size]
         with self._collective():
@@ -262,10 +250,7 @@ class Ranks:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """`waiting`, while a checkpoint is written in `checkpoint_group`.
-
-        A save that goes on beside training is not given up: who failed may still write its part.
-        """
+        """Return `waiting` for a checkpoint's group: a save beside training is not given up."""
         inside = threading.get_ident() in self.meeting.phases
         with self.waiting((self.checkpoint_group(),) if inside else (), CHECKPOINT_LIMIT_S):
             yield

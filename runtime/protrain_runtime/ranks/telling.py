@@ -193,10 +193,7 @@ class Meeting:
                 self.phases.pop(me, None)
 
     def explain(self, error: BaseException) -> None:
-        """RanksError where another rank failed for good before, and the error does not say so.
-
-        What a device says of collectives that were ended for it is not the reason.
-        """
+        """RanksError where another rank failed for good before, and the error does not say so."""
         lost = self.lost
         if lost is not None and lost[0].rank != self.rank and known_error(error) is None:
             raise lost[0].error(self.rank, self.count) from error

@@ -420,11 +420,7 @@ class Chunk:
         return released
 
     def put_aside(self) -> None:
-        """Let the trained parameters of a persistent chunk be away until `put_back`.
-
-        Backward has updated them: code that reads one before `optimizer.step()` would see the next
-        step's value.
-        """
+        """Let parameters that backward has updated be away until `put_back`."""
         for part in self.slices:
             if part.trainable:
                 self.aside[part.name] = part.parameter.data
@@ -488,10 +484,7 @@ class Chunk:
         self.hidden.clear()
 
     def clear_gradients(self, *, in_use: bool = False) -> None:
-        """Forget the gradients, and what stands for those that were taken.
-
-        Those `in_use` by an update are freed with its moves.
-        """
+        """Forget the gradients and their stand-ins, but for those `in_use` by an update."""
         if not in_use:
             self.gradients.clear()
         self.offloaded_gradients.clear()

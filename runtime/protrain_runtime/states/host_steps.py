@@ -91,10 +91,7 @@ class HostSteps(torch.optim.Optimizer):
 
 
 def stepping_as(plan: Plan, model: nn.Module, factory: OptimizerFactory) -> OptimizerFactory:
-    """A factory of optimizers that update on the host what the plan updates there.
-
-    `factory` itself where that is nothing.
-    """
+    """Return a factory of optimizers that update on the host what the plan updates there."""
     there = {unit.name for unit in plan.host_updated}
     if not there:
         return factory

@@ -320,11 +320,7 @@ _SAVES = "saves_packed_weights"
 
 
 def save_packed_weights() -> None:
-    """Let products with packed weights save them through autograd, in this process from now on.
-
-    The library's own code runs forward and backward, and gives the same bits: what it would keep
-    is handed to `save_for_backward`, and is back in its place when its backward runs.
-    """
+    """Let products with packed weights save them through autograd, in this process from now on."""
     functions: Any = sys.modules["bitsandbytes.autograd._functions"]
     if hasattr(getattr(functions, _FOUR), _SAVES):
         return

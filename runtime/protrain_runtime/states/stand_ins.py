@@ -34,11 +34,7 @@ plainly = torch._C.DisableTorchFunctionSubclass
 
 @cache
 def single(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one element that stands, expanded, for all that is elsewhere.  # dtype []
-
-    One for all of them: an accelerator's allocator gives every tensor 512 bytes. It is no number
-    where there is such a value, for ways to read it that nothing can refuse (`torch.tensor(p)`).
-    """
+    """The element that stands, expanded, for all that is elsewhere: NaN, where there is one."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     with torch.inference_mode(mode=False):  # it outlives an evaluation that asks first
         return torch.full((), value, dtype=dtype, device=device)
@@ -154,10 +150,7 @@ class OffloadedGradient(ConsumedGradient):
 
     @classmethod
     def of(cls, stored: GradientInStore, shape: torch.Size | None = None) -> "OffloadedGradient":
-        """A stand-in of the gradient's shape, dtype and device that holds a single element.
-
-        `shape` is that of the whole gradient, where this rank has a part of it.
-        """
+        """Make a stand-in of the gradient's (or the whole one's) shape: one element."""
         shape = stored.shape if shape is None else shape
         stands = hollow(stored.dtype, stored.device, shape)
         found: OffloadedGradient = torch.Tensor._make_subclass(cls, stands)
@@ -336,11 +329,7 @@ def place_of(parameter: nn.Parameter) -> Elsewhere:
 
 
 def send_away(parameter: nn.Parameter, place: Elsewhere) -> None:
-    """Leave a parameter of the right shape that holds nothing, and refuses to be read.
-
-    An expanded single element keeps shape, dtype and device, which autograd checks gradients
-    against, at no memory.
-    """
+    """Leave an expanded single element of the right shape, which refuses to be read."""
     place.kind = come_back(parameter)
     parameter.data = hollow(parameter.dtype, parameter.device, parameter.shape)
     parameter.__dict__[_KEY] = place

@@ -218,10 +218,7 @@ class UpdateRules:
             yield
 
     def _reason(self, dtype: torch.dtype, shape: torch.Size, own: int | None, *, cut: bool) -> str:
-        """Why parameters of a kind cannot be updated apart from others; empty: they can.
-
-        Asked once for all with as many dimensions. `cut`: in pieces, too.
-        """
+        """Why parameters of a kind cannot be updated apart, or be `cut`; empty: they can."""
         place = (dtype, len(shape), cut)
         if place not in self._apart:
             first = self._groups[own or 0]
@@ -411,10 +408,7 @@ class _Trial:
         return UpdateRule(states=states, scalars=tuple(scalars))
 
     def _per(self, key: str, shape: torch.Size) -> int | None:
-        """Elements in a row that a flat state has a value for; 0: it is the same for any shape.
-
-        None where neither is so.
-        """
+        """Elements for which a flat state has a value; 0: the same for any shape; None: neither."""
         unit, counts = _unit(*self._blocks_for(shape)), list[int]()
         with suppress(ProtrainError):  # it may take no flat parameter
             for size in (torch.Size([unit]), torch.Size([2 * unit]), shape):
@@ -435,11 +429,7 @@ class _Trial:
         return self._tried[place]
 
     def _compared(self, shape: torch.Size, *, cuts: bool) -> str:
-        """Why steps on ranges give other bits than steps on the whole; empty: they do not.
-
-        Ranges begin at multiples of a block and of PIECE_ALIGNMENT. Without `cuts` there is one
-        range, all of it.
-        """
+        """Why steps on ranges give other bits than steps on the whole; empty: they do not."""
         count, (block, least) = shape.numel(), self._blocks_for(shape)
         first = _unit(block, least)
         last = (count - least) // first * first

@@ -96,11 +96,7 @@ class UpdateTeam:
         self._helpers = _helpers(self.num_threads - 1) if self.num_threads > 1 else None
 
     def ranges(self, lengths: Sequence[int], cuts: Sequence[Cut] = ()) -> list[list[ElementRange]]:
-        """What each thread works on, of tensors of these lengths: all of their elements once.
-
-        About as much each, and nothing smaller than is worth a thread. `cuts` say where each tensor
-        may be cut.
-        """
+        """Elements that each thread updates of tensors of these lengths, cut by `cuts`."""
         most = max(1, sum(lengths) // self._smallest)
         return ranges(lengths, min(self.num_threads, most), longest=self.longest, cuts=cuts)
 
@@ -448,10 +444,7 @@ class Piece:
         return _Range(worker, shadows, scales)
 
     def write_made(self) -> None:
-        """Bring states that lie elsewhere than in staging to the store: the optimizer made them.
-
-        In the stream that it runs in, which may have their memory again: it stands for one piece.
-        """
+        """Write states that the optimizer made outside of staging, in its own stream."""
         store = self.chunk.store
         assert store is not None
         for part, low, high, state in self.made:

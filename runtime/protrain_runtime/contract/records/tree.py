@@ -463,10 +463,7 @@ def refused_character(text: str, *, but: str = "") -> str:
 
 
 def number_text(number: float) -> str:
-    """The number as text that YAML 1.1 reads as a float, and that reads back exactly.
-
-    The shorter of 13400000000.0 and 1.34e+10. YAML 1.1 wants the point and the sign.
-    """
+    """The shorter of 13400000000.0 and 1.34e+10 that YAML 1.1 reads back exactly."""
     plain = repr(float(number))  # an int is at home in a float field
     if not math.isfinite(number):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[plain]
