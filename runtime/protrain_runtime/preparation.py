@@ -207,11 +207,7 @@ def _blocks(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
 
 
 def _compile_as_planned(model: nn.Module, plan: Plan) -> Callable[[], None]:
-    """Let the blocks be compiled where the plan is for compiled ones; returns the undo.
-
-    ProtrainError where they are, and the plan is for blocks as they come: compiled ones save
-    other bytes.
-    """
+    """Compile the blocks if the plan is for that; returns the undo."""
     blocks = _blocks(model, plan)
     if are_compiled(blocks):
         if not plan.workload.compile:
@@ -228,10 +224,7 @@ def _compile_as_planned(model: nn.Module, plan: Plan) -> Callable[[], None]:
 
 @contextmanager
 def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Undo]]:
-    """Three lists: undo steps, further ones where the preparation fails, and last steps.
-
-    The last steps run when all ranks have come to the end.
-    """
+    """Undo steps, further ones of a failed preparation, and last steps of all ranks."""
     undo: Undo = []
     own: Undo = []
     last: Undo = []

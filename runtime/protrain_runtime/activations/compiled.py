@@ -54,11 +54,7 @@ def replace_code(module: nn.Module, code: Callable[..., Any]) -> Callable[[], No
 def watch_calls(
     module: nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> Callable[[], None]:
-    """Have `before` and `after` told of the module's calls, as hooks with kwargs are.
-
-    Of one that was compiled in place they stand around its code, which would compile hooks, too.
-    Returns the undo.
-    """
+    """Tell `before` and `after` of the module's calls, around compiled code; returns the undo."""
     if not is_compiled_in_place(module):
         handles = (
             module.register_forward_pre_hook(before, with_kwargs=True),

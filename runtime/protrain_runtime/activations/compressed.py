@@ -118,10 +118,7 @@ def rank_of(features: int) -> int | None:
 
 @dataclass(slots=True, weakref_slot=True)
 class _Packed:
-    """A tensor's elements in fewer bytes.
-
-    `counter` counts the writes to the tensor, and holds none of its bytes.
-    """
+    """A tensor's elements in fewer bytes; `counter` counts the writes to the tensor."""
 
     restored: Callable[[Callable[[object], Tensor]], Tensor]  # given the outer unpack; [elements]
     counter: Tensor

@@ -149,10 +149,7 @@ def _can_wait(tensor: Tensor) -> bool:
 
 
 class _Cast(Source):
-    """A cast of a 16-bit tensor to float32.
-
-    The cast of a slice is the slice of the cast: `near` is the slice of the 16-bit values.
-    """
+    """A cast of a 16-bit tensor to float32; `near` is a slice of the 16-bit values."""
 
     WRITTEN = (
         "a tensor was written in place after it was cast to float32, and the plan casts it when it"
@@ -396,10 +393,7 @@ class _Rule(NamedTuple):
 
 
 class _TiledLoss(torch.autograd.Function):
-    """The cross entropy of hidden [n, h] with a head of weights [v, h] and biases [v], targets [n].
-
-    Sums are in float32, and so are exponentials and logarithms.
-    """
+    """The cross entropy of hidden [n, h], weights [v, h], biases [v] and targets [n]."""
 
     @staticmethod
     def forward(

@@ -69,11 +69,7 @@ class Range(NamedTuple):
 
 
 def write_tensors(path: Path, values: Mapping[str, Source]) -> list[Range]:
-    """Write a file that is on the disk when this returns; returns its header's range, and others'.
-
-    Of a tensor that ranks share the file has this rank's elements, as one row. OSError where the
-    disk refuses, ProtrainError for a dtype that the format does not have.
-    """
+    """Write a file to the disk; returns the ranges of its header and tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     # Wide elements first: readers that map the file want each tensor aligned to its elements.

@@ -160,10 +160,7 @@ def settled(
 
 
 def model_values(model: nn.Module, prepared: Prepared | None) -> Iterator[tuple[str, Value]]:
-    """The parameters, each by its first name, and the buffers that belong to the state dict.
-
-    Of packed weights also their scales.
-    """
+    """Parameters by first name, persistent buffers, and scales of packed weights."""
     offloaded = offloaded_parameters(prepared.chunks if prepared else ())
     for name, parameter in model.named_parameters():
         if name in offloaded:

@@ -74,10 +74,7 @@ def alignment(device: torch.device) -> int:
 
 
 def found(name: str) -> torch.device:
-    """The device called `name`, with its index; ProtrainError where it cannot be trained on.
-
-    An accelerator has to have streams, events, memory statistics and pinned memory.
-    """
+    """The device called `name`, with its index; ProtrainError where it cannot be trained on."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -148,10 +145,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def pin(device: torch.device, address: int, num_bytes: int) -> Callable[[], None]:
-    """Pin host pages for a device whose type has `DeviceCalls.pin`; returns what unpins them.
-
-    RuntimeError where the system refuses; the device computes on.
-    """
+    """Pin host pages for a device; returns what unpins them; RuntimeError if refused."""
     register = of_type(device).pin
     assert register is not None
     with current(device):

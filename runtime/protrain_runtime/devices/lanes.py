@@ -398,10 +398,7 @@ def quick_turns() -> Callable[[], None]:
 
 
 class Backend:
-    """The few things that differ between the host's own memory and an accelerator.
-
-    `limit_s` is how long a wait for a lane may take before it is a fault.
-    """
+    """Differences of host and accelerator memory; a longer wait than `limit_s` is a fault."""
 
     def __init__(
         self,

@@ -413,10 +413,7 @@ _STATX_BYTES, _MASK_AT, _DIO_AT = 256, 0, 0x98
 
 
 def _alignment(descriptor: int) -> Alignment:
-    """Of a file as the system tells it, else a page and a block of the file system's.
-
-    OSError (EINVAL) where the system says that the file takes no direct I/O.
-    """
+    """The alignment that the system tells, or a page and a block; OSError if none."""
     block = max(_PAGE, _power_of_two(os.fstat(descriptor).st_blksize))
     statx = getattr(ctypes.CDLL(None), "statx", None)
     if statx is None:

@@ -137,10 +137,7 @@ class DiskStore:
 
     @property
     def host_bytes(self) -> int:
-        """Memory beside an accelerator that bytes pass through: pinned, staging and edges.
-
-        0 on a CPU, where it is among what the process holds besides tensors.
-        """
+        """Pinned, staging and edge bytes beside an accelerator; 0 on a CPU."""
         if self._backend is None or self._backend.on_host:
             return 0
         return self._passing_bytes + (FILE_BYTES if self._file.direct else 0)

@@ -129,10 +129,7 @@ def check_devices(
     *,
     copies: bool,
 ) -> None:
-    """ProtrainError where the plan is not for the devices that there are.
-
-    `copies`: a plain copy of the model is to train beside it.
-    """
+    """ProtrainError for other devices, or those on which no plain copy (`copies`) trains."""
     check_ranks(plan, group)
     devices, replicas = plan.group.num_devices, plan.group.num_replicas
     if devices % replicas:

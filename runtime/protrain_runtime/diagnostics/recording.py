@@ -169,10 +169,7 @@ _FIRST, _LAST = 1, 2
 
 
 class Watch:
-    """Compares the second step, on an accelerator the third too, and warns once of more.
-
-    Whatever fails here ends the watch, and not the training.
-    """
+    """Warns once if the second step, or third on an accelerator, takes more than planned."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, engine: Engine, optimizer: PlannedOptimizer

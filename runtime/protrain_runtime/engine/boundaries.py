@@ -289,10 +289,7 @@ class Boundaries:
         return repr(self._names[index]) if self._names else f"unit {index}"
 
     def _watch(self, tensors: Sequence[torch.Tensor], slot: int) -> Callable[..., None]:
-        """Enter `slot` when the first of these tensors' gradients is complete.
-
-        Returns what their graph holds from now on, and nobody else.
-        """
+        """Enter `slot` at the first complete gradient; returns what the graph holds."""
         step = self._step
 
         def hook(*_: object) -> None:

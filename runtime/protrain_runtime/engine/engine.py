@@ -471,10 +471,7 @@ class Engine:
         return nullcontext() if self._ranks is None else self._ranks.meeting.telling(what)
 
     def begin_update(self, *, same_options: bool) -> None:
-        """Let the updates start that waited for the end of backward.
-
-        `same_options`: the optimizer's are those that updates ahead of the norm had.
-        """
+        """Let the updates start that waited, those ahead of the norm again with other options."""
         self._state.begin_step()
         if self._times is not None:
             self._times.enter(len(self._program.slots))
@@ -526,10 +523,7 @@ class Engine:
                 self._moves.update_shard(chunk)
 
     def finish_step(self) -> None:
-        """Wait until every move has ended, but for what may run on. Called by the step.
-
-        A step that is recorded waits for these too.
-        """
+        """End all moves but those that may run on, or all of a recorded step."""
         if self._times is not None:
             self._times.leave()
         runs_on = self._runs_on if self._times is None else frozenset[int]()

@@ -346,10 +346,7 @@ class SwappedUnit:
 
 @dataclass(slots=True)
 class Staging:
-    """The buffers that optimizer states pass through, in the memory that `empty` allocates in.
-
-    `reads` are the moves that fill them, by number.
-    """
+    """The buffers that optimizer states pass through; `reads` fill them, by number."""
 
     reads: dict[int, Move]
     empty: Callable[[int], torch.Tensor]
@@ -600,10 +597,7 @@ class Moves:
         self.buffers.keep_for(sizes)
 
     def fetch(self, chunk: Chunk, groups: Iterable[int]) -> Work:
-        """Bring groups of a chunk to the device, one read per group.
-
-        Of a shared chunk, this rank's ranges, each into its place among the others'.
-        """
+        """Bring groups of a chunk to the device, one read per group or rank's range."""
         store, sharding = chunk.store, chunk.sharding
         assert store is not None
         pairs: list[tuple[int, torch.Tensor]] = []
@@ -656,11 +650,7 @@ class Moves:
         piece.write(parameters=False)
 
     def take_swapped(self, unit: int, storages: Sequence[SwappedStorage]) -> None:
-        """What a unit's forward saved for a swap to take away, each with its place in the store.
-
-        They lie one after the other in the regions that the unit has: a step that saves other ones
-        than those before reserves no more than it saves beyond them.
-        """
+        """Give what a unit's forward saved places in the unit's regions of the store."""
         self._swapped[unit] = SwappedUnit(storages)
         if not storages:
             return

@@ -114,11 +114,7 @@ def check_loop(
     compiles: bool,
     num_ranks: int,
 ) -> None:
-    """ProtrainError where the framework, with these settings, would not do what the plan counts on.
-
-    `micro_batches` are those of an update. Where it `clips`, the norm of all gradients is taken
-    before an update.
-    """
+    """ProtrainError where the framework would not do what the plan counts on."""
     name = framework.name
     if num_ranks != plan.group.num_devices:
         planned_for = "one" if plan.group.num_devices == 1 else str(plan.group.num_devices)

@@ -207,10 +207,7 @@ class MovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """The model with its averages in place of its parameters, at no memory.
-
-        For evaluation and state dicts; training comes after it.
-        """
+        """Have averages in place of the parameters inside, for evaluation and state dicts."""
         if not self.n_averaged:
             raise RuntimeError("MovingAverage.applied() was entered before the first update()")
         self._check("MovingAverage.applied() was entered")

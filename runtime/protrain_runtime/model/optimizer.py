@@ -199,10 +199,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @in_turn("optimizer.load_state_dict()", lambda optimizer: optimizer._turns)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or in plain PyTorch, under any plan.
-
-        ValueError where the groups are other ones.
-        """
+        """Load what `state_dict` gave under any plan; ValueError for other groups."""
         self._settle("optimizer.load_state_dict() was called")
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != [len(group["params"]) for group in self.param_groups]:

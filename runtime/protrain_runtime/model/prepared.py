@@ -296,11 +296,7 @@ class _Listing(local):
 def add_state_dict_hooks(
     model: nn.Module, chunks: Sequence[Chunk], engine: Engine, undo: Undo
 ) -> None:
-    """Let state dicts of the model show and accept real values of offloaded parameters.
-
-    Those of a state dict are copies in host memory, all at once, and `load_state_dict` brings them
-    all to the device; `protrain_runtime.save` and `load` take one buffer.
-    """
+    """Let state dicts show and accept offloaded parameters' values, all at once."""
     offloaded = offloaded_parameters(chunks)
     below = [chunk for chunk in chunks if chunk.store is not None]
     listing = _Listing(model, engine, {part.parameter: (c, part) for c, part in offloaded.values()})

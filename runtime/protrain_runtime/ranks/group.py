@@ -145,10 +145,7 @@ class Ranks:
             self.meeting.tell(error, what, final=True)
 
     def _look(self) -> None:
-        """End a collective in which this rank waits for one that has failed.
-
-        Of one on a stream that has not ended in time it says once who is missing.
-        """
+        """End a collective that waits for a failed rank; say once who is missing in a late one."""
         if self._under_way:
             with devices.current(self._device):  # this thread's own is the first one
                 while self._under_way and self._under_way[0][0].query():
@@ -271,10 +268,7 @@ class Ranks:
         warnings.warn(f"{self._late}; {START_AGAIN}", RuntimeWarning, stacklevel=1)
 
     def _why(self, limit_s: float, *, in_time: bool = False) -> RanksError:
-        """What a collective that failed is to say: who failed before it, or who is missing.
-
-        One that failed `in_time` lost a connection: whoever closed it is about to say why, or gone.
-        """
+        """Say what made a collective fail: who failed before it (`in_time`), or who is missing."""
         meeting = self.meeting
         try:
             absent = [] if meeting.failure else meeting.missing(patient=in_time)

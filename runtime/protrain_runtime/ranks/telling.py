@@ -266,10 +266,7 @@ class Meeting:
     # ---- meeting ------------------------------------------------------------------------------
 
     def meet(self, what: str, mine: object = None, *, limit_s: float | None = None) -> list[Any]:
-        """What every rank has brought, by rank; all of them call it, and come with the same `what`.
-
-        RanksError where one has failed, does not come within the limit, or is somewhere else.
-        """
+        """Return what every rank has brought; RanksError if one fails, is late or elsewhere."""
         self.refuse_lost()
         limit_s = self.limit_s if limit_s is None else limit_s
         number = self._number
@@ -346,10 +343,7 @@ class Meeting:
     # ---- who is there -------------------------------------------------------------------------
 
     def missing(self, *, patient: bool) -> list[int]:
-        """Ask who is there; the ranks that do not answer, or have left. RuntimeError: no store.
-
-        Ends as soon as somebody tells of a failure, or, but for a `patient` one, all have answered.
-        """
+        """Ask who is there; returns the ranks that do not answer. RuntimeError: no store."""
         asks = self._asks
         self._store.set(f"asked/{asks}", "1")
         end = time.monotonic() + ANSWER_S

@@ -129,10 +129,7 @@ StateKind = tuple[str, StateRule]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """One optimizer state, such as exp_avg, of some of the chunk's parameters, in its store.
-
-    Its values lie in a region of their own, parameter by parameter, in order.
-    """
+    """One optimizer state of some of the chunk's parameters: a region in its store."""
 
     key: str
     rule: StateRule
@@ -158,10 +155,7 @@ class StateLayout:
 
 
 class Cut(NamedTuple):
-    """Where ranges of a parameter begin: at multiples of `unit`, `least` from its ends or more.
-
-    A range of more than `most` elements is stepped on in several.
-    """
+    """Where a parameter may be cut: multiples of `unit`, `least` from its ends; steps of `most`."""
 
     unit: int = PIECE_ALIGNMENT
     least: int = 1
@@ -569,10 +563,7 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
 def write_values(
     chunk: Chunk, part: Slice, values: torch.Tensor, layout: StateLayout | None = None
 ) -> None:
-    """Let the store have these values of a parameter, or of one of its states.
-
-    They are of any dtype and strides. Of what ranks share, each writes its own elements.
-    """
+    """Store values of a parameter or state, of any dtype and strides; each rank its part."""
     assert chunk.store is not None
     mine = part if chunk.sharding is None else chunk.sharding.part_of(part.name)
     if mine is not None:
@@ -650,10 +641,7 @@ def _state_kinds(chunk: Chunk) -> dict[StateKind, tuple[dict[str, int], int]]:
 
 
 def refuse_parameters(model: nn.Module, *, source: str) -> None:
-    """ProtrainError where there is nothing to train, or a parameter is no plain tensor.
-
-    Packed weights of bitsandbytes are plain enough: see `quantized`.
-    """
+    """ProtrainError where there is nothing to train, or a parameter is no plain tensor."""
     refuse_quantized(model, source=source)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ProtrainError(

@@ -192,10 +192,7 @@ class _Due:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """What one optimizer of the user's steps on: runs of parameters, and their gradients' factors.
-
-    Ranges share nothing, so that each may be stepped on by a thread of its own.
-    """
+    """Elements that one optimizer steps on, perhaps in a thread of its own."""
 
     worker: torch.optim.Optimizer
     shadows: list[tuple[nn.Parameter, Slice, int, int]]
@@ -278,10 +275,7 @@ class Piece:
         return states + (parameters + gradients) * (self.stop - self.start) * sum(widths)
 
     def read(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
-        """Fill the staging tensors from the store; `ring` is this piece's staging buffer.
-
-        `parameters` and `gradients` where the optimizer has them from there too.
-        """
+        """Fill the staging tensors in `ring` from the store, with what the optimizer asks for."""
         store = self.chunk.store
         assert store is not None
         wanted: list[tuple[StateKind | str, torch.dtype, int]] = []
@@ -320,10 +314,7 @@ class Piece:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """What the optimizer finds in host memory may be changed there, inside.
-
-        Parameters and states where the chunk's store is that, and gradients that wait there.
-        """
+        """Let the optimizer change in host memory what it finds there, inside."""
         chunk, parts = self.chunk, self._parts
         with ExitStack() as stack:
             if parts and isinstance(chunk.store, HostStore):

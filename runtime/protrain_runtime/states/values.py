@@ -267,10 +267,7 @@ class PackedSettings:
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """`weight_format`, which bitsandbytes writes beside int8 weights: 0, they lie in rows.
-
-    Earlier versions had others. ProtrainError where a checkpoint has one.
-    """
+    """`weight_format` beside int8 weights: 0, they lie in rows; else ProtrainError."""
 
     name: str
 

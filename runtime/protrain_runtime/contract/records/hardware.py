@@ -91,10 +91,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """Fractions of their own speed that compute and a lane keep while both run (1: independent).
-
-    On a CPU machine every lane runs on the processors that also compute.
-    """
+    """Fractions of their own speed that compute and a lane keep while both run."""
 
     compute: float
     lane: float

@@ -268,11 +268,7 @@ class DeviceGroup:
 
     @property
     def replica_counts(self) -> tuple[int, ...]:
-        """The numbers of replicas that have whole nodes each, or equal parts of one; fewest first.
-
-        As many as devices is among them: each has all of the states then, below it if they are
-        offloaded, and gathers nothing.
-        """
+        """Numbers of replicas, fewest first, that have whole nodes each, or equal parts of one."""
         count, node = self.num_devices, self.in_node
         sizes = ((n, count // n) for n in range(1, count + 1) if count % n == 0)
         return tuple(n for n, size in sizes if size % node == 0 or node % size == 0)
