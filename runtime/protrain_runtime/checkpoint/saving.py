@@ -214,7 +214,7 @@ def optimizer_values(
             chunk, part = offloaded[name]
             updated = chunk.has_states(name)
             stored = stored_states(chunk, part)
-            state = {**chunk.scalars[name], **stored} if updated else {}
+            state = {**chunk.current.scalars[name], **stored} if updated else {}
         for key in sorted(state):
             value = state[key]
             if isinstance(value, torch.Tensor):

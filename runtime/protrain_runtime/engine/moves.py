@@ -430,7 +430,7 @@ class Moves:
     def _make_ring(self, staging: "Staging") -> None:
         moves = list(staging.reads.values())
         chunks = [self.chunks[move.unit].own for move in moves]
-        wanted = any(chunk.updated or self._read_with_states(chunk)[0] for chunk in chunks)
+        wanted = any(chunk.current.updated or self._read_with_states(chunk)[0] for chunk in chunks)
         if staging.ring or not wanted:
             return
         largest = 0
@@ -606,10 +606,10 @@ class Moves:
             buffer = self.buffers.new(chunk.groups[number].num_bytes)
             chunk.buffers[number] = buffer
             if sharding is None:
-                pairs.append((chunk.offset + group.offset, buffer))
+                pairs.append((chunk.current.offset + group.offset, buffer))
                 continue
             for region in sharding.regions[number]:
-                place = chunk.own.offset + group.offset + region.own
+                place = chunk.own.current.offset + group.offset + region.own
                 pairs.append((place, region.of(buffer, sharding.ranks.shard)))
 
         def work() -> None:
@@ -631,7 +631,7 @@ class Moves:
             for region in sharding.regions[number]:
                 mine = region.of(buffer, ranks.shard)
                 if isinstance(own.store, DeviceStore):
-                    place = own.offset + own.groups[number].offset + region.own
+                    place = own.current.offset + own.groups[number].offset + region.own
                     mine = own.store.view(place, region.shard)
                 pairs.append((region.whole(buffer, ranks.num_shards), mine))
 
@@ -731,7 +731,7 @@ class Moves:
             self._chosen = self._options()
         options = self._chosen
         gradients: dict[str, torch.Tensor] = {}
-        for part, low, high in piece.parts():
+        for part, low, high in piece.parts:
             gradient = chunk.gradients.get(part.name)
             if gradient is not None:
                 # Kept, so that a parameter in several pieces is copied once at most.

@@ -227,7 +227,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             for part in chunk.slices:
                 if part.name not in states:
-                    chunk.updated.discard(part.name)
+                    chunk.current.updated.discard(part.name)
                     continue
                 keys = {layout.key for layout in chunk.own.current.of(part)}
                 self._load(chunk, part, _unwrapped(states[part.name], keys))
@@ -239,8 +239,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for layout in chunk.own.current.of(part):
             write_values(chunk, part, state.pop(layout.key), layout)
         # A fused optimizer has its counters on the device, that of a chunk steps here.
-        chunk.scalars[part.name] = _moved(state, torch.device("cpu"))
-        chunk.updated.add(part.name)
+        chunk.current.scalars[part.name] = _moved(state, torch.device("cpu"))
+        chunk.current.updated.add(part.name)
 
     def give_back(self) -> None:
         """Bring every state home to the inner optimizer, and act as it from now on."""
@@ -298,7 +298,11 @@ def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
     """States by parameter that are not elementwise; all ranks call, for their parts."""
-    own = {name: chunk.scalars[name] for name in chunk.updated if chunk.has_states(name)}
+    own = {
+        name: chunk.current.scalars[name]
+        for name in chunk.current.updated
+        if chunk.has_states(name)
+    }
     if chunk.sharding is None:
         return own
     merged: dict[str, dict[str, Any]] = {}

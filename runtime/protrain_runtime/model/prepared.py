@@ -241,7 +241,7 @@ def bring_back(chunk: Chunk) -> None:
             part.parameter.data = read_values(chunk, part).to(part.parameter.device)
             continue
         whole = torch.empty(part.num_bytes, dtype=torch.uint8, device=part.parameter.device)
-        chunk.store.read(chunk.offset + part.offset, whole)
+        chunk.store.read(chunk.current.offset + part.offset, whole)
         part.parameter.data = whole.view(part.dtype).as_strided(part.shape, part.stride)
     chunk.hollow.clear()
 

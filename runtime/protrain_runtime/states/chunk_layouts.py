@@ -122,7 +122,7 @@ def make_sharded_chunk(
     whole.element_bytes = shard.element_bytes = widths[0] if widths else 0
     # One optimizer, one set of notes about it.
     shard.offloaded_gradients = whole.offloaded_gradients
-    shard.current.updated, shard.current.scalars = whole.updated, whole.scalars
+    shard.current.updated, shard.current.scalars = whole.current.updated, whole.current.scalars
     whole.sharding = Sharding(ranks, tuple(regions), shard)
     return whole
 

@@ -253,33 +253,9 @@ class Chunk:
 
     def has_states(self, name: str) -> bool:
         """Whether a parameter has optimizer states here: updated, and of ranks, this one's too."""
-        if name not in self.updated:
+        if name not in self.current.updated:
             return False
         return self.sharding is None or self.sharding.part_of(name) is not None
-
-    def place(self, part: Slice, layout: StateLayout | None = None) -> int:
-        """Where in the store a parameter, or one of its states, begins: bytes from the start."""
-        return self.current.place(part, layout)
-
-    @property
-    def offset(self) -> int:
-        """Of the parameters in the store."""
-        return self.current.offset
-
-    @property
-    def states(self) -> tuple[StateLayout, ...]:
-        """Where the optimizer's states are."""
-        return self.current.states
-
-    @property
-    def scalars(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps per parameter that is not elementwise, by name."""
-        return self.current.scalars
-
-    @property
-    def updated(self) -> set[str]:
-        """The parameters that have states."""
-        return self.current.updated
 
     @property
     def holds(self) -> bool:
@@ -554,7 +530,7 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
     dtype = part.dtype if layout is None else layout.dtype
     count = part.numel if layout is None else layout.rule.count(part.numel)
     flat = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-    chunk.store.read(chunk.place(part, layout), flat)
+    chunk.store.read(chunk.current.place(part, layout), flat)
     if count != part.numel:
         return flat.view(dtype)
     return flat.view(dtype).as_strided(part.shape, part.stride)
@@ -574,7 +550,7 @@ def write_values(
             source = dense(values.detach().resolve_conj().resolve_neg(), part.stride)
             flat = flat_storage_order(source)[mine.first : mine.first + mine.numel].to(dtype)
         written = flat.contiguous().view(torch.uint8)
-        chunk.store.write(chunk.own.place(mine, layout), written)
+        chunk.store.write(chunk.own.current.place(mine, layout), written)
         chunk.speculated = None
         if chunk.spare is not None and not part.trainable:  # no update writes it there
             chunk.store.write(chunk.spare.place(mine), written)
@@ -768,7 +744,9 @@ class Sharding:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             for region in self.regions[part.group]:
                 mine = region.of(buffer, ranks.shard)
-                own.store.read(own.offset + own.groups[part.group].offset + region.own, mine)
+                own.store.read(
+                    own.current.offset + own.groups[part.group].offset + region.own, mine
+                )
                 ranks.all_gather(region.whole(buffer, ranks.num_shards), mine)
             return part.view(buffer)
         start, size = (count // part.dtype.itemsize for count in self.gradient_range(part.group))

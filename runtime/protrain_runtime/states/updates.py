@@ -234,68 +234,59 @@ class Piece:
     apart: bool = False
     source: Copy = field(init=False)
     target: Copy = field(init=False)
-    _parts: tuple[tuple[Slice, int, int], ...] = field(init=False)
+    # The parameters that the piece covers, with the element range within each.
+    parts: list[tuple[Slice, int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._parts = tuple(self._covered())
+        self.parts = []
+        for part in self.chunk.slices:
+            low = max(self.start, part.start) - part.start
+            high = min(self.stop, part.start + part.numel) - part.start
+            if part.trainable and low < high:
+                self.parts.append((part, low, high))
         self.source = self.target = self.chunk.current
         if self.apart:
             assert self.chunk.spare is not None
             self.target = self.chunk.spare
 
-    def parts(self) -> Sequence[tuple[Slice, int, int]]:
-        """The parameters that the piece covers, with the element range within each."""
-        return self._parts
-
-    def _covered(self) -> Iterator[tuple[Slice, int, int]]:
-        for part in self.chunk.slices:
-            if not part.trainable:
-                continue
-            low = max(self.start, part.start) - part.start
-            high = min(self.stop, part.start + part.numel) - part.start
-            if low < high:
-                yield part, low, high
-
-    def _states(self, copy: Copy) -> Iterator[tuple[StateLayout, int, int]]:
-        """The kinds of states of a copy that the piece covers, with their first and past values."""
-        parts = self._parts
-        for layout in copy.states:
-            own = [one for one in parts if one[0].name in layout.starts]
+    def _states(self) -> Iterator[tuple[StateLayout, int, int, int]]:
+        """The kinds of states that the piece covers: first value, its place, and bytes."""
+        for layout in self.source.states:
+            own = [one for one in self.parts if one[0].name in layout.starts]
             if own:
                 (first, low, _), (last, _, high) = own[0], own[-1]
-                past = layout.value(last.name, 0) + layout.rule.count(high)
-                yield layout, layout.value(first.name, low), past
+                value, width = layout.value(first.name, low), layout.dtype.itemsize
+                count = layout.value(last.name, 0) + layout.rule.count(high) - value
+                yield layout, value, layout.offset + value * width, count * width
 
     def ring_bytes(self, *, parameters: bool, gradients: bool) -> int:
         """Bytes of the staging buffer that `read` takes."""
-        states = sum(
-            (past - first) * one.dtype.itemsize for one, first, past in self._states(self.source)
-        )
-        widths = [part.dtype.itemsize for part, _, _ in self.parts()][:1]
+        states = sum(num_bytes for *_, num_bytes in self._states())
+        widths = [part.dtype.itemsize for part, _, _ in self.parts][:1]
         return states + (parameters + gradients) * (self.stop - self.start) * sum(widths)
 
     def read(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
         """Fill the staging tensors in `ring` from the store, with what the optimizer asks for."""
         store = self.chunk.store
         assert store is not None
-        wanted: list[tuple[StateKind | str, torch.dtype, int]] = []
-        places: dict[StateKind, tuple[int, int]] = {}  # the first value, and where it is
-        for layout, first, past in self._states(self.source):
-            wanted.append((layout.kind, layout.dtype, past - first))
-            places[layout.kind] = first, layout.offset + first * layout.dtype.itemsize
-        for key in [_PARAMETERS] * parameters + [_GRADIENTS] * gradients:
-            wanted += [(key, one.dtype, self.stop - self.start) for one, _, _ in self.parts()][:1]
+        states = list(self._states())
+        wanted: list[tuple[StateKind | str, torch.dtype, int]] = [
+            (layout.kind, layout.dtype, num_bytes) for layout, _, _, num_bytes in states
+        ]
+        for dtype in [part.dtype for part, _, _ in self.parts][:1]:
+            size = (self.stop - self.start) * dtype.itemsize
+            wanted += [(_PARAMETERS, dtype, size)] * parameters
+            wanted += [(_GRADIENTS, dtype, size)] * gradients
         regions: dict[StateKind | str, torch.Tensor] = {}
         offset = 0
         # Wide elements first: what follows is aligned to its own.
-        for region, dtype, count in sorted(wanted, key=lambda one: -one[1].itemsize):
-            size = count * dtype.itemsize
+        for region, dtype, size in sorted(wanted, key=lambda one: -one[1].itemsize):
             regions[region] = ring[offset : offset + size].view(dtype)
             offset += size
-        for kind, (first, place) in places.items() if self.source.updated else ():
-            self.staging[kind] = _Staged(regions[kind], first)
-            store.start_read(place, regions[kind].view(torch.uint8))
-        for part, low, high in self.parts():
+        for layout, first, place, _ in states if self.source.updated else ():
+            self.staging[layout.kind] = _Staged(regions[layout.kind], first)
+            store.start_read(place, regions[layout.kind].view(torch.uint8))
+        for part, low, high in self.parts:
             here = slice(part.start + low - self.start, part.start + high - self.start)
             if parameters:
                 target = self.parameters[part.name] = regions[_PARAMETERS][here]
@@ -309,23 +300,21 @@ class Piece:
 
     def view_device(self) -> None:
         """Use the parameters in place, on the device."""
-        for part, low, high in self.parts():
+        for part, low, high in self.parts:
             self.parameters[part.name] = part.flat(self.chunk.buffers[part.group])[low:high]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the optimizer change in host memory what it finds there, inside."""
-        chunk, parts = self.chunk, self._parts
+        chunk, parts = self.chunk, self.parts
         with ExitStack() as stack:
             if parts and isinstance(chunk.store, HostStore):
                 (first, low, _), (last, _, high) = parts[0], parts[-1]
                 begin = self.source.place(first) + low * first.dtype.itemsize
                 end = self.source.place(last) + high * last.dtype.itemsize
                 stack.enter_context(chunk.store.in_place(begin, end - begin))
-                for layout, one, past in self._states(self.source) if self.source.updated else ():
-                    begin, width = layout.offset, layout.dtype.itemsize
-                    size = (past - one) * width
-                    stack.enter_context(chunk.store.in_place(begin + one * width, size))
+                for _, _, place, size in self._states() if self.source.updated else ():
+                    stack.enter_context(chunk.store.in_place(place, size))
             if parts and isinstance(chunk.gradient_store, HostStore):
                 width = parts[0][0].dtype.itemsize
                 begin, size = self.start * width, (self.stop - self.start) * width
@@ -338,14 +327,13 @@ class Piece:
         store = self.chunk.store
         assert isinstance(store, HostStore)
         self.stands = True
-        for part, low, high in self.parts():
+        for part, low, high in self.parts:
             size = part.dtype.itemsize
-            place = store.view(self.source.place(part) + low * size, (high - low) * size)
-            self.parameters[part.name] = place.view(part.dtype)
-        for layout, first, past in self._states(self.source) if self.source.updated else ():
-            width = layout.dtype.itemsize
-            values = store.view(layout.offset + first * width, (past - first) * width)
-            self.staging[layout.kind] = _Staged(values.view(layout.dtype), first)
+            own = store.view(self.source.place(part) + low * size, (high - low) * size)
+            self.parameters[part.name] = own.view(part.dtype)
+        for layout, first, place, size in self._states() if self.source.updated else ():
+            values = store.view(place, size).view(layout.dtype)
+            self.staging[layout.kind] = _Staged(values, first)
 
     def update(
         self,
@@ -384,7 +372,7 @@ class Piece:
 
     def _due(self, gradients: Mapping[str, torch.Tensor]) -> Iterable[_Due]:
         """The gradients that there are, from where each of them is."""
-        for part, low, high in self.parts():
+        for part, low, high in self.parts:
             elements = gradients.get(part.name)
             factors: list[torch.Tensor] = []
             stored = self.waiting.get(part.name)
@@ -465,12 +453,12 @@ class Piece:
         stepped = {part.name for part, *_ in self.made}
         # By region of the store: one write of many parameters' values, where they are neighbours.
         writes = defaultdict[StateKind | str, list[tuple[int, torch.Tensor]]](list)
-        for part, low, _ in self.parts() if parameters else ():
+        for part, low, _ in self.parts if parameters else ():
             if part.name in stepped or self.apart:
                 place = self.target.place(part) + low * part.dtype.itemsize
                 values = self.parameters[part.name].view(torch.uint8)
                 writes[_PARAMETERS].append((place, values))
-        for part, low, high in self.parts() if self.apart else ():
+        for part, low, high in self.parts if self.apart else ():
             if part.name not in stepped:
                 self._copy(part, low, high, store)
         for part, low, high, state in self.made:

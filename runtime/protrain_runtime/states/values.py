@@ -326,7 +326,7 @@ def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -
     twin = own.spare.place(mine) if own.spare and mine and not part.trainable else None
     return Stored(
         store=own.store,
-        offset=own.place(mine, layout) if mine else 0,
+        offset=own.current.place(mine, layout) if mine else 0,
         dtype=part.dtype if layout is None else layout.dtype,
         shape=shape,
         stride=stride,
