@@ -185,7 +185,13 @@ def check_offloaded(
     for chunk, unit in offloaded:
         for part in (part for part in chunk.slices if part.trainable):
             rule = part.rule(rules)
-            rules.refuse_whole(part.name, rule)
+            if rule.reason:
+                raise ProtrainError(
+                    f"the optimizer cannot update {part.name!r} in pieces: {rule.reason}",
+                    key="optimizer",
+                    fix="an elementwise optimizer, such as AdamW or SGD; or a plan whose states"
+                    " stay on the device",
+                )
             if chunk.sharding is not None and rule.block > 1:
                 raise ProtrainError(
                     f"the optimizer's states of {part.name!r} are of {rule.block} elements each,"

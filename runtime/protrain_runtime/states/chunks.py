@@ -375,8 +375,10 @@ class Chunk:
             self.hollow.add(number)
 
     def _copy(self, part: Slice) -> torch.Tensor:
-        """An offloaded parameter's values on its device.  # part.dtype [part.shape]"""
+        """The values on its device of a parameter that is away.  # part.dtype [part.shape]"""
         self.settle("the model was copied")
+        if part.name in self.aside:
+            return self.aside[part.name].clone()
         return read_values(self, part).to(part.parameter.device)
 
     def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
@@ -398,7 +400,7 @@ class Chunk:
                     name=part.name,
                     stride=part.parameter.stride(),
                     bring=refuse_early_reading,
-                    values=partial(self._copy_aside, part.name),
+                    values=partial(self._copy, part),
                 )
                 send_away(part.parameter, place)
 
@@ -408,10 +410,6 @@ class Chunk:
             if (values := self.aside.pop(part.name, None)) is not None:
                 come_back(part.parameter)
                 part.parameter.data = values
-
-    def _copy_aside(self, name: str) -> torch.Tensor:
-        self.settle("the model was copied")
-        return self.aside[name].clone()
 
     def take_gradients(self) -> None:
         """Move the gradients from the parameters to the chunk; RuntimeError where one is sparse."""

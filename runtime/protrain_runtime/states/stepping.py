@@ -205,15 +205,13 @@ class Training:
 
     def _look(self) -> None:
         """Count the tensors that the optimizer keeps."""
-        held = _storages([_attributes(self.optimizer), *map(dict, self._holders())])
+        holders: list[Mapping[Any, Any]] = [self.optimizer.state, *self.optimizer.param_groups]
+        held = _storages([_attributes(self.optimizer), *map(dict, holders)])
         for key in _storages(self.parameters):
             held.pop(key, None)
         self._held.append(sum(one.untyped_storage().nbytes() for one in held.values()))
         states = _storages([self.optimizer.state.get(one) for one in self.parameters])
         self.beside = sum(one.numel() for key, one in held.items() if key not in states)
-
-    def _holders(self) -> list[Mapping[Any, Any]]:
-        return [self.optimizer.state, *self.optimizer.param_groups]
 
     @property
     def wrote(self) -> bool:

@@ -287,16 +287,6 @@ class UpdateRules:
                 found += [] if rule.reason else [rule]
         return found
 
-    def refuse_whole(self, name: str, rule: UpdateRule) -> None:
-        """ProtrainError where a parameter of this rule cannot be updated in pieces."""
-        if rule.reason:
-            raise ProtrainError(
-                f"the optimizer cannot update {name!r} in pieces: {rule.reason}",
-                key="optimizer",
-                fix="an elementwise optimizer, such as AdamW or SGD; or a plan whose states stay"
-                " on the device",
-            )
-
 
 _MOST_ATTRIBUTES = 8
 """Different attributes of parameters that are tried."""
@@ -351,8 +341,8 @@ class _Trial:
             with torch.compiler.set_stance("default", force_backend=backend):
                 stepped = self._optimizer([values_of(torch.Size([2, 2]), self._dtype)])
                 self._step(stepped, [values_of(torch.Size([2, 2]), self._dtype).flip(-1)])
-        except Exception:  # noqa: BLE001 (the user's class; `_state` says what it does not take)
-            return bool(calls)
+        except Exception:  # noqa: BLE001 (the user's; `_state` says what it does not take)
+            pass
         return bool(calls)
 
     def rule(self, shape: torch.Size) -> UpdateRule:
@@ -437,22 +427,18 @@ class _Trial:
         spans = [*pairwise(ends)]
         try:
             ranges = self._trained(shape, spans)
-            alike = ranges.same_as(self._trained(shape)) and all(
-                self._remade(shape, torch.Size([past - start])) for start, past in spans
-            )
+            alike = ranges.same_as(self._trained(shape))
+            for length in [torch.Size([past - start]) for start, past in spans] if alike else ():
+                # States made of others are of one shape as they are of another.
+                found, others = self._state(shape), self._state(length)
+                composed = [one for one in found.items() if isinstance(one[1], Composition)]
+                alike = alike and all(
+                    how.reshaped(length) == others.get(key) for key, how in composed
+                )
         except Exception as error:  # noqa: BLE001 (the user's class meets a flat parameter)
             of_step = error.__cause__ or error
             return f"of a range of it, {kind_of(of_step)}: {cut(str(of_step))}"
         return "" if alike else DEPENDS
-
-    def _remade(self, shape: torch.Size, other: torch.Size) -> bool:
-        """Whether states made of others are of one shape as they are of another."""
-        found, others = self._state(shape), self._state(other)
-        return all(
-            how.reshaped(other) == others.get(key)
-            for key, how in found.items()
-            if isinstance(how, Composition)
-        )
 
     def _whole(self, shape: torch.Size, reason: str) -> UpdateRule:
         """The rule of parameters that cannot be cut, with the bytes of all states."""
