@@ -113,9 +113,6 @@ def rank_of(features: int) -> int | None:
     return None if features < 32 else -(-features // 32) * 8
 
 
-# --- what is packed -------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, weakref_slot=True)
 class _Packed:
     """A tensor's elements in fewer bytes; `counter` counts the writes to the tensor."""
@@ -242,9 +239,6 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     return node is None or hasattr(node, "variable")
 
 
-# --- int8 -----------------------------------------------------------------------------------------
-
-
 def _as_int8(
     elements: Tensor, _: int, keep: Callable[[Tensor], object]
 ) -> Callable[[Callable[[object], Tensor]], Tensor]:
@@ -320,9 +314,6 @@ def _tiles(packed: Tensor, count: int) -> Iterator[tuple[slice, Tensor, Tensor]]
     if whole < groups:
         rows = slice(whole * GROUP, count)
         yield rows, scales[whole:], integers[rows].view(1, -1)
-
-
-# --- low-rank -------------------------------------------------------------------------------------
 
 
 class _Products(TorchFunctionMode):

@@ -131,9 +131,6 @@ class _Watching(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# --- values that wait -----------------------------------------------------------------------------
-
-
 def _can_wait(tensor: Tensor) -> bool:
     """Whether a tensor's float32 values may be computed later, or never."""
     return (
@@ -224,9 +221,6 @@ class _Product(Source):
     def close(self) -> None:
         """Let go of head and inputs: if values are there, the graph has what it needs."""
         self._open, self.inputs = False, ()
-
-
-# --- the loss -------------------------------------------------------------------------------------
 
 
 class _LossCall(NamedTuple):

@@ -211,9 +211,6 @@ def _tiles(given: Tensor) -> Iterator[slice]:
     return (slice(first, min(first + size, length)) for first in range(0, length, size))
 
 
-# --- what an MLP is -------------------------------------------------------------------------------
-
-
 class _MixesError(Exception):
     """An operator that mixes tokens, or of which we do not know that it does not."""
 

@@ -65,9 +65,6 @@ class Range(NamedTuple):
     checksum: int
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 def write_tensors(path: Path, values: Mapping[str, Source]) -> list[Range]:
     """Write a file to the disk; returns the ranges of its header and tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -104,9 +101,6 @@ def write_tensors(path: Path, values: Mapping[str, Source]) -> list[Range]:
         file.flush()
         os.fsync(file.fileno())
     return ranges
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 def damaged(path: Path, problem: str) -> ProtrainError:

@@ -139,9 +139,6 @@ def save(
         return _beside[ranks]
 
 
-# --- what there is to save ------------------------------------------------------------------------
-
-
 def settled(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, what: str
 ) -> Prepared | None:
@@ -239,9 +236,6 @@ def optimizer_values(
     return tensors, described
 
 
-# --- writing it -----------------------------------------------------------------------------------
-
-
 def _write(
     directory: Path,
     ranks: Ranks | None,
@@ -319,9 +313,6 @@ def _content(
             "training": dict(training),
         },
     }
-
-
-# --- of several ranks -----------------------------------------------------------------------------
 
 
 def _put_together(ranks: Ranks, training: dict[str, Any]) -> None:

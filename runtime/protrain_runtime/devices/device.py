@@ -170,9 +170,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     """What nobody has of the device's memory, and all of it."""
     free, total = torch.accelerator.get_memory_info(device)
@@ -208,9 +205,6 @@ def free_cached(device: torch.device) -> None:
     """Give back what the allocator has reserved and nobody has."""
     if not on_host(device):
         torch.accelerator.empty_cache()
-
-
-# --- random numbers -------------------------------------------------------------------------------
 
 
 def random_state(device: torch.device) -> torch.Tensor:

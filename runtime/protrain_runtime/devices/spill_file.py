@@ -141,8 +141,6 @@ class SpillFile:
             self._requests.close()
         self._file.close()
 
-    # --- blocks -----------------------------------------------------------------------------------
-
     def _read_blocks(self, requests: "_Requests", offset: int, target: memoryview) -> None:
         block = self.alignment.block
 
@@ -194,8 +192,6 @@ class SpillFile:
     def _suits(self, start: int, stop: int, part: memoryview) -> bool:
         memory, block = self.alignment
         return not (start % block or stop % block or _address(part) % memory)
-
-    # --- the system -------------------------------------------------------------------------------
 
     def _pread(self, offset: int, view: memoryview) -> None:
         while view:
@@ -404,8 +400,6 @@ def _copy(target: memoryview, source: memoryview) -> None:
     """Copy as many bytes as `source` has, while other threads run: slices would hold them up."""
     ctypes.memmove(_address(target), _address(source), len(source))
 
-
-# --- what a file's direct I/O asks for ------------------------------------------------------------
 
 # Linux's statx (Linux 6.1): the kernel's `struct statx` and its STATX_DIOALIGN.
 _AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000

@@ -36,39 +36,30 @@ class Listener(Protocol):
 
     def begin(self, *, training: bool) -> None:
         """The model was called; slot 0 begins. `training`: a graph is being recorded."""
-        ...
 
     def begin_between(self) -> None:
         """The model was called without a graph, while its last forward waits for its backward."""
-        ...
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
         """Slot `slot` begins, and all before it have ended; `inputs` are a block's tensors."""
-        ...
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         """The current forward slot's computation has ended with these tensors."""
-        ...
 
     def differentiate(self, unit: int) -> None:
         """The forward that runs asks for gradients itself, through what this unit handed on."""
-        ...
 
     def end_forward(self) -> None:
         """The model returned."""
-        ...
 
     def end_backward(self) -> None:
         """The backward pass is over."""
-        ...
 
     def abort(self) -> None:
         """The model raised."""
-        ...
 
     def backward_failed(self) -> None:
         """The backward pass raised, what will be seen where it was called."""
-        ...
 
 
 def _method_of(module: nn.Module, run: Callable[..., object]) -> Callable[..., object]:

@@ -148,8 +148,6 @@ class Engine:
         self._outputs: frozenset[int] = frozenset()
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
 
-    # ---- what Boundaries reports ------------------------------------------------------------
-
     def begin(self, *, training: bool) -> None:
         self._at_home("the model was called", self.lanes if training else self._offloaded)
         if self.recorder is not None or not training:
@@ -402,8 +400,6 @@ class Engine:
         if needed:
             self.turns.at_home(what)
 
-    # ---- the end of a step ------------------------------------------------------------------
-
     def settle(self, what: str) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not."""
         self._at_home(what, self._offloaded)
@@ -563,8 +559,6 @@ class Engine:
         for lane in self.lanes.values():
             lane.close()
 
-    # ---- parameters between steps -----------------------------------------------------------
-
     def gather(self, chunks: Sequence[Chunk], what: str, *, modify: bool) -> None:
         """Have these chunks' parameters on the device until `ungather`; `what` has them there."""
         if modify and self._state.slot >= 0:
@@ -587,8 +581,6 @@ class Engine:
 
     def _evaluated(self, chunks: Sequence[Chunk]) -> EvaluationPass:
         return EvaluationPass(chunks, self._moves, self._await_fetches, self._collect)
-
-    # ---- slots ------------------------------------------------------------------------------
 
     def _begin_slot(self, index: int, inputs: Sequence[torch.Tensor]) -> None:
         if index == self._program.num_units and (name := unzeroed_gradient(self.consuming)):
@@ -721,8 +713,6 @@ class Engine:
         unit = self._program.slots[self._state.slot].unit
         self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
         self._handed_on = saved.handed_on
-
-    # ---- what a step may not do ---------------------------------------------------------------
 
     def begin_backward(self, unit: int) -> None:
         """Backward reads what a unit has saved: the unit's slot begins, if it has not begun."""

@@ -136,8 +136,6 @@ class Ranks:
             {id(g): g for g in (self._all, self._sharing, self._replicas)}.values()
         )
 
-    # ---- telling ------------------------------------------------------------------------------
-
     def tell_end(self, error: BaseException | None, what: str) -> None:
         """Tell that this rank cannot go on; RanksError where another failed before."""
         if error is not None:
@@ -175,8 +173,6 @@ class Ranks:
             _given_up_of[self._members] = (
                 "these ranks' collectives were given up when one of them failed"
             )
-
-    # ---- collectives --------------------------------------------------------------------------
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place."""
@@ -404,9 +400,6 @@ def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
 
 def _initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-# ---- ranks of a launcher -------------------------------------------------------------------------
 
 
 JOIN_S = 120.0

@@ -143,8 +143,6 @@ class Meeting:
         if self._thread is not threading.current_thread():
             self._thread.join(ANSWER_S)
 
-    # ---- what was told ------------------------------------------------------------------------
-
     @property
     def lost(self) -> tuple[Told, float] | None:
         """The failure that nobody goes on from, and since when it is known here."""
@@ -163,8 +161,6 @@ class Meeting:
         """RanksError where a rank cannot go on."""
         if (lost := self.lost) is not None:
             raise lost[0].error(self.rank, self.count)
-
-    # ---- telling ------------------------------------------------------------------------------
 
     @contextmanager
     def telling(
@@ -263,8 +259,6 @@ class Meeting:
                 return Told(**found)
         return self.lost[0] if self.lost is not None else None
 
-    # ---- meeting ------------------------------------------------------------------------------
-
     def meet(self, what: str, mine: object = None, *, limit_s: float | None = None) -> list[Any]:
         """Return what every rank has brought; RanksError if one fails, is late or elsewhere."""
         self.refuse_lost()
@@ -340,8 +334,6 @@ class Meeting:
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
 
-    # ---- who is there -------------------------------------------------------------------------
-
     def missing(self, *, patient: bool) -> list[int]:
         """Ask who is there; returns the ranks that do not answer. RuntimeError: no store."""
         asks = self._asks
@@ -370,8 +362,6 @@ class Meeting:
                     store.set(f"here/{self._asks}/{self.rank}", "1")
                     self._asks += 1
 
-
-# ---- what nobody catches ------------------------------------------------------------------------
 
 _open: WeakSet[Meeting] = WeakSet()
 

@@ -41,7 +41,6 @@ class Source(Protocol):
 
     def copy_to(self, write: Write) -> None:
         """Hand out its bytes, in order."""
-        ...
 
 
 class Value(Source, Protocol):
@@ -49,7 +48,6 @@ class Value(Source, Protocol):
 
     def copy_from(self, fill: Fill) -> None:
         """Take new values: as many bytes as it has, in order."""
-        ...
 
 
 def num_bytes(value: Source) -> int:
