@@ -85,7 +85,7 @@ from protrain_runtime.states.quantized import refuse_quantized, scales, settle_q
 from protrain_runtime.states.stand_ins import come_back
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
-from protrain_runtime.states.update_rules import in_turn
+from protrain_runtime.states.update_rules import UpdateRules, in_turn
 from protrain_runtime.states.updates import UpdateTeam, spare_threads, updates_by_lines
 
 Check = Literal["bitwise", "spills"]
@@ -335,8 +335,7 @@ def _attach(
     if not backend.on_host:
         undo.append(quick_turns())
     settings, kind = plan.settings, backend.device.type
-    alignment = devices.alignment(backend.device)
-    chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
+    chunks = make_chunks(model, plan.units, ranks, alignment=devices.alignment(backend.device))
     rules = rules_of(optimizer)
     check_offloaded(plan, chunks, rules, optimizer)
     check_stepped(plan, chunks, rules, optimizer)
@@ -350,26 +349,7 @@ def _attach(
         ranks.meeting.meet("prepare()")
         own.append(_share(ranks, [*model.parameters(), *model.buffers(), *scales(model)]))
         undo.append(lambda: _bring_back_together(ranks, chunks))
-    leaving: list[Chunk] = []
-    for chunk, unit in zip(chunks, plan.units, strict=True):
-        if isinstance(unit.states, Persistent) or not chunk.slices:
-            continue
-        home = gradient_home(unit.states, settings, kind)
-        offload(
-            chunk,
-            stores.get(unit.states.tier),
-            rules,
-            gradient_store=stores.get(home) if home in ("host", "disk") else None,
-            speculate=unit.states.speculate,
-        )
-        if ranks is None:
-            undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
-        else:  # what leaves can be gathered: all ranks have written their part
-            ranks.meeting.meet("prepare()")
-        if unit.states.tier == "disk":
-            leaving.append(chunk)
-        else:
-            chunk.unbind(chunk.every_group)
+    leaving = _offload(prepared, chunks, rules, stores, kind)
     sizes = [chunk.size(rules) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings, device=kind, clipped=True)
     accumulating = compile_plan(plan.units, sizes, settings, device=kind, updating=False)
@@ -427,6 +407,33 @@ def _attach(
     prepared.engine, prepared.chunks = engine, chunks
     prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)
     optimizer.attach(chunks, engine)
+    return leaving
+
+
+def _offload(
+    prepared: Prepared, chunks: Sequence[Chunk], rules: UpdateRules, stores: Stores, kind: str
+) -> list[Chunk]:
+    """Bring states to where the plan has them; returns the chunks that are on disk."""
+    leaving: list[Chunk] = []
+    for chunk, unit in zip(chunks, prepared.plan.units, strict=True):
+        if isinstance(unit.states, Persistent) or not chunk.slices:
+            continue
+        home = gradient_home(unit.states, prepared.plan.settings, kind)
+        offload(
+            chunk,
+            stores.get(unit.states.tier),
+            rules,
+            gradient_store=stores.get(home) if home in ("host", "disk") else None,
+            speculate=unit.states.speculate,
+        )
+        if prepared.ranks is None:
+            prepared.undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
+        else:  # what leaves can be gathered: all ranks have written their part
+            prepared.ranks.meeting.meet("prepare()")
+        if unit.states.tier == "disk":
+            leaving.append(chunk)
+        else:
+            chunk.unbind(chunk.every_group)
     return leaving
 
 

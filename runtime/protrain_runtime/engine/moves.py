@@ -18,7 +18,7 @@ has one.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, assert_never
 from weakref import ref
 
@@ -344,23 +344,6 @@ class SwappedUnit:
                     yield storage
 
 
-@dataclass(slots=True)
-class Staging:
-    """The buffers that optimizer states pass through; `reads` fill them, by number."""
-
-    reads: dict[int, Move]
-    empty: Callable[[int], torch.Tensor]
-    ring: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    _place: dict[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._place = {number: place % STAGING_PIECES for place, number in enumerate(self.reads)}
-
-    def of(self, number: int) -> torch.Tensor | None:
-        """The buffer that a move fills.  # uint8 [bytes]"""
-        return self.ring[self._place[number]] if self.ring else None
-
-
 class Moves:
     """The data side of a programme: chunks, swapped activations, optimizer pieces.
 
@@ -379,19 +362,23 @@ class Moves:
         factory: OptimizerFactory,
         options: Callable[[], Options],
         ranks: Ranks | None = None,
-        team: UpdateTeam | None = None,
+        team: UpdateTeam,
     ) -> None:
-        self._team = UpdateTeam() if team is None else team
-        self.update_threads = self._team.inside
+        self._team, self.update_threads = team, team.inside
         self.plans, self.chunks, self.ranks = plans, chunks, ranks
         self.backend, self._swap_stores = backend, swap_stores
         self.buffers = Buffers(backend)
         self._factory, self._options = factory, options
-        # The staging buffers, in the memory below and on the device.
-        self._staging = [
-            Staging(self._reads(program, on_device=False), backend.empty_host),
-            Staging(self._reads(program, on_device=True), backend.empty),
-        ]
+        # Moves that read states, by number, and the staging buffers that they fill in turn: for
+        # updates below, and on the device.
+        self._reads: dict[bool, dict[int, Move]] = {False: {}, True: {}}
+        self._rings: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        self._places: dict[int, int] = {}
+        for number, move in enumerate(program.moves):
+            if move.kind == "read states":
+                reads = self._reads[plans[move.unit].states.update_on_device]
+                self._places[number] = len(reads) % STAGING_PIECES
+                reads[number] = move
         # By unit: offsets and bytes of what is reserved for what it swaps.
         self._swap_regions: dict[int, list[tuple[int, int]]] = {}
         # By the move that writes it: what an update on a stream reads, until it has ended. Some run
@@ -419,37 +406,25 @@ class Moves:
     @property
     def may_make_staging(self) -> bool:
         """Whether states are read, and have no staging buffers yet."""
-        return any(staging.reads and not staging.ring for staging in self._staging)
+        return any(reads and not self._rings[there] for there, reads in self._reads.items())
 
     def make_staging(self) -> None:
         """Allocate staging buffers between steps, once there are states, or parameters, to read."""
         self._gradients.make_rooms(self.chunks)
-        for staging in self._staging:
-            self._make_ring(staging)
-
-    def _make_ring(self, staging: "Staging") -> None:
-        moves = list(staging.reads.values())
-        chunks = [self.chunks[move.unit].own for move in moves]
-        wanted = any(chunk.current.updated or self._read_with_states(chunk)[0] for chunk in chunks)
-        if staging.ring or not wanted:
-            return
-        largest = 0
-        for move, chunk in zip(moves, chunks, strict=True):
-            piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop))
-            parameters, gradients = self._read_with_states(chunk)
-            num_bytes = piece.ring_bytes(parameters=parameters, gradients=gradients)
-            largest = max(largest, num_bytes)
-        for _ in range(min(STAGING_PIECES, len(moves))):
-            staging.ring.append(staging.empty(largest))
-
-    def _reads(self, program: Program, *, on_device: bool) -> dict[int, Move]:
-        """The moves that read states for updates below, or on the device."""
-        return {
-            number: move
-            for number, move in enumerate(program.moves)
-            if move.kind == "read states"
-            and self.plans[move.unit].states.update_on_device == on_device
-        }
+        for on_device, reads in self._reads.items():
+            owns = [self.chunks[move.unit].own for move in reads.values()]
+            wanted = any(own.current.updated or self._read_with_states(own)[0] for own in owns)
+            if self._rings[on_device] or not wanted:
+                continue
+            largest = 0
+            for move, own in zip(reads.values(), owns, strict=True):
+                piece = Piece(own, own.cut(move.start), own.cut(move.stop))
+                parameters, gradients = self._read_with_states(own)
+                num_bytes = piece.ring_bytes(parameters=parameters, gradients=gradients)
+                largest = max(largest, num_bytes)
+            empty = self.backend.empty if on_device else self.backend.empty_host
+            count = min(STAGING_PIECES, len(reads))
+            self._rings[on_device] = [empty(largest) for _ in range(count)]
 
     def in_transit(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that are on their way, and those that others pass through."""
@@ -460,22 +435,20 @@ class Moves:
         ]
         moving = [tensor for held in self._held.values() for tensor in held]
         moving += [t for s in storages for t in (s.source, s.restored) if t is not None]
-        rings = [buffer for staging in self._staging for buffer in staging.ring]
-        return moving, [*rings, *self._gradients.rooms]
+        return moving, [*self._rings[False], *self._rings[True], *self._gradients.rooms]
 
     @property
     def host_bytes(self) -> int:
         """Host bytes on their way to an optimizer there; on a CPU they are the device's."""
         if self.backend.on_host:
             return 0
-        below = self._staging[False].ring
-        return sum(buffer.numel() for buffer in (*below, *self._gradients.rooms))
+        return sum(one.numel() for one in (*self._rings[False], *self._gradients.rooms))
 
     def describe(self, store: Store, start: int, stop: int) -> str:
         """What lies between two offsets of a store: tensors, and the unit that they are of."""
         found = [
             (unit, what)
-            for unit, what, place, num_bytes in self._places(store)
+            for unit, what, place, num_bytes in self._in_store(store)
             if place < stop and start < place + num_bytes
         ]
         if not found:
@@ -485,7 +458,7 @@ class Moves:
         more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
         return f"{', '.join(names[:NUM_NAMED])}{more}, of unit {', '.join(map(repr, units))}"
 
-    def _places(self, store: Store) -> Iterator[tuple[int, str, int, int]]:
+    def _in_store(self, store: Store) -> Iterator[tuple[int, str, int, int]]:
         """What lies in a store: its unit and name, its offset and bytes."""
         for chunk in self.chunks:
             own = chunk.own
@@ -715,10 +688,11 @@ class Moves:
         parameters, gradients = self._read_with_states(chunk)
         if not parameters:
             piece.view_device()
-        ring = self._staging[self.plans[move.unit].states.update_on_device].of(number)
-        if ring is None:
+        ring = self._rings[self.plans[move.unit].states.update_on_device]
+        if not ring:
             return lambda: None  # before the first step there is nothing to read
-        return lambda: piece.read(ring, parameters=parameters, gradients=gradients)
+        buffer = ring[self._places[number]]
+        return lambda: piece.read(buffer, parameters=parameters, gradients=gradients)
 
     def _update(self, move: Move, chunk: Chunk) -> Work:
         states = self.plans[move.unit].states
