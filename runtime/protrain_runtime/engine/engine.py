@@ -274,7 +274,7 @@ class Engine:
                     f' would have old values: keep none, or plan with --pin "{name}: persistent"'
                 )
             self._state.end_backward()
-            self.turns.end_backward()
+            self.turns.gradients = True
             for chunk in self.consuming:
                 chunk.show_consumed()
             self._shown = [part for chunk in self.consuming for part in chunk.consumed]
@@ -536,7 +536,7 @@ class Engine:
         for chunk in self._stepped:
             chunk.put_back()
         self._state.end_step()
-        self.turns.end_step()
+        self.turns.stepped = True
 
     def _end_moves(self) -> None:
         for number in sorted(self._running):

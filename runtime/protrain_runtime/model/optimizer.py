@@ -181,7 +181,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._turns.check("optimizer.zero_grad() was called")
         super().zero_grad(set_to_none)
         if self._turns is not None:
-            self._turns.drop_gradients()
+            self._turns.gradients = False
 
     @in_turn("optimizer.state_dict()", lambda optimizer: optimizer._turns)
     def state_dict(self) -> dict[str, Any]:

@@ -1,9 +1,4 @@
-"""Makes chunks: which parameters each unit has, and where each of them lies.
-
-A chunk's parameters lie one after the other, in groups (see `program.grouped`). Of a chunk that
-ranks share, a group has its trainable parameters first, then the frozen ones; either region is
-padded to the same range for every rank (see `program.shard_bytes`).
-"""
+"""Makes chunks: which parameters each unit has, and where each of them lies (see `chunks`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,18 +1,13 @@
 """What stands in place of parameters and gradients whose values are elsewhere.
 
 - `AwayParameter`: an offloaded parameter that is not on the device now. It keeps its shape, dtype,
-  device, gradient and hooks, and its class says so until it is back: whatever would look at values
-  raises one error that names the way.
-- `ConsumedGradient`: stands in `.grad` once a gradient has gone to its optimizer. A plan whose
-  updates are in backward has updated parameters when `backward()` ends. Code that looks
-  at their gradients there, such as clipping or a gradient scaler, would silently miss them: it gets
-  an error. After the step a `UsedGradient` stands there until gradients are zeroed, since plain
-  PyTorch would add the next ones to the last.
-- `OffloadedGradient`: between `backward()` and `step()`, the gradient is in host memory or on disk
-  for an update after backward. It answers what clipping by a norm and unscaling ask, so that
-  `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` run as they are: a norm is computed
-  while the gradient is on the device (or of the whole gradient, back there by itself), and a factor
-  is noted and multiplied in, range by range, when the optimizer works on the gradient.
+  device, gradient and hooks; whatever would look at values raises one error that names the way.
+- `ConsumedGradient`: a gradient that an update in backward has used. Clipping or a gradient scaler
+  would silently miss it after `backward()`: it raises. After the step a `UsedGradient` stands there
+  until gradients are zeroed, since plain PyTorch would add the next ones to the last.
+- `OffloadedGradient`: a gradient that waits below the device for an update after backward. It
+  answers `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler`: its norm is computed while it
+  is on the device, and a factor is multiplied in when the optimizer works on it.
 """
 
 from collections.abc import Callable, Sequence
