@@ -683,7 +683,14 @@ class Moves:
             # A factor that comes later may be seen or not: the update is done again then, with
             # gradients that are read anew.
             chunk.speculated = waiting
-        piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop), waiting, apart=speculates)
+        piece = Piece(
+            chunk,
+            chunk.cut(move.start),
+            chunk.cut(move.stop),
+            waiting,
+            apart=speculates,
+            together=self._together(move),
+        )
         self._pieces[move.unit, move.start] = piece
         parameters, gradients = self._read_with_states(chunk)
         if not parameters:
@@ -694,11 +701,22 @@ class Moves:
         buffer = ring[self._places[number]]
         return lambda: piece.read(buffer, parameters=parameters, gradients=gradients)
 
+    def _together(self, move: Move) -> int:
+        """Elements that an update may step on as one tensor, besides those of one parameter.
+
+        Beside an accelerator the workspace of a whole piece is counted, elsewhere that of its
+        largest parameter (see `implications`).
+        """
+        beside = not self.backend.on_host and not self.plans[move.unit].states.update_on_device
+        return move.stop - move.start if beside else 0
+
     def _update(self, move: Move, chunk: Chunk) -> Work:
         states = self.plans[move.unit].states
         on_device, stands = states.update_on_device, not states.staged
         if stands:
-            piece = Piece(chunk, move.start, move.stop, dict(chunk.offloaded_gradients))
+            waiting = dict(chunk.offloaded_gradients)
+            together = self._together(move)
+            piece = Piece(chunk, move.start, move.stop, waiting, together=together)
         else:
             piece = self._pieces[move.unit, move.start]
         if self._chosen is None:
