@@ -161,8 +161,8 @@ def _below(
                 kept.append(contention(compute, update, num_rounds=1, num_threads=team.inside))
             progress("measuring the runtime itself", 0.75)
             overheads = measure_overheads(directory, device=device)
-            # What transfers and updates cost is in the link's latency, and next to nothing.
-            return (host, disk), kept, replace(overheads, transfer_s=0.0, piece_s=0.0), said
+            # What transfers cost is in the link's latency.
+            return (host, disk), kept, replace(overheads, transfer_s=0.0), said
         progress("measuring the runtime itself", 0.25)
         overheads = measure_overheads(directory)
         progress("measuring what lanes and compute leave each other", 0.3)

@@ -151,12 +151,12 @@ def _common_losses(plan: Plan, switches: Switches) -> list[str]:
         losses.append(
             f"{_blocks(stepped)} would be updated in backward: here gradients stand until the step."
         )
-    streamed = sum(isinstance(u.states, Offload) and u.states.update_on_device for u in blocks)
+    streamed = sum(unit.states.update_on_device for unit in blocks)
     if streamed:
         losses.append(
             f"{_blocks(streamed)} would be updated on the device: here the host updates them."
         )
-    ahead = sum(isinstance(u.states, Offload) and u.states.speculate for u in blocks)
+    ahead = sum(unit.states.speculate for unit in blocks)
     if ahead:
         losses.append(
             f"{_blocks(ahead)} would be updated before the norm is known: here all updates wait."

@@ -337,7 +337,7 @@ def compiler_bytes(found: Compilation | None) -> int:
 def _optimizer(
     workload: Workload, name: str, model: nn.Module, spill_directory: Path, *, sparse: bool
 ) -> OptimizerCost:
-    """Its speeds on tensors of the model's sizes. Only a CPU is asked about pieces."""
+    """Its speeds on tensors of the model's sizes, and seconds of a piece besides."""
     where = device_of(model)
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
     host, device = update_speeds(
@@ -347,12 +347,11 @@ def _optimizer(
         optimizer=name,
         precision=workload.precision,
     )
-    on_host = devices.on_host(where)
     rules = UpdateRules(optimizer_factory(name, workload.precision))
     cuts = cuts_of(model, rules)
     # What updates whole parameters alone does none of a piece.
     pieces = name if cuts["block"] else DEFAULT_OPTIMIZER
-    piece_s = measure_overheads(spill_directory, optimizer=pieces).piece_s if on_host else 0.0
+    piece_s = measure_overheads(spill_directory, device=where, optimizer=pieces).piece_s
     cost = OptimizerCost(
         name=name,
         host_parameters_per_s=four_digits(host),

@@ -1,9 +1,8 @@
 """`prepare`: make a model follow a plan, in place, and give it back."""
 
 import hashlib
-import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -38,11 +37,12 @@ from protrain_runtime.devices.lanes import (
     only_here,
     quick_turns,
 )
-from protrain_runtime.devices.memory_meter import addresses, device_of
+from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.devices.preflight import (
     check_room,
     for_each,
     free_host_bytes,
+    ranks_here,
     room_here,
     warn_of_slow_disk,
     warn_of_threads,
@@ -66,7 +66,7 @@ from protrain_runtime.diagnostics.recording import Watch
 from protrain_runtime.engine.boundaries import Boundaries
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.engine.moves import Moves
-from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer, make_inner
+from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer
 from protrain_runtime.model.prepared import (
     ATTRIBUTE,
     Prepared,
@@ -85,7 +85,7 @@ from protrain_runtime.states.quantized import refuse_quantized, scales, settle_q
 from protrain_runtime.states.stand_ins import come_back
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
-from protrain_runtime.states.update_rules import in_turn
+from protrain_runtime.states.update_rules import UpdateRules, in_turn
 from protrain_runtime.states.updates import UpdateTeam, spare_threads, updates_by_lines
 
 Check = Literal["bitwise", "spills"]
@@ -108,27 +108,19 @@ def prepare(
     """Make `model` follow `plan` in place, and build its optimizer.
 
     `optimizer` makes any elementwise `torch.optim` optimizer from parameter groups, for example
-    `partial(torch.optim.AdamW, lr=3e-4)`; `param_groups` are the groups (as `torch.optim` takes
-    them), by default one of all trainable parameters. `spill_directory` is where a disk tier keeps
-    its unnamed file, by default the system's directory for temporary files. `check="bitwise"`
-    trains a plain copy beside the first three steps and stops on a bit that differs (`checking`);
-    it needs the memory of plain training. `check="spills"` compares what comes back from host
-    memory and disk with what went there, and stops before bytes are used that differ (see
-    `stores`); every step pays for that. `wait_limit_s` is how long one wait for a transfer or
-    an update may take before it is an error that names it.
-    `lane_delay` returns seconds by which tests hold every transfer back. `watch` compares the bytes
-    of the second step with those predicted, and warns of more; by default on accelerators, where it
-    costs nothing (see `recording`).
+    `partial(torch.optim.AdamW, lr=3e-4)`; `param_groups` are the groups, by default one of all
+    trainable parameters. `spill_directory` is where a disk tier keeps its unnamed file, by default
+    the system's directory for temporary files. `check="bitwise"` trains a plain copy beside the
+    first three steps, with the memory of plain training, and stops on a bit that differs.
+    `check="spills"` compares what comes back from host memory and disk with what went there; every
+    step pays for that. A wait for a transfer or an update that takes longer than `wait_limit_s` is
+    an error that names it. `lane_delay` returns seconds by which tests hold every transfer back.
+    `watch` warns where the second step takes more bytes than predicted; by default on accelerators,
+    where it costs nothing.
 
-    The training loop stays as it is: the plan's number of micro-batches, each with a forward and
-    a backward, then one `step()`. Where the plan's updates come after backward, gradients may be
-    clipped (`torch.nn.utils.clip_grad_norm_`) and unscaled (`torch.amp.GradScaler`) before it.
-    Under a plan for several devices, every rank of `process_group` (by default of all there are)
-    calls `prepare` with the same plan and model; all of them get rank 0's parameters and buffers,
-    and go through forward, backward, `step()` and state dicts together (see `ranks`).
-    Before anything is allocated, the plan's predicted peaks are compared with the memory and the
-    disk that there are (see `preflight`). Under a plan of master precision, the optimizer steps on
-    float32 copies (see `master_weights`).
+    The training loop stays as it is: the plan's number of micro-batches, then one `step()`. Under a
+    plan for several devices, every rank of `process_group` (by default of all there are) calls
+    `prepare` with the same plan and model, and all of them get rank 0's parameters and buffers.
     Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
     cannot be carried out here or by this version.
     """
@@ -142,8 +134,7 @@ def prepare(
                 f"there is no check {check!r}", key="check", fix='"bitwise", "spills" or None'
             )
         directory = Path(spill_directory if spill_directory is not None else gettempdir())
-        if not isinstance(plan, Plan):
-            plan = read_plan(Path(plan))
+        plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
         refuse_wrapped(model)
         refuse_quantized(model, source=plan.workload.model)
         undo.append(settle_quantized(model))
@@ -156,48 +147,29 @@ def prepare(
         undo.append(_compile_as_planned(model, plan))
         device = device_of(model)
         devices.require(device)
-        room = room_here(device, directory)
-        if plan.group.num_devices > 1:
-            room = for_each(room, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        check_room(plan, room, directory)
-        optimizer = in_turn(optimizer)
-        if plan.workload.precision == "master":
-            optimizer = with_master_weights(optimizer)
-        inner = make_inner(optimizer, model, param_groups)
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        facade = PlannedOptimizer(inner, names)
-        if plan.workload.precision == "master":
-            refuse_masters(optimizer, facade)
+        sharing = ranks_here() if plan.group.num_devices > 1 else 1
+        check_room(plan, for_each(room_here(device, directory), sharing), directory)
+        master = plan.workload.precision == "master"
+        factory = with_master_weights(in_turn(optimizer)) if master else in_turn(optimizer)
+        facade = PlannedOptimizer(factory, model, param_groups)
+        if master:
+            refuse_masters(facade)
         before = look_at(model)
         undo.append(switch_off_checkpointing(model, stacklevel=3))
         prepared = Prepared(None, (), facade, undo, plan, ranks=ranks)
         plain_copy = None
         if not keeps:
             if check == "bitwise":
-                plain_copy = PlainCopy(model, optimizer, facade, plan=plan)
+                plain_copy = PlainCopy(model, facade, plan)
             backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
             if ranks is not None:
-                facts = _facts(model, plan, inner, names, device, wait_limit_s)
+                facts = _facts(model, plan, facade, device, wait_limit_s)
                 ranks.connect(facts, num_replicas=plan.group.num_replicas, device=device)
                 undo.append(ranks.meeting.close)
-            stores = Stores(
-                backend,
-                directory,
-                checked=check == "spills",
-                cached=plan.settings.page_cache_bytes > 0,
-            )
+            cached = plan.settings.page_cache_bytes > 0
+            stores = Stores(backend, directory, checked=check == "spills", cached=cached)
             undo.append(stores.close)
-            leaving = _attach(
-                model,
-                modules,
-                prepared,
-                optimizer,
-                stores,
-                backend,
-                own,
-                by_lines=updates_by_lines(inner),
-            )
-            last.append(partial(_leave, leaving))
+            last.append(partial(_leave, _attach(model, modules, prepared, stores, backend, own)))
             warn_of_slow_disk(plan, directory)
             warn_of_threads(plan, spare_threads(device))
         model.__dict__[ATTRIBUTE] = prepared
@@ -221,8 +193,7 @@ def compile_blocks(
     `backend` is one of `torch.compile`'s. ProtrainError if the plan is for another model, or if
     blocks of this one are compiled already.
     """
-    if not isinstance(plan, Plan):
-        plan = read_plan(Path(plan))
+    plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
     check_model(model, plan)
     blocks = _blocks(model, plan)
     if are_compiled(blocks):
@@ -236,11 +207,7 @@ def _blocks(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
 
 
 def _compile_as_planned(model: nn.Module, plan: Plan) -> Callable[[], None]:
-    """Let the blocks be compiled where the plan is for compiled ones; returns the undo.
-
-    ProtrainError where they are, and the plan is for blocks as they come: compiled ones save
-    other bytes.
-    """
+    """Compile the blocks if the plan is for that; returns the undo."""
     blocks = _blocks(model, plan)
     if are_compiled(blocks):
         if not plan.workload.compile:
@@ -257,10 +224,7 @@ def _compile_as_planned(model: nn.Module, plan: Plan) -> Callable[[], None]:
 
 @contextmanager
 def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Undo]]:
-    """Three lists: undo steps, further ones where the preparation fails, and last steps.
-
-    The last steps run when all ranks have come to the end.
-    """
+    """Undo steps, further ones of a failed preparation, and last steps of all ranks."""
     undo: Undo = []
     own: Undo = []
     last: Undo = []
@@ -279,24 +243,23 @@ def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Un
 def _facts(
     model: nn.Module,
     plan: Plan,
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
+    optimizer: PlannedOptimizer,
     device: torch.device,
     limit_s: float,
 ) -> dict[str, str]:
-    """What all ranks are to have alike, in words."""
+    """Return what all ranks are to have alike, in words."""
     facts = {
         "version of PyTorch": str(torch.__version__),
         "version of protrain": __version__,
         "plan": fingerprint(plan),
         "model": model_fingerprint(model),
         "type of device": device.type,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": optimizer.kind.__name__,
         "number of parameter groups": str(len(optimizer.param_groups)),
         "limit of waits": f"{limit_s:g} s",
     }
     for number, group in enumerate(optimizer.param_groups, start=1):
-        held = repr([names.get(parameter) for parameter in group["params"]])
+        held = repr([optimizer.names.get(parameter) for parameter in group["params"]])
         facts[f"parameter group {number}"] = (
             f"{len(group['params'])} parameters ({hashlib.sha256(held.encode()).hexdigest()[:12]})"
         )
@@ -320,12 +283,12 @@ _SHARED_BYTES = 2**26
 
 
 def _share(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Let every rank have rank 0's values; returns what brings its own back.
+    """Let every rank have rank 0's values; return what brings its own back.
 
     These are kept in host memory where they differ and there is room: of models that all ranks have
     loaded from one checkpoint nothing is.
     """
-    room = free_host_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    room = free_host_bytes() // 2 // ranks_here()
     kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []
     for tensor in tensors:
         own = tensor.detach()
@@ -359,27 +322,23 @@ def _attach(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
     prepared: Prepared,
-    factory: OptimizerFactory,
     stores: Stores,
     backend: Backend,
     own: Undo,
-    *,
-    by_lines: bool,
 ) -> list[Chunk]:
     """Let the model follow the plan.
 
     Returns the chunks that are on disk, and are to leave the model when all else is done: a disk
     may fail to give back what it took.
     """
-    plan, undo, ranks = prepared.plan, prepared.undo, prepared.ranks
+    plan, undo, ranks, optimizer = prepared.plan, prepared.undo, prepared.ranks, prepared.optimizer
     if not backend.on_host:
         undo.append(quick_turns())
     settings, kind = plan.settings, backend.device.type
-    alignment = devices.alignment(backend.device)
-    chunks = make_chunks(model, plan.units, ranks, alignment=alignment)
-    rules = rules_of(factory, prepared.optimizer)
-    check_offloaded(plan, chunks, rules, prepared.optimizer)
-    check_stepped(plan, chunks, rules, prepared.optimizer)
+    chunks = make_chunks(model, plan.units, ranks, alignment=devices.alignment(backend.device))
+    rules = rules_of(optimizer)
+    check_offloaded(plan, chunks, rules, optimizer)
+    check_stepped(plan, chunks, rules, optimizer)
     swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # what cannot be opened is told before anything changes
         if not isinstance(unit.states, Persistent):
@@ -390,28 +349,11 @@ def _attach(
         ranks.meeting.meet("prepare()")
         own.append(_share(ranks, [*model.parameters(), *model.buffers(), *scales(model)]))
         undo.append(lambda: _bring_back_together(ranks, chunks))
-    leaving: list[Chunk] = []
-    for chunk, unit in zip(chunks, plan.units, strict=True):
-        if isinstance(unit.states, Persistent) or not chunk.slices:
-            continue
-        store = stores.get(unit.states.tier)
-        offload(chunk, store, rules, speculate=unit.states.speculate)
-        home = gradient_home(unit.states, settings, kind)
-        if home in ("host", "disk"):
-            mine = chunk.own
-            mine.gradient_store = stores.get(home)
-            mine.gradient_offset = mine.gradient_store.reserve(mine.gradient_bytes)
-        if ranks is None:
-            undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
-        else:  # what leaves can be gathered: all ranks have written their part
-            ranks.meeting.meet("prepare()")
-        if unit.states.tier == "disk":
-            leaving.append(chunk)
-        else:
-            chunk.unbind(chunk.every_group)
+    leaving = _offload(prepared, chunks, rules, stores, kind)
     sizes = [chunk.size(rules) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings, device=kind, clipped=True)
     accumulating = compile_plan(plan.units, sizes, settings, device=kind, updating=False)
+    by_lines = updates_by_lines(optimizer.inner)
     team = UpdateTeam(spare_threads(backend.device), by_lines=by_lines)
     undo.append(team.close)
     moves = Moves(
@@ -420,28 +362,17 @@ def _attach(
         chunks,
         backend=backend,
         swap_stores=swap_stores,
-        factory=factory,
-        options=prepared.optimizer.options,
+        factory=optimizer.factory,
+        options=optimizer.options,
         ranks=ranks,
         team=team,
     )
     describe = weakref.WeakMethod(moves.describe)  # the model's last resort holds the stores
     stores.describe = lambda *where: there(*where) if (there := describe()) else "the model's"
-    # Addresses that stay what they are. Those of offloaded parameters do not: what stands in for
-    # them is freed by the first gather, and an activation may come to lie there; nor those of
-    # buffers, which a forward may replace: that modules hold them keeps them where they are.
-    staying = [part.parameter for chunk in chunks if chunk.store is None for part in chunk.slices]
-    shared = addresses(staying)
     engine = Engine(
-        program,
-        accumulating,
-        plan.units,
-        chunks,
         moves,
-        backend=backend,
-        shared=shared,
-        step_on=prepared.optimizer.step_on,
-        ranks=ranks,
+        accumulating,
+        step_on=optimizer.step_on,
         checked=stores.checked,
         shared_buffers=tuple(model.buffers()) if ranks is not None else (),
     )
@@ -475,7 +406,34 @@ def _attach(
     add_state_dict_hooks(model, chunks, engine, undo)
     prepared.engine, prepared.chunks = engine, chunks
     prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)
-    prepared.optimizer.attach(chunks, engine, factory)
+    optimizer.attach(chunks, engine)
+    return leaving
+
+
+def _offload(
+    prepared: Prepared, chunks: Sequence[Chunk], rules: UpdateRules, stores: Stores, kind: str
+) -> list[Chunk]:
+    """Bring states to where the plan has them; returns the chunks that are on disk."""
+    leaving: list[Chunk] = []
+    for chunk, unit in zip(chunks, prepared.plan.units, strict=True):
+        if isinstance(unit.states, Persistent) or not chunk.slices:
+            continue
+        home = gradient_home(unit.states, prepared.plan.settings, kind)
+        offload(
+            chunk,
+            stores.get(unit.states.tier),
+            rules,
+            gradient_store=stores.get(home) if home in ("host", "disk") else None,
+            speculate=unit.states.speculate,
+        )
+        if prepared.ranks is None:
+            prepared.undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
+        else:  # what leaves can be gathered: all ranks have written their part
+            prepared.ranks.meeting.meet("prepare()")
+        if unit.states.tier == "disk":
+            leaving.append(chunk)
+        else:
+            chunk.unbind(chunk.every_group)
     return leaving
 
 

@@ -201,8 +201,10 @@ def damage(model: nn.Module, what: str) -> None:
         flip_bit(chunk.gradient_store, place + middle)
         return
     assert chunk.store is not None
-    starts = {layout.key: layout.offset + part.start * 4 for layout in chunk.states}
-    flip_bit(chunk.store, {"parameter": chunk.offset + part.offset, **starts}[what] + middle)
+    starts = {layout.key: layout.offset + part.start * 4 for layout in chunk.current.states}
+    flip_bit(
+        chunk.store, {"parameter": chunk.current.offset + part.offset, **starts}[what] + middle
+    )
 
 
 WHERE = {"host": "in host memory", "disk": "on disk"}

@@ -516,7 +516,7 @@ def test_a_step_waits_for_no_checkpoint_and_is_refused_meanwhile(tmp_path: Path)
     step(NAME, model, optimizer, 0)
     average = MovingAverage(model)
     errors: list[BaseException | None] = []
-    hook = optimizer._inner.register_state_dict_pre_hook(
+    hook = optimizer.inner.register_state_dict_pre_hook(
         lambda _: errors.append(in_thread(partial(step, NAME, model, optimizer, 1)))
     )
     optimizer.state_dict()

@@ -331,7 +331,7 @@ def evaluated_then_loaded() -> None:
         store = next(chunk.store for chunk in engine_of(model)._offloaded)  # type: ignore[union-attr]
         assert isinstance(store, HostStore)
         for name, chunk, part in placed(model):
-            store.write(chunk.offset + part.offset, as_bytes(weights[name]))
+            store.write(chunk.current.offset + part.offset, as_bytes(weights[name]))
         assert found.item() == expected
         optimizer.load_state_dict(states)
         given_up(model)

@@ -271,9 +271,7 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
     host = HostStore(backend)
     states = UpdateRules(ADAMW)
     for chunk in chunks:
-        offload(chunk, store, states)
-        chunk.gradient_store = host
-        chunk.gradient_offset = host.reserve(chunk.gradient_bytes)
+        offload(chunk, store, states, gradient_store=host)
         chunk.unbind(chunk.every_group)
     sizes = [chunk.size(UpdateRules(ADAMW)) for chunk in chunks]
     program = compile_plan(
@@ -316,7 +314,7 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
     for chunk in chunks:
         for part in chunk.slices:
             assert torch.equal(read_values(chunk, part), expected[part.name]), part.name
-            for layout in chunk.states if part.trainable else ():
+            for layout in chunk.current.states if part.trainable else ():
                 found = read_values(chunk, part, layout)
                 assert torch.equal(found, plainly.state[expected[part.name]][layout.key])
     store.close()

@@ -293,7 +293,7 @@ class Rig:
             piece.view_store()
             covered = {
                 part.name: at_hand[part.name][low:high]
-                for part, low, high in piece.parts()
+                for part, low, high in piece.parts
                 if part.name in at_hand
             }
             piece.update(self.factory, self.options, covered, team)
@@ -305,14 +305,14 @@ class Rig:
         found: dict[str, Any] = {}
         expected: dict[str, Any] = {}
         for part in self.chunk.slices:
-            place = self.chunk.offset + part.offset
+            place = self.chunk.current.offset + part.offset
             values = self.store.view(place, part.num_bytes).view(part.dtype).view(part.shape)
             found[part.name], expected[part.name] = values, self.plain[part.name].detach()
-            if part.name not in self.chunk.updated:
+            if part.name not in self.chunk.current.updated:
                 assert not self.optimizer.state[self.copies[part.name]]
                 continue
-            states = dict(self.chunk.scalars[part.name])
-            for layout in self.chunk.states:
+            states = dict(self.chunk.current.scalars[part.name])
+            for layout in self.chunk.current.states:
                 size = layout.dtype.itemsize
                 flat = self.store.view(layout.offset + part.start * size, part.numel * size)
                 states[layout.key] = flat.view(layout.dtype).view(part.shape)

@@ -270,8 +270,7 @@ def _updated_exactly(unit: UnitOptions) -> UnitOptions:
     """The options in which the host's optimizer has nothing of the unit to update."""
     if not unit.unit.gradient_bytes:
         return unit
-    left = (o for o in unit.states if not (isinstance(o.decision, Offload) and o.decision.on_host))
-    return replace(unit, states=tuple(left))
+    return replace(unit, states=tuple(o for o in unit.states if not o.decision.on_host))
 
 
 def _cannot(

@@ -37,11 +37,7 @@ def code_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def replace_code(module: nn.Module, code: Callable[..., Any]) -> Callable[[], None]:
-    """Let calls of the module run `code`; returns what undoes it.
-
-    An instance may have a forward of its own already, and has it again afterwards; where it has
-    none, the class's shows again.
-    """
+    """Let calls of the module run `code`; returns what gives it its own forward again."""
     name = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
     own = module.__dict__.get(name)
     setattr(module, name, code)
@@ -58,11 +54,7 @@ def replace_code(module: nn.Module, code: Callable[..., Any]) -> Callable[[], No
 def watch_calls(
     module: nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> Callable[[], None]:
-    """Have `before` and `after` told of the module's calls, as hooks with kwargs are.
-
-    Of one that was compiled in place they stand around its code, which would compile hooks, too.
-    Returns the undo.
-    """
+    """Tell `before` and `after` of the module's calls, around compiled code; returns the undo."""
     if not is_compiled_in_place(module):
         handles = (
             module.register_forward_pre_hook(before, with_kwargs=True),
@@ -141,10 +133,7 @@ is evaluated, too. PyTorch's own limit is 8, beyond which it gives up."""
 def compile_each(
     blocks: Mapping[str, nn.Module], *, backend: str = "inductor"
 ) -> Callable[[], None]:
-    """Compile these blocks, by name, each by itself and in place, when it is called first.
-
-    Returns the undo. Names of parameters stay what they are.
-    """
+    """Compile each block in place, when it is first called; returns the undo."""
     for name, block in blocks.items():
         code: Any = CompiledBlock(block._call_impl, name, backend=backend)
         block._compiled_call_impl = code
@@ -169,10 +158,7 @@ def are_compiled(blocks: Mapping[str, nn.Module]) -> bool:
 
 
 def compile_copy(model: nn.Module, copied: nn.Module) -> None:
-    """Compile in a plain copy of the model what is compiled in the model: copies of code are plain.
-
-    ProtrainError where somebody else has compiled it, since nobody knows how.
-    """
+    """Compile in a plain copy what this module has compiled in the model."""
     copies = dict(copied.named_modules())
     for path, module in model.named_modules():
         code = module._compiled_call_impl

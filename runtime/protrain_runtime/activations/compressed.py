@@ -113,15 +113,9 @@ def rank_of(features: int) -> int | None:
     return None if features < 32 else -(-features // 32) * 8
 
 
-# --- what is packed -------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, weakref_slot=True)
 class _Packed:
-    """A tensor's elements in fewer bytes.
-
-    `counter` counts the writes to the tensor, and holds none of its bytes.
-    """
+    """A tensor's elements in fewer bytes; `counter` counts the writes to the tensor."""
 
     restored: Callable[[Callable[[object], Tensor]], Tensor]  # given the outer unpack; [elements]
     counter: Tensor
@@ -245,9 +239,6 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     return node is None or hasattr(node, "variable")
 
 
-# --- int8 -----------------------------------------------------------------------------------------
-
-
 def _as_int8(
     elements: Tensor, _: int, keep: Callable[[Tensor], object]
 ) -> Callable[[Callable[[object], Tensor]], Tensor]:
@@ -283,7 +274,8 @@ def quantized(elements: Tensor) -> Tensor:
         # The smallest normal number: a group of zeros has no scale.
         torch.mul(most, _STEP, out=scales).clamp_(min=torch.finfo(torch.float32).tiny)
         num_rows, num_columns = integers.shape
-        noise = _uniform(_seed(values.sum(1, dtype=torch.float32)), num_rows + num_columns)
+        words = _words(_seed(values.sum(1, dtype=torch.float32)), num_rows + num_columns)
+        noise = (words & 0xFFFF).float().mul_(2.0**-16)  # multiples of 2^-16 in [0, 1)
         scaled = (noise[:num_rows, None] + noise[num_rows:]).frac_()
         scaled.addcdiv_(values, scales)
         integers.copy_(scaled.floor_().clamp_(-127, 127))
@@ -297,7 +289,7 @@ largest finite number, no infinity."""
 
 def dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The elements of `quantized` again: integer * scale."""
-    count = _num_elements(packed.numel())
+    count = packed.numel() - 4 * -(-packed.numel() // (GROUP + 4))  # without the scales
     elements = torch.empty(count, dtype=dtype, device=packed.device)
     for rows, scales, integers in _tiles(packed, count):
         found = elements[rows].view(integers.shape)
@@ -308,12 +300,6 @@ def dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
         if wide is not found:
             found.copy_(wide)
     return elements
-
-
-def _num_elements(num_bytes: int) -> int:
-    """Of `4 * groups + elements` bytes."""
-    groups = -(-num_bytes // (GROUP + 4))
-    return num_bytes - 4 * groups
 
 
 def _tiles(packed: Tensor, count: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -328,9 +314,6 @@ def _tiles(packed: Tensor, count: int) -> Iterator[tuple[slice, Tensor, Tensor]]
     if whole < groups:
         rows = slice(whole * GROUP, count)
         yield rows, scales[whole:], integers[rows].view(1, -1)
-
-
-# --- low-rank -------------------------------------------------------------------------------------
 
 
 class _Products(TorchFunctionMode):
@@ -422,12 +405,9 @@ def _signs(
 # --- random words: [Note: random numbers without a generator] ------------------------------------
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-_GAMMA, _FIRST, _SECOND = (
-    _signed(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_GAMMA, _FIRST, _SECOND = (  # as int64
+    word - (word >> 63 << 64)
+    for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
@@ -453,8 +433,3 @@ def _seed(sums: Tensor) -> Tensor:
 def _words(seed: Tensor, count: int) -> Tensor:
     """The first `count` words of SplitMix64 from `seed`: int64 [count]."""
     return _mixed(torch.arange(1, count + 1, device=seed.device) * _GAMMA + seed)
-
-
-def _uniform(seed: Tensor, count: int) -> Tensor:
-    """Multiples of 2^-16 in [0, 1): float32 [count]."""
-    return (_words(seed, count) & 0xFFFF).float().mul_(2.0**-16)

@@ -60,10 +60,7 @@ Hooks = tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]
 
 
 def outer_hooks() -> Hooks:
-    """The saved-tensor hooks that are active here (pack, unpack): the runtime's or the profiler's.
-
-    Autograd calls the innermost hooks alone, so that these have to call the ones around them.
-    """
+    """The active saved-tensor hooks (pack, unpack): autograd calls none around the innermost."""
     active: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if active is not None:
         return active

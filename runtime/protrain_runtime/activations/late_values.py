@@ -25,10 +25,7 @@ class UsedTwiceError(RuntimeError):
 
 
 class Source:
-    """Computes values late, of one tensor and of all that are views, casts or maps of it.
-
-    Its inputs stay as they are until then. A subclass says how to compute.
-    """
+    """Computes values late, of a tensor and of views, casts and maps of it."""
 
     WRITTEN: str  # where inputs were written to before
     ELEMENTWISE: bool  # whether `near` has the elements: views are its views, and no map waits
@@ -184,10 +181,7 @@ class LateValues(torch.Tensor):
 
 
 def with_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A function's result, with values in place of every `LateValues` among its arguments.
-
-    Source by source, since each has to see what is made of its values.
-    """
+    """A function's result, with values for every `LateValues` argument, source by source."""
     leaves, tree = tree_flatten((args, kwargs))
     source = next((leaf.source for leaf in leaves if isinstance(leaf, LateValues)), None)
     if source is None:

@@ -54,10 +54,7 @@ def map_in_place(values: Tensor, maps: Sequence[Map]) -> tuple[Tensor, list[Tens
 
 
 def map_back_in_place(gradient: Tensor, maps: Sequence[Map], capped: list[Tensor]) -> None:
-    """Turn the gradient of mapped values, in float32, into that of the values.
-
-    `capped` are the results of every tanh; they are taken from the list.
-    """
+    """Turn the gradient of mapped values into that of the values, taking `capped` tanhs."""
     for one in reversed(maps):
         match one.kind:
             case "times":

@@ -163,11 +163,7 @@ nothing of these outputs and their gradients."""
 
 
 def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 3) -> Callable[[], None]:
-    """Switch it off, with one warning if it was on; returns what switches it on again.
-
-    So are the gradients of inputs that came with it. `stacklevel` is how far from here the caller
-    is whom the warning names.
-    """
+    """Switch checkpoints off, with a warning if they were on; returns the undo."""
     recomputing = [m for m in model.modules() if getattr(m, _ATTRIBUTE, False) is True]
     asking = [m for m in model.modules() if _ASKING in vars(m)] if recomputing else []
     if recomputing:

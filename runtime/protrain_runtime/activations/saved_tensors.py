@@ -172,7 +172,9 @@ class SavedTensors:
         # What autograd lets go of within the forward (the graph of what is detached) is gone here,
         # too: it does not leave, and nothing holds it until the unit ends.
         self._by_pointer = ByPointer()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            self._pack, lambda saved: saved if isinstance(saved, torch.Tensor) else saved()
+        )
 
     def __enter__(self) -> None:
         self._open = True
@@ -184,11 +186,7 @@ class SavedTensors:
             self._hooks.__exit__()
 
     def swapped(self, *, outputs: frozenset[int]) -> list[SwappedStorage]:
-        """The storages to take away, first saved first; the caller gives them up again.
-
-        Those of the unit's `outputs` stay, which the next unit has, and those that somebody holds
-        besides autograd, such as an attribute: a swap would free nothing.
-        """
+        """The storages that nobody but autograd holds, and are no `outputs`."""
         storages: list[SwappedStorage] = []
         for pointer, storage in list(self._by_pointer.items()):
             if pointer in outputs:
@@ -221,7 +219,3 @@ class SavedTensors:
                 swapped.stay_no_longer()
             self._by_pointer[pointer] = swapped
         return partial(_in_swapped, self._begin, swapped, Geometry.of(tensor))
-
-
-def _unpack(saved: Saved) -> torch.Tensor:
-    return saved if isinstance(saved, torch.Tensor) else saved()

@@ -58,10 +58,7 @@ def attn(forward: Code, module: nn.Module) -> Code:
 
 
 def _keeping_first(count: "Callable[[_Keeping], int]") -> Code:
-    """What runs a forward twice, and keeps the inputs and the first `count` expensive outputs.
-
-    What is kept is handed to the saved-tensor hooks around the call, as the inputs are.
-    """
+    """Run a forward twice, keeping its inputs and first `count` expensive outputs."""
 
     def run_twice(forward: Code, *inputs: object) -> object:
         keeping, replaying = _Keeping(), _Replaying()
@@ -296,10 +293,7 @@ class _Keeping(_Mode):
             output.result = tree_map_only(torch.Tensor, kept, output.result)
 
     def kept(self, count: int, *, handed_on: list[torch.Tensor]) -> list[_Output]:
-        """The first `count` outputs, given up here.
-
-        What the block hands on belongs to whoever gets it, so that it is copied if it is kept.
-        """
+        """The first `count` outputs, given up here; one that the block hands on is copied."""
         # [Note: what early stopping makes superfluous]
         # Recomputation ends when the last tensor that autograd saved is there again. Operators that
         # ran after that, such as a block's last product, are never reached.

@@ -131,9 +131,6 @@ class _Watching(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# --- values that wait -----------------------------------------------------------------------------
-
-
 def _can_wait(tensor: Tensor) -> bool:
     """Whether a tensor's float32 values may be computed later, or never."""
     return (
@@ -149,10 +146,7 @@ def _can_wait(tensor: Tensor) -> bool:
 
 
 class _Cast(Source):
-    """A cast of a 16-bit tensor to float32.
-
-    The cast of a slice is the slice of the cast: `near` is the slice of the 16-bit values.
-    """
+    """A cast of a 16-bit tensor to float32; `near` is a slice of the 16-bit values."""
 
     WRITTEN = (
         "a tensor was written in place after it was cast to float32, and the plan casts it when it"
@@ -229,9 +223,6 @@ class _Product(Source):
         self._open, self.inputs = False, ()
 
 
-# --- the loss -------------------------------------------------------------------------------------
-
-
 class _LossCall(NamedTuple):
     """The arguments of `F.cross_entropy`, by its names."""
 
@@ -268,10 +259,7 @@ class _LossCall(NamedTuple):
 
 
 def _computed_in(logits: Tensor) -> torch.dtype | None:
-    """The dtype that plain PyTorch computes the loss in; None where it takes two of them.
-
-    Autocast says it of an operator when that is called.
-    """
+    """The dtype that plain PyTorch computes the loss in; None where it takes two of them."""
     kind = logits.device.type
     if not torch.is_autocast_enabled(kind):
         return logits.dtype
@@ -399,10 +387,7 @@ class _Rule(NamedTuple):
 
 
 class _TiledLoss(torch.autograd.Function):
-    """The cross entropy of hidden [n, h] with a head of weights [v, h] and biases [v], targets [n].
-
-    Sums are in float32, and so are exponentials and logarithms.
-    """
+    """The cross entropy of hidden [n, h], weights [v, h], biases [v] and targets [n]."""
 
     @staticmethod
     def forward(

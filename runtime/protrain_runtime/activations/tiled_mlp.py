@@ -120,10 +120,7 @@ def _is_input(given: object) -> bool:
 
 
 def takes_tokens_apart(forward: Code, given: Tensor) -> bool:
-    """Whether the operators of a forward take every token by itself, tried on a few of them.
-
-    A forward that raises on so few does not.
-    """
+    """Whether a forward takes every token by itself, as a try with a few of them shows."""
     few = given.detach()[:, :_TRIED].contiguous()
     watching = _Watching(few)
     try:
@@ -212,9 +209,6 @@ def _tiles(given: Tensor) -> Iterator[slice]:
     length = given.shape[1]
     size = -(-length // TILES)
     return (slice(first, min(first + size, length)) for first in range(0, length, size))
-
-
-# --- what an MLP is -------------------------------------------------------------------------------
 
 
 class _MixesError(Exception):

@@ -165,11 +165,7 @@ class _Attribute(str):
 
 
 def taken_apart(tree: object) -> tuple[list[torch.Tensor], Rebuild]:
-    """The tensors in a tree (see `tensors_in`), and what makes the tree anew.
-
-    The new tree has containers and objects of its own, wherever a tensor is in them, so that what
-    is written into them is not seen in the first one. It holds no tensor until it is made.
-    """
+    """Return the tensors in a tree, and what makes a tree anew that shares no container with it."""
     found: list[torch.Tensor] = []
     rebuild = _apart(tree, found, {})
     return found, lambda tensors: rebuild(tensors, {})

@@ -99,10 +99,7 @@ def are_numbers(values: Any, count: int | None = None) -> bool:
 
 
 def fill_values(targets: Sequence[tuple[Entry, Value]]) -> None:
-    """Read each entry's elements into its value, and compare whole parts with their sums again.
-
-    ProtrainError where that cannot be: then some values are new ones and some are not.
-    """
+    """Read entries into values, compared again; after a ProtrainError some values are new."""
     for entry, value in sorted(targets, key=lambda target: target[0].parts[0].place):
         order, (first, count) = order_of(value), part_of(value)
         if entry.order == order:

@@ -38,10 +38,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def export(directory: Path | str, target: Path | str) -> None:
-    """Write the tensors of a checkpoint to `target`, one at a time, once their sums are compared.
-
-    ProtrainError where there is no checkpoint, or a damaged one.
-    """
+    """Write the tensors of a whole checkpoint to `target`; ProtrainError for a damaged one."""
     saved = Saved(Path(directory))
     entries = {f"model.{name}": entry for name, entry in saved.entries("model").items()}
     for name, entry in saved.entries("optimizer").items():

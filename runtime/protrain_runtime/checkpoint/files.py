@@ -65,15 +65,8 @@ class Range(NamedTuple):
     checksum: int
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 def write_tensors(path: Path, values: Mapping[str, Source]) -> list[Range]:
-    """Write a file that is on the disk when this returns; returns its header's range, and others'.
-
-    Of a tensor that ranks share the file has this rank's elements, as one row. OSError where the
-    disk refuses, ProtrainError for a dtype that the format does not have.
-    """
+    """Write a file to the disk; returns the ranges of its header and tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     # Wide elements first: readers that map the file want each tensor aligned to its elements.
@@ -110,9 +103,6 @@ def write_tensors(path: Path, values: Mapping[str, Source]) -> list[Range]:
     return ranges
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def damaged(path: Path, problem: str) -> ProtrainError:
     """A file of a checkpoint that cannot be used."""
     return ProtrainError(problem, source=str(path), fix="load another checkpoint")
@@ -126,10 +116,7 @@ def shown(name: str) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading.
-
-    ProtrainError where it cannot be opened or read, or is no regular one, such as a pipe.
-    """
+    """Open a regular file for reading; ProtrainError where there is none."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise damaged(path, "this is no regular file")

@@ -39,11 +39,7 @@ def check_writable(directory: Path) -> None:
 
 @contextmanager
 def next_save(directory: Path) -> Iterator[Path]:
-    """A new folder for the files of a save, which `commit` makes the checkpoint.
-
-    It is gone again where the block does not end well. ProtrainError where the directory cannot be
-    written, belongs to another checkpoint, or where another process saves there.
-    """
+    """Make a new folder for a save, gone again if the block fails; ProtrainError if in use."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -72,10 +68,7 @@ def next_save(directory: Path) -> Iterator[Path]:
 
 
 def commit(folder: Path, content: Mapping[str, Any]) -> None:
-    """Make a folder whose files are on the disk the checkpoint of its directory, by its index.
-
-    The folders before it go. OSError or RecordError where the disk refuses.
-    """
+    """Make a whole folder its directory's checkpoint by an index; others go."""
     directory = folder.parent
     _sync(folder)
     _sync(directory)  # the folder's name before the index that names it

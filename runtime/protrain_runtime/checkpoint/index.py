@@ -61,11 +61,7 @@ def _is_sealed(text: bytes) -> bool:
 
 
 def path_in(directory: Path, file: str, *, linked: bool = False) -> Path:
-    """A file of a checkpoint, by its name from the directory. ProtrainError where it is elsewhere.
-
-    `linked`: the file itself may be a link to anywhere, as files of others are in Hugging Face's
-    cache; its directory may not.
-    """
+    """A file of a checkpoint, that may be `linked`; ProtrainError where it is elsewhere."""
     parts = file.split("/")
     if not all(parts) or not {".", ".."}.isdisjoint(parts) or "\0" in file:
         problem = f"{shown(file)} does not lie in the directory of the checkpoint"
@@ -97,10 +93,7 @@ def found_index(directory: Path) -> Path | None:
 
 
 class Saved:
-    """A checkpoint, as far as its index says. ProtrainError where there is none, or a damaged one.
-
-    One of others, in Hugging Face's layout, has neither `folder` nor `training`.
-    """
+    """A checkpoint by its index; one in Hugging Face's layout has no `folder` or `training`."""
 
     def __init__(self, directory: Path) -> None:
         index = found_index(directory) or directory / INDEX
@@ -157,11 +150,7 @@ class Saved:
                 raise damaged(self.index, "the file is damaged: it does not say what lies where")
 
     def entries(self, kind: str) -> dict[str, Entry]:
-        """The tensors of a kind: "model", "optimizer" or "training".
-
-        ProtrainError where the files do not have them; `verify` compares the files of all kinds
-        that were asked for.
-        """
+        """The tensors of a kind: "model", "optimizer" or "training"; ProtrainError if lacking."""
         if not self.folder:
             return {entry.name: entry for entry in self._of_others()} if kind == "model" else {}
         found: dict[str, Entry] = {}
@@ -231,10 +220,7 @@ class Saved:
                 ) from None
 
     def verify(self, ranks: Ranks | None, where: Callable[[str], str]) -> None:
-        """Compare the files that were asked for with their sums; of several ranks, each some.
-
-        ProtrainError with the file and the tensor, of which `where` says more.
-        """
+        """Compare files with their sums, a part on each rank; ProtrainError for others."""
         paths = sorted(self._asked)
         own = paths[ranks.rank :: ranks.count] if ranks else paths
         verify({path: self._asked[path] for path in own}, where)

@@ -232,10 +232,10 @@ class _Resumed:
             if name in self._offloaded:
                 chunk, _ = self._offloaded[name]
                 if state is None:
-                    chunk.updated.discard(name)
+                    chunk.current.updated.discard(name)
                 else:
-                    chunk.scalars[name] = state
-                    chunk.updated.add(name)
+                    chunk.current.scalars[name] = state
+                    chunk.current.updated.add(name)
             elif state is None:
                 self._optimizer.state.pop(parameter, None)
             else:

@@ -139,9 +139,6 @@ def save(
         return _beside[ranks]
 
 
-# --- what there is to save ------------------------------------------------------------------------
-
-
 def settled(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, what: str
 ) -> Prepared | None:
@@ -160,10 +157,7 @@ def settled(
 
 
 def model_values(model: nn.Module, prepared: Prepared | None) -> Iterator[tuple[str, Value]]:
-    """The parameters, each by its first name, and the buffers that belong to the state dict.
-
-    Of packed weights also their scales.
-    """
+    """Parameters by first name, persistent buffers, and scales of packed weights."""
     offloaded = offloaded_parameters(prepared.chunks if prepared else ())
     for name, parameter in model.named_parameters():
         if name in offloaded:
@@ -217,7 +211,7 @@ def optimizer_values(
             chunk, part = offloaded[name]
             updated = chunk.has_states(name)
             stored = stored_states(chunk, part)
-            state = {**chunk.scalars[name], **stored} if updated else {}
+            state = {**chunk.current.scalars[name], **stored} if updated else {}
         for key in sorted(state):
             value = state[key]
             if isinstance(value, torch.Tensor):
@@ -240,9 +234,6 @@ def optimizer_values(
         "states": others,
     }
     return tensors, described
-
-
-# --- writing it -----------------------------------------------------------------------------------
 
 
 def _write(
@@ -322,9 +313,6 @@ def _content(
             "training": dict(training),
         },
     }
-
-
-# --- of several ranks -----------------------------------------------------------------------------
 
 
 def _put_together(ranks: Ranks, training: dict[str, Any]) -> None:

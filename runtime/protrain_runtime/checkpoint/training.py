@@ -50,10 +50,7 @@ _READERS = {mark: read for mark, _, read in _FORMS.values()}
 
 
 def encoded(value: Any, key: str, tensors: dict[str, Source], level: int = 0) -> Any:
-    """A value as JSON has it; its tensors are added to `tensors`.
-
-    ProtrainError, with its key, for what could not be read back.
-    """
+    """A value as JSON, its tensors in `tensors`; ProtrainError for what could not be read back."""
 
     def each(inner: Any, place: str) -> Any:
         return encoded(inner, f"{key}{place}", tensors, level + 1)
@@ -113,10 +110,7 @@ def _decoded(found: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def read_training(saved: Saved) -> dict[str, Any]:
-    """What is no tensor; nothing of a checkpoint of others.
-
-    ProtrainError where a save would have written something else.
-    """
+    """Read what is no tensor; ProtrainError where a save would have written another thing."""
     entries = saved.entries("training")
     saved.verify(None, shown)
     tensors = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in entries.items()}

@@ -38,10 +38,7 @@ def as_printed(text: str) -> str:
 
 
 def without_commands(text: str) -> str:
-    """The lines, none of which begins like a command for a job's log.
-
-    This is done last: lines may have been broken anywhere.
-    """
+    """The lines, none of which begins like a command for a job's log; done last."""
     return _AT_START.sub(r"\1\\x3a", text)
 
 

@@ -51,11 +51,7 @@ def parse_bytes(text: str) -> int:
 
 
 def exact_bytes(size: int) -> str:
-    """The size as text that `parse_bytes` reads back exactly: `1.5GiB`, `108MiB`, `1000`.
-
-    The largest unit in which the size is a number of quarters; plain bytes where that is no
-    shorter to grasp (as 97656250KiB).
-    """
+    """The shortest text that `parse_bytes` reads back exactly: `1.5GiB`, `108MiB`, `1000`."""
     for unit, scale in reversed(_BINARY):
         if scale <= size < 10_000 * scale and 4 * size % scale == 0:
             whole, rest = divmod(size, scale)

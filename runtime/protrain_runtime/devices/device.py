@@ -33,10 +33,7 @@ class DeviceCalls:
 
 
 def _pin_cuda(address: int, num_bytes: int) -> Callable[[], None]:
-    """Register host pages, so that the card copies from and to them; returns what undoes it.
-
-    PyTorch's own pinned memory is rounded up to powers of two, and is never given back.
-    """
+    """Register host pages as pinned, without PyTorch's rounding; returns what undoes it."""
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
     return partial(runtime.cudaHostUnregister, address)
@@ -77,10 +74,7 @@ def alignment(device: torch.device) -> int:
 
 
 def found(name: str) -> torch.device:
-    """The device called `name`, with its index; ProtrainError where it cannot be trained on.
-
-    An accelerator has to have streams, events, memory statistics and pinned memory.
-    """
+    """The device called `name`, with its index; ProtrainError where it cannot be trained on."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -151,10 +145,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def pin(device: torch.device, address: int, num_bytes: int) -> Callable[[], None]:
-    """Pin host pages for a device whose type has `DeviceCalls.pin`; returns what unpins them.
-
-    RuntimeError where the system refuses; the device computes on.
-    """
+    """Pin host pages for a device; returns what unpins them; RuntimeError if refused."""
     register = of_type(device).pin
     assert register is not None
     with current(device):
@@ -179,9 +170,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     """What nobody has of the device's memory, and all of it."""
     free, total = torch.accelerator.get_memory_info(device)
@@ -203,10 +191,7 @@ def room_bytes(device: torch.device) -> int:
 
 
 def collectives(device: torch.device) -> str:
-    """The library that PyTorch's collectives between devices of this type run in by default.
-
-    ProtrainError where there is none.
-    """
+    """The library of collectives for devices of this type; ProtrainError where there is none."""
     try:
         return torch.distributed.get_default_backend_for_device(device.type)
     except ValueError as error:
@@ -220,9 +205,6 @@ def free_cached(device: torch.device) -> None:
     """Give back what the allocator has reserved and nobody has."""
     if not on_host(device):
         torch.accelerator.empty_cache()
-
-
-# --- random numbers -------------------------------------------------------------------------------
 
 
 def random_state(device: torch.device) -> torch.Tensor:

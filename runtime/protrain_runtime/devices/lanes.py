@@ -158,10 +158,7 @@ def refuse_forked(process: int, what: str) -> None:
 
 
 def only_here(undo: Callable[[], object]) -> Callable[[], None]:
-    """`undo`, which does nothing in a process that was forked from this one.
-
-    What ends there with the process (memory, threads, descriptors) is this one's own.
-    """
+    """Return `undo`, which does nothing in a process that was forked from this one."""
     process = os.getpid()
 
     def run() -> None:
@@ -172,11 +169,7 @@ def only_here(undo: Callable[[], object]) -> Callable[[], None]:
 
 
 def off_workers(close: Callable[[], object]) -> Callable[[], None]:
-    """`close`, on a thread of its own where one of the runtime's threads runs it.
-
-    Garbage is collected on any thread. One that another waits for cannot wait for that one's end,
-    nor for its own.
-    """
+    """Return `close`, run in a thread of its own where a runtime's thread collects garbage."""
 
     def run() -> None:
         if threading.current_thread().name.startswith(OWN_THREADS):
@@ -381,10 +374,7 @@ def private_pages(num_bytes: int) -> mmap.mmap:
 
 
 def ask_for_huge_pages(buffer: torch.Tensor) -> None:
-    """Let Linux back a CPU buffer with huge pages where it can; a hint, and elsewhere nothing.
-
-    A lane is the first to touch a fresh buffer. With pages of 4 KiB that is most of its time.
-    """
+    """Let Linux back a CPU buffer with huge pages where it can: fewer page faults."""
     advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
     if advise is None:
         return
@@ -408,10 +398,7 @@ def quick_turns() -> Callable[[], None]:
 
 
 class Backend:
-    """The few things that differ between the host's own memory and an accelerator.
-
-    `limit_s` is how long a wait for a lane may take before it is a fault.
-    """
+    """Differences of host and accelerator memory; a longer wait than `limit_s` is a fault."""
 
     def __init__(
         self,

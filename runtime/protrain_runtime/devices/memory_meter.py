@@ -211,26 +211,17 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStora
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], *, block: int = 1) -> int:
-    """Bytes of the distinct storages behind `tensors` (a view counts its whole storage once).
-
-    Each storage takes whole blocks of `block` bytes.
-    """
+    """Bytes of the distinct storages behind `tensors`, each in whole blocks of `block` bytes."""
     return sum(in_blocks(storage.nbytes(), block) for storage in storages_of(tensors).values())
 
 
 def reachable_bytes(device: torch.device) -> int:
-    """Bytes of all tensors on an accelerator that Python can reach, in the allocator's blocks.
-
-    What the allocator has given out beyond these has been taken by libraries, for themselves.
-    """
+    """Bytes, in the allocator's blocks, of all tensors on an accelerator that Python can reach."""
     return storage_bytes(reachable(device), block=block_bytes(device.type))
 
 
 def borrowing(view: torch.Tensor) -> torch.Tensor:
-    """`view`, noted as one that looks at memory which it does not keep: it counts for nothing.
-
-    A library's thread may hold it for a moment after its memory is gone.
-    """
+    """Note a `view` of memory that it does not keep: it counts for nothing."""
     setattr(view, _BORROWS, True)
     return view
 

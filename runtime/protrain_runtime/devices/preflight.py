@@ -64,11 +64,13 @@ class Room:
     disk_is_memory: bool = False
 
 
-def for_each(room: Room, num_ranks: int) -> Room:
-    """What each of a machine's ranks can have; limits of processes and devices are each one's own.
+def ranks_here() -> int:
+    """The ranks that a launcher started on this machine; 1 without one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    The ranks start at the same time, so that what each of them holds already is still to come.
-    """
+
+def for_each(room: Room, num_ranks: int) -> Room:
+    """The part of each of a machine's ranks; process and device limits stay."""
 
     def part(num_bytes: int | None) -> int | None:
         return None if num_bytes is None else num_bytes // num_ranks
@@ -238,10 +240,7 @@ def warn_of_threads(plan: Plan, num_threads: int) -> None:
 
 
 def slow_disk(plan: Plan, probe_s: float) -> str | None:
-    """What to say where writing and reading PROBE_BYTES took `probe_s` seconds.
-
-    A step writes and reads about what is on disk, once each.
-    """
+    """Say so where a step's bytes on disk take long, as PROBE_BYTES took `probe_s` seconds."""
     spilled = plan.prediction.peak_bytes.disk
     seconds = spilled / PROBE_BYTES * probe_s
     if seconds < SLOW_FROM * plan.prediction.step_seconds:

@@ -141,8 +141,6 @@ class SpillFile:
             self._requests.close()
         self._file.close()
 
-    # --- blocks -----------------------------------------------------------------------------------
-
     def _read_blocks(self, requests: "_Requests", offset: int, target: memoryview) -> None:
         block = self.alignment.block
 
@@ -194,8 +192,6 @@ class SpillFile:
     def _suits(self, start: int, stop: int, part: memoryview) -> bool:
         memory, block = self.alignment
         return not (start % block or stop % block or _address(part) % memory)
-
-    # --- the system -------------------------------------------------------------------------------
 
     def _pread(self, offset: int, view: memoryview) -> None:
         while view:
@@ -304,11 +300,7 @@ class _Requests:
         return _Room(self._rooms)
 
     def run(self, work: Callable[[int, int], None], spans: list[tuple[int, int]]) -> None:
-        """Do `work` on every range; the first error is raised when all that began has ended.
-
-        A few requests go one after the other, which the system cuts for the disk by itself: to
-        hand them to other threads would take about as long.
-        """
+        """Do `work` on every range; the first error is raised when all that began has ended."""
         if len(spans) < NUM_REQUESTS:
             for start, stop in spans:
                 work(start, stop)
@@ -409,18 +401,13 @@ def _copy(target: memoryview, source: memoryview) -> None:
     ctypes.memmove(_address(target), _address(source), len(source))
 
 
-# --- what a file's direct I/O asks for ------------------------------------------------------------
-
 # Linux's statx (Linux 6.1): the kernel's `struct statx` and its STATX_DIOALIGN.
 _AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
 _STATX_BYTES, _MASK_AT, _DIO_AT = 256, 0, 0x98
 
 
 def _alignment(descriptor: int) -> Alignment:
-    """Of a file as the system tells it, else a page and a block of the file system's.
-
-    OSError (EINVAL) where the system says that the file takes no direct I/O.
-    """
+    """The alignment that the system tells, or a page and a block; OSError if none."""
     block = max(_PAGE, _power_of_two(os.fstat(descriptor).st_blksize))
     statx = getattr(ctypes.CDLL(None), "statx", None)
     if statx is None:

@@ -137,10 +137,7 @@ class DiskStore:
 
     @property
     def host_bytes(self) -> int:
-        """Memory beside an accelerator that bytes pass through: pinned, staging and edges.
-
-        0 on a CPU, where it is among what the process holds besides tensors.
-        """
+        """Pinned, staging and edge bytes beside an accelerator; 0 on a CPU."""
         if self._backend is None or self._backend.on_host:
             return 0
         return self._passing_bytes + (FILE_BYTES if self._file.direct else 0)
@@ -490,10 +487,7 @@ class BlockSums:
             self._sums.append(zlib.crc32(bytes(rest)))
 
     def check(self, start: int, num_bytes: int, copied: memoryview | None = None) -> None:
-        """Compare a range, or the copy that was made of it.
-
-        Of a block that is copied in part, the copy is made anew, from the bytes that were compared.
-        """
+        """Compare a range, or its copy: of a part of a block, a new copy is made."""
         for part in self._parts(start, num_bytes):
             with part.lock:
                 for block in part.blocks:

@@ -43,8 +43,8 @@ class Turns:
         # two: a lock could be held by another thread when the process is forked.
         self._now: dict[None, tuple[threading.Thread, str]] = {}
         self._step_of: threading.Thread | None = None
-        self._stepped = True  # `optimizer.step()` of the last step has ended
-        self._gradients = False  # a backward has left some, and nobody has dropped them
+        self.stepped = True  # `optimizer.step()` of the last step has ended
+        self.gradients = False  # a backward has left some, and nobody has dropped them
         self.num_steps = 0  # training forwards that have begun
 
     @property
@@ -63,23 +63,20 @@ class Turns:
             )
 
     def check(self, what: str, *, step: bool = False) -> None:
-        """TurnError, saying `what`, where the model is another thread's now.
-
-        `step`: that is to begin a step, which finds no gradients of another thread's.
-        """
+        """TurnError, saying `what`, if another thread uses the model or has gradients."""
         holder = self._now.get(None)
         if holder is not None and _is_another(holder[0]) and not self.forked:
             raise _refused(what, holder[0], holder[1])
-        if self.of_another or (step and self._foreign() and self._gradients):
+        if self.of_another or (step and self._foreign() and self.gradients):
             assert self._step_of is not None
             raise _refused(what, self._step_of, "a training step")
 
     @property
     def of_another(self) -> bool:
         """Whether a step of another thread is under way."""
-        if self._stepped or not self._foreign():
+        if self.stepped or not self._foreign():
             return False
-        return self._graph_lives() or self._gradients
+        return self._graph_lives() or self.gradients
 
     def _foreign(self) -> bool:
         """Whether the last step was of another thread, that may go on with it."""
@@ -100,7 +97,7 @@ class Turns:
         try:
             self.check(what, step=step)
             if step:
-                self._step_of, self._stepped = mine[0], False
+                self._step_of, self.stepped = mine[0], False
                 self.num_steps += 1
             yield
         finally:
@@ -113,18 +110,6 @@ class Turns:
             f"another thread trained while {what} was called: some values are of before its step",
             fix="call it between the steps of the thread that trains",
         )
-
-    def end_backward(self) -> None:
-        """A backward of the step that is under way has ended."""
-        self._gradients = True
-
-    def drop_gradients(self) -> None:
-        """There are no gradients now, or zeros."""
-        self._gradients = False
-
-    def end_step(self) -> None:
-        """The step that was under way has ended; its gradients may still be there."""
-        self._stepped = True
 
 
 def in_turn(
@@ -158,7 +143,7 @@ def watch_zero_grad(model: nn.Module, turns: Turns) -> Callable[[], None]:
     def zero_grad(set_to_none: bool = True) -> None:
         turns.check("zero_grad() was called")
         drop(set_to_none)
-        turns.drop_gradients()
+        turns.gradients = False
 
     def undo() -> None:
         if own is None:

@@ -24,7 +24,7 @@ from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import parameter_values
 from protrain_runtime.states.host_steps import stepping_as
 from protrain_runtime.states.stand_ins import ConsumedGradient, OffloadedGradient
-from protrain_runtime.states.stepping import OptimizerFactory, options_of
+from protrain_runtime.states.stepping import options_of
 
 CHECKED_STEPS = 3
 """The second step is the first that reads optimizer states, the third that reads what it wrote."""
@@ -78,24 +78,17 @@ class _Tap(torch.autograd.Function):
 class Check:
     """Compares the first CHECKED_STEPS of `model`, then takes itself off.
 
-    Made before the model follows its plan, and started after. `factory` makes an optimizer of the
-    copy, in the groups of `planned`, that updates on the host what `plan` updates there.
+    Made before the model follows its plan, and started after. The copy's optimizer has the groups
+    of `planned`, and updates on the host what `plan` updates there.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        factory: OptimizerFactory,
-        planned: PlannedOptimizer,
-        *,
-        plan: Plan,
-    ) -> None:
+    def __init__(self, model: nn.Module, planned: PlannedOptimizer, plan: Plan) -> None:
         self._model, self._planned = model, planned
         self._plain = copy.deepcopy(model)
         compile_copy(model, self._plain)
         plain = zip(model.parameters(), self._plain.parameters(), strict=True)
         copies = dict[nn.Parameter, nn.Parameter](plain)
-        self._optimizer = stepping_as(plan, self._plain, factory)(
+        self._optimizer = stepping_as(plan, self._plain, planned.factory)(
             [
                 {**group, "params": [copies[parameter] for parameter in group["params"]]}
                 for group in planned.param_groups

@@ -32,7 +32,7 @@ from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
 from protrain_runtime.states.chunks import Chunk, of_one_storage, overlapping
 from protrain_runtime.states.quantized import named_scales
-from protrain_runtime.states.stepping import NAMES, OptimizerFactory, options_of
+from protrain_runtime.states.stepping import NAMES, options_of
 from protrain_runtime.states.update_rules import UpdateRules
 
 
@@ -129,10 +129,7 @@ def check_devices(
     *,
     copies: bool,
 ) -> None:
-    """ProtrainError where the plan is not for the devices that there are.
-
-    `copies`: a plain copy of the model is to train beside it.
-    """
+    """ProtrainError for other devices, or those on which no plain copy (`copies`) trains."""
     check_ranks(plan, group)
     devices, replicas = plan.group.num_devices, plan.group.num_replicas
     if devices % replicas:
@@ -188,7 +185,13 @@ def check_offloaded(
     for chunk, unit in offloaded:
         for part in (part for part in chunk.slices if part.trainable):
             rule = part.rule(rules)
-            rules.refuse_whole(part.name, rule)
+            if rule.reason:
+                raise ProtrainError(
+                    f"the optimizer cannot update {part.name!r} in pieces: {rule.reason}",
+                    key="optimizer",
+                    fix="an elementwise optimizer, such as AdamW or SGD; or a plan whose states"
+                    " stay on the device",
+                )
             if chunk.sharding is not None and rule.block > 1:
                 raise ProtrainError(
                     f"the optimizer's states of {part.name!r} are of {rule.block} elements each,"
@@ -221,10 +224,7 @@ def _grouped(optimizer: PlannedOptimizer) -> set[nn.Parameter]:
 
 
 def _refuse_ungrouped(chunk: Chunk, grouped: set[nn.Parameter], does: str) -> None:
-    """ProtrainError where a parameter's gradient would be used up, and the parameter not updated.
-
-    `does` says what the plan does with the chunk.
-    """
+    """ProtrainError where a parameter that the plan updates is in no group."""
     for part in chunk.slices:
         if part.trainable and part.parameter not in grouped:
             raise ProtrainError(
@@ -264,18 +264,17 @@ def check_stepped(
                 )
 
 
-def refuse_masters(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> None:
+def refuse_masters(optimizer: PlannedOptimizer) -> None:
     """ProtrainError where an optimizer cannot step on masters batch by batch, as all plans do."""
     trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
     if (first := next(trained, None)) is not None:
-        rules_of(factory, optimizer).of(first.dtype, first.shape, parameter=first)
+        rules_of(optimizer).of(first.dtype, first.shape, parameter=first)
 
 
-def rules_of(factory: OptimizerFactory, optimizer: PlannedOptimizer) -> UpdateRules:
+def rules_of(optimizer: PlannedOptimizer) -> UpdateRules:
     """The rules of the optimizer with the options of its groups."""
-    groups = options_of(optimizer)
     members = {p: place for place, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    return UpdateRules(factory, groups, members)
+    return UpdateRules(optimizer.factory, options_of(optimizer), members)
 
 
 _BESIDE = ("buffer", "scale")
@@ -283,12 +282,7 @@ _BESIDE = ("buffer", "scale")
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """A digest of the module tree, and of all parameters and buffers by name, shape and dtype.
-
-    Of packed weights also their scales.
-
-    Values do not count, nor does the device; what is trainable and what is tied does.
-    """
+    """A digest of modules, and of tensors by name, shape, dtype, trainability and ties."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         digest.update(f"module {name} {type(module).__qualname__}\n".encode())
@@ -303,10 +297,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, str, str]]:
-    """Name, tensor, role, and the first name of a tied parameter.
-
-    Parameters, then buffers, then the scales of packed weights.
-    """
+    """Name, tensor, role and first name of each parameter, then of buffers and scales."""
     first_names = {parameter: name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         role = "trainable" if parameter.requires_grad else "frozen"

@@ -105,11 +105,7 @@ def slot_peaks(segments: Sequence[Segment]) -> tuple[int, ...]:
 
 
 def _meter(model: nn.Module, device: torch.device, *, besides_bytes: int = 0) -> MemoryMeter:
-    """A meter that counts on from all tensors on `device` that Python can reach.
-
-    On a CPU the buffers of a host tier are told apart from the device's tensors. An accelerator's
-    allocator knows its bytes.
-    """
+    """Make a meter of all tensors on `device` that Python can reach, without a CPU's host tier."""
     if not devices.on_host(device):
         start = torch.accelerator.memory_allocated(device)
         return MemoryMeter(device, start_bytes=start - besides_bytes)
@@ -127,10 +123,7 @@ class Recorder:
         self._times, self._plan = times, plan
 
     def recording(self, *, slot_bytes: Sequence[int] = ()) -> Recording:
-        """The step's slots and moves, with `slot_bytes` of a measured step (`measure_step`).
-
-        RuntimeError where no step has ended.
-        """
+        """The step's slots and moves, with measured `slot_bytes`; RuntimeError if none."""
         step = self._times.last
         if step is None:
             raise RuntimeError("nothing was recorded: no step has ended")
@@ -176,10 +169,7 @@ _FIRST, _LAST = 1, 2
 
 
 class Watch:
-    """Compares the second step, on an accelerator the third too, and warns once of more.
-
-    Whatever fails here ends the watch, and not the training.
-    """
+    """Warns once if the second step, or third on an accelerator, takes more than planned."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, engine: Engine, optimizer: PlannedOptimizer

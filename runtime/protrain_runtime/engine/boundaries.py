@@ -36,50 +36,34 @@ class Listener(Protocol):
 
     def begin(self, *, training: bool) -> None:
         """The model was called; slot 0 begins. `training`: a graph is being recorded."""
-        ...
 
     def begin_between(self) -> None:
-        """The model was called without a graph, while its last forward waits for its backward.
-
-        Slots of that call are entered and left up to `end_forward`.
-        """
-        ...
+        """The model was called without a graph, while its last forward waits for its backward."""
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
         """Slot `slot` begins, and all before it have ended; `inputs` are a block's tensors."""
-        ...
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         """The current forward slot's computation has ended with these tensors."""
-        ...
 
     def differentiate(self, unit: int) -> None:
         """The forward that runs asks for gradients itself, through what this unit handed on."""
-        ...
 
     def end_forward(self) -> None:
         """The model returned."""
-        ...
 
     def end_backward(self) -> None:
         """The backward pass is over."""
-        ...
 
     def abort(self) -> None:
         """The model raised."""
-        ...
 
     def backward_failed(self) -> None:
         """The backward pass raised, what will be seen where it was called."""
-        ...
 
 
 def _method_of(module: nn.Module, run: Callable[..., object]) -> Callable[..., object]:
-    """`run` as a method of the module, with the signature that its forward has now.
-
-    Libraries look at a model's forward: for the arguments that it takes (`generate`), and for the
-    function behind the method, which Accelerate wraps in autocast and binds to the model again.
-    """
+    """Return `run` as a method with the signature that the module's forward has: libraries look."""
 
     def forward(_: nn.Module, /, *args: object, **kwargs: object) -> object:
         return run(*args, **kwargs)
@@ -195,10 +179,7 @@ class Boundaries:
             self.skipped = tuple(index for index in blocks if index not in self._called)
 
     def _may_hold_a_block(self, function: object) -> bool:
-        """Whether the model's checkpoint around this function is replaced: a block may begin in it.
-
-        None does where a block runs, or the last part.
-        """
+        """Whether a block may begin in a checkpoint's function: in a block none does."""
         if self._in_block or self._unit == len(self._units) - 1:
             return False
         module = own_checkpoints.module_of(function)
@@ -299,10 +280,7 @@ class Boundaries:
         return repr(self._names[index]) if self._names else f"unit {index}"
 
     def _watch(self, tensors: Sequence[torch.Tensor], slot: int) -> Callable[..., None]:
-        """Enter `slot` when the first of these tensors' gradients is complete.
-
-        Returns what their graph holds from now on, and nobody else.
-        """
+        """Enter `slot` at the first complete gradient; returns what the graph holds."""
         step = self._step
 
         def hook(*_: object) -> None:

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from weakref import ref
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from protrain_runtime.activations.forms import around
 from protrain_runtime.activations.saved_tensors import ByPointer, SavedTensors
 from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
-from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput, UnitPlan
-from protrain_runtime.devices.lanes import Backend, LaneError, Ticket, WorkLane, is_held, nothing
+from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput
+from protrain_runtime.devices.lanes import LaneError, Ticket, WorkLane, is_held, nothing
 from protrain_runtime.devices.memory_meter import addresses
 from protrain_runtime.devices.stores import DeviceStore
 from protrain_runtime.devices.turns import Turns
@@ -35,7 +36,6 @@ from protrain_runtime.engine.state import (
     unzeroed_gradient,
 )
 from protrain_runtime.engine.step_times import StepTimes
-from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, refuse_reading
 from protrain_runtime.states.stand_ins import ConsumedGradient, plainly
 from protrain_runtime.states.unchanged_model import UnchangedModel
@@ -48,28 +48,22 @@ Observer = Callable[[str], None]
 class Engine:
     """Executes the programmes of a step.
 
-    `program` ends with the update of offloaded chunks, and is that of a step that is clipped: what
-    does speculative updates again is left out of others. `accumulating` is that of a micro-batch
-    before. `shared` are the storages of persistent parameters and of buffers. `step_on` is the
-    optimizer's step on one persistent chunk. `checked`: whoever brings bytes to a tier or back
-    looks at them, which the hardware by itself does not.
+    The programme of `moves` ends with the update of offloaded chunks, and is that of a step that is
+    clipped: what does speculative updates again is left out of others. `accumulating` is that of a
+    micro-batch before. `step_on` is the optimizer's step on one persistent chunk. With `checked`,
+    threads bring bytes to a tier and back, which look at them. Ranks have `shared_buffers` alike.
     """
 
     def __init__(
         self,
-        program: Program,
-        accumulating: Program,
-        plans: Sequence[UnitPlan],
-        chunks: Sequence[Chunk],
         moves: Moves,
+        accumulating: Program,
         *,
-        backend: Backend,
-        shared: frozenset[int],
         step_on: Callable[[Chunk], None],
-        ranks: Ranks | None = None,
         checked: bool = False,
         shared_buffers: Sequence[torch.Tensor] = (),
     ) -> None:
+        program, plans, chunks, backend = moves.program, moves.plans, moves.chunks, moves.backend
         self.program, self._accumulating = program, accumulating
         self._program = program  # of the micro-batch that runs
         self._names = {
@@ -77,8 +71,12 @@ class Engine:
             for each in (program, accumulating)
         }
         self._plans, self._chunks = plans, chunks
-        self._moves, self._backend, self._shared = moves, backend, shared
-        self._ranks, self._buffers = ranks, tuple(shared_buffers)
+        self._moves, self._ranks, self._buffers = moves, moves.ranks, shared_buffers
+        # Storages that stay where they are. Those of offloaded parameters do not: what stands in
+        # for them is freed by the first gather, and an activation may come to lie there; nor those
+        # of buffers, which a forward may replace: that modules hold them keeps them there.
+        staying = [chunk for chunk in chunks if chunk.store is None]
+        self._shared = addresses([each for chunk in staying for each in chunk.parameters])
         self._step_on = step_on
         self.observer: Observer | None = None
         # The model's own, as long as it lives: what begins parts, and looks at it before a step.
@@ -100,20 +98,21 @@ class Engine:
             )
             for lane in sorted({move.lane for move in program.moves} - {COLLECT}, key=str)
         }
-        if ranks is not None:
+        if self._ranks is not None:
             self.lanes[COLLECT] = backend.lane(str(COLLECT), on_device=True, patient=True)
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
         self._stepped = [chunks[unit] for slot in program.slots for unit in slot.stepped]
         self.consuming = [*self._offloaded, *self._stepped]  # whose gradients the plan uses up
         for chunk in self.consuming:
             # A lane's work may hold a chunk for longer than the model lives.
-            chunk.bring = partial(_bring, ref(self))
-            chunk.settle = partial(_settle, ref(self))
+            chunk.bring = partial(_while_alive, WeakMethod(self.bring), chunk.bring)
+            chunk.settle = partial(_while_alive, WeakMethod(self.settle), chunk.settle)
         self._reads = [
             [chunk for chunk in self._offloaded if unit in chunk.used_by]
             for unit in range(program.num_units)
         ]
-        self._in_backward = program.settings.updates == "in backward"
+        # Whether parameters have their next values before `optimizer.step()`.
+        self.updates_in_backward = program.settings.updates == "in backward"
         updates = self._stepped or any(move.kind == "update" for move in program.moves)
         self._carried: dict[int, Ticket] = {}  # moves that run on, mostly of the last step
         self._ahead: dict[int, Ticket] = {}  # moves of the last backward's speculative updates
@@ -129,9 +128,11 @@ class Engine:
         self._state = StepState(
             program.num_units,
             program.settings.micro_batches,
-            updates_in_backward=bool(updates) and self._in_backward,
+            updates_in_backward=bool(updates) and self.updates_in_backward,
         )
-        self.turns = Turns(self._graph_lives)
+        self.turns = Turns(
+            lambda: (boundaries := self.boundaries()) is not None and boundaries.graph_lives
+        )
         self._shown: list[Slice] = []  # the parameters whose gradients the last backward took
         self._given_up: MemorySnapshot | None = None  # when the last forward was cut short
         self._reset()
@@ -146,8 +147,6 @@ class Engine:
         self._evaluation: EvaluationPass | None = None
         self._outputs: frozenset[int] = frozenset()
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
-
-    # ---- what Boundaries reports ------------------------------------------------------------
 
     def begin(self, *, training: bool) -> None:
         self._at_home("the model was called", self.lanes if training else self._offloaded)
@@ -177,7 +176,7 @@ class Engine:
                 self._state.num_backwards = 0
             for chunk in self.consuming:
                 chunk.hide_consumed()
-            any_may_be_last = not self._in_backward and self._ranks is None
+            any_may_be_last = not self.updates_in_backward and self._ranks is None
             due = self._state.num_backwards + 1 == self._state.micro_batches
             self._program = self.program if any_may_be_last or due else self._accumulating
             self._moves.clear(self._program)
@@ -275,7 +274,7 @@ class Engine:
                     f' would have old values: keep none, or plan with --pin "{name}: persistent"'
                 )
             self._state.end_backward()
-            self.turns.end_backward()
+            self.turns.gradients = True
             for chunk in self.consuming:
                 chunk.show_consumed()
             self._shown = [part for chunk in self.consuming for part in chunk.consumed]
@@ -366,7 +365,7 @@ class Engine:
         if slot < 0:
             return self._given_up
         return memory_snapshot(
-            slot, self._chunks, *self._moves.in_transit(), device=self._backend.device
+            slot, self._chunks, *self._moves.in_transit(), device=self._moves.backend.device
         )
 
     def _refuse_micro_batch(self) -> None:
@@ -396,28 +395,13 @@ class Engine:
         with plainly():
             return all(part.parameter.grad is None for part in parts)
 
-    def _graph_lives(self) -> bool:
-        boundaries = self.boundaries()
-        return boundaries is not None and boundaries.graph_lives
-
     def _at_home(self, what: str, needed: Collection[object]) -> None:
         """TurnError, saying `what`, in a forked process, where that needs what only one has."""
         if needed:
             self.turns.at_home(what)
 
-    # ---- the end of a step ------------------------------------------------------------------
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether parameters have their next values before `optimizer.step()`."""
-        return self._in_backward
-
     def settle(self, what: str) -> None:
-        """RuntimeError, saying `what`, where some parameters are updated and some are not.
-
-        So it is between backward and `optimizer.step()`, where updates are in backward, and after a
-        step, or such a backward, that a signal or an error has ended.
-        """
+        """RuntimeError, saying `what`, where some parameters are updated and some are not."""
         self._at_home(what, self._offloaded)
         self.turns.check(what)
         if self._modified:
@@ -483,14 +467,11 @@ class Engine:
         return nullcontext() if self._ranks is None else self._ranks.meeting.telling(what)
 
     def begin_update(self, *, same_options: bool) -> None:
-        """Let the updates start that waited for the end of backward.
-
-        `same_options`: the optimizer's are those that updates ahead of the norm had.
-        """
+        """Let the updates start that waited, those ahead of the norm again with other options."""
         self._state.begin_step()
         if self._times is not None:
             self._times.enter(len(self._program.slots))
-        if self._in_backward or not self._state.num_backwards:
+        if self.updates_in_backward or not self._state.num_backwards:
             return
         for chunk in self._offloaded:
             chunk.forget_dropped()
@@ -516,10 +497,7 @@ class Engine:
         self._running -= going_on
 
     def end_updates(self) -> None:
-        """Wait for updates of the last step that run on; LaneError where one has failed.
-
-        Called by whoever reads parameters or states, or frees them.
-        """
+        """Wait for updates of the last step that run on; LaneError where one has failed."""
         for number in sorted(self._carried):
             self._end_carried(number, self._carried[number].synchronize)
 
@@ -541,10 +519,7 @@ class Engine:
                 self._moves.update_shard(chunk)
 
     def finish_step(self) -> None:
-        """Wait until every move has ended, but for what may run on. Called by the step.
-
-        A step that is recorded waits for these too.
-        """
+        """End all moves but those that may run on, or all of a recorded step."""
         if self._times is not None:
             self._times.leave()
         runs_on = self._runs_on if self._times is None else frozenset[int]()
@@ -561,7 +536,7 @@ class Engine:
         for chunk in self._stepped:
             chunk.put_back()
         self._state.end_step()
-        self.turns.end_step()
+        self.turns.stepped = True
 
     def _end_moves(self) -> None:
         for number in sorted(self._running):
@@ -583,8 +558,6 @@ class Engine:
             chunk.put_back()
         for lane in self.lanes.values():
             lane.close()
-
-    # ---- parameters between steps -----------------------------------------------------------
 
     def gather(self, chunks: Sequence[Chunk], what: str, *, modify: bool) -> None:
         """Have these chunks' parameters on the device until `ungather`; `what` has them there."""
@@ -608,8 +581,6 @@ class Engine:
 
     def _evaluated(self, chunks: Sequence[Chunk]) -> EvaluationPass:
         return EvaluationPass(chunks, self._moves, self._await_fetches, self._collect)
-
-    # ---- slots ------------------------------------------------------------------------------
 
     def _begin_slot(self, index: int, inputs: Sequence[torch.Tensor]) -> None:
         if index == self._program.num_units and (name := unzeroed_gradient(self.consuming)):
@@ -665,7 +636,9 @@ class Engine:
                 foreign=foreign,
                 own=own,
                 handed_on=self._handed_on,
-                begin=partial(_begin_backward, ref(self), slot.unit),
+                begin=partial(
+                    _while_alive, WeakMethod(self.begin_backward), lambda _: None, slot.unit
+                ),
             )
             self._saved.__enter__()
         if slot.forward:
@@ -675,8 +648,13 @@ class Engine:
 
     def _end_slot(self) -> None:
         slot = self._program.slots[self._state.slot]
-        for unit in slot.stepped:
-            self._update_here(self._chunks[unit])
+        for unit in slot.stepped:  # whose gradients are complete, and go
+            self._state.updating = True
+            chunk = self._chunks[unit]
+            self._step_on(chunk)
+            chunk.take_gradients()
+            chunk.gradients.clear()
+            chunk.put_aside()
         if self._times is not None:
             self._times.leave()
         # Before the release below: saved tensors that lie in a chunk's buffer are places by now.
@@ -705,19 +683,12 @@ class Engine:
                 self._chunks[move.unit].unbind(self._chunks[move.unit].every_group)
             self._submit(number)
 
-    def _update_here(self, chunk: Chunk) -> None:
-        """Update a persistent chunk, whose gradients are complete, and free these."""
-        self._state.updating = True
-        self._step_on(chunk)
-        chunk.take_gradients()
-        chunk.gradients.clear()
-        chunk.put_aside()
-
     def _submit(self, number: int) -> None:
         move = self._program.moves[number]
         self._state.updating |= move.kind == "update" and number not in self._program.speculative
         lane = self.lanes[move.lane]
-        after = [self._ticket(other) for other in move.after]
+        # A move before it may have run ahead of the norm, in the last backward.
+        after = [self._tickets.get(other) or self._ahead[other] for other in move.after]
         if self._awaited and self._program.awaited(move) is not None:
             awaited = self._awaited[move.unit]
             after += [self._carried[other] for other in awaited if other in self._carried]
@@ -727,10 +698,6 @@ class Engine:
             work = self._times.timed(number, work, lane)
         self._tickets[number] = lane.submit(self._names[id(self._program)][number], work, after)
         self._running.add(number)
-
-    def _ticket(self, number: int) -> Ticket:
-        """That of a move of this step, also of one that ran ahead of the norm."""
-        return self._tickets[number] if number in self._tickets else self._ahead[number]
 
     def _end(self, number: int) -> None:
         self._tickets[number].wait()  # on a stream: what is freed below serves again behind it
@@ -746,8 +713,6 @@ class Engine:
         unit = self._program.slots[self._state.slot].unit
         self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
         self._handed_on = saved.handed_on
-
-    # ---- what a step may not do ---------------------------------------------------------------
 
     def begin_backward(self, unit: int) -> None:
         """Backward reads what a unit has saved: the unit's slot begins, if it has not begun."""
@@ -783,10 +748,7 @@ class Engine:
         self.lanes[COLLECT].submit(what, work, ()).wait()
 
     def _await_fetches(self, chunk: Chunk) -> None:
-        """Wait for what is on its way to a chunk's buffers; of ranks, for this one's part.
-
-        All parts are gathered anew, behind what is on its way.
-        """
+        """Wait for what is on its way to a chunk's buffers; of ranks, for this one's part."""
         for number in sorted(self._running):
             move = self._program.moves[number]
             if move.unit == chunk.unit and move.kind == "fetch":
@@ -797,20 +759,8 @@ class Engine:
             self.observer(what)
 
 
-def _bring(engine: "ref[Engine]", chunk: Chunk, name: str) -> None:
-    there = engine()
-    if there is None:
-        refuse_reading(name)
-    else:
-        there.bring(chunk, name)
-
-
-def _begin_backward(engine: "ref[Engine]", unit: int) -> None:
-    if (there := engine()) is not None:
-        there.begin_backward(unit)
-
-
-def _settle(engine: "ref[Engine]", what: str) -> None:
-    there = engine()
-    if there is not None:
-        there.settle(what)
+def _while_alive(
+    method: Callable[[], Callable[..., None] | None], otherwise: Callable[..., None], *given: Any
+) -> None:
+    """Call the method of an engine that lives as long as its model; `otherwise` after that."""
+    (method() or otherwise)(*given)

@@ -13,10 +13,7 @@ from protrain_runtime.states.chunks import Chunk
 
 
 class EvaluationPass:
-    """One forward without a graph over the offloaded `chunks`.
-
-    `arrived` waits for a chunk's groups that are on their way; `collect` runs a collective.
-    """
+    """One forward without a graph; `arrived` waits for groups, `collect` runs collectives."""
 
     def __init__(
         self,

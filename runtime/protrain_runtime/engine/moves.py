@@ -18,7 +18,7 @@ has one.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, assert_never
 from weakref import ref
 
@@ -344,26 +344,6 @@ class SwappedUnit:
                     yield storage
 
 
-@dataclass(slots=True)
-class Staging:
-    """The buffers that optimizer states pass through, in the memory that `empty` allocates in.
-
-    `reads` are the moves that fill them, by number.
-    """
-
-    reads: dict[int, Move]
-    empty: Callable[[int], torch.Tensor]
-    ring: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    _place: dict[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._place = {number: place % STAGING_PIECES for place, number in enumerate(self.reads)}
-
-    def of(self, number: int) -> torch.Tensor | None:
-        """The buffer that a move fills.  # uint8 [bytes]"""
-        return self.ring[self._place[number]] if self.ring else None
-
-
 class Moves:
     """The data side of a programme: chunks, swapped activations, optimizer pieces.
 
@@ -382,19 +362,23 @@ class Moves:
         factory: OptimizerFactory,
         options: Callable[[], Options],
         ranks: Ranks | None = None,
-        team: UpdateTeam | None = None,
+        team: UpdateTeam,
     ) -> None:
-        self._team = UpdateTeam() if team is None else team
-        self.update_threads = self._team.inside
-        self._program, self._plans, self._chunks = program, plans, chunks
-        self._backend, self._swap_stores = backend, swap_stores
+        self._team, self.update_threads = team, team.inside
+        self.plans, self.chunks, self.ranks = plans, chunks, ranks
+        self.backend, self._swap_stores = backend, swap_stores
         self.buffers = Buffers(backend)
         self._factory, self._options = factory, options
-        # The staging buffers, in the memory below and on the device.
-        self._staging = [
-            Staging(self._reads(program, on_device=False), backend.empty_host),
-            Staging(self._reads(program, on_device=True), backend.empty),
-        ]
+        # Moves that read states, by number, and the staging buffers that they fill in turn: for
+        # updates below, and on the device.
+        self._reads: dict[bool, dict[int, Move]] = {False: {}, True: {}}
+        self._rings: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        self._places: dict[int, int] = {}
+        for number, move in enumerate(program.moves):
+            if move.kind == "read states":
+                reads = self._reads[plans[move.unit].states.update_on_device]
+                self._places[number] = len(reads) % STAGING_PIECES
+                reads[number] = move
         # By unit: offsets and bytes of what is reserved for what it swaps.
         self._swap_regions: dict[int, list[tuple[int, int]]] = {}
         # By the move that writes it: what an update on a stream reads, until it has ended. Some run
@@ -406,7 +390,7 @@ class Moves:
 
     def clear(self, program: Program) -> None:
         """Forget the programme that ran, and do the moves of this one."""
-        self._program = program
+        self.program = program
         self.buffers.keep_for(())
         self._gradients.clear()
         if self._reductions is not None:
@@ -422,45 +406,25 @@ class Moves:
     @property
     def may_make_staging(self) -> bool:
         """Whether states are read, and have no staging buffers yet."""
-        return any(staging.reads and not staging.ring for staging in self._staging)
+        return any(reads and not self._rings[there] for there, reads in self._reads.items())
 
     def make_staging(self) -> None:
-        """Allocate the staging buffers, once there is something to read.
-
-        Called between steps: a step reads all states or none. Parameters and gradients are read
-        from the first.
-        """
-        self._gradients.make_rooms(self._chunks)
-        for staging in self._staging:
-            self._make_ring(staging)
-
-    def _make_ring(self, staging: "Staging") -> None:
-        moves = list(staging.reads.values())
-        chunks = [self._chunks[move.unit].own for move in moves]
-        wanted = any(chunk.updated or self._read_with_states(chunk)[0] for chunk in chunks)
-        if staging.ring or not wanted:
-            return
-        largest = 0
-        for move, chunk in zip(moves, chunks, strict=True):
-            piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop))
-            parameters, gradients = self._read_with_states(chunk)
-            num_bytes = piece.ring_bytes(parameters=parameters, gradients=gradients)
-            largest = max(largest, num_bytes)
-        for _ in range(min(STAGING_PIECES, len(moves))):
-            staging.ring.append(staging.empty(largest))
-
-    def _reads(self, program: Program, *, on_device: bool) -> dict[int, Move]:
-        """The moves that read states for updates below, or on the device."""
-        return {
-            number: move
-            for number, move in enumerate(program.moves)
-            if move.kind == "read states" and self._on_device(move.unit) == on_device
-        }
-
-    def _on_device(self, unit: int) -> bool:
-        """Whether a chunk's states stream to the device to be updated there."""
-        states = self._plans[unit].states
-        return isinstance(states, Offload) and states.update_on_device
+        """Allocate staging buffers between steps, once there are states, or parameters, to read."""
+        self._gradients.make_rooms(self.chunks)
+        for on_device, reads in self._reads.items():
+            owns = [self.chunks[move.unit].own for move in reads.values()]
+            wanted = any(own.current.updated or self._read_with_states(own)[0] for own in owns)
+            if self._rings[on_device] or not wanted:
+                continue
+            largest = 0
+            for move, own in zip(reads.values(), owns, strict=True):
+                piece = Piece(own, own.cut(move.start), own.cut(move.stop))
+                parameters, gradients = self._read_with_states(own)
+                num_bytes = piece.ring_bytes(parameters=parameters, gradients=gradients)
+                largest = max(largest, num_bytes)
+            empty = self.backend.empty if on_device else self.backend.empty_host
+            count = min(STAGING_PIECES, len(reads))
+            self._rings[on_device] = [empty(largest) for _ in range(count)]
 
     def in_transit(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that are on their way, and those that others pass through."""
@@ -471,37 +435,32 @@ class Moves:
         ]
         moving = [tensor for held in self._held.values() for tensor in held]
         moving += [t for s in storages for t in (s.source, s.restored) if t is not None]
-        rings = [buffer for staging in self._staging for buffer in staging.ring]
-        return moving, [*rings, *self._gradients.rooms]
+        return moving, [*self._rings[False], *self._rings[True], *self._gradients.rooms]
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for what passes through to an optimizer there: from disk, and to be added.
-
-        On a CPU these buffers count as the device's.
-        """
-        if self._backend.on_host:
+        """Host bytes on their way to an optimizer there; on a CPU they are the device's."""
+        if self.backend.on_host:
             return 0
-        below = self._staging[False].ring
-        return sum(buffer.numel() for buffer in (*below, *self._gradients.rooms))
+        return sum(one.numel() for one in (*self._rings[False], *self._gradients.rooms))
 
     def describe(self, store: Store, start: int, stop: int) -> str:
         """What lies between two offsets of a store: tensors, and the unit that they are of."""
         found = [
             (unit, what)
-            for unit, what, place, num_bytes in self._places(store)
+            for unit, what, place, num_bytes in self._in_store(store)
             if place < stop and start < place + num_bytes
         ]
         if not found:
             return "averages, or what lies between tensors"
-        units = list(dict.fromkeys(self._plans[unit].name for unit, _ in found))
+        units = list(dict.fromkeys(self.plans[unit].name for unit, _ in found))
         names = list(dict.fromkeys(what for _, what in found))
         more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
         return f"{', '.join(names[:NUM_NAMED])}{more}, of unit {', '.join(map(repr, units))}"
 
-    def _places(self, store: Store) -> Iterator[tuple[int, str, int, int]]:
+    def _in_store(self, store: Store) -> Iterator[tuple[int, str, int, int]]:
         """What lies in a store: its unit and name, its offset and bytes."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             own = chunk.own
             copies = [own.current] if own.spare is None else [own.current, own.spare]
             for part in own.slices:
@@ -515,25 +474,22 @@ class Moves:
                     place = own.gradient_offset + part.start * part.dtype.itemsize
                     yield chunk.unit, f"gradient of {part.name!r}", place, part.num_bytes
         for unit, regions in self._swap_regions.items():
-            activations = self._plans[unit].activations
+            activations = self.plans[unit].activations
             assert isinstance(activations, Swap | SwapInput)
             if self._swap_stores[activations.tier] is store:
                 yield from ((unit, "swapped activations", *region) for region in regions)
 
     def _read_with_states(self, chunk: Chunk) -> tuple[bool, bool]:
-        """Whether an update brings a chunk's parameters and its gradients with the states.
-
-        Parameters, where they do not stand in place; gradients that waited with the states.
-        """
-        states = self._plans[chunk.unit].states
+        """Whether an update brings a chunk's parameters and its gradients with the states."""
+        states = self.plans[chunk.unit].states
         assert not isinstance(states, Persistent)
-        step = self._program.settings, self._program.device
+        step = self.program.settings, self.program.device
         return gradient_home(states, *step) != "in place", reads_gradients(states, *step)
 
     def start(self, number: int) -> Work:
         """The move's work; what it needs is allocated now."""
-        move = self._program.moves[number]
-        chunk = self._chunks[move.unit]
+        move = self.program.moves[number]
+        chunk = self.chunks[move.unit]
         match move.kind:
             case "fetch":
                 return self.fetch(chunk, chunk.groups_in(move.share))
@@ -544,7 +500,7 @@ class Moves:
                 return self._reductions.all_reduce(number, chunk)
             case "reduce-scatter":
                 assert self._reductions is not None
-                states = self._plans[chunk.unit].states
+                states = self.plans[chunk.unit].states
                 return self._reductions.reduce_scatter(number, move, chunk, states)
             case "swap out":
                 return self._swap_out(number, move)
@@ -568,8 +524,8 @@ class Moves:
 
     def arrive(self, number: int) -> None:
         """A fetch has ended and its slot begins: give what it brought to the model."""
-        move = self._program.moves[number]
-        chunk = self._chunks[move.unit]
+        move = self.program.moves[number]
+        chunk = self.chunks[move.unit]
         if move.kind == "all-gather" or (move.kind == "fetch" and chunk.sharding is None):
             chunk.bind(chunk.groups_in(move.share))
         elif move.kind == "swap in":
@@ -582,8 +538,8 @@ class Moves:
         self._working.pop(number, None)
         for storage in self._leaving.pop(number, ()):
             storage.leave()
-        move = self._program.moves[number]
-        chunk = self._chunks[move.unit]
+        move = self.program.moves[number]
+        chunk = self.chunks[move.unit]
         if self._reductions is not None:
             if move.kind in ("all-reduce", "reduce-scatter"):
                 self._reductions.end(move, number, chunk)
@@ -601,12 +557,12 @@ class Moves:
     def pass_boundary(self, fetches: Iterable[int]) -> None:
         """Free what these fetches, the next to start, do not take of what left before them."""
         sizes: list[int] = []
-        for move in (self._program.moves[number] for number in fetches):
+        for move in (self.program.moves[number] for number in fetches):
             if move.kind == "all-gather" and move.after:
                 continue  # into the buffers of a gather
             if move.kind in ("fetch", "all-gather"):
-                groups = self._chunks[move.unit].groups
-                chosen = self._chunks[move.unit].groups_in(move.share)
+                groups = self.chunks[move.unit].groups
+                chosen = self.chunks[move.unit].groups_in(move.share)
                 sizes += [groups[group].num_bytes for group in chosen]
             else:
                 swapped = self._swapped[move.unit].in_share(move.share)
@@ -614,10 +570,7 @@ class Moves:
         self.buffers.keep_for(sizes)
 
     def fetch(self, chunk: Chunk, groups: Iterable[int]) -> Work:
-        """Bring groups of a chunk to the device, one read per group.
-
-        Of a shared chunk, this rank's ranges, each into its place among the others'.
-        """
+        """Bring groups of a chunk to the device, one read per group or rank's range."""
         store, sharding = chunk.store, chunk.sharding
         assert store is not None
         pairs: list[tuple[int, torch.Tensor]] = []
@@ -626,10 +579,10 @@ class Moves:
             buffer = self.buffers.new(chunk.groups[number].num_bytes)
             chunk.buffers[number] = buffer
             if sharding is None:
-                pairs.append((chunk.offset + group.offset, buffer))
+                pairs.append((chunk.current.offset + group.offset, buffer))
                 continue
             for region in sharding.regions[number]:
-                place = chunk.own.offset + group.offset + region.own
+                place = chunk.own.current.offset + group.offset + region.own
                 pairs.append((place, region.of(buffer, sharding.ranks.shard)))
 
         def work() -> None:
@@ -651,7 +604,7 @@ class Moves:
             for region in sharding.regions[number]:
                 mine = region.of(buffer, ranks.shard)
                 if isinstance(own.store, DeviceStore):
-                    place = own.offset + own.groups[number].offset + region.own
+                    place = own.current.offset + own.groups[number].offset + region.own
                     mine = own.store.view(place, region.shard)
                 pairs.append((region.whole(buffer, ranks.num_shards), mine))
 
@@ -670,15 +623,11 @@ class Moves:
         piece.write(parameters=False)
 
     def take_swapped(self, unit: int, storages: Sequence[SwappedStorage]) -> None:
-        """What a unit's forward saved for a swap to take away, each with its place in the store.
-
-        They lie one after the other in the regions that the unit has: a step that saves other ones
-        than those before reserves no more than it saves beyond them.
-        """
+        """Give what a unit's forward saved places in the unit's regions of the store."""
         self._swapped[unit] = SwappedUnit(storages)
         if not storages:
             return
-        activations = self._plans[unit].activations
+        activations = self.plans[unit].activations
         assert isinstance(activations, Swap | SwapInput)
         store = self._swap_stores[activations.tier]
         if unit not in self._swap_regions:
@@ -734,36 +683,54 @@ class Moves:
             # A factor that comes later may be seen or not: the update is done again then, with
             # gradients that are read anew.
             chunk.speculated = waiting
-        piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop), waiting, apart=speculates)
+        piece = Piece(
+            chunk,
+            chunk.cut(move.start),
+            chunk.cut(move.stop),
+            waiting,
+            apart=speculates,
+            together=self._together(move),
+        )
         self._pieces[move.unit, move.start] = piece
         parameters, gradients = self._read_with_states(chunk)
         if not parameters:
             piece.view_device()
-        ring = self._staging[self._on_device(move.unit)].of(number)
-        if ring is None:
+        ring = self._rings[self.plans[move.unit].states.update_on_device]
+        if not ring:
             return lambda: None  # before the first step there is nothing to read
-        return lambda: piece.read(ring, parameters=parameters, gradients=gradients)
+        buffer = ring[self._places[number]]
+        return lambda: piece.read(buffer, parameters=parameters, gradients=gradients)
+
+    def _together(self, move: Move) -> int:
+        """Elements that an update may step on as one tensor, besides those of one parameter.
+
+        Beside an accelerator the workspace of a whole piece is counted, elsewhere that of its
+        largest parameter (see `implications`).
+        """
+        beside = not self.backend.on_host and not self.plans[move.unit].states.update_on_device
+        return move.stop - move.start if beside else 0
 
     def _update(self, move: Move, chunk: Chunk) -> Work:
-        states = self._plans[move.unit].states
-        assert isinstance(states, Offload)
+        states = self.plans[move.unit].states
         on_device, stands = states.update_on_device, not states.staged
         if stands:
-            piece = Piece(chunk, move.start, move.stop, dict(chunk.offloaded_gradients))
+            waiting = dict(chunk.offloaded_gradients)
+            together = self._together(move)
+            piece = Piece(chunk, move.start, move.stop, waiting, together=together)
         else:
             piece = self._pieces[move.unit, move.start]
         if self._chosen is None:
             self._chosen = self._options()
         options = self._chosen
         gradients: dict[str, torch.Tensor] = {}
-        for part, low, high in piece.parts():
+        for part, low, high in piece.parts:
             gradient = chunk.gradients.get(part.name)
             if gradient is not None:
                 # Kept, so that a parameter in several pieces is copied once at most.
                 gradient = chunk.gradients[part.name] = dense(gradient, part.stride)
                 gradients[part.name] = flat_storage_order(gradient)[low:high]
 
-        team = None if on_device and not self._backend.on_host else self._team
+        team = None if on_device and not self.backend.on_host else self._team
 
         def work() -> None:
             with nullcontext() if on_device else piece.in_place():

@@ -183,10 +183,7 @@ def unzeroed_gradient(chunks: Iterable[Chunk]) -> str | None:
 
 
 def speculation_holds(chunks: Sequence[Chunk]) -> bool:
-    """Whether speculative updates of these chunks used the gradients as they are now.
-
-    Their factors are read, for which the host waits: a factor is mostly one tensor for all.
-    """
+    """Whether speculative updates used the gradients as they are; waits for factors."""
     if not all(chunk.holds for chunk in chunks):
         return False
     stored = (g for chunk in chunks for g in chunk.offloaded_gradients.values())

@@ -85,10 +85,7 @@ def follow(
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer was made with and has in no group, such as the bits of bitsandbytes.
-
-    Those of its attributes that are plain values, or objects of plain values.
-    """
+    """Plain attributes of the optimizer that are in no group, such as the bits of bitsandbytes."""
     usual = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     return {
         name: value
@@ -117,11 +114,7 @@ def check_loop(
     compiles: bool,
     num_ranks: int,
 ) -> None:
-    """ProtrainError where the framework, with these settings, would not do what the plan counts on.
-
-    `micro_batches` are those of an update. Where it `clips`, the norm of all gradients is taken
-    before an update.
-    """
+    """ProtrainError where the framework would not do what the plan counts on."""
     name = framework.name
     if num_ranks != plan.group.num_devices:
         planned_for = "one" if plan.group.num_devices == 1 else str(plan.group.num_devices)

@@ -115,7 +115,7 @@ def _differs(chunk: Chunk, part: Slice) -> bool:
         own, begin = mine, mine.first * part.dtype.itemsize
     for start in range(0, own.num_bytes, SAVING_BYTES):
         stored = torch.empty(min(SAVING_BYTES, own.num_bytes - start), dtype=torch.uint8)
-        chunk.store.read(chunk.own.offset + own.offset + start, stored)
+        chunk.store.read(chunk.own.current.offset + own.offset + start, stored)
         if not torch.equal(flat[begin + start :][: stored.numel()].cpu(), stored):
             return True
     return False
@@ -190,7 +190,7 @@ class MovingAverage:
             assert store is not None
             for part in each.chunk.slices:
                 device = part.parameter.device
-                places = [each.offset + part.offset, each.chunk.offset + part.offset]
+                places = [each.offset + part.offset, each.chunk.current.offset + part.offset]
                 flat = torch.empty(2, part.num_bytes, dtype=torch.uint8, device=device)
                 for place, target in zip(places, flat, strict=True):
                     store.read(place, target)
@@ -207,10 +207,7 @@ class MovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """The model with its averages in place of its parameters, at no memory.
-
-        For evaluation and state dicts; training comes after it.
-        """
+        """Have averages in place of the parameters inside, for evaluation and state dicts."""
         if not self.n_averaged:
             raise RuntimeError("MovingAverage.applied() was entered before the first update()")
         self._check("MovingAverage.applied() was entered")

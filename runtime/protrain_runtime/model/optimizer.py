@@ -34,11 +34,19 @@ ParameterGroups = Sequence[Mapping[str, Any]]
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
-    """What `prepare` returns. `param_groups` are the user's: schedulers and edits act on them."""
+    """What `prepare` returns. `param_groups` are the user's: schedulers and edits act on them.
 
-    def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-        self._inner = inner
-        self._names = dict(names)
+    `factory` makes optimizers of the user's class: `inner`, over the model's trainable parameters
+    or in `groups`, and those of offloaded chunks.
+    """
+
+    def __init__(
+        self, factory: OptimizerFactory, model: nn.Module, groups: ParameterGroups | None
+    ) -> None:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        given = [{"params": trainable}] if groups is None else [dict(group) for group in groups]
+        self.factory, self.inner = factory, factory(given)
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
         self._chunks: Sequence[Chunk] = ()
         self._persistent: Sequence[Chunk] = ()
         self._consumed: Sequence[Chunk] = ()  # whose gradients the plan uses up
@@ -46,27 +54,23 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
         self._told: list[Callable[[str], object]] = []  # of modes
         # The groups are shared with the inner optimizer, not copied: one set of options.
-        super().__init__(inner.param_groups, inner.defaults)
-        self.state = inner.state
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.state = self.inner.state
 
     @property
     def kind(self) -> type[torch.optim.Optimizer]:
         """The user's class, which does the updates."""
-        return type(self._inner)
+        return type(self.inner)
 
-    def attach(self, chunks: Sequence[Chunk], engine: Engine, factory: OptimizerFactory) -> None:
-        """Take charge of `chunks`, of which `engine` updates what is offloaded.
-
-        `factory` makes optimizers of the user's class for that.
-        """
+    def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
+        """Take charge of `chunks`, of which `engine` updates what is offloaded."""
         self._chunks = [chunk for chunk in chunks if chunk.store is not None]
         self._persistent = [chunk for chunk in chunks if chunk.store is None]
-        self._consumed = engine.consuming
-        self._engine, self._factory = engine, factory
+        self._consumed, self._engine = engine.consuming, engine
 
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval` of a user's class that has them: the modes of schedule-free ones."""
-        if name in ("train", "eval") and hasattr(self.__dict__.get("_inner"), name):
+        if name in ("train", "eval") and hasattr(self.__dict__.get("inner"), name):
             return partial(self._switch, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -84,17 +88,17 @@ class PlannedOptimizer(torch.optim.Optimizer):
             for chunk, part, scalars, states in self._offloaded_states():
                 shadow = nn.Parameter(read_values(chunk, part))
                 vars(shadow).update(attributes_of(part.parameter))
-                worker: Any = worker_on(self._factory, [(shadow, part.name, options[part.name])])
+                worker: Any = worker_on(self.factory, [(shadow, part.name, options[part.name])])
                 worker.state[shadow] = put_together(scalars | states, shadow.shape)
                 getattr(worker, mode)()
                 write_values(chunk, part, shadow)
                 self._load(chunk, part, worker.state[shadow])
-            getattr(self._inner, mode)()
+            getattr(self.inner, mode)()
             for tell in self._told:
                 tell(mode)
             for part in (part for chunk in self._chunks for part in chunk.slices):
-                if not self._inner.state.get(part.parameter, True):  # it was looked for there
-                    del self._inner.state[part.parameter]
+                if not self.inner.state.get(part.parameter, True):  # it was looked for there
+                    del self.inner.state[part.parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """RuntimeError once prepared: a plan is made for the parameters that there were."""
@@ -111,27 +115,24 @@ class PlannedOptimizer(torch.optim.Optimizer):
         options: dict[str, dict[str, Any]] = {}
         for group, chosen in zip(self.param_groups, used, strict=True):
             for parameter in group["params"]:
-                if parameter in self._names:  # others are the inner optimizer's own affair
-                    options[self._names[parameter]] = chosen
+                if parameter in self.names:  # others are the inner optimizer's own affair
+                    options[self.names[parameter]] = chosen
         return options
 
     def step_on(self, chunk: Chunk) -> None:
         """Step on the parameters of one persistent chunk; called when backward updates it."""
         self._used = options_of(self)
         self._make_room([chunk])
-        step_alone(self._inner, set(chunk.parameters), self._used)
+        step_alone(self.inner, set(chunk.parameters), self._used)
 
     def _make_room(self, chunks: Sequence[Chunk]) -> None:
-        """Let masters be stepped on in what the plan counts: the workspace of the largest chunk.
-
-        Of a chunk those parameters are stepped that have gradients.
-        """
-        if isinstance(self._inner, MasterOptimizer):
+        """Let masters be stepped on in the largest chunk's workspace, which is counted."""
+        if isinstance(self.inner, MasterOptimizer):
             due = (
                 sum(each.numel() for each in chunk.parameters if each.grad is not None)
                 for chunk in chunks
             )
-            self._inner.room_elements = max(due, default=0)
+            self.inner.room_elements = max(due, default=0)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -149,7 +150,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._engine is None:
-            self._inner.step()
+            self.inner.step()
             return loss
         what, engine = "optimizer.step()", self._engine
         with engine.turns.taken(f"{what} was called", what):
@@ -166,7 +167,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 used = [each for chunk in self._consumed for each in chunk.drop_consumed()]
                 engine.update_shards()
                 self._make_room(self._persistent)
-                self._inner.step()
+                self.inner.step()
                 engine.finish_step()
             with plainly():
                 for each in used:
@@ -180,31 +181,25 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._turns.check("optimizer.zero_grad() was called")
         super().zero_grad(set_to_none)
         if self._turns is not None:
-            self._turns.drop_gradients()
+            self._turns.gradients = False
 
     @in_turn("optimizer.state_dict()", lambda optimizer: optimizer._turns)
     def state_dict(self) -> dict[str, Any]:
-        """All states in the layout of the user's optimizer, in host memory where offloaded.
-
-        That is memory for all of them at once; `protrain_runtime.save` takes one buffer.
-        """
+        """Return all states in the user's layout, copied to host memory where offloaded."""
         self._settle("optimizer.state_dict() was called")
         added: list[nn.Parameter] = []
         for _, part, scalars, states in self._offloaded_states():
-            self._inner.state[part.parameter] = put_together(scalars | states, part.shape)
+            self.inner.state[part.parameter] = put_together(scalars | states, part.shape)
             added.append(part.parameter)
         try:
-            return self._inner.state_dict()
+            return self.inner.state_dict()
         finally:
             for parameter in added:
-                del self._inner.state[parameter]
+                del self.inner.state[parameter]
 
     @in_turn("optimizer.load_state_dict()", lambda optimizer: optimizer._turns)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or in plain PyTorch, under any plan.
-
-        ValueError where the groups are other ones.
-        """
+        """Load what `state_dict` gave under any plan; ValueError for other groups."""
         self._settle("optimizer.load_state_dict() was called")
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != [len(group["params"]) for group in self.param_groups]:
@@ -215,11 +210,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         offloaded = {part.name for chunk in self._chunks for part in chunk.slices}
-        names = ((n, self._names.get(p, "")) for n, p in zip(saved, own, strict=True))
+        names = ((n, self.names.get(p, "")) for n, p in zip(saved, own, strict=True))
         below = {number: name for number, name in names if name in offloaded}
         # The inner optimizer brings what it loads to the parameters' device: not these.
         others = {k: v for k, v in state_dict["state"].items() if k not in below}
-        self._inner.load_state_dict({**state_dict, "state": others})
+        self.inner.load_state_dict({**state_dict, "state": others})
         states = {
             name: state_dict["state"][number]
             for number, name in below.items()
@@ -227,12 +222,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
         }
         # Loading replaced the inner optimizer's groups and states by new objects. The list of
         # groups stays the same one: an optimizer that was adopted (and its schedulers) has it too.
-        self.param_groups[:] = self._inner.param_groups
-        self._inner.param_groups, self.state = self.param_groups, self._inner.state
+        self.param_groups[:] = self.inner.param_groups
+        self.inner.param_groups, self.state = self.param_groups, self.inner.state
         for chunk in self._chunks:
             for part in chunk.slices:
                 if part.name not in states:
-                    chunk.updated.discard(part.name)
+                    chunk.current.updated.discard(part.name)
                     continue
                 keys = {layout.key for layout in chunk.own.current.of(part)}
                 self._load(chunk, part, _unwrapped(states[part.name], keys))
@@ -244,8 +239,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for layout in chunk.own.current.of(part):
             write_values(chunk, part, state.pop(layout.key), layout)
         # A fused optimizer has its counters on the device, that of a chunk steps here.
-        chunk.scalars[part.name] = _moved(state, torch.device("cpu"))
-        chunk.updated.add(part.name)
+        chunk.current.scalars[part.name] = _moved(state, torch.device("cpu"))
+        chunk.current.updated.add(part.name)
 
     def give_back(self) -> None:
         """Bring every state home to the inner optimizer, and act as it from now on."""
@@ -261,7 +256,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 scalars = _moved(scalars, parameter.device)
             tables = {k: v for k, v in scalars.items() if torch.is_tensor(v) and v.numel() > 1}
             whole = scalars | _moved(tables | states, parameter.device)
-            self._inner.state[parameter] = put_together(whole, parameter.shape)
+            self.inner.state[parameter] = put_together(whole, parameter.shape)
         self._chunks, self._persistent, self._consumed, self._engine = (), (), (), None
 
     def _offloaded_states(
@@ -289,10 +284,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
 
 def _unwrapped(state: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
-    """A parameter's entry of a state dict, without a dictionary around the states of these keys.
-
-    bitsandbytes puts one around what FSDP is not to gather.
-    """
+    """Return a parameter's states without the dictionary that bitsandbytes puts around some."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         wraps = isinstance(value, Mapping) and bool(keys & value.keys())
@@ -305,24 +297,15 @@ def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps besides elementwise states of each parameter that it updated.
-
-    Of what ranks share, all of them ask for it: one may have nothing of a parameter.
-    """
-    own = {name: chunk.scalars[name] for name in chunk.updated if chunk.has_states(name)}
+    """States by parameter that are not elementwise; all ranks call, for their parts."""
+    own = {
+        name: chunk.current.scalars[name]
+        for name in chunk.current.updated
+        if chunk.has_states(name)
+    }
     if chunk.sharding is None:
         return own
     merged: dict[str, dict[str, Any]] = {}
     for of_rank in chunk.sharding.ranks.all_objects(own, "optimizer.state_dict()"):
         merged |= of_rank
     return merged
-
-
-def make_inner(
-    factory: OptimizerFactory, model: nn.Module, groups: ParameterGroups | None
-) -> torch.optim.Optimizer:
-    """The user's optimizer over the model's trainable parameters, in its groups."""
-    if groups is None:
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        return factory([{"params": trainable}])
-    return factory([dict(group) for group in groups])

@@ -94,10 +94,7 @@ def below_device(model: nn.Module) -> tuple[int, int]:
 
 
 def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters by name with their values, an offloaded one at a time.
-
-    Works for models that follow no plan, too.
-    """
+    """The parameters of a planned or plain model by name, an offloaded one at a time."""
     prepared = prepared_of(model)
     if prepared and prepared.engine:
         prepared.engine.settle("parameters were read")
@@ -110,10 +107,7 @@ def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give the plain model back, with its current parameters; its optimizer goes on plainly.
-
-    A model that follows no plan is given back as it is.
-    """
+    """Give the plain model back, with its current parameters; its optimizer goes on plainly."""
     prepared = prepared_of(model)
     if prepared is None:
         return model
@@ -247,7 +241,7 @@ def bring_back(chunk: Chunk) -> None:
             part.parameter.data = read_values(chunk, part).to(part.parameter.device)
             continue
         whole = torch.empty(part.num_bytes, dtype=torch.uint8, device=part.parameter.device)
-        chunk.store.read(chunk.offset + part.offset, whole)
+        chunk.store.read(chunk.current.offset + part.offset, whole)
         part.parameter.data = whole.view(part.dtype).as_strided(part.shape, part.stride)
     chunk.hollow.clear()
 
@@ -302,11 +296,7 @@ class _Listing(local):
 def add_state_dict_hooks(
     model: nn.Module, chunks: Sequence[Chunk], engine: Engine, undo: Undo
 ) -> None:
-    """Let state dicts of the model show and accept real values of offloaded parameters.
-
-    Those of a state dict are copies in host memory, all at once, and `load_state_dict` brings them
-    all to the device; `protrain_runtime.save` and `load` take one buffer.
-    """
+    """Let state dicts show and accept offloaded parameters' values, all at once."""
     offloaded = offloaded_parameters(chunks)
     below = [chunk for chunk in chunks if chunk.store is not None]
     listing = _Listing(model, engine, {part.parameter: (c, part) for c, part in offloaded.values()})

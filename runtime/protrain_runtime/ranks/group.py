@@ -60,10 +60,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Fill `whole` with the shards of a group; on a CPU, `own` is this rank's range of it.
-
-    Gloo's own all-gather makes a copy of `whole`: there, each rank sends its range to all.
-    """
+    """Fill `whole` with the shards of a group; on a CPU `own` is a range of it, and sent to all."""
     if whole.device.type != "cpu":
         _gather(whole, own, group=group)
         return
@@ -72,10 +69,7 @@ def gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGro
 
 
 def sum_shards(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sum `whole` over a group into `mine`, this rank's range of it; the rest is used up.
-
-    Gloo's own reduce-scatter sums a copy of `whole`.
-    """
+    """Sum `whole`, which is used up, over a group into `mine`, this rank's range of it."""
     if whole.device.type != "cpu":
         _reduce_scatter(mine, whole, group=group)
     else:
@@ -142,22 +136,14 @@ class Ranks:
             {id(g): g for g in (self._all, self._sharing, self._replicas)}.values()
         )
 
-    # ---- telling ------------------------------------------------------------------------------
-
     def tell_end(self, error: BaseException | None, what: str) -> None:
-        """This rank cannot go on from where it is, and the others are on their way to there.
-
-        RanksError where another one failed before: see `Meeting.explain`.
-        """
+        """Tell that this rank cannot go on; RanksError where another failed before."""
         if error is not None:
             self.meeting.explain(error)
             self.meeting.tell(error, what, final=True)
 
     def _look(self) -> None:
-        """End a collective in which this rank waits for one that has failed.
-
-        Of one on a stream that has not ended in time it says once who is missing.
-        """
+        """End a collective that waits for a failed rank; say once who is missing in a late one."""
         if self._under_way:
             with devices.current(self._device):  # this thread's own is the first one
                 while self._under_way and self._under_way[0][0].query():
@@ -188,8 +174,6 @@ class Ranks:
                 "these ranks' collectives were given up when one of them failed"
             )
 
-    # ---- collectives --------------------------------------------------------------------------
-
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place."""
         mine = whole[self.shard * own.numel() : (self.shard + 1) * own.numel()]
@@ -211,10 +195,7 @@ class Ranks:
                 dist.all_reduce(_lent(values), group=self._sharing)
 
     def reduce_scatter(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """The sum of `whole` over all ranks: this rank's range of it goes to `own`.
-
-        `whole` is used up.
-        """
+        """Sum `whole`, which is used up, over all ranks; this rank's range goes to `own`."""
         size = own.numel()
         mine = whole[self.shard * size : (self.shard + 1) * size]
         with self._collective():
@@ -262,10 +243,7 @@ class Ranks:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """`waiting`, while a checkpoint is written in `checkpoint_group`.
-
-        A save that goes on beside training is not given up: who failed may still write its part.
-        """
+        """Return `waiting` for a checkpoint's group: a save beside training is not given up."""
         inside = threading.get_ident() in self.meeting.phases
         with self.waiting((self.checkpoint_group(),) if inside else (), CHECKPOINT_LIMIT_S):
             yield
@@ -286,10 +264,7 @@ class Ranks:
         warnings.warn(f"{self._late}; {START_AGAIN}", RuntimeWarning, stacklevel=1)
 
     def _why(self, limit_s: float, *, in_time: bool = False) -> RanksError:
-        """What a collective that failed is to say: who failed before it, or who is missing.
-
-        One that failed `in_time` lost a connection: whoever closed it is about to say why, or gone.
-        """
+        """Say what made a collective fail: who failed before it (`in_time`), or who is missing."""
         meeting = self.meeting
         try:
             absent = [] if meeting.failure else meeting.missing(patient=in_time)
@@ -425,9 +400,6 @@ def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
 
 def _initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-# ---- ranks of a launcher -------------------------------------------------------------------------
 
 
 JOIN_S = 120.0

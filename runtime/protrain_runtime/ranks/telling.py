@@ -143,8 +143,6 @@ class Meeting:
         if self._thread is not threading.current_thread():
             self._thread.join(ANSWER_S)
 
-    # ---- what was told ------------------------------------------------------------------------
-
     @property
     def lost(self) -> tuple[Told, float] | None:
         """The failure that nobody goes on from, and since when it is known here."""
@@ -163,8 +161,6 @@ class Meeting:
         """RanksError where a rank cannot go on."""
         if (lost := self.lost) is not None:
             raise lost[0].error(self.rank, self.count)
-
-    # ---- telling ------------------------------------------------------------------------------
 
     @contextmanager
     def telling(
@@ -193,10 +189,7 @@ class Meeting:
                 self.phases.pop(me, None)
 
     def explain(self, error: BaseException) -> None:
-        """RanksError where another rank failed for good before, and the error does not say so.
-
-        What a device says of collectives that were ended for it is not the reason.
-        """
+        """RanksError where another rank failed for good before, and the error does not say so."""
         lost = self.lost
         if lost is not None and lost[0].rank != self.rank and known_error(error) is None:
             raise lost[0].error(self.rank, self.count) from error
@@ -266,13 +259,8 @@ class Meeting:
                 return Told(**found)
         return self.lost[0] if self.lost is not None else None
 
-    # ---- meeting ------------------------------------------------------------------------------
-
     def meet(self, what: str, mine: object = None, *, limit_s: float | None = None) -> list[Any]:
-        """What every rank has brought, by rank; all of them call it, and come with the same `what`.
-
-        RanksError where one has failed, does not come within the limit, or is somewhere else.
-        """
+        """Return what every rank has brought; RanksError if one fails, is late or elsewhere."""
         self.refuse_lost()
         limit_s = self.limit_s if limit_s is None else limit_s
         number = self._number
@@ -346,13 +334,8 @@ class Meeting:
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
 
-    # ---- who is there -------------------------------------------------------------------------
-
     def missing(self, *, patient: bool) -> list[int]:
-        """Ask who is there; the ranks that do not answer, or have left. RuntimeError: no store.
-
-        Ends as soon as somebody tells of a failure, or, but for a `patient` one, all have answered.
-        """
+        """Ask who is there; returns the ranks that do not answer. RuntimeError: no store."""
         asks = self._asks
         self._store.set(f"asked/{asks}", "1")
         end = time.monotonic() + ANSWER_S
@@ -379,8 +362,6 @@ class Meeting:
                     store.set(f"here/{self._asks}/{self.rank}", "1")
                     self._asks += 1
 
-
-# ---- what nobody catches ------------------------------------------------------------------------
 
 _open: WeakSet[Meeting] = WeakSet()
 

@@ -1,9 +1,4 @@
-"""Makes chunks: which parameters each unit has, and where each of them lies.
-
-A chunk's parameters lie one after the other, in groups (see `program.grouped`). Of a chunk that
-ranks share, a group has its trainable parameters first, then the frozen ones; either region is
-padded to the same range for every rank (see `program.shard_bytes`).
-"""
+"""Makes chunks: which parameters each unit has, and where each of them lies (see `chunks`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -122,7 +117,7 @@ def make_sharded_chunk(
     whole.element_bytes = shard.element_bytes = widths[0] if widths else 0
     # One optimizer, one set of notes about it.
     shard.offloaded_gradients = whole.offloaded_gradients
-    shard.current.updated, shard.current.scalars = whole.updated, whole.scalars
+    shard.current.updated, shard.current.scalars = whole.current.updated, whole.current.scalars
     whole.sharding = Sharding(ranks, tuple(regions), shard)
     return whole
 
@@ -154,11 +149,7 @@ def _own_part(
 def unit_parameters(
     model: nn.Module, units: Sequence[tuple[str, str, Sequence[str]]]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of each unit's chunk, given (kind, name, listed parameters) per unit.
-
-    A block has its module's parameters but those that another unit lists. A tied parameter goes by
-    its first name in the model.
-    """
+    """Parameters of each (kind, name, listed parameters), a tied one by its first name."""
     by_name = dict(model.named_parameters(remove_duplicate=False))
     canonical = {parameter: name for name, parameter in model.named_parameters()}
     listed = {canonical[by_name[name]] for _, _, names in units for name in names}
@@ -183,11 +174,7 @@ def make_chunks(
     *,
     alignment: int = ALIGNMENT,
 ) -> list[Chunk]:
-    """One chunk per unit, empty where the unit has no parameters of its own.
-
-    With `ranks`, they share those that are not persistent. Parameters start at multiples of
-    `alignment` bytes.
-    """
+    """Make one chunk per unit; `ranks` share those that are not persistent."""
     index_of = {unit.name: index for index, unit in enumerate(units)}
     shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
     chunks: list[Chunk] = []

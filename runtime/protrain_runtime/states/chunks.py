@@ -129,10 +129,7 @@ StateKind = tuple[str, StateRule]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """One optimizer state, such as exp_avg, of some of the chunk's parameters, in its store.
-
-    Its values lie in a region of their own, parameter by parameter, in order.
-    """
+    """One optimizer state of some of the chunk's parameters: a region in its store."""
 
     key: str
     rule: StateRule
@@ -158,10 +155,7 @@ class StateLayout:
 
 
 class Cut(NamedTuple):
-    """Where ranges of a parameter begin: at multiples of `unit`, `least` from its ends or more.
-
-    A range of more than `most` elements is stepped on in several.
-    """
+    """Where a parameter may be cut: multiples of `unit`, `least` from its ends; steps of `most`."""
 
     unit: int = PIECE_ALIGNMENT
     least: int = 1
@@ -244,6 +238,10 @@ class Chunk:
     element_bytes: int = 0  # of trainable elements, where ranks share them
     # How the optimizer lets parameters be cut, where it is not at any PIECE_ALIGNMENT elements.
     rules: dict[str, UpdateRule] = field(default_factory=dict[str, UpdateRule])
+    # The runs of ranges that were updated (see `updates.runs_in`), by first and past element.
+    runs: dict[tuple[int, int, int], tuple[Any, ...]] = field(
+        default_factory=dict[tuple[int, int, int], tuple[Any, ...]]
+    )
     # Called where code reads a parameter that is away: it brings the chunk, or raises.
     bring: "Callable[[Chunk, str], None]" = field(default=lambda _, name: refuse_reading(name))
     # Called before values are read for a copy: it raises where they are not those of one step.
@@ -259,33 +257,9 @@ class Chunk:
 
     def has_states(self, name: str) -> bool:
         """Whether a parameter has optimizer states here: updated, and of ranks, this one's too."""
-        if name not in self.updated:
+        if name not in self.current.updated:
             return False
         return self.sharding is None or self.sharding.part_of(name) is not None
-
-    def place(self, part: Slice, layout: StateLayout | None = None) -> int:
-        """Where in the store a parameter, or one of its states, begins: bytes from the start."""
-        return self.current.place(part, layout)
-
-    @property
-    def offset(self) -> int:
-        """Of the parameters in the store."""
-        return self.current.offset
-
-    @property
-    def states(self) -> tuple[StateLayout, ...]:
-        """Where the optimizer's states are."""
-        return self.current.states
-
-    @property
-    def scalars(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps per parameter that is not elementwise, by name."""
-        return self.current.scalars
-
-    @property
-    def updated(self) -> set[str]:
-        """The parameters that have states."""
-        return self.current.updated
 
     @property
     def holds(self) -> bool:
@@ -405,8 +379,10 @@ class Chunk:
             self.hollow.add(number)
 
     def _copy(self, part: Slice) -> torch.Tensor:
-        """An offloaded parameter's values on its device.  # part.dtype [part.shape]"""
+        """The values on its device of a parameter that is away.  # part.dtype [part.shape]"""
         self.settle("the model was copied")
+        if part.name in self.aside:
+            return self.aside[part.name].clone()
         return read_values(self, part).to(part.parameter.device)
 
     def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
@@ -420,11 +396,7 @@ class Chunk:
         return released
 
     def put_aside(self) -> None:
-        """Let the trained parameters of a persistent chunk be away until `put_back`.
-
-        Backward has updated them: code that reads one before `optimizer.step()` would see the next
-        step's value.
-        """
+        """Let parameters that backward has updated be away until `put_back`."""
         for part in self.slices:
             if part.trainable:
                 self.aside[part.name] = part.parameter.data
@@ -432,7 +404,7 @@ class Chunk:
                     name=part.name,
                     stride=part.parameter.stride(),
                     bring=refuse_early_reading,
-                    values=partial(self._copy_aside, part.name),
+                    values=partial(self._copy, part),
                 )
                 send_away(part.parameter, place)
 
@@ -442,10 +414,6 @@ class Chunk:
             if (values := self.aside.pop(part.name, None)) is not None:
                 come_back(part.parameter)
                 part.parameter.data = values
-
-    def _copy_aside(self, name: str) -> torch.Tensor:
-        self.settle("the model was copied")
-        return self.aside[name].clone()
 
     def take_gradients(self) -> None:
         """Move the gradients from the parameters to the chunk; RuntimeError where one is sparse."""
@@ -488,10 +456,7 @@ class Chunk:
         self.hidden.clear()
 
     def clear_gradients(self, *, in_use: bool = False) -> None:
-        """Forget the gradients, and what stands for those that were taken.
-
-        Those `in_use` by an update are freed with its moves.
-        """
+        """Forget the gradients and their stand-ins, but for those `in_use` by an update."""
         if not in_use:
             self.gradients.clear()
         self.offloaded_gradients.clear()
@@ -567,7 +532,7 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
     dtype = part.dtype if layout is None else layout.dtype
     count = part.numel if layout is None else layout.rule.count(part.numel)
     flat = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-    chunk.store.read(chunk.place(part, layout), flat)
+    chunk.store.read(chunk.current.place(part, layout), flat)
     if count != part.numel:
         return flat.view(dtype)
     return flat.view(dtype).as_strided(part.shape, part.stride)
@@ -576,10 +541,7 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
 def write_values(
     chunk: Chunk, part: Slice, values: torch.Tensor, layout: StateLayout | None = None
 ) -> None:
-    """Let the store have these values of a parameter, or of one of its states.
-
-    They are of any dtype and strides. Of what ranks share, each writes its own elements.
-    """
+    """Store values of a parameter or state, of any dtype and strides; each rank its part."""
     assert chunk.store is not None
     mine = part if chunk.sharding is None else chunk.sharding.part_of(part.name)
     if mine is not None:
@@ -590,17 +552,24 @@ def write_values(
             source = dense(values.detach().resolve_conj().resolve_neg(), part.stride)
             flat = flat_storage_order(source)[mine.first : mine.first + mine.numel].to(dtype)
         written = flat.contiguous().view(torch.uint8)
-        chunk.store.write(chunk.own.place(mine, layout), written)
+        chunk.store.write(chunk.own.current.place(mine, layout), written)
         chunk.speculated = None
         if chunk.spare is not None and not part.trainable:  # no update writes it there
             chunk.store.write(chunk.spare.place(mine), written)
 
 
-def offload(chunk: Chunk, store: Store, rules: UpdateRules, *, speculate: bool = False) -> None:
+def offload(
+    chunk: Chunk,
+    store: Store,
+    rules: UpdateRules,
+    *,
+    gradient_store: Store | None = None,
+    speculate: bool = False,
+) -> None:
     """Copy the parameters to `store`, and reserve room for them and their states there.
 
-    Of what ranks share, this rank's part. With `speculate` there is room for a second copy. The
-    parameters themselves stay as they are until `unbind`.
+    Gradients get room in `gradient_store`. Of what ranks share, this rank's part. With `speculate`
+    there is room for a second copy. The parameters themselves stay as they are until `unbind`.
     """
     own = chunk.own
     dtypes = {part.dtype for part in chunk.slices if part.trainable}
@@ -625,6 +594,9 @@ def offload(chunk: Chunk, store: Store, rules: UpdateRules, *, speculate: bool =
     chunk.store = own.store = store
     for part in chunk.slices:
         write_values(chunk, part, part.parameter)
+    if gradient_store is not None:
+        own.gradient_store = gradient_store
+        own.gradient_offset = gradient_store.reserve(own.gradient_bytes)
 
 
 def _state_kinds(chunk: Chunk) -> dict[StateKind, tuple[dict[str, int], int]]:
@@ -647,10 +619,7 @@ def _state_kinds(chunk: Chunk) -> dict[StateKind, tuple[dict[str, int], int]]:
 
 
 def refuse_parameters(model: nn.Module, *, source: str) -> None:
-    """ProtrainError where there is nothing to train, or a parameter is no plain tensor.
-
-    Packed weights of bitsandbytes are plain enough: see `quantized`.
-    """
+    """ProtrainError where there is nothing to train, or a parameter is no plain tensor."""
     refuse_quantized(model, source=source)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ProtrainError(
@@ -777,7 +746,9 @@ class Sharding:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             for region in self.regions[part.group]:
                 mine = region.of(buffer, ranks.shard)
-                own.store.read(own.offset + own.groups[part.group].offset + region.own, mine)
+                own.store.read(
+                    own.current.offset + own.groups[part.group].offset + region.own, mine
+                )
                 ranks.all_gather(region.whole(buffer, ranks.num_shards), mine)
             return part.view(buffer)
         start, size = (count // part.dtype.itemsize for count in self.gradient_range(part.group))

@@ -59,11 +59,7 @@ class Composition:
 
     @classmethod
     def read(cls, described: Any) -> "Composition":
-        """What `described` gave.
-
-        ValueError where it is no such thing. A class comes from PyTorch's list of what files may
-        name (`torch.serialization.add_safe_globals`), on which its package has put it.
-        """
+        """Read what `described` gave, of a class that files may name; else ValueError."""
         match described:
             case {"class": str(name), "parts": list(parts), "context": context, "shape": list(own)}:
                 pass

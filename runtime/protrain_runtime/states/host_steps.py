@@ -16,10 +16,7 @@ from protrain_runtime.states.stepping import OptimizerFactory
 
 
 class HostSteps(torch.optim.Optimizer):
-    """The user's optimizer, of which one part steps where parameters are, and one on the host.
-
-    `factory` makes each; `on_host` are the parameters of the second.
-    """
+    """An optimizer of parameters where they are, and of those `on_host` on the host."""
 
     def __init__(
         self,
@@ -91,10 +88,7 @@ class HostSteps(torch.optim.Optimizer):
 
 
 def stepping_as(plan: Plan, model: nn.Module, factory: OptimizerFactory) -> OptimizerFactory:
-    """A factory of optimizers that update on the host what the plan updates there.
-
-    `factory` itself where that is nothing.
-    """
+    """Return a factory of optimizers that update on the host what the plan updates there."""
     there = {unit.name for unit in plan.host_updated}
     if not there:
         return factory

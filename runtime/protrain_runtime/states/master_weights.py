@@ -180,10 +180,7 @@ def _is_narrow(gradient: torch.Tensor | None) -> bool:
 
 
 def _batches(due: Sequence[tuple[int, nn.Parameter]], room_elements: int) -> list[list[_Due]]:
-    """Cut into batches of one device each, of at most `room_elements` or one parameter, in order.
-
-    Gradients begin where tensors of their own might (see PIECE_ALIGNMENT).
-    """
+    """Cut into batches of one device, of at most `room_elements` or one parameter."""
     limit = max([room_elements, *(parameter.numel() for _, parameter in due)])
     batches: list[list[_Due]] = []
     for group, parameter in due:

@@ -154,14 +154,17 @@ def name_scales(module: Any) -> None:
 
 def refuse_quantized(model: nn.Module, *, source: str) -> None:
     """ProtrainError, naming the layer, for a quantised weight that no plan can follow."""
-    method = _other_quantizer(model)
-    if method is not None:
-        raise ProtrainError(
-            f"the model's weights are quantised by {method}: of packed weights, those of"
-            " bitsandbytes can be planned",
-            source=source,
-            fix="BitsAndBytesConfig(load_in_4bit=True), or plan the model before it is quantised",
-        )
+    for module in model.modules():  # which transformers has loaded with another quantiser
+        method = module.__dict__.get("quantization_method")
+        method = str(getattr(method, "value", method or ""))
+        if method and not method.startswith("bitsandbytes"):
+            raise ProtrainError(
+                f"the model's weights are quantised by {method}: of packed weights, those of"
+                " bitsandbytes can be planned",
+                source=source,
+                fix="BitsAndBytesConfig(load_in_4bit=True), or plan the model before it is"
+                " quantised",
+            )
     found = library()
     if found is None:
         return
@@ -178,16 +181,6 @@ def refuse_quantized(model: nn.Module, *, source: str) -> None:
         problem, fix = _problem_of_eight_bits(layer) if eight else _problem(layer)
         if problem:
             raise ProtrainError(f"the weight of '{name}' {problem}", source=source, fix=fix)
-
-
-def _other_quantizer(model: nn.Module) -> str | None:
-    """The name of a quantiser besides bitsandbytes that transformers has loaded a model with."""
-    for module in model.modules():
-        method = module.__dict__.get("quantization_method")
-        text = str(getattr(method, "value", method or ""))
-        if text and not text.startswith("bitsandbytes"):
-            return text
-    return None
 
 
 def _problem(layer: Any) -> tuple[str, str]:
@@ -320,11 +313,7 @@ _SAVES = "saves_packed_weights"
 
 
 def save_packed_weights() -> None:
-    """Let products with packed weights save them through autograd, in this process from now on.
-
-    The library's own code runs forward and backward, and gives the same bits: what it would keep
-    is handed to `save_for_backward`, and is back in its place when its backward runs.
-    """
+    """Let products with packed weights save them through autograd, in this process from now on."""
     functions: Any = sys.modules["bitsandbytes.autograd._functions"]
     if hasattr(getattr(functions, _FOUR), _SAVES):
         return

@@ -1,18 +1,13 @@
 """What stands in place of parameters and gradients whose values are elsewhere.
 
 - `AwayParameter`: an offloaded parameter that is not on the device now. It keeps its shape, dtype,
-  device, gradient and hooks, and its class says so until it is back: whatever would look at values
-  raises one error that names the way.
-- `ConsumedGradient`: stands in `.grad` once a gradient has gone to its optimizer. A plan whose
-  updates are in backward has updated parameters when `backward()` ends. Code that looks
-  at their gradients there, such as clipping or a gradient scaler, would silently miss them: it gets
-  an error. After the step a `UsedGradient` stands there until gradients are zeroed, since plain
-  PyTorch would add the next ones to the last.
-- `OffloadedGradient`: between `backward()` and `step()`, the gradient is in host memory or on disk
-  for an update after backward. It answers what clipping by a norm and unscaling ask, so that
-  `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` run as they are: a norm is computed
-  while the gradient is on the device (or of the whole gradient, back there by itself), and a factor
-  is noted and multiplied in, range by range, when the optimizer works on the gradient.
+  device, gradient and hooks; whatever would look at values raises one error that names the way.
+- `ConsumedGradient`: a gradient that an update in backward has used. Clipping or a gradient scaler
+  would silently miss it after `backward()`: it raises. After the step a `UsedGradient` stands there
+  until gradients are zeroed, since plain PyTorch would add the next ones to the last.
+- `OffloadedGradient`: a gradient that waits below the device for an update after backward. It
+  answers `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler`: its norm is computed while it
+  is on the device, and a factor is multiplied in when the optimizer works on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +29,7 @@ plainly = torch._C.DisableTorchFunctionSubclass
 
 @cache
 def single(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one element that stands, expanded, for all that is elsewhere.  # dtype []
-
-    One for all of them: an accelerator's allocator gives every tensor 512 bytes. It is no number
-    where there is such a value, for ways to read it that nothing can refuse (`torch.tensor(p)`).
-    """
+    """The element that stands, expanded, for all that is elsewhere: NaN, where there is one."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     with torch.inference_mode(mode=False):  # it outlives an evaluation that asks first
         return torch.full((), value, dtype=dtype, device=device)
@@ -154,10 +145,7 @@ class OffloadedGradient(ConsumedGradient):
 
     @classmethod
     def of(cls, stored: GradientInStore, shape: torch.Size | None = None) -> "OffloadedGradient":
-        """A stand-in of the gradient's shape, dtype and device that holds a single element.
-
-        `shape` is that of the whole gradient, where this rank has a part of it.
-        """
+        """Make a stand-in of the gradient's (or the whole one's) shape: one element."""
         shape = stored.shape if shape is None else shape
         stands = hollow(stored.dtype, stored.device, shape)
         found: OffloadedGradient = torch.Tensor._make_subclass(cls, stands)
@@ -336,11 +324,7 @@ def place_of(parameter: nn.Parameter) -> Elsewhere:
 
 
 def send_away(parameter: nn.Parameter, place: Elsewhere) -> None:
-    """Leave a parameter of the right shape that holds nothing, and refuses to be read.
-
-    An expanded single element keeps shape, dtype and device, which autograd checks gradients
-    against, at no memory.
-    """
+    """Leave an expanded single element of the right shape, which refuses to be read."""
     place.kind = come_back(parameter)
     parameter.data = hollow(parameter.dtype, parameter.device, parameter.shape)
     parameter.__dict__[_KEY] = place

@@ -103,10 +103,7 @@ def worker_on(
 def step_alone(
     optimizer: torch.optim.Optimizer, own: Set[nn.Parameter], options: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Step on these parameters of an optimizer alone, in groups that have these options.
-
-    What the step writes into its groups is lost: the step on the rest, later, does that once more.
-    """
+    """Step on these parameters alone; what is written to groups is lost, and made later."""
     groups = optimizer.param_groups
     alone: list[dict[str, Any]] = []
     for group, chosen in zip(groups, options, strict=True):
@@ -208,15 +205,13 @@ class Training:
 
     def _look(self) -> None:
         """Count the tensors that the optimizer keeps."""
-        held = _storages([_attributes(self.optimizer), *map(dict, self._holders())])
+        holders: list[Mapping[Any, Any]] = [self.optimizer.state, *self.optimizer.param_groups]
+        held = _storages([_attributes(self.optimizer), *map(dict, holders)])
         for key in _storages(self.parameters):
             held.pop(key, None)
         self._held.append(sum(one.untyped_storage().nbytes() for one in held.values()))
         states = _storages([self.optimizer.state.get(one) for one in self.parameters])
         self.beside = sum(one.numel() for key, one in held.items() if key not in states)
-
-    def _holders(self) -> list[Mapping[Any, Any]]:
-        return [self.optimizer.state, *self.optimizer.param_groups]
 
     @property
     def wrote(self) -> bool:
@@ -225,10 +220,7 @@ class Training:
         return not all(map(_equal, self._begun, now))
 
     def refuse_more(self, most_beside: int) -> None:
-        """ProtrainError where it keeps more than what its first step made of each parameter.
-
-        Or more than so many elements besides, which are not for parameters.
-        """
+        """ProtrainError where the optimizer keeps more than its first step made, or beside."""
         if self._held[-1] > self._held[0]:
             problem, fix = (
                 "keeps more tensors after later steps than after its first one",
@@ -314,10 +306,7 @@ class Training:
 
 
 def _alike(whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the states of ranges, side by side, are those of the whole parameter.
-
-    What is no range of it is in all of them.
-    """
+    """Whether the states of ranges, side by side, are those of the whole parameter."""
     states = [taken_apart(one) for one in parts]
     own = taken_apart(whole)
     if any(own.keys() != each.keys() for each in states):

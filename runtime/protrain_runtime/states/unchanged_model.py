@@ -19,11 +19,7 @@ _BY = ", by a script or by the model's own code, and the plan is for what there 
 
 
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
-    """Let `.to`, `.half`, `.cuda` and their like raise where they would change a tensor.
-
-    Where nothing would change, nothing happens: training scripts move models to the device that
-    they are on. Returns the undo.
-    """
+    """Let `.to`, `.half` and their like raise where they would change a tensor; return the undo."""
     modules = list(model.modules())
     for module in modules:
         module.__dict__["_apply"] = _guarded(module)

@@ -218,10 +218,7 @@ class UpdateRules:
             yield
 
     def _reason(self, dtype: torch.dtype, shape: torch.Size, own: int | None, *, cut: bool) -> str:
-        """Why parameters of a kind cannot be updated apart from others; empty: they can.
-
-        Asked once for all with as many dimensions. `cut`: in pieces, too.
-        """
+        """Why parameters of a kind cannot be updated apart, or be `cut`; empty: they can."""
         place = (dtype, len(shape), cut)
         if place not in self._apart:
             first = self._groups[own or 0]
@@ -290,16 +287,6 @@ class UpdateRules:
                 found += [] if rule.reason else [rule]
         return found
 
-    def refuse_whole(self, name: str, rule: UpdateRule) -> None:
-        """ProtrainError where a parameter of this rule cannot be updated in pieces."""
-        if rule.reason:
-            raise ProtrainError(
-                f"the optimizer cannot update {name!r} in pieces: {rule.reason}",
-                key="optimizer",
-                fix="an elementwise optimizer, such as AdamW or SGD; or a plan whose states stay"
-                " on the device",
-            )
-
 
 _MOST_ATTRIBUTES = 8
 """Different attributes of parameters that are tried."""
@@ -354,8 +341,8 @@ class _Trial:
             with torch.compiler.set_stance("default", force_backend=backend):
                 stepped = self._optimizer([values_of(torch.Size([2, 2]), self._dtype)])
                 self._step(stepped, [values_of(torch.Size([2, 2]), self._dtype).flip(-1)])
-        except Exception:  # noqa: BLE001 (the user's class; `_state` says what it does not take)
-            return bool(calls)
+        except Exception:  # noqa: BLE001 (the user's; `_state` says what it does not take)
+            pass
         return bool(calls)
 
     def rule(self, shape: torch.Size) -> UpdateRule:
@@ -411,10 +398,7 @@ class _Trial:
         return UpdateRule(states=states, scalars=tuple(scalars))
 
     def _per(self, key: str, shape: torch.Size) -> int | None:
-        """Elements in a row that a flat state has a value for; 0: it is the same for any shape.
-
-        None where neither is so.
-        """
+        """Elements for which a flat state has a value; 0: the same for any shape; None: neither."""
         unit, counts = _unit(*self._blocks_for(shape)), list[int]()
         with suppress(ProtrainError):  # it may take no flat parameter
             for size in (torch.Size([unit]), torch.Size([2 * unit]), shape):
@@ -435,11 +419,7 @@ class _Trial:
         return self._tried[place]
 
     def _compared(self, shape: torch.Size, *, cuts: bool) -> str:
-        """Why steps on ranges give other bits than steps on the whole; empty: they do not.
-
-        Ranges begin at multiples of a block and of PIECE_ALIGNMENT. Without `cuts` there is one
-        range, all of it.
-        """
+        """Why steps on ranges give other bits than steps on the whole; empty: they do not."""
         count, (block, least) = shape.numel(), self._blocks_for(shape)
         first = _unit(block, least)
         last = (count - least) // first * first
@@ -447,22 +427,18 @@ class _Trial:
         spans = [*pairwise(ends)]
         try:
             ranges = self._trained(shape, spans)
-            alike = ranges.same_as(self._trained(shape)) and all(
-                self._remade(shape, torch.Size([past - start])) for start, past in spans
-            )
+            alike = ranges.same_as(self._trained(shape))
+            for length in [torch.Size([past - start]) for start, past in spans] if alike else ():
+                # States made of others are of one shape as they are of another.
+                found, others = self._state(shape), self._state(length)
+                composed = [one for one in found.items() if isinstance(one[1], Composition)]
+                alike = alike and all(
+                    how.reshaped(length) == others.get(key) for key, how in composed
+                )
         except Exception as error:  # noqa: BLE001 (the user's class meets a flat parameter)
             of_step = error.__cause__ or error
             return f"of a range of it, {kind_of(of_step)}: {cut(str(of_step))}"
         return "" if alike else DEPENDS
-
-    def _remade(self, shape: torch.Size, other: torch.Size) -> bool:
-        """Whether states made of others are of one shape as they are of another."""
-        found, others = self._state(shape), self._state(other)
-        return all(
-            how.reshaped(other) == others.get(key)
-            for key, how in found.items()
-            if isinstance(how, Composition)
-        )
 
     def _whole(self, shape: torch.Size, reason: str) -> UpdateRule:
         """The rule of parameters that cannot be cut, with the bytes of all states."""

@@ -23,15 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from protrain_runtime.contract.program.program import LONGEST_SPAN
+from protrain_runtime.contract.program.program import LONGEST_SPAN, PIECE_ALIGNMENT
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_threads
+from protrain_runtime.devices.preflight import ranks_here
 from protrain_runtime.devices.stores import HostStore, Store
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore, scaled
 from protrain_runtime.states.stepping import OptimizerFactory, attributes_of, worker_on
+from protrain_runtime.states.update_rules import StateRule
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -48,7 +50,7 @@ def spare_threads(device: torch.device) -> int:
     """
     if on_host(device):
         return 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = ranks_here()
     launched = ranks > 1 and os.environ.get("OMP_NUM_THREADS") == "1"
     threads = len(os.sched_getaffinity(0)) // ranks if launched else torch.get_num_threads()
     return max(1, threads - 1)
@@ -95,11 +97,7 @@ class UpdateTeam:
         self._helpers = _helpers(self.num_threads - 1) if self.num_threads > 1 else None
 
     def ranges(self, lengths: Sequence[int], cuts: Sequence[Cut] = ()) -> list[list[ElementRange]]:
-        """What each thread works on, of tensors of these lengths: all of their elements once.
-
-        About as much each, and nothing smaller than is worth a thread. `cuts` say where each tensor
-        may be cut.
-        """
+        """Elements that each thread updates of tensors of these lengths, cut by `cuts`."""
         most = max(1, sum(lengths) // self._smallest)
         return ranges(lengths, min(self.num_threads, most), longest=self.longest, cuts=cuts)
 
@@ -176,32 +174,137 @@ class _Staged(NamedTuple):
     values: torch.Tensor
     first: int
 
-    def of(self, layout: StateLayout, part: Slice, low: int, high: int) -> torch.Tensor:
-        """Those of a range of a parameter."""
+    def of(self, layout: StateLayout, part: Slice, low: int, count: int) -> torch.Tensor:
+        """Those of so many elements, from one of a parameter on."""
         begin = layout.value(part.name, low) - self.first
-        return self.values[begin : begin + layout.rule.count(high - low)]
+        return self.values[begin : begin + layout.rule.count(count)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """The gradient of the elements of a parameter that a piece covers, as it lies in memory."""
+class Span(NamedTuple):
+    """The elements of a parameter from `low` to `high`."""
 
     part: Slice
     low: int
     high: int
-    elements: torch.Tensor  # [high - low]
-    factors: Sequence[torch.Tensor]  # that it is to be multiplied by, one after the other
+
+
+class Run(NamedTuple):
+    """Spans that lie one after the other, in memory and in the store, and so do their states.
+
+    An elementwise step on all of them as one tensor has the bits of steps on each: it could be cut
+    where each ends. `start` is the first element, of the chunk's trainable ones.
+    """
+
+    spans: tuple[Span, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return sum(span.high - span.low for span in self.spans)
+
+    def between(self, start: int, stop: int) -> list[Span]:
+        """The spans of a range of the elements."""
+        found: list[Span] = []
+        begin = 0
+        for part, low, high in self.spans:
+            first, past = max(start - begin, 0), min(stop - begin, high - low)
+            if first < past:
+                found.append(Span(part, low + first, low + past))
+            begin += high - low
+        return found
+
+
+def runs_in(chunk: Chunk, start: int, stop: int, together: int) -> tuple[Run, ...]:
+    """The trainable elements of a range of a chunk, in runs (see `Piece.together`)."""
+    if (known := chunk.runs.get((start, stop, together))) is not None:
+        return known
+    most = max([together, *(part.numel for part in chunk.slices)])
+    runs: list[Run] = []
+    for part in chunk.slices:
+        low = max(start, part.start) - part.start
+        high = min(stop, part.start + part.numel) - part.start
+        if not part.trainable or low >= high:
+            continue
+        span = Span(part, low, high)
+        last = runs[-1] if runs else None
+        if (
+            last
+            and last.numel + high - low <= most
+            and _follows(chunk, last.spans[-1], span, grouped=not together)
+        ):
+            runs[-1] = Run((*last.spans, span), last.start)
+        else:
+            runs.append(Run((span,), part.start + low))
+    found = chunk.runs[start, stop, together] = tuple(runs)
+    return found
+
+
+def _follows(chunk: Chunk, one: Span, other: Span, *, grouped: bool) -> bool:
+    """Whether two neighbours may be of one run; `grouped`: in one buffer of the device's, too."""
+    mine, its = one.part, other.part
+    layouts = chunk.current.of(mine)
+    return (
+        (one.high - one.low) % PIECE_ALIGNMENT == 0
+        and chunk.cut_of(mine) == chunk.cut_of(its) == Cut()
+        and mine.dtype == its.dtype
+        and mine.offset + mine.num_bytes == its.offset
+        and (not grouped or (mine.group, mine.inside + mine.num_bytes) == (its.group, its.inside))
+        and mine.start + mine.numel == its.start
+        and [layout.kind for layout in layouts] == [own.kind for own in chunk.current.of(its)]
+        and all(
+            layout.rule.per == 1 and layout.value(mine.name, one.high) == layout.value(its.name, 0)
+            for layout in layouts
+        )
+    )
+
+
+class _Scalars(dict[str, Any]):
+    """What an optimizer keeps of a parameter besides elementwise states.
+
+    Those of one `step` on several parameters as one are equal.
+    """
+
+    step: object = None
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether scalars are known to be equal, without a wait for a device."""
+    if isinstance(one, _Scalars) and isinstance(other, _Scalars) and one.step is other.step:
+        return True
+    if one.keys() != other.keys():
+        return False
+    for key, value in one.items():
+        its = other[key]
+        if isinstance(value, torch.Tensor) and isinstance(its, torch.Tensor):
+            if not (value.numel() == its.numel() == 1 and on_host(value.device)):
+                return False
+            if not on_host(its.device) or value.dtype != its.dtype or value.item() != its.item():
+                return False
+        elif type(value) is not type(its) or value != its:
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """Elements of a run that have gradients: all of them, or those of one span.
+
+    `states` are the staged ones by key; None before the first step.
+    """
+
+    run: Run
+    values: torch.Tensor  # [elements]
+    elements: torch.Tensor  # of gradients  # [elements]
+    states: dict[str, tuple[torch.Tensor, StateRule]] | None
+    factors: Sequence[torch.Tensor]  # of the gradients, one after the other
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """What one optimizer of the user's steps on: runs of parameters, and their gradients' factors.
-
-    Ranges share nothing, so that each may be stepped on by a thread of its own.
-    """
+    """Elements that one optimizer steps on, perhaps in a thread of its own."""
 
     worker: torch.optim.Optimizer
-    shadows: list[tuple[nn.Parameter, Slice, int, int]]
+    shadows: list[tuple[nn.Parameter, list[Span]]]
     factors: list[tuple[torch.Tensor, Sequence[torch.Tensor]]]
 
     def step(self) -> None:
@@ -218,9 +321,11 @@ class Piece:
     "write states"; before the first step there is nothing to read, and the optimizer makes them.
     With `stands` they are the store's own bytes.
     `waiting` are the chunk's gradients that wait below the device, by the name of the parameter.
-    `parameters` are, by name, the elements that the piece covers, where the optimizer runs, and
-    `gradients` those of gradients that waited on disk. A piece refers to nothing outside its range:
-    what other pieces need may leave the device before it.
+    `parameters` are, by number of the run, the elements that the piece covers, where the optimizer
+    runs, and `gradients` those of gradients that waited on disk. A piece refers to nothing
+    outside its range:
+    what other pieces need may leave the device before it. Runs have at most `together` elements,
+    or those of the largest parameter; with 0 they lie in one of the device's buffers.
 
     It reads the copy of the states that is current when it is made. One that is `apart` writes all
     of its range to the chunk's spare copy, also what it does not change.
@@ -231,113 +336,101 @@ class Piece:
     stop: int
     waiting: Mapping[str, GradientInStore] = field(default_factory=dict[str, GradientInStore])
     staging: dict[StateKind, _Staged] = field(default_factory=dict[StateKind, _Staged])
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    made: list[tuple[Slice, int, int, dict[str, Any]]] = field(
-        default_factory=list[tuple[Slice, int, int, dict[str, Any]]]
+    parameters: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    made: list[tuple[list[Span], dict[str, Any]]] = field(
+        default_factory=list[tuple[list[Span], dict[str, Any]]]
     )
     stands: bool = False
     apart: bool = False
+    together: int = 0
     source: Copy = field(init=False)
     target: Copy = field(init=False)
-    _parts: tuple[tuple[Slice, int, int], ...] = field(init=False)
+    runs: tuple[Run, ...] = field(init=False)
+    parts: list[Span] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._parts = tuple(self._covered())
+        self.runs = runs_in(self.chunk, self.start, self.stop, self.together)
+        self.parts = [span for run in self.runs for span in run.spans]
         self.source = self.target = self.chunk.current
         if self.apart:
             assert self.chunk.spare is not None
             self.target = self.chunk.spare
 
-    def parts(self) -> Sequence[tuple[Slice, int, int]]:
-        """The parameters that the piece covers, with the element range within each."""
-        return self._parts
-
-    def _covered(self) -> Iterator[tuple[Slice, int, int]]:
-        for part in self.chunk.slices:
-            if not part.trainable:
-                continue
-            low = max(self.start, part.start) - part.start
-            high = min(self.stop, part.start + part.numel) - part.start
-            if low < high:
-                yield part, low, high
-
-    def _states(self, copy: Copy) -> Iterator[tuple[StateLayout, int, int]]:
-        """The kinds of states of a copy that the piece covers, with their first and past values."""
-        parts = self._parts
-        for layout in copy.states:
-            own = [one for one in parts if one[0].name in layout.starts]
+    def _states(self) -> Iterator[tuple[StateLayout, int, int, int]]:
+        """The kinds of states that the piece covers: first value, its place, and bytes."""
+        for layout in self.source.states:
+            own = [one for one in self.parts if one[0].name in layout.starts]
             if own:
                 (first, low, _), (last, _, high) = own[0], own[-1]
-                past = layout.value(last.name, 0) + layout.rule.count(high)
-                yield layout, layout.value(first.name, low), past
+                value, width = layout.value(first.name, low), layout.dtype.itemsize
+                count = layout.value(last.name, 0) + layout.rule.count(high) - value
+                yield layout, value, layout.offset + value * width, count * width
 
     def ring_bytes(self, *, parameters: bool, gradients: bool) -> int:
         """Bytes of the staging buffer that `read` takes."""
-        states = sum(
-            (past - first) * one.dtype.itemsize for one, first, past in self._states(self.source)
-        )
-        widths = [part.dtype.itemsize for part, _, _ in self.parts()][:1]
+        states = sum(num_bytes for *_, num_bytes in self._states())
+        widths = [part.dtype.itemsize for part, _, _ in self.parts][:1]
         return states + (parameters + gradients) * (self.stop - self.start) * sum(widths)
 
     def read(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
-        """Fill the staging tensors from the store; `ring` is this piece's staging buffer.
-
-        `parameters` and `gradients` where the optimizer has them from there too.
-        """
+        """Fill the staging tensors in `ring` from the store, with what the optimizer asks for."""
         store = self.chunk.store
         assert store is not None
-        wanted: list[tuple[StateKind | str, torch.dtype, int]] = []
-        places: dict[StateKind, tuple[int, int]] = {}  # the first value, and where it is
-        for layout, first, past in self._states(self.source):
-            wanted.append((layout.kind, layout.dtype, past - first))
-            places[layout.kind] = first, layout.offset + first * layout.dtype.itemsize
-        for key in [_PARAMETERS] * parameters + [_GRADIENTS] * gradients:
-            wanted += [(key, one.dtype, self.stop - self.start) for one, _, _ in self.parts()][:1]
+        states = list(self._states())
+        wanted: list[tuple[StateKind | str, torch.dtype, int]] = [
+            (layout.kind, layout.dtype, num_bytes) for layout, _, _, num_bytes in states
+        ]
+        for dtype in [part.dtype for part, _, _ in self.parts][:1]:
+            size = (self.stop - self.start) * dtype.itemsize
+            wanted += [(_PARAMETERS, dtype, size)] * parameters
+            wanted += [(_GRADIENTS, dtype, size)] * gradients
         regions: dict[StateKind | str, torch.Tensor] = {}
         offset = 0
         # Wide elements first: what follows is aligned to its own.
-        for region, dtype, count in sorted(wanted, key=lambda one: -one[1].itemsize):
-            size = count * dtype.itemsize
+        for region, dtype, size in sorted(wanted, key=lambda one: -one[1].itemsize):
             regions[region] = ring[offset : offset + size].view(dtype)
             offset += size
-        for kind, (first, place) in places.items() if self.source.updated else ():
-            self.staging[kind] = _Staged(regions[kind], first)
-            store.start_read(place, regions[kind].view(torch.uint8))
-        for part, low, high in self.parts():
-            here = slice(part.start + low - self.start, part.start + high - self.start)
+        for layout, first, place, _ in states if self.source.updated else ():
+            self.staging[layout.kind] = _Staged(regions[layout.kind], first)
+            store.start_read(place, regions[layout.kind].view(torch.uint8))
+        for number, run in enumerate(self.runs):
+            part, low, _ = run.spans[0]
+            here = slice(run.start - self.start, run.start - self.start + run.numel)
             if parameters:
-                target = self.parameters[part.name] = regions[_PARAMETERS][here]
+                target = self.parameters[number] = regions[_PARAMETERS][here]
                 place = self.source.place(part) + low * part.dtype.itemsize
                 store.start_read(place, target.view(torch.uint8))
-            stored = self.waiting.get(part.name)
-            if gradients and stored is not None:
-                target = self.gradients[part.name] = regions[_GRADIENTS][here]
-                place = stored.offset + low * part.dtype.itemsize
-                stored.store.start_read(place, target.view(torch.uint8))
+            if gradients:
+                self.gradients[number] = regions[_GRADIENTS][here]
+                begin = 0
+                for part, low, high in run.spans:
+                    if (stored := self.waiting.get(part.name)) is not None:
+                        target = self.gradients[number][begin : begin + high - low]
+                        place = stored.offset + low * part.dtype.itemsize
+                        stored.store.start_read(place, target.view(torch.uint8))
+                    begin += high - low
 
     def view_device(self) -> None:
         """Use the parameters in place, on the device."""
-        for part, low, high in self.parts():
-            self.parameters[part.name] = part.flat(self.chunk.buffers[part.group])[low:high]
+        for number, run in enumerate(self.runs):
+            part, low, _ = run.spans[0]
+            begin = part.inside + low * part.dtype.itemsize
+            end = begin + run.numel * part.dtype.itemsize
+            self.parameters[number] = self.chunk.buffers[part.group][begin:end].view(part.dtype)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """What the optimizer finds in host memory may be changed there, inside.
-
-        Parameters and states where the chunk's store is that, and gradients that wait there.
-        """
-        chunk, parts = self.chunk, self._parts
+        """Let the optimizer change in host memory what it finds there, inside."""
+        chunk, parts = self.chunk, self.parts
         with ExitStack() as stack:
             if parts and isinstance(chunk.store, HostStore):
                 (first, low, _), (last, _, high) = parts[0], parts[-1]
                 begin = self.source.place(first) + low * first.dtype.itemsize
                 end = self.source.place(last) + high * last.dtype.itemsize
                 stack.enter_context(chunk.store.in_place(begin, end - begin))
-                for layout, one, past in self._states(self.source) if self.source.updated else ():
-                    begin, width = layout.offset, layout.dtype.itemsize
-                    size = (past - one) * width
-                    stack.enter_context(chunk.store.in_place(begin + one * width, size))
+                for _, _, place, size in self._states() if self.source.updated else ():
+                    stack.enter_context(chunk.store.in_place(place, size))
             if parts and isinstance(chunk.gradient_store, HostStore):
                 width = parts[0][0].dtype.itemsize
                 begin, size = self.start * width, (self.stop - self.start) * width
@@ -350,14 +443,14 @@ class Piece:
         store = self.chunk.store
         assert isinstance(store, HostStore)
         self.stands = True
-        for part, low, high in self.parts():
+        for number, run in enumerate(self.runs):
+            part, low, _ = run.spans[0]
             size = part.dtype.itemsize
-            place = store.view(self.source.place(part) + low * size, (high - low) * size)
-            self.parameters[part.name] = place.view(part.dtype)
-        for layout, first, past in self._states(self.source) if self.source.updated else ():
-            width = layout.dtype.itemsize
-            values = store.view(layout.offset + first * width, (past - first) * width)
-            self.staging[layout.kind] = _Staged(values.view(layout.dtype), first)
+            own = store.view(self.source.place(part) + low * size, run.numel * size)
+            self.parameters[number] = own.view(part.dtype)
+        for layout, first, place, size in self._states() if self.source.updated else ():
+            values = store.view(place, size).view(layout.dtype)
+            self.staging[layout.kind] = _Staged(values, first)
 
     def update(
         self,
@@ -371,103 +464,162 @@ class Piece:
         `options` are the hyperparameters by parameter name, `gradients` those of the elements that
         the piece covers and that did not wait below the device, flat in storage order. Elementwise
         optimizers compute every element by itself, so a range of a parameter gets the bits that the
-        whole would get, and every range starts from the same scalars.
+        whole would get, and every range starts from the same scalars. Runs are stepped on as one.
         """
-        due = list(self._due(gradients))
-        lengths = [one.high - one.low for one in due]
+        due = list(self._due(gradients, options))
+        lengths = [one.values.numel() for one in due]
         if team is None:
             # On a device kernels have threads of their own, and the larger they are, the better.
             team = UpdateTeam(longest=sum(lengths))
         # Here and not in their threads: the first optimizer of a class changes the class.
-        cuts = [self.chunk.cut_of(one.part) for one in due]
+        cuts = [self.chunk.cut_of(one.run.spans[0].part) for one in due]
         stepped = [
-            self._range(factory, options, [(due[i], start, stop) for i, start, stop in spans])
-            for spans in team.ranges(lengths, cuts)
+            self._range(factory, options, [(due[i], start, stop) for i, start, stop in ranges])
+            for ranges in team.ranges(lengths, cuts)
         ]
         for each in stepped:
             if isinstance(each.worker, MasterOptimizer):
                 # A piece's workspace is counted for all of its elements: this is no more.
-                elements = sum(shadow.numel() for shadow, *_ in each.shadows)
+                elements = sum(shadow.numel() for shadow, _ in each.shadows)
                 each.worker.room_elements = min(elements, team.longest)
         team.run([each.step for each in stepped])
         for each in stepped:
-            for shadow, part, low, high in each.shadows:
-                self.made.append((part, low, high, taken_apart(each.worker.state[shadow])))
+            for shadow, spans in each.shadows:
+                self.made.append((spans, taken_apart(each.worker.state[shadow])))
 
-    def _due(self, gradients: Mapping[str, torch.Tensor]) -> Iterable[_Due]:
+    def _due(
+        self, gradients: Mapping[str, torch.Tensor], options: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[_Due]:
         """The gradients that there are, from where each of them is."""
-        for part, low, high in self.parts():
-            elements = gradients.get(part.name)
-            factors: list[torch.Tensor] = []
+        for number, run in enumerate(self.runs):
+            values, staged, begin = self.parameters[number], self.gradients.get(number), 0
+            if len(run.spans) > 1 and self._as_one(run, gradients, options):
+                part, low, _ = run.spans[0]
+                first = self.waiting[part.name]
+                elements = first.in_host(low, low + run.numel) if staged is None else staged
+                yield self._due_of(run, values, elements, first.factors)
+                continue
+            for span in run.spans:
+                part, low, high = span
+                here = slice(begin, begin + high - low)
+                begin = here.stop
+                found, factors = gradients.get(part.name), list[torch.Tensor]()
+                stored = self.waiting.get(part.name)
+                if found is None and stored is not None and not stored.is_none():
+                    found = stored.in_host(low, high) if staged is None else staged[here]
+                    factors = stored.factors
+                if found is not None:
+                    alone = Run((span,), run.start + here.start)
+                    yield self._due_of(alone, values[here], found, factors)
+
+    def _as_one(
+        self,
+        run: Run,
+        gradients: Mapping[str, torch.Tensor],
+        options: Mapping[str, Mapping[str, Any]],
+    ) -> bool:
+        """Whether this step treats all of a run's parameters alike, and their gradients wait."""
+        (head, low, _), source = run.spans[0], self.source
+        first, updated = self.waiting.get(head.name), head.name in source.updated
+        if first is None:
+            return False
+        place = first.offset + low * head.dtype.itemsize
+        for part, low, high in run.spans:
             stored = self.waiting.get(part.name)
-            if elements is None and stored is not None and not stored.is_none():
-                elements = self.gradients.get(part.name)
-                if elements is None:
-                    elements = stored.in_host(low, high)
-                # Here once, not in every thread: a factor may be on a device.
-                factors = [factor.to(elements.device) for factor in stored.factors]
-            if elements is not None:
-                yield _Due(part, low, high, elements, factors)
+            if (
+                stored is None
+                or part.name in gradients
+                or stored.is_none()
+                or (stored.store, stored.offset + low * part.dtype.itemsize) != (first.store, place)
+                or options[part.name] is not options[head.name]
+                or attributes_of(part.parameter)
+                or len(stored.factors) != len(first.factors)
+                or any(a is not b for a, b in zip(stored.factors, first.factors, strict=True))
+                or (part.name in source.updated) is not updated
+                or (updated and not _equal(source.scalars[part.name], source.scalars[head.name]))
+            ):
+                return False
+            place += (high - low) * part.dtype.itemsize
+        return True
+
+    def _due_of(
+        self,
+        run: Run,
+        values: torch.Tensor,
+        elements: torch.Tensor,
+        factors: Sequence[torch.Tensor],
+    ) -> _Due:
+        """These elements with their states, and factors where they are."""
+        part, low, _ = run.spans[0]
+        states = None
+        if part.name in self.source.updated:
+            found = ((layout, self.staging.get(layout.kind)) for layout in self.source.of(part))
+            states = {
+                layout.key: (staged.of(layout, part, low, run.numel), layout.rule)
+                for layout, staged in found
+                if staged is not None
+            }
+        # Here once, not in every thread: a factor may be on a device.
+        return _Due(run, values, elements, states, [f.to(elements.device) for f in factors])
 
     def _range(
         self,
         factory: OptimizerFactory,
         options: Mapping[str, Mapping[str, Any]],
-        spans: Sequence[tuple[_Due, int, int]],
+        ranges: Sequence[tuple[_Due, int, int]],
     ) -> _Range:
         """An optimizer over these elements of gradients and of the parameters that have them."""
-        shadows: list[tuple[nn.Parameter, Slice, int, int]] = []
+        shadows: list[tuple[nn.Parameter, list[Span]]] = []
         scales: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
-        for due, start, stop in spans:
-            part = due.part
-            shadow = nn.Parameter(self.parameters[part.name][start:stop])
+        named: list[tuple[nn.Parameter, str, Mapping[str, Any]]] = []
+        for due, start, stop in ranges:
+            spans = due.run.between(start, stop)
+            part = spans[0].part
+            shadow = nn.Parameter(due.values[start:stop])
             vars(shadow).update(attributes_of(part.parameter))
             shadow.grad = due.elements[start:stop]
             if due.factors:
                 scales.append((shadow.grad, due.factors))
-            shadows.append((shadow, part, due.low + start, due.low + stop))
-        worker = worker_on(factory, ((s, part.name, options[part.name]) for s, part, *_ in shadows))
-        for shadow, part, low, high in shadows:
-            if part.name in self.source.updated:
-                chosen = options[part.name]
-                # A fused optimizer has its counters where it steps, and a table is with its codes.
-                moved = chosen.get("fused") or chosen.get("capturable")
-                state = {
-                    key: value.to(
-                        shadow.device if moved or value.numel() > 1 else value.device, copy=True
-                    )
-                    if isinstance(value, torch.Tensor)
-                    else value
-                    for key, value in self.source.scalars[part.name].items()
-                }
-                for layout in self.source.of(part):
-                    if (staged := self.staging.get(layout.kind)) is not None:
-                        state[layout.key] = staged.of(layout, part, low, high)
-                worker.state[shadow] = put_together(state, shadow.shape)
+            shadows.append((shadow, spans))
+            named.append((shadow, part.name, options[part.name]))
+        worker = worker_on(factory, named)
+        for (due, start, stop), (shadow, name, chosen) in zip(ranges, named, strict=True):
+            if due.states is None:
+                continue
+            # A fused optimizer has its counters where it steps, and a table is with its codes.
+            moved = chosen.get("fused") or chosen.get("capturable")
+            state = {
+                key: value.to(
+                    shadow.device if moved or value.numel() > 1 else value.device, copy=True
+                )
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in self.source.scalars[name].items()
+            }
+            for key, (values, rule) in due.states.items():
+                first = start // rule.per
+                state[key] = values[first : first + rule.count(stop - start)]
+            worker.state[shadow] = put_together(state, shadow.shape)
         return _Range(worker, shadows, scales)
 
     def write_made(self) -> None:
-        """Bring states that lie elsewhere than in staging to the store: the optimizer made them.
-
-        In the stream that it runs in, which may have their memory again: it stands for one piece.
-        """
+        """Write states that the optimizer made outside of staging, in its own stream."""
         store = self.chunk.store
         assert store is not None
-        for part, low, high, state in self.made:
+        for ((part, low, _), *_), state in self.made:
             for layout in self.target.of(part):
                 values = state[layout.key]
-                if not self._staged(layout, part, low, high, values):
+                if not self._staged(layout, part, low, values):
                     store.start_write(layout.place(part.name, low), values.view(torch.uint8))
                     del state[layout.key]
 
-    def _staged(
-        self, layout: StateLayout, part: Slice, low: int, high: int, values: torch.Tensor
-    ) -> bool:
-        """Whether values of these elements are those in staging."""
+    def _staged(self, layout: StateLayout, part: Slice, low: int, values: torch.Tensor) -> bool:
+        """Whether values from this element on are those in staging."""
         staged = self.staging.get(layout.kind)
         if staged is None:
             return False
-        return values.data_ptr() == staged.of(layout, part, low, high).data_ptr()
+        begin = (layout.value(part.name, low) - staged.first) * layout.dtype.itemsize
+        return values.data_ptr() == staged.values.data_ptr() + begin
 
     def write(self, *, parameters: bool) -> None:
         """Bring the new states, and the parameters where asked for, to the store.
@@ -477,33 +629,42 @@ class Piece:
         """
         store = self.chunk.store
         assert store is not None
-        stepped = {part.name for part, *_ in self.made}
+        stepped = {span.part.name for spans, _ in self.made for span in spans}
         # By region of the store: one write of many parameters' values, where they are neighbours.
         writes = defaultdict[StateKind | str, list[tuple[int, torch.Tensor]]](list)
-        for part, low, _ in self.parts() if parameters else ():
-            if part.name in stepped or self.apart:
-                place = self.target.place(part) + low * part.dtype.itemsize
-                values = self.parameters[part.name].view(torch.uint8)
-                writes[_PARAMETERS].append((place, values))
-        for part, low, high in self.parts() if self.apart else ():
+        for number, run in enumerate(self.runs) if parameters else ():
+            begin = 0
+            for part, low, high in run.spans:
+                here = slice(begin, begin + high - low)
+                begin = here.stop
+                if part.name in stepped or self.apart:
+                    place = self.target.place(part) + low * part.dtype.itemsize
+                    values = self.parameters[number][here].view(torch.uint8)
+                    writes[_PARAMETERS].append((place, values))
+        for part, low, high in self.parts if self.apart else ():
             if part.name not in stepped:
                 self._copy(part, low, high, store)
-        for part, low, high, state in self.made:
+        for ((part, low, _), *_), state in self.made:
             for layout in self.target.of(part):
                 values = state.pop(layout.key, None)
-                if values is None or (
-                    self.stands and self._staged(layout, part, low, high, values)
-                ):
+                if values is None or (self.stands and self._staged(layout, part, low, values)):
                     continue  # it is there: written, or the store's own bytes
                 place = layout.place(part.name, low)
                 writes[layout.kind].append((place, values.view(torch.uint8)))
         for region in writes.values():
             for place, values in _joined(region):
                 store.start_write(place, values)
-        for part, _, high, state in self.made:
-            if high == part.numel:
-                self.target.scalars[part.name] = state
-                self.target.updated.add(part.name)
+        for spans, state in self.made:
+            step = object()
+            for number, (part, _, high) in enumerate(spans):
+                if high == part.numel:
+                    # Each has tensors of its own: code that is shown them may count on in place.
+                    own = _Scalars(state)
+                    for key, value in state.items() if number else ():
+                        own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    own.step = step
+                    self.target.scalars[part.name] = own
+                    self.target.updated.add(part.name)
         self.made.clear()
         self.staging.clear()
         self.parameters.clear()
@@ -515,7 +676,7 @@ class Piece:
             self.target.updated.discard(part.name)
             return
         for layout in self.target.of(part):
-            values = self.staging[layout.kind].of(layout, part, low, high)
+            values = self.staging[layout.kind].of(layout, part, low, high - low)
             store.start_write(layout.place(part.name, low), values.view(torch.uint8))
         if high == part.numel:
             self.target.scalars[part.name] = self.source.scalars[part.name]

@@ -41,7 +41,6 @@ class Source(Protocol):
 
     def copy_to(self, write: Write) -> None:
         """Hand out its bytes, in order."""
-        ...
 
 
 class Value(Source, Protocol):
@@ -49,7 +48,6 @@ class Value(Source, Protocol):
 
     def copy_from(self, fill: Fill) -> None:
         """Take new values: as many bytes as it has, in order."""
-        ...
 
 
 def num_bytes(value: Source) -> int:
@@ -267,10 +265,7 @@ class PackedSettings:
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """`weight_format`, which bitsandbytes writes beside int8 weights: 0, they lie in rows.
-
-    Earlier versions had others. ProtrainError where a checkpoint has one.
-    """
+    """`weight_format` beside int8 weights: 0, they lie in rows; else ProtrainError."""
 
     name: str
 
@@ -329,7 +324,7 @@ def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -
     twin = own.spare.place(mine) if own.spare and mine and not part.trainable else None
     return Stored(
         store=own.store,
-        offset=own.place(mine, layout) if mine else 0,
+        offset=own.current.place(mine, layout) if mine else 0,
         dtype=part.dtype if layout is None else layout.dtype,
         shape=shape,
         stride=stride,

@@ -217,12 +217,12 @@ class StateOption:
     @property
     def updated_on_device(self) -> bool:
         """Whether the device's optimizer works on states that stream to it from host memory."""
-        return isinstance(self.decision, Offload) and self.decision.update_on_device
+        return self.decision.update_on_device
 
     @property
     def speculates(self) -> bool:
         """Whether its update runs ahead of the norm of all gradients, to a second copy."""
-        return isinstance(self.decision, Offload) and self.decision.speculate
+        return self.decision.speculate
 
     @property
     def parameters_read(self) -> int:

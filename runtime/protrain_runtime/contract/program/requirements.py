@@ -44,7 +44,7 @@ REQUIREMENTS = (
     ),
     # Micro-batches follow, or ranks sum what they have of a gradient.
     Requirement(
-        of=lambda states: isinstance(states, Offload) and states.speculate,
+        of=lambda states: states.speculate,
         holds=lambda step: step.updates == "after backward" and step.is_single,
         words="updates after backward (--clip), with one micro-batch, on one device",
         fix="let its update wait",

@@ -53,10 +53,7 @@ def _read(kind: type[R], path: str | Path) -> R:
 
 
 def _write(record: Record, path: str | Path) -> None:
-    """Write the record, whole or not at all; RecordError where that cannot be done.
-
-    Only what can be read again: no number that is not finite, no two units of one name.
-    """
+    """Write the record, whole or not at all; RecordError where it could not be read again."""
     text = dumps(record)
     try:
         loads(type(record), text)

@@ -106,18 +106,12 @@ class Lora:
 
 
 def parse_lora(text: str) -> Lora:
-    """The adapter that `--lora r=16[,alpha=32][,targets=q_proj+v_proj]...` says.
-
-    ProtrainError for another text.
-    """
+    """Parse `--lora r=16[,alpha=32][,targets=q_proj+v_proj]...`; ProtrainError for another text."""
     return _Reader(text, "--lora").lora(text.split(","), _DTYPE_OF_OPTIONS)
 
 
 def read_adapter(text: str) -> Lora | None:
-    """What a record's `Workload.adapter` says; None where nothing was added.
-
-    ProtrainError for another text.
-    """
+    """Parse a record's `Workload.adapter`; None if empty; ProtrainError for another text."""
     if not text:
         return None
     kind, *words = text.split()
@@ -127,10 +121,7 @@ def read_adapter(text: str) -> Lora | None:
 
 
 def option_of(adapter: str) -> str:
-    """What `--lora` says for a record's `Workload.adapter`; empty where nothing was added.
-
-    Of a text that says no adapter, the text: what is said of it is said where it is read.
-    """
+    """The `--lora` of a record's `Workload.adapter`; a text that says no adapter is given back."""
     try:
         lora = read_adapter(adapter)
     except ProtrainError:

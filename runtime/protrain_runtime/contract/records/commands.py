@@ -15,10 +15,7 @@ def profile_command(
     on: str | None = None,
     allow: Sequence[str] = (),
 ) -> str:
-    """`protrain profile` as a profile of `workload` was asked for; estimated for the machine `on`.
-
-    How it was measured (steps, unit by unit) and on which text is not in a record.
-    """
+    """`protrain profile` for a profile of `workload`, estimated for the machine `on`."""
     words = [] if on is None else ["--on", on]
     if on is None and workload.device != "cpu":
         words += ["--device", workload.device]

@@ -96,6 +96,18 @@ def _activations_wording(form: Form, tier: TierName | None) -> Wording[Activatio
     )
 
 
+_OFFLOADS: dict[tuple[StateTier, bool, bool], str] = {
+    ("host", False, False): "OB",
+    ("host", True, False): "GH",
+    ("host", True, True): "VY",
+    ("disk", False, False): "ob",
+    ("disk", False, True): "vy",
+    ("device", False, False): "Dd",
+}
+"""Letters of parameters that are fetched per use, and of those that are kept gathered, by where the
+states are, whether their update is on the device, and whether it is ahead of the norm."""
+
+
 def _placements() -> Iterator[Wording[Placement]]:
     keep = "keep{s} {their} states on the device"
     keeping = "keeping them on the device"
@@ -107,50 +119,30 @@ def _placements() -> Iterator[Wording[Placement]]:
         f"{keep} and update{{s}} them in backward",
         f"{keeping} and updating them in backward",
     )
-    tiers: tuple[StateTier, ...] = (*_TIERS, "device")
-    for gathered, tier in product((False, True), tiers):
-        phrase, letter = f"offload to {tier}", _sized("B" if gathered else "O", tier)
-        does, doing = f"offload{{s}} {{their}} states to {tier}", f"offloading them to {tier}"
+    for gathered, ((tier, on_device, ahead), letters) in product((False, True), _OFFLOADS.items()):
+        phrase, doing = f"offload to {tier}", f"offloading them to {tier}"
+        does = f"offload{{s}} {{their}} states to {tier}"
         if tier == "device":
-            phrase, letter = "shard", "d" if gathered else "D"
+            phrase, doing = "shard", "sharding them over the devices"
             does = "shard{s} {their} states over the devices"
-            doing = "sharding them over the devices"
         if gathered:
+            joined = "," if on_device or ahead else " and"
             phrase += " and keep gathered"
-            does += " and keep{s} them gathered"
-            doing += " and keeping them gathered"
-        decision = Offload(tier=tier, keep_gathered=gathered)
-        yield Wording(decision, phrase, letter, does, doing)
-        if tier == "host":
-            yield _updated(tier, gathered=gathered, on_device=True, speculate=False)
-        if tier != "device":
-            yield _updated(tier, gathered=gathered, on_device=tier == "host", speculate=True)
+            does += f"{joined} keep{{s}} them gathered"
+            doing += f"{joined} keeping them gathered"
+        if on_device or ahead:
+            early = SPECULATIVELY if ahead else ""
+            where, there = (" on device", " on the device") if on_device else ("", "")
+            phrase += f" and update{where}{early}"
+            does += f" and update{{s}} them{there}{early}"
+            doing += f" and updating them{there}{early}"
+        decision = Offload(
+            tier=tier, keep_gathered=gathered, update_on_device=on_device, speculate=ahead
+        )
+        yield Wording(decision, phrase, letters[gathered], does, doing)
 
 
-def _updated(
-    tier: StateTier, *, gathered: bool, on_device: bool, speculate: bool
-) -> Wording[Placement]:
-    """Of chunks whose states move to be updated."""
-    held, holds, holding = (
-        (" and keep gathered", ", keep{s} them gathered", ", keeping them gathered")
-        if gathered
-        else ("", "", "")
-    )
-    letter = "H" if gathered else "G"
-    if speculate:
-        letter = _sized("Y" if gathered else "V", tier)
-    where, there = (" on device", " on the device") if on_device else ("", "")
-    ahead = SPECULATIVELY if speculate else ""
-    return Wording(
-        Offload(tier=tier, keep_gathered=gathered, update_on_device=on_device, speculate=speculate),
-        f"offload to {tier}{held} and update{where}{ahead}",
-        letter,
-        f"offload{{s}} {{their}} states to {tier}{holds} and update{{s}} them{there}{ahead}",
-        f"offloading them to {tier}{holding} and updating them{there}{ahead}",
-    )
-
-
-def _sized(letter: str, tier: StateTier) -> str:
+def _sized(letter: str, tier: TierName) -> str:
     return letter.lower() if tier == "disk" else letter
 
 

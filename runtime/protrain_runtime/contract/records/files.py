@@ -149,10 +149,7 @@ def descriptor_of(path: str | Path) -> int | None:
 
 
 def keep_standard_output() -> None:
-    """From now on, standard output is for the file alone that is written to /dev/stdout.
-
-    What else is printed, by whatever code, goes to standard error.
-    """
+    """Leave standard output to the file written there; print to standard error."""
     _kept[STANDARD_OUTPUT] = os.dup(STANDARD_OUTPUT)
     os.dup2(_STANDARD_ERROR, STANDARD_OUTPUT)
 

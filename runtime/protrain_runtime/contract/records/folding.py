@@ -41,10 +41,7 @@ def fold(first: str, last: str) -> str:
 
 
 def unfold(text: str) -> list[str] | None:
-    """The names in the run, or None where the text is no run of two or more that counts up.
-
-    Also where it is longer than `MAX_RUN`; see `run_length`.
-    """
+    """The names in a run of any length, or None where the text is no run that counts up."""
     match = _RUN.fullmatch(text)
     if match is None or not 1 < run_length(text) <= MAX_RUN:
         return None

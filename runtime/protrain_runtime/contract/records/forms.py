@@ -159,11 +159,7 @@ def leaves_of(names: Collection[str]) -> tuple[str, ...]:
 
 
 def allowed_forms(allow: Collection[str], *, compiled: bool = False) -> tuple[str, ...]:
-    """The forms that are bitwise, and those with one of these leaves, in order.
-
-    Of models with `compiled` blocks only those that do not look inside them, and of others only
-    those that need no compiler.
-    """
+    """The forms that are bitwise or have one of these leaves, and fit compiled blocks or others."""
     return tuple(
         name
         for name, form in FORMS.items()

@@ -11,10 +11,7 @@ Shared = Literal["of the node", "of each device"]
 
 
 def is_accelerator(kind: DeviceKind) -> bool:
-    """Whether devices of this type have memory of their own, and work while the host does.
-
-    A CPU machine computes in host memory: what is below the device there is disk alone.
-    """
+    """Whether devices of this type have memory of their own, and work while the host does."""
     return kind != "cpu"
 
 
@@ -94,10 +91,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """Fractions of their own speed that compute and a lane keep while both run (1: independent).
-
-    On a CPU machine every lane runs on the processors that also compute.
-    """
+    """Fractions of their own speed that compute and a lane keep while both run."""
 
     compute: float
     lane: float
@@ -231,10 +225,7 @@ class Hardware:
 
     @property
     def error_band(self) -> tuple[float, float]:
-        """Measured over estimated step seconds, 10th and 90th percentile; zeros where unknown.
-
-        Of the machine itself, else of its architecture's published runs.
-        """
+        """Measured over estimated step seconds, 10th and 90th percentile; zeros where unknown."""
         if self.rates is not None and self.is_compared:
             return self.rates.error_low, self.rates.error_high
         published = self.published_error

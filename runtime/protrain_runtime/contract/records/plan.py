@@ -1,7 +1,7 @@
 """`Plan`: the decisions, and what they are predicted to cost. Reviewed and committed like code."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.forms import (
@@ -70,6 +70,12 @@ class Persistent:
     """
 
     update_in_backward: bool = False
+    # Nothing of the axes of `Offload`.
+    keep_gathered: ClassVar[bool] = False
+    update_on_device: ClassVar[bool] = False
+    speculate: ClassVar[bool] = False
+    on_host: ClassVar[bool] = False
+    staged: ClassVar[bool] = False
 
 
 STEPPED = Persistent(update_in_backward=True)
@@ -262,11 +268,7 @@ class DeviceGroup:
 
     @property
     def replica_counts(self) -> tuple[int, ...]:
-        """The numbers of replicas that have whole nodes each, or equal parts of one; fewest first.
-
-        As many as devices is among them: each has all of the states then, below it if they are
-        offloaded, and gathers nothing.
-        """
+        """Numbers of replicas, fewest first, that have whole nodes each, or equal parts of one."""
         count, node = self.num_devices, self.in_node
         sizes = ((n, count // n) for n in range(1, count + 1) if count % n == 0)
         return tuple(n for n, size in sizes if size % node == 0 or node % size == 0)
@@ -354,8 +356,8 @@ class Plan:
             inside = unit.kind == "block" and any(n.startswith(f"{unit.name}.") for n in trained)
             return inside or not trained.isdisjoint(unit.parameters)
 
-        offloaded = [u for u in self.units if isinstance(u.states, Offload) and u.states.on_host]
-        return tuple(unit for unit in offloaded if not self.tensors or is_trained(unit))
+        there = [unit for unit in self.units if unit.states.on_host]
+        return tuple(unit for unit in there if not self.tensors or is_trained(unit))
 
     @property
     def graded(self) -> Exactness:

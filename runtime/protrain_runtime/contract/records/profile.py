@@ -216,11 +216,7 @@ class Profile:
 
     @property
     def error_band(self) -> tuple[float, float]:
-        """Measured over predicted step seconds, at least and at most; zeros where unknown.
-
-        Of a measured profile by its own repetitions, of an estimated one by what its machine's
-        estimates were compared with.
-        """
+        """Measured over predicted step seconds, at least and at most; zeros where unknown."""
         if self.method == "estimated":
             return self.hardware.error_band
         if self.repetitions is None:

@@ -335,10 +335,7 @@ def _run(value: Node) -> list[str]:
 
 
 def _check_plan(plan: Plan, value: Node) -> None:
-    """Devices are in nodes of equal size, and their replicas too; exact plans use exact forms.
-
-    Compiled blocks take no form that goes by what is inside.
-    """
+    """Refuse unequal nodes or replicas, a wrong exactness, and forms that do not fit."""
     group = plan.group
     for key, parts in (("num_nodes", group.num_nodes), ("num_replicas", group.num_replicas)):
         if group.num_devices % parts:

@@ -66,10 +66,7 @@ STEP_END = "end"
 
 
 def may_miss(owner: Any) -> tuple[str, ...]:
-    """Names of the fields that a file may leave out: those with a default value.
-
-    A file says the size of pieces, which a question leaves to the planner.
-    """
+    """Names of the fields that a file may leave out: those with a default value."""
     names = (f.name for f in fields(owner) if f.default is not MISSING)
     return tuple(name for name in names if (owner, name) != (StepSettings, "piece_bytes"))
 

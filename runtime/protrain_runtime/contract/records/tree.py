@@ -247,10 +247,7 @@ class Node:
 
 
 def root(text: str, source: str | None) -> Node:
-    """The value that a whole file holds; RecordError where the text is not YAML, or empty.
-
-    No text in it, keys included, has a character that would not be seen (see `unseen`).
-    """
+    """The value that a whole file holds; RecordError for no YAML, or a character of `unseen`."""
     nodes, failure = _composed(text)
     try:
         if failure is not None:
@@ -306,10 +303,7 @@ def documents(text: str) -> tuple[yaml.Node, ...] | None:
 def parsed_json(
     text: str | bytes, source: str | None, *, most: int = _MAX_JSON, **hooks: Any
 ) -> Any:
-    """What a JSON text says, of at most so many keys and values; RecordError where it is none.
-
-    `hooks` are those of `json.loads`; a ValueError of theirs is told.
-    """
+    """Parse a JSON text of at most so many keys and values; RecordError where it is none."""
     try:
         if isinstance(text, bytes):
             text = text.decode()
@@ -463,10 +457,7 @@ def refused_character(text: str, *, but: str = "") -> str:
 
 
 def number_text(number: float) -> str:
-    """The number as text that YAML 1.1 reads as a float, and that reads back exactly.
-
-    The shorter of 13400000000.0 and 1.34e+10. YAML 1.1 wants the point and the sign.
-    """
+    """The shorter of 13400000000.0 and 1.34e+10 that YAML 1.1 reads back exactly."""
     plain = repr(float(number))  # an int is at home in a float field
     if not math.isfinite(number):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[plain]

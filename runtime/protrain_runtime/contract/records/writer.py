@@ -77,21 +77,8 @@ class _Sentences(list[str]):
 
 _LISTS_OF_LINES = ((Hardware, "sources"), (Profile, "tensors"), (Plan, "tensors"))
 _ON_ONE_LINE = (
-    *(
-        Link,
-        Observed,
-        Contention,
-        Rates,
-        Collectives,
-        FormCost,
-        Repetitions,
-        Compilation,
-        Budgets,
-        TierBytes,
-        UnitPlan,
-        StepSettings,
-        DeviceGroup,
-    ),
+    *(Link, Observed, Contention, Rates, Collectives, FormCost, Repetitions, Compilation),
+    *(Budgets, TierBytes, UnitPlan, StepSettings, DeviceGroup),
 )
 
 
