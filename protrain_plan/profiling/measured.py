@@ -35,7 +35,9 @@ from protrain_plan.profiling.memory.unit_bytes import (
 from protrain_plan.profiling.rehearsal import Rehearsal, Reserve, rehearse
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.discovery import (
+    FoundUnit,
     Start,
+    Variation,
     discover,
     fullest,
     plain_attributes,
@@ -193,24 +195,9 @@ def measure_model(
         workload = with_batch_sizes(workload, model, batch)
         progress("finding units", 0.05)
         whole = running is None
-        if running is None:
-            start, execution = fullest(model, batch)
-            found = discover(model, batch, execution)
-            block_classes = BlockClasses(tuple(range(len(found))), {})  # all of them run
-            varies = variation(model, execution, batches)
-        else:
-            start = Start(running.seed, plain_attributes(model))
-            found, block_classes, varies = running.found, running.block_classes, None
-            if running.varies:  # all units run
-                execution = record_execution(model, batch, start)
-                varies = variation(model, execution, batches)
+        start, found, block_classes, varies = _units(model, batch, batches, running)
         stack.enter_context(starting_from(model, start))
-        refuse_compiled_around(model, (unit.module for unit in found))
-        blocks = {unit.name: unit.module for unit in found if unit.module is not None}
-        if are_compiled(blocks):
-            workload = replace(workload, compile="blocks")
-        elif workload.compile:
-            stack.callback(compile_each(blocks))
+        workload = _compiled(model, found, workload, stack)
         compiled = bool(workload.compile)
         stack.enter_context(stubs_in_place(found, block_classes))
         stack.enter_context(whereabouts.naming([unit.name for unit in found]))
@@ -315,6 +302,34 @@ def measure_model(
         repetitions=_repetitions(seconds, rehearsal, profile),
         compilation=compilation,
     )
+
+
+def _units(
+    model: nn.Module, batch: Batch, batches: Iterator[Batch], running: Sketch | None
+) -> tuple[Start, Sequence[FoundUnit], BlockClasses, Variation | None]:
+    """Where steps begin, the model's units, which of them run, and how batches vary."""
+    if running is None:
+        start, execution = fullest(model, batch)
+        found = discover(model, batch, execution)
+        every = BlockClasses(tuple(range(len(found))), {})
+        return start, found, every, variation(model, execution, batches)
+    start, varies = Start(running.seed, plain_attributes(model)), None
+    if running.varies:  # all units run
+        varies = variation(model, record_execution(model, batch, start), batches)
+    return start, running.found, running.block_classes, varies
+
+
+def _compiled(
+    model: nn.Module, found: Sequence[FoundUnit], workload: Workload, stack: ExitStack
+) -> Workload:
+    """Compile the blocks where the workload says so, until the stack ends; it says if they are."""
+    refuse_compiled_around(model, (unit.module for unit in found))
+    blocks = {unit.name: unit.module for unit in found if unit.module is not None}
+    if are_compiled(blocks):
+        return replace(workload, compile="blocks")
+    if workload.compile:
+        stack.callback(compile_each(blocks))
+    return workload
 
 
 _COMPILER_BYTES = 64 * 2**20
