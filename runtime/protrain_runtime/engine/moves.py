@@ -686,8 +686,8 @@ class Moves:
         piece = Piece(chunk, chunk.cut(move.start), chunk.cut(move.stop), waiting, apart=speculates)
         self._pieces[move.unit, move.start] = piece
         parameters, gradients = self._read_with_states(chunk)
-        if not parameters:
-            piece.view_device()
+        for part, low, high in piece.parts if not parameters else ():  # in place, on the device
+            piece.parameters[part.name] = part.flat(chunk.buffers[part.group])[low:high]
         ring = self._rings[self.plans[move.unit].states.update_on_device]
         if not ring:
             return lambda: None  # before the first step there is nothing to read

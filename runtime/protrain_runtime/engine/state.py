@@ -184,8 +184,12 @@ def unzeroed_gradient(chunks: Iterable[Chunk]) -> str | None:
 
 def speculation_holds(chunks: Sequence[Chunk]) -> bool:
     """Whether speculative updates used the gradients as they are; waits for factors."""
-    if not all(chunk.holds for chunk in chunks):
-        return False
+    for chunk in chunks:
+        used, there = chunk.speculated, chunk.offloaded_gradients
+        if used is None or chunk.gradients or used.keys() != there.keys():
+            return False
+        if any(used[name] is not there[name] for name in used):
+            return False
     stored = (g for chunk in chunks for g in chunk.offloaded_gradients.values())
     factors = {id(factor): factor for one in stored for factor in one.factors}
     return all(factor.item() == 1 for factor in factors.values())

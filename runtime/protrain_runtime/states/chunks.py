@@ -257,14 +257,6 @@ class Chunk:
             return False
         return self.sharding is None or self.sharding.part_of(name) is not None
 
-    @property
-    def holds(self) -> bool:
-        """Whether a speculative update is what the step makes of the chunk."""
-        used, there = self.speculated, self.offloaded_gradients
-        if used is None or self.gradients or used.keys() != there.keys():
-            return False
-        return all(used[name] is there[name] for name in used)
-
     def exchange(self) -> None:
         """Let the copy that an update writes be the current one."""
         assert self.spare is not None

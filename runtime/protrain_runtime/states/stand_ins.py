@@ -114,10 +114,6 @@ class GradientInStore:
         self.store.read(self.offset, flat)
         return scaled(flat.view(self.dtype), self.factors).as_strided(self.shape, self.stride)
 
-    def is_none(self) -> bool:
-        """Whether no rank had a gradient."""
-        return self.count is not None and not self.count.item()
-
     def in_host(self, low: int, high: int) -> torch.Tensor:
         """A range of the elements where they lie in host memory.  # dtype [high - low]"""
         assert isinstance(self.store, HostStore)

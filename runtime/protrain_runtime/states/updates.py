@@ -298,11 +298,6 @@ class Piece:
                 place = stored.offset + low * part.dtype.itemsize
                 stored.store.start_read(place, target.view(torch.uint8))
 
-    def view_device(self) -> None:
-        """Use the parameters in place, on the device."""
-        for part, low, high in self.parts:
-            self.parameters[part.name] = part.flat(self.chunk.buffers[part.group])[low:high]
-
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the optimizer change in host memory what it finds there, inside."""
@@ -376,7 +371,9 @@ class Piece:
             elements = gradients.get(part.name)
             factors: list[torch.Tensor] = []
             stored = self.waiting.get(part.name)
-            if elements is None and stored is not None and not stored.is_none():
+            if elements is None and stored is not None:
+                if stored.count is not None and not stored.count.item():
+                    continue  # no rank had one
                 elements = self.gradients.get(part.name)
                 if elements is None:
                     elements = stored.in_host(low, high)
