@@ -16,7 +16,7 @@ is one with compiled code, which shows no modules.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -64,16 +64,12 @@ class _Mlps:
     @contextmanager
     def tiled(self) -> Iterator[None]:
         """MLPs run in tiles inside."""
-        undo = [
-            replace_code(module, partial(self._run, module, module.forward))
-            for module in self._candidates
-            if not _is_watched(module)
-        ]
-        try:
+        with ExitStack() as stack:
+            for module in self._candidates:
+                if not _is_watched(module):
+                    code = partial(self._run, module, module.forward)
+                    stack.callback(replace_code(module, code))
             yield
-        finally:
-            for each in reversed(undo):
-                each()
 
     def _run(self, module: nn.Module, forward: Code, *args: Any, **kwargs: Any) -> object:
         if kwargs or len(args) != 1 or not _is_input(args[0]):

@@ -168,6 +168,19 @@ def only_here(undo: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
+def overridden(owner: object, name: str, value: object) -> Callable[[], None]:
+    """Set an attribute of one instance; returns what gives it its own, or its class's, again."""
+    held = vars(owner)
+    before = {name: held[name]} if name in held else {}
+    held[name] = value
+
+    def undo() -> None:
+        held.pop(name, None)
+        held.update(before)
+
+    return undo
+
+
 def off_workers(close: Callable[[], object]) -> Callable[[], None]:
     """Return `close`, run in a thread of its own where a runtime's thread collects garbage."""
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.devices.lanes import overridden
 from protrain_runtime.devices.turns import Turns
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.model.optimizer import PlannedOptimizer
@@ -170,7 +171,7 @@ def _is_table(name: str, value: object) -> bool:
 
 def let_copy(before: Look) -> Callable[[], None]:
     """Let copies of the modules be plain; returns what undoes it."""
-    touched: list[nn.Module] = []
+    stack = ExitStack()
     for module, state in before.items():
         hooks: dict[str, frozenset[object]] = {}  # added by the plan, by table
         attributes: dict[str, object] = {}  # what was there in place of those of the plan
@@ -182,14 +183,9 @@ def let_copy(before: Look) -> Callable[[], None]:
             elif value is not known and name not in _OWN:
                 attributes[name] = known
         if hooks or attributes:
-            module.__dict__[_REDUCE] = partial(_reduce_plainly, module, hooks, attributes)
-            touched.append(module)
-
-    def undo() -> None:
-        for module in touched:
-            module.__dict__.pop(_REDUCE, None)
-
-    return undo
+            plainly = partial(_reduce_plainly, module, hooks, attributes)
+            stack.callback(overridden(module, _REDUCE, plainly))
+    return stack.close
 
 
 def _reduce_plainly(
