@@ -15,7 +15,7 @@ from protrain_runtime.contract.records.plan import Persistent, Plan
 from protrain_runtime.contract.records.profile import DType
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Check, prepare
-from protrain_runtime.states.stepping import is_plain
+from protrain_runtime.states.stepping import is_plain, own_attributes
 
 
 def loaded(plan: Plan | Path | str) -> tuple[Plan, str | None]:
@@ -86,11 +86,10 @@ def follow(
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Plain attributes of the optimizer that are in no group, such as the bits of bitsandbytes."""
-    usual = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     return {
         name: value
-        for name, value in vars(optimizer).items()
-        if name not in usual and (is_plain(value) or is_plain(getattr(value, "__dict__", ...)))
+        for name, value in own_attributes(optimizer).items()
+        if is_plain(value) or is_plain(getattr(value, "__dict__", ...))
     }
 
 

@@ -206,7 +206,7 @@ class Training:
     def _look(self) -> None:
         """Count the tensors that the optimizer keeps."""
         holders: list[Mapping[Any, Any]] = [self.optimizer.state, *self.optimizer.param_groups]
-        held = _storages([_attributes(self.optimizer), *map(dict, holders)])
+        held = _storages([own_attributes(self.optimizer), *map(dict, holders)])
         for key in _storages(self.parameters):
             held.pop(key, None)
         self._held.append(sum(one.untyped_storage().nbytes() for one in held.values()))
@@ -299,7 +299,7 @@ class Training:
             return False
         # Numbers that count; what a first call settles once is a flag.
         mine, its = (
-            [one for one in tree_leaves(_attributes(each)) if type(one) in (int, float)]
+            [one for one in tree_leaves(own_attributes(each)) if type(one) in (int, float)]
             for each in (self.optimizer, whole.optimizer)
         )
         return bool(mine == its)
@@ -348,7 +348,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Of floating-point values that are compared where some are no numbers."""
 
 
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What its class keeps in it besides what every optimizer has."""
     usual = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     return {name: value for name, value in vars(optimizer).items() if name not in usual}
