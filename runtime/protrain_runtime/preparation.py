@@ -241,11 +241,7 @@ def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Un
 
 
 def _facts(
-    model: nn.Module,
-    plan: Plan,
-    optimizer: PlannedOptimizer,
-    device: torch.device,
-    limit_s: float,
+    model: nn.Module, plan: Plan, optimizer: PlannedOptimizer, device: torch.device, limit_s: float
 ) -> dict[str, str]:
     """Return what all ranks are to have alike, in words."""
     facts = {

@@ -85,11 +85,7 @@ class CompiledBlock:
         self.name, self.backend = name, backend
         compiler: Any = torch.compile  # its stubs do not know of limits
         self._code: Callable[..., object] = compiler(
-            code,
-            backend=backend,
-            fullgraph=True,
-            dynamic=False,
-            recompile_limit=_MOST_COMPILATIONS,
+            code, backend=backend, fullgraph=True, dynamic=False, recompile_limit=_MOST_COMPILATIONS
         )
 
     def __call__(self, *args: object, **kwargs: object) -> object:

@@ -45,12 +45,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear, log_softmax, nll_loss
 from torch.overrides import TorchFunctionMode
 
-from protrain_runtime.activations.late_values import (
-    LateValues,
-    Source,
-    is_cast,
-    with_values,
-)
+from protrain_runtime.activations.late_values import LateValues, Source, is_cast, with_values
 from protrain_runtime.activations.logit_maps import Map, map_back_in_place, map_in_place
 from protrain_runtime.activations.trees import PLAIN
 from protrain_runtime.devices.lanes import num_holders

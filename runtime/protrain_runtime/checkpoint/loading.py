@@ -23,13 +23,7 @@ from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
-from protrain_runtime.model.prepared import (
-    Prepared,
-    meet,
-    offloaded_parameters,
-    together,
-    turns_of,
-)
+from protrain_runtime.model.prepared import Prepared, meet, offloaded_parameters, together, turns_of
 from protrain_runtime.states.compositions import (
     Composition,
     is_composition,

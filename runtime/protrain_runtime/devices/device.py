@@ -46,7 +46,7 @@ def _memory_limit_cuda(device: torch.device) -> int | None:
 
 
 TYPES: dict[str, DeviceCalls] = {
-    "cuda": DeviceCalls(pin=_pin_cuda, memory_limit=_memory_limit_cuda),
+    "cuda": DeviceCalls(pin=_pin_cuda, memory_limit=_memory_limit_cuda)
 }
 """By the name of the type: a new type is one entry. ROCm's devices are called cuda, and are."""
 

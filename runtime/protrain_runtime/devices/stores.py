@@ -309,12 +309,7 @@ class CheckedDiskStore(DiskStore):
     """The spill file, checked."""
 
     def __init__(
-        self,
-        directory: Path,
-        backend: Backend | None,
-        describe: Describe,
-        *,
-        cached: bool = False,
+        self, directory: Path, backend: Backend | None, describe: Describe, *, cached: bool = False
     ) -> None:
         super().__init__(directory, backend, cached=cached)
         self._sums = BlockSums(

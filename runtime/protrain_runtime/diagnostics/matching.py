@@ -123,11 +123,7 @@ def check_kernels(plan: Plan) -> None:
 
 
 def check_devices(
-    model: nn.Module,
-    plan: Plan,
-    group: ProcessGroup | None,
-    *,
-    copies: bool,
+    model: nn.Module, plan: Plan, group: ProcessGroup | None, *, copies: bool
 ) -> None:
     """ProtrainError for other devices, or those on which no plain copy (`copies`) trains."""
     check_ranks(plan, group)

@@ -259,9 +259,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self.inner.state[parameter] = put_together(whole, parameter.shape)
         self._chunks, self._persistent, self._consumed, self._engine = (), (), (), None
 
-    def _offloaded_states(
-        self,
-    ) -> Iterator[tuple[Chunk, Slice, dict[str, Any], dict[str, Any]]]:
+    def _offloaded_states(self) -> Iterator[tuple[Chunk, Slice, dict[str, Any], dict[str, Any]]]:
         """Of each offloaded parameter that has states: what is not elementwise, and what is."""
         for chunk in self._chunks:
             scalars = _scalars(chunk)

@@ -101,13 +101,7 @@ class Meeting:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        count: int,
-        *,
-        limit_s: float,
-        holds_others: bool = False,
+        self, store: Store, rank: int, count: int, *, limit_s: float, holds_others: bool = False
     ) -> None:
         self.rank, self.count, self.limit_s = rank, count, limit_s
         self.look: Callable[[], None] = lambda: None

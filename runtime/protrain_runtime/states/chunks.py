@@ -25,11 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.program import (
-    PIECE_ALIGNMENT,
-    ChunkSize,
-    pieces_in,
-)
+from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, ChunkSize, pieces_in
 from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.ranks.group import Ranks
@@ -571,10 +567,7 @@ def offload(
         copy.offset = store.reserve(own.parameter_bytes)
         copy.states = tuple(
             StateLayout(
-                key=key,
-                rule=rule,
-                offset=store.reserve(count * rule.dtype.itemsize),
-                starts=starts,
+                key=key, rule=rule, offset=store.reserve(count * rule.dtype.itemsize), starts=starts
             )
             for (key, rule), (starts, count) in kinds.items()
         )
@@ -669,9 +662,7 @@ def of_one_storage(chunks: Sequence[Chunk]) -> set[int]:
     return {unit for units in groups if len(units) > 1 for unit in units}
 
 
-def _by_storage(
-    chunks: Sequence[Chunk],
-) -> dict[int, list[tuple[int, int, int, nn.Parameter]]]:
+def _by_storage(chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int, int, nn.Parameter]]]:
     """The parameters that have elements by storage: from where, to where, of which unit."""
     found: dict[int, list[tuple[int, int, int, nn.Parameter]]] = defaultdict(list)
     for chunk in chunks:

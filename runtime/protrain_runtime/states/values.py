@@ -15,12 +15,7 @@ from torch import nn
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import SAVING_BYTES, in_blocks
 from protrain_runtime.devices.stores import Store
-from protrain_runtime.states.chunks import (
-    Chunk,
-    Slice,
-    StateLayout,
-    flat_storage_order,
-)
+from protrain_runtime.states.chunks import Chunk, Slice, StateLayout, flat_storage_order
 from protrain_runtime.states.quantized import STATE, of_eight_bits, packed_layers, scales_of
 
 Write = Callable[[torch.Tensor], object]
