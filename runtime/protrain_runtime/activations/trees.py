@@ -18,32 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _VALUES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Size,
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 _NO_TREES = (
-    *_VALUES,
-    type,
-    nn.Module,
-    torch.Generator,
-    torch.SymInt,
-    torch.SymFloat,
-    torch.SymBool,
-    torch.UntypedStorage,
-    FunctionType,
-    MethodType,
-    BuiltinFunctionType,
-    ModuleType,
+    *(*_VALUES, type, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
+    *(torch.Generator, torch.SymInt, torch.SymFloat, torch.SymBool, torch.UntypedStorage),
 )
 
 _LEAVES = (torch.Tensor, *_NO_TREES)

@@ -234,15 +234,11 @@ def _unscale_(
 
 
 _GRADIENT_LOOKS = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.numel,
-    torch.Tensor.size,
-    torch.Tensor.dim,
+    *(torch.Tensor.numel, torch.Tensor.size, torch.Tensor.dim),
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "is_sparse", "requires_grad")
+    ),
 }
 """What tells nothing of a gradient's values."""
 
@@ -405,16 +401,9 @@ _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
     **{
         make: _like(make)
         for make in (
-            torch.empty_like,
-            torch.zeros_like,
-            torch.ones_like,
-            torch.full_like,
-            torch.rand_like,
-            torch.randn_like,
-            torch.Tensor.new_empty,
-            torch.Tensor.new_zeros,
-            torch.Tensor.new_ones,
-            torch.Tensor.new_full,
+            *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+            *(torch.rand_like, torch.randn_like, torch.Tensor.new_empty, torch.Tensor.new_zeros),
+            *(torch.Tensor.new_ones, torch.Tensor.new_full),
         )
     },
 }
