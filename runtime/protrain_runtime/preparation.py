@@ -279,11 +279,7 @@ _SHARED_BYTES = 2**26
 
 
 def _share(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Let every rank have rank 0's values; return what brings its own back.
-
-    These are kept in host memory where they differ and there is room: of models that all ranks have
-    loaded from one checkpoint nothing is.
-    """
+    """Let every rank have rank 0's values; return what brings its own back, kept on the host."""
     room = free_host_bytes() // 2 // ranks_here()
     kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []
     for tensor in tensors:
@@ -322,11 +318,7 @@ def _attach(
     backend: Backend,
     own: Undo,
 ) -> list[Chunk]:
-    """Let the model follow the plan.
-
-    Returns the chunks that are on disk, and are to leave the model when all else is done: a disk
-    may fail to give back what it took.
-    """
+    """Let the model follow the plan; return the chunks on disk, which leave it last."""
     plan, undo, ranks, optimizer = prepared.plan, prepared.undo, prepared.ranks, prepared.optimizer
     if not backend.on_host:
         undo.append(quick_turns())

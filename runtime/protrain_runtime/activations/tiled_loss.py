@@ -163,10 +163,7 @@ class _Cast(Source):
 
 
 class _Product(Source):
-    """A linear layer's inputs [..., h], weights [v, h] and biases [v], and its outputs if wanted.
-
-    `dtype` is that of its outputs; `near` are the inputs of the same rows.
-    """
+    """A linear layer's inputs [..., h], weights [v, h], biases [v]; `near`: rows of inputs."""
 
     WRITTEN = (
         "a head's input or weights were written in place after the head had run, and the plan"

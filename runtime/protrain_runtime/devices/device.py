@@ -136,11 +136,7 @@ def record_event(device: torch.device, *, timing: bool = False) -> torch.Event:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make an accelerator the calling thread's current device inside.
-
-    A new thread's is the first one. CUDA gives a process a context of hundreds of MiB on whatever
-    device is current when an event is queried or host memory is pinned.
-    """
+    """Make an accelerator the thread's current device, where CUDA makes its context."""
     return nullcontext() if on_host(device) else torch.accelerator.device_index(device.index)
 
 

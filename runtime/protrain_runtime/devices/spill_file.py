@@ -223,11 +223,7 @@ def _spans(low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 class _Edges:
-    """Changes parts of blocks, one at a time.
-
-    The last blocks that were changed are kept, EDGE_BYTES of them, and need not be read to be
-    changed again: what follows one parameter's values is mostly the next one's.
-    """
+    """Changes parts of blocks one at a time; keeps EDGE_BYTES of the last for the next change."""
 
     def __init__(
         self,
@@ -280,11 +276,7 @@ class _Edges:
 
 
 class _Requests:
-    """Lets several requests run at a time: the caller's thread takes its part, helpers theirs.
-
-    A caller that finds all helpers busy goes on alone, so that nobody waits for who waits. Staging
-    buffers are as many as requests may be at a time through them.
-    """
+    """Runs several requests at a time, by the caller's thread and helpers that are free."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Transfer | None] = SimpleQueue()

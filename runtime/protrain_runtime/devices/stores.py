@@ -361,11 +361,7 @@ tier is one entry."""
 
 
 class Stores:
-    """One store per tier that the plan uses, opened when first asked for.
-
-    With `cached`, what is on disk goes through the page cache. With `checked`, those below the
-    device compare what is read with what was written; `describe` is what errors name bytes by.
-    """
+    """One store per tier, opened when first asked for; `describe` names bytes in errors."""
 
     def __init__(
         self, backend: Backend, directory: Path, *, checked: bool = False, cached: bool = False

@@ -86,11 +86,7 @@ class Turns:
 
     @contextmanager
     def taken(self, what: str, doing: str, *, step: bool = False) -> Iterator[None]:
-        """Hold the model inside; TurnError, saying `what`, where it is another thread's.
-
-        `doing` is what others are told that it is used for. With `step`, a step of this thread is
-        under way from here on.
-        """
+        """Hold the model for `doing`; TurnError, saying `what`, where it is another thread's."""
         mine = threading.current_thread(), doing
         holder = self._now.setdefault(None, mine)
         if holder is not mine and not holder[0].is_alive():

@@ -51,10 +51,6 @@ def compilation_since(before: Compiled) -> Compilation | None:
 
 
 def compiled_whole() -> AbstractContextManager[None]:
-    """Blocks inside DistributedDataParallel are compiled as a plan compiles them.
-
-    PyTorch would cut their graphs where its buckets of gradients end, for a model that is one
-    graph: a block is as small as a bucket, and graphs that are cut may have other bits.
-    """
+    """Compile blocks inside DistributedDataParallel whole, as a plan does: cuts change bits."""
     whole: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
     return whole

@@ -96,11 +96,7 @@ def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
 
 
 def check_kernels(plan: Plan) -> None:
-    """ProtrainError where an accelerator would not take the kernels that were profiled.
-
-    Deterministic ones are others: attention takes another algorithm, with other bytes and seconds.
-    A CPU's take what they take, and are not asked about.
-    """
+    """ProtrainError where an accelerator would not take the kernels that were profiled."""
     profiled, here = plan.workload.deterministic, torch.are_deterministic_algorithms_enabled()
     if profiled == here or not is_accelerator(plan.workload.device):
         return

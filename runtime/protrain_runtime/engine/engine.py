@@ -321,10 +321,7 @@ class Engine:
             raise
 
     def _give_up(self) -> None:
-        """Give the forward and backward up: nothing in flight, no buffers, no hooks.
-
-        Gradients of micro-batches before it stay what they are, unless its backward had begun.
-        """
+        """Give up what is in flight; gradients of earlier micro-batches stay."""
         state = self._state
         in_backward = state.in_backward
         if in_backward and state.updating:

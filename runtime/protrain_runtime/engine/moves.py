@@ -149,11 +149,7 @@ class GradientMoves:
 
 @dataclass(slots=True)
 class _Sum:
-    """What is being added up, and how many ranks have a gradient of what.
-
-    By group the buffer of a shared chunk, by part the gradient of a persistent one; flat, and with
-    the padding of a group.
-    """
+    """A sum under way: flat buffers by group or part, and how many ranks have each gradient."""
 
     buffers: dict[int, torch.Tensor]
     parts: list[Slice]
@@ -324,11 +320,7 @@ NUM_NAMED = 3
 
 
 class SwappedUnit:
-    """What a unit's forward saved and a swap takes away, first saved first, in groups.
-
-    The saved tensors own the storages, and may be dropped at any time: the groups are of all that
-    there were, so that the way out and the way back mean the same ones.
-    """
+    """What a unit's forward saved for a swap, in groups of all that there were; held weakly."""
 
     def __init__(self, storages: Sequence[SwappedStorage]) -> None:
         ranges = grouped([storage.num_bytes for storage in storages])

@@ -283,11 +283,7 @@ class Ranks:
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor's memory as a flat tensor that does not keep it.
-
-    Gloo's own thread may hold what it was given for a moment longer than the collective takes, and
-    would then be the one that frees it: see [Note: who frees what] in `moves`.
-    """
+    """A CPU tensor's memory, flat, not kept: Gloo's thread may drop it later than anybody."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -332,11 +328,7 @@ def leave() -> None:
 
 
 def _group(members: tuple[int, ...], backend: str, limit_s: float) -> dist.ProcessGroup:
-    """The group of these ranks of the world, made when first asked for, and kept.
-
-    PyTorch names such a group by its members and by how many groups there are: one that is
-    destroyed and made anew has the name of the one before, and finds its addresses at the store.
-    """
+    """The group of these ranks, kept: one made anew would find its old addresses at the store."""
     _of_this_world()
     key = members, backend, limit_s
     if key not in _groups:

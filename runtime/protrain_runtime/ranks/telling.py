@@ -160,11 +160,7 @@ class Meeting:
     def telling(
         self, what: str, *, final: bool = False, limit_s: float | None = None
     ) -> Iterator[None]:
-        """A part of the work that others wait in: an exception that leaves it is told.
-
-        It is called from all ranks. But for a `final` part, which nobody can repeat, they meet at
-        its end: it ends well on all of them or on none.
-        """
+        """Tell an exception that leaves this part; but for a `final` one, ranks meet at its end."""
         me = threading.get_ident()
         outer = self.phases.get(me)
         self.phases[me] = outer or what

@@ -498,12 +498,7 @@ def refuse_early_reading(name: str) -> None:
 
 
 def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
-    """An offloaded parameter, or one of its states, from the store.  # on the host
-
-    In the parameter's shape; a state of fewer values is flat.
-
-    Of what ranks share, all of them ask for it.
-    """
+    """Read a parameter or state to the host, with all ranks that share it."""
     assert chunk.store is not None
     if chunk.sharding is not None:
         what, ranks = "parameters" if layout is None else "optimizer states", chunk.sharding.ranks

@@ -274,11 +274,7 @@ class Elsewhere:
 
 
 class AwayParameter(nn.Parameter):
-    """A parameter whose values are in a store.
-
-    Questions about its shape and kind, its gradient and its hooks are answered, and tensors can be
-    made like it. A copy or a pickle of it is one of a parameter with its values.
-    """
+    """A parameter whose values are in a store; copies and pickles of it have them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

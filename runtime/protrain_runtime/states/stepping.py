@@ -461,10 +461,7 @@ def _steps(
     calls: Calls,
     outside: "Outside",
 ) -> tuple[Training, bool, str]:
-    """Some steps, whether they drew random numbers, and in what name outside they counted.
-
-    Steps below zero: -1, a parameter has no gradient; -2, one has an infinite one.
-    """
+    """Take steps (-1: no gradient, -2: infinite); whether they drew, and a name that counted."""
     # Itself: where tensors are fake, the functions that ask it say nothing.
     generator = torch.default_generator
     # Operator by operator, also where steps are compiled: what is looked at stays the same.

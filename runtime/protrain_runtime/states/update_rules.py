@@ -44,10 +44,7 @@ from protrain_runtime.states.stepping import (
 
 @dataclass(frozen=True, slots=True)
 class StateRule:
-    """A state tensor that lies beside its parameter: one value for each `per` elements, in order.
-
-    Of 1: the tensor has the parameter's shape. Of more: it is flat, such as a scale per block.
-    """
+    """A state with a value for each `per` elements in order; flat where that is not 1."""
 
     dtype: torch.dtype
     per: int = 1

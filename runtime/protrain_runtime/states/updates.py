@@ -440,11 +440,7 @@ class Piece:
         return values.data_ptr() == staged.of(layout, part, low, high).data_ptr()
 
     def write(self, *, parameters: bool) -> None:
-        """Bring the new states, and the parameters where asked for, to the store.
-
-        The last range of a parameter settles its scalars: until then, every range of it starts from
-        the same ones.
-        """
+        """Write the new states; a parameter's last range settles its scalars."""
         store = self.chunk.store
         assert store is not None
         stepped = {part.name for part, *_ in self.made}

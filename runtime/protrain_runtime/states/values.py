@@ -210,11 +210,7 @@ _OFFSET = "nested_offset"
 
 @dataclass(frozen=True, slots=True)
 class PackedSettings:
-    """What bitsandbytes writes of a packed weight as JSON: its shape and kind, and one number.
-
-    The number is the mean that was taken from the scales before these were quantised. Taking new
-    values takes that; ProtrainError where all else is not as the layer has it.
-    """
+    """What bitsandbytes writes of a packed weight as JSON; the scales' mean in it is loaded."""
 
     name: str
     state: Any  # bitsandbytes' QuantState

@@ -179,11 +179,7 @@ class Interconnect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedError:
-    """How far estimates were from runs that others published.
-
-    `low` and `high` are the 10th and 90th percentiles of measured over estimated seconds, of `runs`
-    runs on devices of this architecture; `source` names them.
-    """
+    """The 10th and 90th percentile of measured over estimated seconds of published `runs`."""
 
     low: float
     high: float

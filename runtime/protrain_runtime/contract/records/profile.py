@@ -170,11 +170,7 @@ class Repetitions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
-    """What `torch.compile` compiled in a process, and how long its calls waited for that.
-
-    `cache` says how much of it PyTorch's own cache on the disk had: nothing (cold), a part, or all
-    (warm); none where the compiler has no cache.
-    """
+    """How long `torch.compile` took in a process; `cache`: cold, a part, warm, or none."""
 
     num_graphs: int  # forwards; one that trains has a backward besides
     seconds: float
