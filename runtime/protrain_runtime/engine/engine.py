@@ -397,11 +397,11 @@ class Engine:
         if needed:
             self.turns.at_home(what)
 
-    def settle(self, what: str) -> None:
+    def settle(self, what: str, *, outside: bool = False) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not."""
         self._at_home(what, self._offloaded)
         self.turns.check(what)
-        if self._modified:
+        if self._modified or outside:
             self.outside(what)
         self._state.settle(what)
         self.end_updates()

@@ -47,8 +47,7 @@ class FullParameters:
         if self._engine is None or not self._chunks:
             return self
         with self._engine.telling("full_parameters()"):
-            self._engine.settle("full_parameters() was entered")
-            self._engine.outside("full_parameters() was entered")
+            self._engine.settle("full_parameters() was entered", outside=True)
             check_free(self.num_bytes, device_of(self._model), "the parameters")
         what = ", modify=True" if self._modify else ""
         self._engine.gather(self._chunks, f"full_parameters(model{what})", modify=self._modify)
@@ -265,5 +264,4 @@ class MovingAverage:
                 " a plan. Take state_dict() before, and load it into a new MovingAverage"
             )
         if self._engine is not None:
-            self._engine.settle(what)
-            self._engine.outside(what)
+            self._engine.settle(what, outside=True)

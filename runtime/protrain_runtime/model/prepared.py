@@ -114,8 +114,7 @@ def restore(model: nn.Module) -> nn.Module:
         return model
     with together(model, "restore()"):
         if prepared.engine is not None:
-            prepared.engine.settle("restore() was called")
-            prepared.engine.outside("restore() was called")
+            prepared.engine.settle("restore() was called", outside=True)
     return restore_as_is(model)
 
 
@@ -298,8 +297,7 @@ def add_state_dict_hooks(
     listing = _Listing(model, engine, {part.parameter: (c, part) for c, part in offloaded.values()})
 
     def before_load(_: nn.Module, __: object, ___: str, metadata: Mapping[str, Any], *____: object):  # type: ignore[no-untyped-def]
-        engine.settle("load_state_dict() was called")
-        engine.outside("load_state_dict() was called")
+        engine.settle("load_state_dict() was called", outside=True)
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict(assign=True) replaces the parameters that the plan has placed:"
