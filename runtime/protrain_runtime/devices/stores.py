@@ -338,22 +338,15 @@ class CheckedDiskStore(DiskStore):
         return memory_of(held)
 
 
-class Spilling(NamedTuple):
-    """Where a disk tier's file is, and whether its bytes go through the page cache."""
-
-    directory: Path
-    cached: bool = False
-
-
-TIERS: dict[StateTier, Callable[[Backend, Spilling, Describe | None], Store]] = {
+TIERS: dict[StateTier, Callable[[Backend, Path, bool, Describe | None], Store]] = {
     "device": lambda backend, *_: DeviceStore(backend),
-    "host": lambda backend, _, describe: (
+    "host": lambda backend, _, __, describe: (
         CheckedHostStore(backend, describe) if describe else HostStore(backend)
     ),
-    "disk": lambda backend, to, describe: (
-        CheckedDiskStore(to.directory, backend, describe, cached=to.cached)
+    "disk": lambda backend, directory, cached, describe: (
+        CheckedDiskStore(directory, backend, describe, cached=cached)
         if describe
-        else DiskStore(to.directory, backend, cached=to.cached)
+        else DiskStore(directory, backend, cached=cached)
     ),
 }
 """What opens a tier's store, one that checks its bytes where it is given what names them: a new
@@ -367,7 +360,7 @@ class Stores:
         self, backend: Backend, directory: Path, *, checked: bool = False, cached: bool = False
     ) -> None:
         self._backend, self.checked = backend, checked
-        self._spilling = Spilling(directory, cached)
+        self._directory, self._cached = directory, cached
         self._stores: dict[StateTier, Store] = {}
         self.describe: Describe = lambda *_: "the model's"
 
@@ -375,7 +368,8 @@ class Stores:
         if tier not in self._stores:
             # `describe` is set once there is something to describe: it is looked up when called.
             describe = (lambda *where: self.describe(*where)) if self.checked else None
-            self._stores[tier] = TIERS[tier](self._backend, self._spilling, describe)
+            open_tier = TIERS[tier]
+            self._stores[tier] = open_tier(self._backend, self._directory, self._cached, describe)
         return self._stores[tier]
 
     @property

@@ -391,13 +391,6 @@ class NoStepError(Exception):
     """The optimizer takes no step on parameters of a trial."""
 
 
-class _Found(NamedTuple):
-    """Why all parameters are stepped on together, if so; and whether a step writes its groups."""
-
-    reason: str = ""
-    writes: bool = False
-
-
 def why_together(
     factory: OptimizerFactory,
     groups: Sequence[Mapping[str, Any]],
@@ -406,8 +399,8 @@ def why_together(
     outside: "Outside",
     *,
     pieces: bool,
-) -> _Found:
-    """Compare steps on all parameters with steps that are called as plans call them.
+) -> tuple[str, bool]:
+    """Why all parameters are stepped on together, if so; and whether a step writes its groups.
 
     In backward, chunk by chunk, and with `pieces` in these: with other objects, in another order,
     more often. ProtrainError where the optimizer keeps more than its first step shows.
@@ -435,9 +428,9 @@ def why_together(
                 raise NoStepError(f"{kind_of(error)}: {cut(str(error))}") from error
             continue  # such steps are not for this optimizer
         if draws:
-            return _Found(DRAWS)
+            return DRAWS, False
         if counts:
-            return _Found(f"its step changes {counts!r} of its class or its module")
+            return f"its step changes {counts!r} of its class or its module", False
         if steps is usual:  # more parameters later: what is kept for them is more
             whole.refuse_more(most_beside)
             most_beside, writes = min(most_beside, whole.beside + _SCALARS), whole.wrote
@@ -446,11 +439,11 @@ def why_together(
                 parts, *_ = _steps(factory, groups, values, steps, calls, outside)
             except Exception as error:  # noqa: BLE001 (the user's class)
                 raised = f"{kind_of(error)}: {cut(str(error))}"
-                return _Found(f"a step on some parameters alone is refused: {raised}", writes)
+                return f"a step on some parameters alone is refused: {raised}", writes
             if not parts.same_as(whole):
                 again, *_ = _steps(factory, groups, values, steps, Calls(), outside)
-                return _Found(TOGETHER if again.same_as(whole) else CHANGES, writes)
-    return _Found(writes=writes)
+                return TOGETHER if again.same_as(whole) else CHANGES, writes
+    return "", writes
 
 
 def _steps(

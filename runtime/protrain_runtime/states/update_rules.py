@@ -238,25 +238,25 @@ class UpdateRules:
             dtype = torch.promote_types(dtype, torch.float32)
         try:
             try:
-                found = why_together(
+                reason, writes = why_together(
                     factory, groups, dtype, shape, self._outside, pieces=cut and not masters
                 )
             except NoStepError:  # other groups' options may be for other shapes alone
-                found = why_together(
+                reason, writes = why_together(
                     factory, groups[:1], dtype, shape, self._outside, pieces=cut and not masters
                 )
         except NoStepError as error:
             return f"it takes no step on several parameters: {error}"
-        if masters and (found.reason or found.writes):
+        if masters and (reason or writes):
             kept = "its step keeps values in its groups"
             raise ProtrainError(
                 "the optimizer cannot step on master weights, some parameters at a time:"
-                f" {found.reason or kept}",
+                f" {reason or kept}",
                 key="optimizer",
                 fix="--precision pure or autocast; or an optimizer that looks at one parameter at a"
                 " time, such as AdamW or SGD",
             )
-        return found.reason
+        return reason
 
     def compiled(self, dtype: torch.dtype) -> bool:
         """Whether a step goes through `torch.compile`."""
