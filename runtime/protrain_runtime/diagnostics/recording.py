@@ -124,13 +124,13 @@ class Recorder:
 
     def recording(self, *, slot_bytes: Sequence[int] = ()) -> Recording:
         """The step's slots and moves, with measured `slot_bytes`; RuntimeError if none."""
-        step = self._times.last
-        if step is None:
+        if self._times.last is None:
             raise RuntimeError("nothing was recorded: no step has ended")
+        events, step_seconds = self._times.last
         return Recording(
             plan_fingerprint=fingerprint(self._plan),
-            step_seconds=step.step_seconds,
-            events=step.events,
+            step_seconds=step_seconds,
+            events=events,
             slot_bytes=tuple(slot_bytes),
         )
 
