@@ -89,7 +89,7 @@ from protrain_runtime.states.update_rules import UpdateRules, in_turn
 from protrain_runtime.states.updates import UpdateTeam, spare_threads, updates_by_lines
 
 Check = Literal["bitwise", "spills"]
-"""What a prepared model compares while it trains."""
+"""The comparison that a prepared model makes while it trains."""
 
 
 def prepare(

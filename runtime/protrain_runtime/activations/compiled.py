@@ -32,7 +32,7 @@ def has_compiled(module: nn.Module) -> bool:
 
 
 def code_of(module: nn.Module) -> Callable[..., Any]:
-    """What a call of the module runs: the code that `module.compile()` made, or its forward."""
+    """Return the code of the module's calls: that of `module.compile()`, or its forward."""
     compiled: Callable[..., Any] | None = module._compiled_call_impl
     return module.forward if compiled is None else compiled
 
@@ -74,7 +74,7 @@ def uncompiled() -> Iterator[None]:
 
 
 class CompiledBlock:
-    """What a call of a compiled block runs, in place of its `_call_impl`.
+    """The code of a compiled block's calls, in place of its `_call_impl`.
 
     The whole block is one graph: where its code breaks it, that is refused with the place. Equal
     blocks share one compilation, because PyTorch keeps compiled code with the code that it is of

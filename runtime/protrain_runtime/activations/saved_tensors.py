@@ -25,7 +25,7 @@ MIN_SWAP_BYTES = 16 * 1024
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage, in elements; autograd saves lazy conjugates, too."""
+    """The place of a tensor in its storage, in elements; autograd saves lazy conjugates, too."""
 
     dtype: torch.dtype
     shape: torch.Size

@@ -364,7 +364,7 @@ def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Rule(NamedTuple):
-    """How a loss is computed: logits in `dtype`, then mapped, the loss given in `wide`."""
+    """The rule of a loss: logits in `dtype`, then mapped, the loss given in `wide`."""
 
     dtype: torch.dtype
     wide: torch.dtype
@@ -420,7 +420,7 @@ class _TiledLoss(torch.autograd.Function):
         given, sums = hidden.to(rule.dtype), sums[:, None]
 
         def gradient(inputs: Tensor, classes: slice, rows: slice, head: Any) -> Tensor:
-            """Of the logits of some rows and classes; in `rule.dtype`."""
+            """Compute logits of some rows and classes; in `rule.dtype`."""
             part, capped = map_in_place(linear(inputs, *head), rule.maps)
             part = part.float()
             part.sub_(sums[rows]).exp_()

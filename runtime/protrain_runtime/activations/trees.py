@@ -123,7 +123,7 @@ def _collect(tree: object, found: list[object], seen: set[int]) -> None:
 
 
 def _parts(thing: object) -> Iterator[tuple[Any, Any]]:
-    """What an object that is no pytree holds, each with where it stands."""
+    """Yield the parts of an object that is no pytree, each with where it stands."""
     if isinstance(thing, dict):
         yield from dict.items(thing)
     elif isinstance(thing, list):

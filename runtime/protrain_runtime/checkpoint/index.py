@@ -82,7 +82,7 @@ def path_in(directory: Path, file: str, *, linked: bool = False) -> Path:
 
 
 def found_index(directory: Path) -> Path | None:
-    """What makes a directory a checkpoint, of ours or in Hugging Face's layout."""
+    """Find the file that makes a directory a checkpoint, of ours or in Hugging Face's layout."""
     for name in (_SINGLE_FILE, INDEX):
         try:
             if (directory / name).exists():

@@ -52,7 +52,7 @@ from protrain_runtime.states.values import (
 )
 
 SHARD_BYTES = 4 * 2**30
-"""What a file of tensors holds at most, unless one tensor alone is more."""
+"""Bytes of a file of tensors at most, unless one tensor alone is more."""
 
 Values = dict[str, dict[str, Source]]
 """The tensors of a checkpoint, by kind and name."""
@@ -142,7 +142,7 @@ def save(
 def settled(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, what: str
 ) -> Prepared | None:
-    """What `prepare` attached; it raises, saying `what`, in the middle of an update."""
+    """Return what `prepare` attached; it raises, saying `what`, in the middle of an update."""
     prepared = prepared_of(model)
     if prepared is None:
         return None
@@ -324,7 +324,7 @@ def _put_together(ranks: Ranks, training: dict[str, Any]) -> None:
 
 
 def _shared_out(ranks: Ranks, values: Values) -> Values:
-    """What this rank writes: its parts, and the whole tensors that it writes for all."""
+    """Choose what this rank writes: its parts, and the whole tensors that it writes for all."""
 
     def is_whole(value: Source) -> bool:
         return not isinstance(value, Stored) or value.part is None
@@ -358,7 +358,7 @@ def _shared_out(ranks: Ranks, values: Values) -> Values:
 
 
 def _each(ranks: Ranks | None, act: Callable[[], T], directory: Path) -> list[T]:
-    """What `act` gives on every rank; ProtrainError on all where one of them cannot write."""
+    """Let every rank `act`; ProtrainError on all where one of them cannot write."""
     if ranks is None:
         return [act()]
     result, problem = None, None

@@ -43,7 +43,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class Alignment(NamedTuple):
-    """What direct I/O asks for: where memory begins, and which blocks of the file move, in bytes.
+    """The needs of direct I/O: where memory begins, and which blocks of the file move, in bytes.
 
     Powers of two. A block is one of the file system's where the device would take smaller ones:
     parts of its blocks are written one at a time.
@@ -207,7 +207,7 @@ class SpillFile:
             view, offset = view[count:], offset + count
 
     def _whole(self, count: int, wanted: int, reason: str) -> int:
-        """How far to go on: a request that was cut short goes on at a whole block."""
+        """Return how far to go on: a request that was cut short goes on at a whole block."""
         if count < wanted:
             count = count // self.alignment.block * self.alignment.block
         if count == 0:

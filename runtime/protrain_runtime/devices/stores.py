@@ -127,7 +127,7 @@ class DiskStore:
 
     @property
     def num_bytes(self) -> int:
-        """What the file takes of the disk."""
+        """Bytes of the file on the disk."""
         return self._file.num_bytes
 
     @property
@@ -261,7 +261,7 @@ Store = HostStore | DiskStore
 """Where a tier's bytes lie, at offsets."""
 
 Describe = Callable[[Store, int, int], str]
-"""What lies between two offsets of a store, in words."""
+"""Words for what lies between two offsets of a store."""
 
 
 class CheckedHostStore(HostStore):
@@ -374,7 +374,7 @@ class Stores:
 
     @property
     def host_bytes(self) -> int:
-        """Of its tier, and of what passes through to the disk."""
+        """Host bytes of the host tier and of passages to the disk."""
         tier = self._stores["host"].num_bytes if "host" in self._stores else 0
         disk = self._stores.get("disk")
         return tier + (disk.host_bytes if isinstance(disk, DiskStore) else 0)
@@ -411,7 +411,7 @@ write of a few bytes has to look at all of a block."""
 
 
 class _Region(NamedTuple):
-    """What was reserved at once; its first block has number `first`."""
+    """A reservation; its first block has number `first`."""
 
     start: int
     num_bytes: int

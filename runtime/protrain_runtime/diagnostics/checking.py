@@ -48,7 +48,7 @@ class _MicroBatch:
 
 
 def _random_states(device: torch.device) -> Callable[[], None]:
-    """What sets the generators' states, on the host and an accelerator, to those of now."""
+    """Return what sets the generators' states, on the host and an accelerator, to those of now."""
     host, own = torch.get_rng_state(), devices.random_state(device)
 
     def set_again() -> None:

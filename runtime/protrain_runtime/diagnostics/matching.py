@@ -311,7 +311,7 @@ def model_tensors(model: nn.Module) -> tuple[str, ...]:
 
 
 def model_changes(planned: Iterable[str], model: nn.Module, units: Sequence[UnitPlan]) -> list[str]:
-    """What is different in `model` from the `planned` lines, unit by unit; empty: no tensor is."""
+    """List differences of `model` from the `planned` lines, unit by unit; empty: none."""
     before, after = unfolded(planned), _contents(model)
     own = {name: unit.name for unit in units for name in unit.parameters}
     blocks = [unit.name for unit in units if unit.kind == "block"]

@@ -1,4 +1,4 @@
-"""What a step took, as it ran: memory slot by slot, and when its slots and moves ran.
+"""Recordings of steps: memory slot by slot, and when slots and moves ran.
 
 `measure_step` and `record` look at steps when they are asked to; a `Watch` compares the first steps
 of a training loop with what their plan promises. On an accelerator the allocator counts by itself;
@@ -117,7 +117,7 @@ def _meter(model: nn.Module, device: torch.device, *, besides_bytes: int = 0) ->
 
 
 class Recorder:
-    """What `record` saw: the last whole step that ran in it."""
+    """The record of the last whole step that ran in `record`."""
 
     def __init__(self, times: StepTimes, plan: Plan) -> None:
         self._times, self._plan = times, plan

@@ -33,7 +33,7 @@ from protrain_runtime.devices.turns import TurnError, Turns
 
 
 class Listener(Protocol):
-    """What a runner of slots is told."""
+    """A runner of slots, which is told of their boundaries."""
 
     def begin(self, *, training: bool) -> None:
         """The model was called; slot 0 begins. `training`: a graph is being recorded."""
@@ -219,7 +219,7 @@ class Boundaries:
         return True
 
     def _pass_on(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What runs, if it is a part, has ended, and hands on these."""
+        """End the part that runs, if it is one; it hands on these tensors."""
         if self._units[self._unit] is None:
             if self._training:
                 self._watch(tensors, 2 * len(self._units) - 1 - self._unit)
@@ -313,7 +313,7 @@ class Boundaries:
 
 
 class _Ending:
-    """What backward calls at its end. Where it raises, it drops this uncalled.
+    """The callback at backward's end. Where backward raises, it drops this uncalled.
 
     It has no `__del__`: behind a backward in another thread that would be the first code that
     Python runs, and the KeyboardInterrupt that waits for it would be dropped there.

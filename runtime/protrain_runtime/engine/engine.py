@@ -311,7 +311,7 @@ class Engine:
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """What other ranks wait in: an error is told to them, and this rank goes on with none."""
+        """Tell an error to the other ranks, which wait here; this rank goes on with none."""
         try:
             yield
         except BaseException as error:
@@ -356,7 +356,7 @@ class Engine:
         self._reset()
 
     def memory_snapshot(self) -> MemorySnapshot | None:
-        """What stands in the slot that runs, or stood in the one that was given up."""
+        """Bytes in the slot that runs, or in the one that was given up."""
         stepping = self._state.phase is Phase.STEPPING
         slot = len(self._program.slots) if stepping else self._state.slot
         if slot < 0:
@@ -460,7 +460,7 @@ class Engine:
             yield
 
     def telling(self, what: str) -> AbstractContextManager[None]:
-        """What is for all ranks: it ends well on all of them or on none."""
+        """A part for all ranks: it ends well on all of them or on none."""
         return nullcontext() if self._ranks is None else self._ranks.meeting.telling(what)
 
     def begin_update(self, *, same_options: bool) -> None:

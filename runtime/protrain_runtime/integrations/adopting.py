@@ -1,4 +1,4 @@
-"""What the integrations share: loops are compared with the plan, and optimizers follow it."""
+"""Shared code of the integrations: loops are compared with the plan, optimizers follow it."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -95,7 +95,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """How errors name a framework and its settings."""
+    """A framework's name and settings, as errors say them."""
 
     name: str
     accumulating: str  # the setting of micro-batches per update

@@ -23,7 +23,7 @@ from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order, wri
 
 
 class FullParameters:
-    """What `full_parameters` returns. `num_bytes` are what it takes of the device while inside."""
+    """The context of `full_parameters`, which takes `num_bytes` of the device while inside."""
 
     def __init__(self, model: nn.Module, *, modify: bool, units: Collection[str] | None) -> None:
         self._model, self._modify = model, modify

@@ -1,4 +1,4 @@
-"""What a prepared model carries with it, what others see of it, and how it is given back.
+"""A prepared model's plan, what others see of it, and how the model is given back.
 
 A copy or a pickle is a plain model with the values that it has now. What a plan puts on modules
 (hooks, code, threads behind them) is the plan's: it is told by looking at the modules before and
@@ -32,12 +32,12 @@ ATTRIBUTE = "_protrain_prepared"
 """Where a prepared model keeps its `Prepared`: on itself, so that both are freed together."""
 
 Undo = list[Callable[[], object]]
-"""What takes a plan off a model again, run last to first."""
+"""Steps that take a plan off a model again, run last to first."""
 
 
 @dataclass(slots=True)
 class Prepared:
-    """What `prepare` attached to a model."""
+    """The parts that `prepare` attached to a model."""
 
     engine: Engine | None
     chunks: Sequence[Chunk]
@@ -50,7 +50,7 @@ class Prepared:
 
 
 def prepared_of(model: nn.Module) -> Prepared | None:
-    """What `prepare` attached to a model; None where it follows no plan."""
+    """Return what `prepare` attached to a model; None where it follows no plan."""
     prepared: Prepared | None = model.__dict__.get(ATTRIBUTE)
     return prepared
 
@@ -154,7 +154,7 @@ Look = Mapping[nn.Module, Mapping[str, object]]
 
 
 def look_at(model: nn.Module) -> Look:
-    """What the modules have now, to tell later what has been added."""
+    """Note what the modules have now, to tell later what has been added."""
     return {
         module: {
             name: frozenset(value) if _is_table(name, value) else value
@@ -193,7 +193,7 @@ def _reduce_plainly(
     attributes: dict[str, object],
     protocol: Any,
 ) -> Any:
-    """What `copy` and `pickle` call: the class's own answer, for the module without the plan."""
+    """Reduce the module without the plan, by its class, for `copy` and `pickle`."""
     state = module.__dict__
     whole = dict(state)
     plain = {name: value for name, value in whole.items() if name != _REDUCE} | attributes

@@ -217,7 +217,7 @@ class Ranks:
                     values.copy_(dense)
 
     def all_objects(self, mine: Any, what: str = "a call for all ranks") -> list[Any]:
-        """What every rank has, by rank; from host to host, whatever they train on."""
+        """Gather objects of all ranks, by rank; from host to host, whatever they train on."""
         return self.meeting.meet(self.meeting.phases.get(threading.get_ident(), what), mine)
 
     def checkpoint_group(self) -> dist.ProcessGroup:
@@ -372,7 +372,7 @@ def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None
 
 
 def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
-    """How many ranks run; ProtrainError where the plan is for another number of them."""
+    """Count the ranks; ProtrainError where the plan is for another number of them."""
     running = dist.get_world_size(group) if _initialized() else 1
     if plan.group.num_devices == running:
         return running
@@ -416,7 +416,7 @@ class Launched:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """What fails inside is told to the others, who say who failed, in one line."""
+        """Tell the others what fails inside; they say who failed, in one line."""
         if self._meeting is None:
             yield
             return

@@ -122,7 +122,7 @@ def make_sharded_chunk(
 def _own_part(
     part: Slice, region: Region, rank: int, own_offset: int, own_start: int
 ) -> list[Slice]:
-    """What a rank has of a parameter, as a flat one; empty where it has nothing."""
+    """Make a rank's part of a parameter, a flat one; empty where it has nothing."""
     low, high = rank * region.shard, (rank + 1) * region.shard
     begin = part.inside - region.start
     first, last = max(begin, low), min(begin + part.num_bytes, high)

@@ -71,7 +71,7 @@ class Slice:
         return self.numel * self.dtype.itemsize
 
     def rule(self, rules: UpdateRules) -> UpdateRule:
-        """What the optimizer keeps of it; of a rank's part, ask the whole parameter."""
+        """Ask the rules for the parameter's own; of a rank's part, ask the whole parameter."""
         in_order = self.stride == torch.empty(self.shape, device="meta").stride()
         return rules.of(self.dtype, self.shape, in_order=in_order, parameter=self.parameter)
 
@@ -134,7 +134,7 @@ class StateLayout:
 
     @property
     def kind(self) -> StateKind:
-        """What tells it from the chunk's other states; the same in both copies of a chunk."""
+        """A key of the state among the chunk's; the same in both copies of a chunk."""
         return self.key, self.rule
 
     @property
@@ -670,7 +670,7 @@ def _by_storage(chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int, int, 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What all ranks have of a group's buffer, and where a rank's range of it lies in its own.
+    """A region of a group's buffer that all ranks share, and a rank's range in its own.
 
     start  bytes from the start of the group's buffer
     own    bytes from the start of the rank's buffer of the group
@@ -693,7 +693,7 @@ class Region:
 
 @dataclass(slots=True)
 class Sharding:
-    """How a chunk is shared: by group its regions, and what this rank has, as a chunk."""
+    """A chunk's sharing: by group its regions, and this rank's part, as a chunk."""
 
     ranks: Ranks
     regions: tuple[tuple[Region, ...], ...]
@@ -705,7 +705,7 @@ class Sharding:
         return before, self.own.groups[group].gradient_bytes
 
     def part_of(self, name: str) -> Slice | None:
-        """What this rank has of a parameter."""
+        """Return this rank's part of a parameter."""
         return next((part for part in self.own.slices if part.name == name), None)
 
     def gather(self, chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What stands in place of parameters and gradients whose values are elsewhere.
+"""Stand-ins for parameters and gradients whose values are elsewhere.
 
 - `AwayParameter`: an offloaded parameter that is not on the device now. It keeps its shape, dtype,
   device, gradient and hooks; whatever would look at values raises one error that names the way.
@@ -135,7 +135,7 @@ def scaled(elements: torch.Tensor, factors: Sequence[torch.Tensor]) -> torch.Ten
 
 
 class OffloadedGradient(ConsumedGradient):
-    """What stands for a `GradientInStore`: it can be asked for its norm, and scaled."""
+    """A stand-in for a `GradientInStore`: it can be asked for its norm, and scaled."""
 
     stored: GradientInStore
 
@@ -240,7 +240,7 @@ _GRADIENT_LOOKS = {
         for name in ("shape", "dtype", "device", "layout", "is_sparse", "requires_grad")
     ),
 }
-"""What tells nothing of a gradient's values."""
+"""Questions that tell nothing of a gradient's values."""
 
 _GRADIENT_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
@@ -383,7 +383,7 @@ _PARAMETER_LOOKS = {
         if hasattr(found, access)
     ),
 }
-"""What tells nothing of a parameter's values."""
+"""Questions that tell nothing of a parameter's values."""
 
 _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.stride: lambda parameter, dim=None: (
@@ -403,4 +403,4 @@ _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
         )
     },
 }
-"""What is answered in another way than by the stand-in's single element."""
+"""Questions that the stand-in's single element would answer wrongly."""

@@ -1,4 +1,4 @@
-"""How an optimizer's step is called, by plain PyTorch and by plans, and whether that is the same.
+"""Calls of an optimizer's step by plain PyTorch and by plans, and whether these are the same.
 
 Plain PyTorch calls it once, with all parameters. A plan calls it for some of them after others, on
 optimizers that are made for pieces of a chunk, on threads, in other numbers and another order. That
@@ -65,7 +65,7 @@ def group_of(options: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> 
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """What code has put on a parameter, such as a learning rate of its own; not what plans do."""
+    """Attributes that code has put on a parameter, such as a learning rate; not those of plans."""
     return {key: value for key, value in vars(parameter).items() if not key.startswith("_protrain")}
 
 
@@ -143,7 +143,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """How a plan calls the optimizer in a step; plain PyTorch calls it once, for all parameters.
+    """A plan's calls of the optimizer in a step; plain PyTorch calls it once, for all parameters.
 
     pieces  ranges on each of which an optimizer steps that is made for it: offloaded chunks
     alone   parameters on which the optimizer itself steps, and on no others: updates in backward
@@ -349,7 +349,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What its class keeps in it besides what every optimizer has."""
+    """Attributes of an optimizer besides those that every optimizer has."""
     usual = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     return {name: value for name, value in vars(optimizer).items() if name not in usual}
 

@@ -60,7 +60,7 @@ class StateRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule:
-    """What an optimizer keeps of one parameter, and where it may be cut.
+    """The states that an optimizer keeps of one parameter, and where it may be cut.
 
     states   by key, those that lie in a chunk's store, are staged with the parameter, and are cut
              where that is
@@ -368,7 +368,7 @@ class _Trial:
         return self._blocks if shape.numel() >= self._blocks[1] else (1, 1)
 
     def _kept(self, shape: torch.Size) -> UpdateRule:
-        """What it keeps of a parameter of just this shape: with a reason, if that has no order."""
+        """See what it keeps of a parameter of this shape: with a reason, if that has no order."""
         kept = self._state(shape)
         if self._draws:
             return UpdateRule(reason=DRAWS)
@@ -470,7 +470,7 @@ class _Trial:
             return None
 
     def _state(self, shape: torch.Size) -> Mapping[str, Any]:
-        """What a step leaves for a parameter of a shape; ProtrainError where there is no step."""
+        """Take a step on a parameter of a shape, for its states; ProtrainError if it takes none."""
         if shape in self._states:
             return self._states[shape]
         try:

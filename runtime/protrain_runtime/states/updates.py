@@ -40,7 +40,7 @@ range to a thread and back takes (`benchmarks/results/updates.md`)."""
 
 
 def spare_threads(device: torch.device) -> int:
-    """How many threads update chunks in host memory, at least 1.
+    """Count the threads that update chunks in host memory, at least 1.
 
     Beside an accelerator: the threads that this process has, but for one that launches its work. Of
     several ranks each has its share of the node's processors: torchrun leaves them one thread each,
@@ -174,7 +174,7 @@ class _Staged(NamedTuple):
     first: int
 
     def of(self, layout: StateLayout, part: Slice, low: int, high: int) -> torch.Tensor:
-        """Those of a range of a parameter."""
+        """Return the values of a range of a parameter."""
         begin = layout.value(part.name, low) - self.first
         return self.values[begin : begin + layout.rule.count(high - low)]
 

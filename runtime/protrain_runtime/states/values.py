@@ -153,7 +153,7 @@ class Copied:
 
     @classmethod
     def of(cls, value: Source) -> "Copied":
-        """What a value has now."""
+        """Copy what a value has now."""
         content, left = torch.empty(part_bytes(value), dtype=torch.uint8), part_bytes(value)
 
         def write(piece: torch.Tensor) -> None:
@@ -210,7 +210,7 @@ _OFFSET = "nested_offset"
 
 @dataclass(frozen=True, slots=True)
 class PackedSettings:
-    """What bitsandbytes writes of a packed weight as JSON; the scales' mean in it is loaded."""
+    """A packed weight's settings as JSON of bitsandbytes; the scales' mean in it is loaded."""
 
     name: str
     state: Any  # bitsandbytes' QuantState
@@ -282,7 +282,7 @@ class RowFormat:
 
 
 def scale_values(model: nn.Module) -> Iterator[tuple[str, Value]]:
-    """What belongs to packed weights besides their bytes, in bitsandbytes' names and order."""
+    """Yield a packed weight's tensors besides its bytes, in bitsandbytes' names and order."""
     for layer_name, layer in packed_layers(model):
         if of_eight_bits(layer):
             for path, tensor in scales_of(layer).items():

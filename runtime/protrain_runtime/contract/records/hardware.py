@@ -85,7 +85,7 @@ class Device:
 
     @property
     def besides_bytes(self) -> int:
-        """What tensors cannot have of `memory_bytes`."""
+        """Bytes of `memory_bytes` that tensors cannot have."""
         return self.context_bytes + self.allocator_bytes
 
 
@@ -146,7 +146,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
-    """How fast W ranks gather and reduce together, in bytes that a rank gets from the others.
+    """Speeds at which W ranks gather and reduce together, in bytes that a rank gets.
 
     Of S bytes that all hold together a rank gets S (W - 1) / W, so these are what nccl-tests calls
     bus bandwidths. `latency_s` is that of one of the W - 1 hops that a collective takes.
@@ -159,7 +159,7 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interconnect:
-    """What joins the devices that train one model.
+    """The links that join the devices that train one model.
 
     `contention` is that of compute and a collective. `link_share` is the fraction of its own speed
     that a collective, and a link to a lower tier, keep while both run: 1 for independent ways, 0.5

@@ -17,21 +17,21 @@ from protrain_runtime.contract.records.profile import Form, UnitKind, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """What autograd saves stays on the device, in a form that nothing is recomputed from."""
+    """Everything that autograd saves stays on the device, and nothing is recomputed."""
 
     form: Form = "keep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """What `form` keeps stays, by default the unit's input; the rest is computed once more."""
+    """The bytes that `form` keeps stay, by default the unit's input; the rest is recomputed."""
 
     form: Form = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """What `form` keeps, by default all, goes to `tier` after forward and returns for backward."""
+    """The bytes that `form` keeps, by default all, go to `tier` and return for backward."""
 
     tier: TierName
     form: Form = "keep"
@@ -39,7 +39,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapInput:
-    """What `form` keeps, by default the unit's input, goes to `tier`; the rest is recomputed."""
+    """The bytes that `form` keeps, by default the input, go to `tier`; the rest is recomputed."""
 
     tier: TierName
     form: Form = "full"
@@ -186,7 +186,7 @@ class TierBytes:
 
     @property
     def reserved(self) -> int:
-        """What the allocator takes of the device: what a limit on it is compared with."""
+        """Device bytes of the allocator, which a limit on it is compared with."""
         return self.device + self.allocator
 
     @property
@@ -197,7 +197,7 @@ class TierBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the planner promises: peaks are upper bounds, seconds are estimates.
+    """A planner's promise: peaks are upper bounds, seconds are estimates.
 
     A measured step is expected within `error_low` and `error_high` times `step_seconds`, as far as
     the profile knows (see `Profile.error_band`); zeros where it does not. One that is clipped may
@@ -362,5 +362,5 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the predicted step may be from the best one, as a fraction of the bound."""
+        """The predicted step's distance from the best one, as a fraction of the bound."""
         return self.prediction.step_seconds / self.prediction.lower_bound_seconds - 1

@@ -28,14 +28,14 @@ Precision = Literal["pure", "master", "autocast"]
 autocast: float32 parameters, computed with in the workload's dtype."""
 DType = Literal["float32", "bfloat16", "float16"]
 Quantize = Literal["", "nf4", "int8"]
-"""How the frozen linear layers below adapters are packed; empty: they are not."""
+"""The packing of frozen linear layers below adapters; empty: none."""
 Compile = Literal["", "blocks"]
-"""What `torch.compile` has compiled: every block by itself; empty: nothing."""
+"""The modules that `torch.compile` has compiled: every block by itself; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What was profiled, in terms that build it again."""
+    """The profiled training, in terms that build it again."""
 
     model: str  # preset name, path of a config.json, or package.module:factory
     model_config: str  # the resolved configuration as compact JSON ("" for a factory)
@@ -54,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormCost:
-    """What one form of a unit's activations costs when it stays on the device.
+    """The costs of one form of a unit's activations that stays on the device.
 
     forward_peak_bytes   highest live bytes inside the forward slot, above the level before it
     kept_bytes           level after the forward slot minus the level before it
@@ -155,7 +155,7 @@ class OptimizerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetitions:
-    """How far whole steps of the plain model took other times, and a planned one.
+    """Deviations of whole steps of the plain model, and of a planned one.
 
     `low` and `high` are the fastest and the slowest of `num_steps` over the median of those with
     the same form of activations. `planned` is a step with everything offloaded and swapped over
@@ -170,7 +170,7 @@ class Repetitions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
-    """How long `torch.compile` took in a process; `cache`: cold, a part, warm, or none."""
+    """The seconds of `torch.compile` in a process; `cache`: cold, a part, warm, or none."""
 
     num_graphs: int  # forwards; one that trains has a backward besides
     seconds: float
