@@ -91,7 +91,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """Fractions of their own speed that compute and a lane keep while both run."""
+    """Fractions of their own speed that compute and a lane keep while both run (1: independent).
+
+    On a CPU machine every lane runs on the processors that also compute.
+    """
 
     compute: float
     lane: float
@@ -146,7 +149,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
-    """Speeds at which W ranks gather and reduce together, in bytes that a rank gets.
+    """How fast W ranks gather and reduce together, in bytes that a rank gets from the others.
 
     Of S bytes that all hold together a rank gets S (W - 1) / W, so these are what nccl-tests calls
     bus bandwidths. `latency_s` is that of one of the W - 1 hops that a collective takes.
@@ -159,7 +162,7 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interconnect:
-    """The links that join the devices that train one model.
+    """What joins the devices that train one model.
 
     `contention` is that of compute and a collective. `link_share` is the fraction of its own speed
     that a collective, and a link to a lower tier, keep while both run: 1 for independent ways, 0.5
@@ -179,7 +182,11 @@ class Interconnect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedError:
-    """The 10th and 90th percentile of measured over estimated seconds of published `runs`."""
+    """How far estimates were from runs that others published.
+
+    `low` and `high` are the 10th and 90th percentiles of measured over estimated seconds, of `runs`
+    runs on devices of this architecture; `source` names them.
+    """
 
     low: float
     high: float

@@ -35,7 +35,7 @@ Compile = Literal["", "blocks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The profiled training, in terms that build it again."""
+    """What was profiled, in terms that build it again."""
 
     model: str  # preset name, path of a config.json, or package.module:factory
     model_config: str  # the resolved configuration as compact JSON ("" for a factory)
@@ -54,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormCost:
-    """The costs of one form of a unit's activations that stays on the device.
+    """What one form of a unit's activations costs when it stays on the device.
 
     forward_peak_bytes   highest live bytes inside the forward slot, above the level before it
     kept_bytes           level after the forward slot minus the level before it
@@ -155,7 +155,7 @@ class OptimizerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetitions:
-    """Deviations of whole steps of the plain model, and of a planned one.
+    """How far whole steps of the plain model took other times, and a planned one.
 
     `low` and `high` are the fastest and the slowest of `num_steps` over the median of those with
     the same form of activations. `planned` is a step with everything offloaded and swapped over
@@ -170,7 +170,11 @@ class Repetitions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
-    """The seconds of `torch.compile` in a process; `cache`: cold, a part, warm, or none."""
+    """What `torch.compile` compiled in a process, and how long its calls waited for that.
+
+    `cache` says how much of it PyTorch's own cache on the disk had: nothing (cold), a part, or all
+    (warm); none where the compiler has no cache.
+    """
 
     num_graphs: int  # forwards; one that trains has a backward besides
     seconds: float
