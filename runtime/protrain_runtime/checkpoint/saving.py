@@ -117,7 +117,11 @@ def save(
             if ranks.rank > 0:  # buffers are rank 0's, as they are in the next forward
                 parameters = dict(model.named_parameters())
                 values["model"] = {n: v for n, v in values["model"].items() if n in parameters}
-            _put_together(ranks, training)
+            # Random states, and states of parameters, of all ranks are in one.
+            others = training.get("optimizer", {}).get("states", {})
+            for states_of_rank, known in ranks.all_objects((training.pop("random"), others)):
+                training.setdefault("random", []).extend(states_of_rank)
+                others |= known
         tensors: dict[str, Source] = {}
         content = {key: encoded(value, key, tensors) for key, value in training.items()}
         if ranks is not None:
@@ -313,14 +317,6 @@ def _content(
             "training": dict(training),
         },
     }
-
-
-def _put_together(ranks: Ranks, training: dict[str, Any]) -> None:
-    """Let what the ranks know of the training be in one: random states, and those of parameters."""
-    others = training.get("optimizer", {}).get("states", {})
-    for states, known in ranks.all_objects((training.pop("random"), others)):
-        training.setdefault("random", []).extend(states)
-        others |= known
 
 
 def _shared_out(ranks: Ranks, values: Values) -> Values:

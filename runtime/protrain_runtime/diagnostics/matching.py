@@ -173,7 +173,12 @@ def check_offloaded(
                 " that leave the device are of one",
                 fix="convert them to one dtype, or freeze those of the others",
             )
-    grouped, called = _grouped(optimizer), _names(optimizer)
+    grouped = _grouped(optimizer)
+    called = {  # the names that groups have for parameters, where they have some
+        parameter: name
+        for group in optimizer.param_groups
+        for parameter, name in zip(group["params"], group.get(NAMES, ()), strict=False)
+    }
     for chunk, unit in offloaded:
         for part in (part for part in chunk.slices if part.trainable):
             rule = part.rule(rules)
@@ -199,15 +204,6 @@ def check_offloaded(
                     fix="name parameters as model.named_parameters() does, or not at all",
                 )
         _refuse_ungrouped(chunk, grouped, f"offloads the states of {unit.name!r}")
-
-
-def _names(optimizer: PlannedOptimizer) -> dict[nn.Parameter, str]:
-    """The names that groups have for parameters, where they have some."""
-    return {
-        parameter: name
-        for group in optimizer.param_groups
-        for parameter, name in zip(group["params"], group.get(NAMES, ()), strict=False)
-    }
 
 
 def _grouped(optimizer: PlannedOptimizer) -> set[nn.Parameter]:

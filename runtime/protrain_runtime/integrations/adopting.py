@@ -61,7 +61,11 @@ def follow(
         )
     accepted = inspect.signature(type(optimizer)).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    settings = _settings(optimizer)
+    settings = {  # in no group, such as the bits of bitsandbytes
+        name: value
+        for name, value in own_attributes(optimizer).items()
+        if is_plain(value) or is_plain(getattr(value, "__dict__", ...))
+    }
 
     def make_alike(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         # Where its own groups are given, that one itself: schedulers made for it see its steps.
@@ -82,15 +86,6 @@ def follow(
     )
     optimizer.param_groups = planned.param_groups
     return planned
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Plain attributes of the optimizer that are in no group, such as the bits of bitsandbytes."""
-    return {
-        name: value
-        for name, value in own_attributes(optimizer).items()
-        if is_plain(value) or is_plain(getattr(value, "__dict__", ...))
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
