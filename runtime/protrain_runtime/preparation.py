@@ -89,7 +89,7 @@ from protrain_runtime.states.update_rules import UpdateRules, in_turn
 from protrain_runtime.states.updates import UpdateTeam, spare_threads, updates_by_lines
 
 Check = Literal["bitwise", "spills"]
-"""What a prepared model compares while it trains."""
+"""The comparison that a prepared model makes while it trains."""
 
 
 def prepare(
@@ -241,11 +241,7 @@ def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Un
 
 
 def _facts(
-    model: nn.Module,
-    plan: Plan,
-    optimizer: PlannedOptimizer,
-    device: torch.device,
-    limit_s: float,
+    model: nn.Module, plan: Plan, optimizer: PlannedOptimizer, device: torch.device, limit_s: float
 ) -> dict[str, str]:
     """Return what all ranks are to have alike, in words."""
     facts = {
@@ -283,11 +279,7 @@ _SHARED_BYTES = 2**26
 
 
 def _share(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Let every rank have rank 0's values; return what brings its own back.
-
-    These are kept in host memory where they differ and there is room: of models that all ranks have
-    loaded from one checkpoint nothing is.
-    """
+    """Let every rank have rank 0's values; return what brings its own back, kept on the host."""
     room = free_host_bytes() // 2 // ranks_here()
     kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []
     for tensor in tensors:
@@ -326,11 +318,7 @@ def _attach(
     backend: Backend,
     own: Undo,
 ) -> list[Chunk]:
-    """Let the model follow the plan.
-
-    Returns the chunks that are on disk, and are to leave the model when all else is done: a disk
-    may fail to give back what it took.
-    """
+    """Let the model follow the plan; return the chunks on disk, which leave it last."""
     plan, undo, ranks, optimizer = prepared.plan, prepared.undo, prepared.ranks, prepared.optimizer
     if not backend.on_host:
         undo.append(quick_turns())

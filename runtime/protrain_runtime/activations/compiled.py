@@ -7,7 +7,7 @@ hooks too. What watches or wraps it therefore stands around that code, and not i
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import finalize, ref
@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.devices.lanes import overridden
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
@@ -31,7 +32,7 @@ def has_compiled(module: nn.Module) -> bool:
 
 
 def code_of(module: nn.Module) -> Callable[..., Any]:
-    """What a call of the module runs: the code that `module.compile()` made, or its forward."""
+    """Return the code of the module's calls: that of `module.compile()`, or its forward."""
     compiled: Callable[..., Any] | None = module._compiled_call_impl
     return module.forward if compiled is None else compiled
 
@@ -39,16 +40,7 @@ def code_of(module: nn.Module) -> Callable[..., Any]:
 def replace_code(module: nn.Module, code: Callable[..., Any]) -> Callable[[], None]:
     """Let calls of the module run `code`; returns what gives it its own forward again."""
     name = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
-    own = module.__dict__.get(name)
-    setattr(module, name, code)
-
-    def undo() -> None:
-        if own is None:
-            delattr(module, name)
-        else:
-            setattr(module, name, own)
-
-    return undo
+    return overridden(module, name, code)
 
 
 def watch_calls(
@@ -56,16 +48,10 @@ def watch_calls(
 ) -> Callable[[], None]:
     """Tell `before` and `after` of the module's calls, around compiled code; returns the undo."""
     if not is_compiled_in_place(module):
-        handles = (
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True),
-        )
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove
+        stack = ExitStack()
+        stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+        return stack.close
     code = code_of(module)
 
     def between(*args: object, **kwargs: object) -> object:
@@ -88,7 +74,7 @@ def uncompiled() -> Iterator[None]:
 
 
 class CompiledBlock:
-    """What a call of a compiled block runs, in place of its `_call_impl`.
+    """The code of a compiled block's calls, in place of its `_call_impl`.
 
     The whole block is one graph: where its code breaks it, that is refused with the place. Equal
     blocks share one compilation, because PyTorch keeps compiled code with the code that it is of
@@ -99,11 +85,7 @@ class CompiledBlock:
         self.name, self.backend = name, backend
         compiler: Any = torch.compile  # its stubs do not know of limits
         self._code: Callable[..., object] = compiler(
-            code,
-            backend=backend,
-            fullgraph=True,
-            dynamic=False,
-            recompile_limit=_MOST_COMPILATIONS,
+            code, backend=backend, fullgraph=True, dynamic=False, recompile_limit=_MOST_COMPILATIONS
         )
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -134,15 +116,11 @@ def compile_each(
     blocks: Mapping[str, nn.Module], *, backend: str = "inductor"
 ) -> Callable[[], None]:
     """Compile each block in place, when it is first called; returns the undo."""
+    stack = ExitStack()
     for name, block in blocks.items():
-        code: Any = CompiledBlock(block._call_impl, name, backend=backend)
-        block._compiled_call_impl = code
-
-    def undo() -> None:
-        for block in blocks.values():
-            del block._compiled_call_impl
-
-    return undo
+        code = CompiledBlock(block._call_impl, name, backend=backend)
+        stack.callback(overridden(block, "_compiled_call_impl", code))
+    return stack.close
 
 
 def are_compiled(blocks: Mapping[str, nn.Module]) -> bool:
@@ -249,17 +227,12 @@ def refuse_wrapping(model: nn.Module) -> Callable[[], None]:
         )
 
     handle = register_module_module_registration_hook(registered)
-    last_resort = finalize(model, handle.remove)
-    model.__dict__["compile"] = refuse
-    model.__dict__["_replicate_for_data_parallel"] = refuse_replicas
-
-    def undo() -> None:
-        last_resort.detach()
-        handle.remove()
-        model.__dict__.pop("compile", None)
-        model.__dict__.pop("_replicate_for_data_parallel", None)
-
-    return undo
+    stack = ExitStack()
+    stack.callback(handle.remove)
+    stack.callback(finalize(model, handle.remove).detach)
+    stack.callback(overridden(model, "compile", refuse))
+    stack.callback(overridden(model, "_replicate_for_data_parallel", refuse_replicas))
+    return stack.close
 
 
 def _is_optimized(module: nn.Module) -> bool:

@@ -137,7 +137,7 @@ Compressor = Callable[[Tensor, int, Callable[[Tensor], object]], Callable[..., T
 
 
 class _Copies:
-    """What one forward of a block packs.
+    """The copies that one forward of a block packs.
 
     Weights stay: parameters, buffers, and what autocast and adapters make of parameters, told by
     its graph, or by its shape where it has no gradient. So do inputs without gradients, such as
@@ -341,7 +341,7 @@ _WEIGHTS: dict[object, str] = {
     torch.mm: "mat2",
     torch.matmul: "other",
 }
-"""What their weight is called. Hugging Face's Conv1D is an addmm."""
+"""The name of their weight. Hugging Face's Conv1D is an addmm."""
 
 
 def _as_projection(

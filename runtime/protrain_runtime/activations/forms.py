@@ -25,7 +25,7 @@ from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.profile import Form
 
 Code = Callable[..., object]
-"""What a call of a module runs."""
+"""The code of a module's calls."""
 Executor = Callable[[Code, nn.Module], Code]
 
 
@@ -36,7 +36,7 @@ def _imported(executor: str) -> Any:
 
 
 def in_form(form: Form, forward: Code, module: nn.Module) -> Code:
-    """What runs in place of `forward`, the code of `module`, so that its activations wait so."""
+    """Return code in place of `forward`, that of `module`, so that its activations wait so."""
     executor: Executor = _imported(FORMS[form].executor)
     return executor(forward, module)
 
@@ -49,7 +49,7 @@ def wrap_forward(module: nn.Module, form: Form) -> Callable[[], None]:
 
 
 def around(form: Form) -> AbstractContextManager[object]:
-    """What stands around the forward of the last part, so that its activations wait in `form`."""
+    """A context around the forward of the last part, whose activations wait in `form`."""
     if FORMS[form].of != "last part":
         return nullcontext()
     context: AbstractContextManager[object] = _imported(FORMS[form].executor)()

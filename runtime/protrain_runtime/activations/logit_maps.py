@@ -22,7 +22,7 @@ WIDEN = Map("widen")
 
 
 def map_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Map | None:
-    """How a function maps its first argument; None where it does anything else."""
+    """Return the map that a function makes of its first argument; None for anything else."""
     if kwargs:
         return None
     if func in (torch.tanh, Tensor.tanh):

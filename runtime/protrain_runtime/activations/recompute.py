@@ -85,7 +85,7 @@ def recomputed(forward: Code, module: nn.Module, run_twice: Code) -> Code:
 
 
 class Draws:
-    """What one forward of a module draws: `first` goes around it, `again` around the second run."""
+    """Random numbers that one forward draws: `first` goes around it, `again` around the next."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -25,10 +25,7 @@ MIN_SWAP_BYTES = 16 * 1024
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage, in elements, and what it is read as.
-
-    Autograd saves lazy views: of the conjugate, and of its imaginary part with the other sign.
-    """
+    """The place of a tensor in its storage, in elements; autograd saves lazy conjugates, too."""
 
     dtype: torch.dtype
     shape: torch.Size

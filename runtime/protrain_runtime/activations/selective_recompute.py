@@ -82,7 +82,7 @@ Kind = Literal["cheap", "in place", "softmax", "product", "batched product", "at
 
 @cache
 def kind_of(operator: Any) -> Kind:
-    """What an operator is to a form, by its name: the overloads of one are the same."""
+    """Return the kind of an operator, by its name: the overloads of one are the same."""
     name = _name(operator)
     schema = getattr(operator, "_schema", None)  # operators of higher order have none
     if schema is not None and schema.is_mutable:
@@ -135,7 +135,7 @@ def is_low_rank(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 @dataclass(slots=True)
 class _Output:
-    """What an expensive operator gave.
+    """The output of an expensive operator.
 
     result        a tree with tensors in it; None of an operator that runs again
     num_saved     tensors that autograd had saved in the block when the operator ran
@@ -154,7 +154,7 @@ class _Count:
 
 
 class _Mode(TorchDispatchMode):
-    """What both modes tell PyTorch: compiled code stays compiled, and is not looked into."""
+    """A mode for which compiled code stays compiled, and is not looked into."""
 
     supports_higher_order_operators = True
 
@@ -173,7 +173,7 @@ class _Mode(TorchDispatchMode):
         return True
 
     def ran(self, func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        """What the operator gives without a mode.
+        """Run the operator as without a mode.
 
         Within one PyTorch has autocast off, and a package's kernel in Python may call operators
         that autocast casts: such as bitsandbytes' product with packed weights. Where the block has
@@ -196,7 +196,7 @@ _AUTOCAST = [
 
 
 def _nesting() -> int:
-    """How many autocasts are around."""
+    """Count the autocasts around."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 

@@ -45,12 +45,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear, log_softmax, nll_loss
 from torch.overrides import TorchFunctionMode
 
-from protrain_runtime.activations.late_values import (
-    LateValues,
-    Source,
-    is_cast,
-    with_values,
-)
+from protrain_runtime.activations.late_values import LateValues, Source, is_cast, with_values
 from protrain_runtime.activations.logit_maps import Map, map_back_in_place, map_in_place
 from protrain_runtime.activations.trees import PLAIN
 from protrain_runtime.devices.lanes import num_holders
@@ -168,10 +163,7 @@ class _Cast(Source):
 
 
 class _Product(Source):
-    """A linear layer's inputs [..., h], weights [v, h] and biases [v], and its outputs if wanted.
-
-    `dtype` is that of its outputs; `near` are the inputs of the same rows.
-    """
+    """A linear layer's inputs [..., h], weights [v, h], biases [v]; `near`: rows of inputs."""
 
     WRITTEN = (
         "a head's input or weights were written in place after the head had run, and the plan"
@@ -372,7 +364,7 @@ def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Rule(NamedTuple):
-    """How a loss is computed: logits in `dtype`, then mapped, the loss given in `wide`."""
+    """The rule of a loss: logits in `dtype`, then mapped, the loss given in `wide`."""
 
     dtype: torch.dtype
     wide: torch.dtype
@@ -428,7 +420,7 @@ class _TiledLoss(torch.autograd.Function):
         given, sums = hidden.to(rule.dtype), sums[:, None]
 
         def gradient(inputs: Tensor, classes: slice, rows: slice, head: Any) -> Tensor:
-            """Of the logits of some rows and classes; in `rule.dtype`."""
+            """Compute logits of some rows and classes; in `rule.dtype`."""
             part, capped = map_in_place(linear(inputs, *head), rule.maps)
             part = part.float()
             part.sub_(sums[rows]).exp_()

@@ -16,7 +16,7 @@ is one with compiled code, which shows no modules.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -57,23 +57,27 @@ class _Mlps:
 
     @cached_property
     def _candidates(self) -> list[nn.Module]:
-        """Asked for in the block's slot alone: parameters that are away have no shape."""
-        inner = self._block.modules()
-        return [module for module in inner if module is not self._block and _may_be_one(module)]
+        """Modules made of several, with weights of products; asked for in the block's slot alone.
+
+        Parameters that are away have no shape.
+        """
+        return [
+            module
+            for module in self._block.modules()
+            if module is not self._block
+            and len(list(module.modules())) > 2
+            and sum(parameter.dim() == 2 for parameter in module.parameters()) > 1
+        ]
 
     @contextmanager
     def tiled(self) -> Iterator[None]:
         """MLPs run in tiles inside."""
-        undo = [
-            replace_code(module, partial(self._run, module, module.forward))
-            for module in self._candidates
-            if not _is_watched(module)
-        ]
-        try:
+        with ExitStack() as stack:
+            for module in self._candidates:
+                if not _is_watched(module):
+                    code = partial(self._run, module, module.forward)
+                    stack.callback(replace_code(module, code))
             yield
-        finally:
-            for each in reversed(undo):
-                each()
 
     def _run(self, module: nn.Module, forward: Code, *args: Any, **kwargs: Any) -> object:
         if kwargs or len(args) != 1 or not _is_input(args[0]):
@@ -90,12 +94,6 @@ class _Mlps:
         anchor = torch.empty(0, requires_grad=True)
         saved = Saved.apply(anchor, given)  # type: ignore[no-untyped-call]
         return _Tiles.apply(given, (saved,), forward, *parameters)  # type: ignore[no-untyped-call]
-
-
-def _may_be_one(module: nn.Module) -> bool:
-    """Whether a module is made of several, with weights of products."""
-    weights = sum(parameter.dim() == 2 for parameter in module.parameters())
-    return len(list(module.modules())) > 2 and weights > 1
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -189,20 +187,15 @@ class _Tiles(torch.autograd.Function):
                 own_gradient = parts.pop(0)
                 found[:, tokens] = 0 if own_gradient is None else own_gradient
             for number, one in enumerate(parts):
-                sums[number] = _added(sums[number], one)
+                if one is not None:
+                    total = sums[number]
+                    sums[number] = one.float() if total is None else total.add_(one)
             del parts, own
         cast = [
             None if total is None else total.to(parameter.dtype)
             for total, parameter in zip(sums, parameters, strict=True)
         ]
         return found, None, None, *cast
-
-
-def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Their sum in float32, in place of the total; None where no tile has a gradient."""
-    if part is None:
-        return total
-    return part.float() if total is None else total.add_(part)
 
 
 def _tiles(given: Tensor) -> Iterator[slice]:

@@ -18,32 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _VALUES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Size,
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 _NO_TREES = (
-    *_VALUES,
-    type,
-    nn.Module,
-    torch.Generator,
-    torch.SymInt,
-    torch.SymFloat,
-    torch.SymBool,
-    torch.UntypedStorage,
-    FunctionType,
-    MethodType,
-    BuiltinFunctionType,
-    ModuleType,
+    *(*_VALUES, type, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
+    *(torch.Generator, torch.SymInt, torch.SymFloat, torch.SymBool, torch.UntypedStorage),
 )
 
 _LEAVES = (torch.Tensor, *_NO_TREES)
@@ -143,7 +123,7 @@ def _collect(tree: object, found: list[object], seen: set[int]) -> None:
 
 
 def _parts(thing: object) -> Iterator[tuple[Any, Any]]:
-    """What an object that is no pytree holds, each with where it stands."""
+    """Yield the parts of an object that is no pytree, each with where it stands."""
     if isinstance(thing, dict):
         yield from dict.items(thing)
     elif isinstance(thing, list):

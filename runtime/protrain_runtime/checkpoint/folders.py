@@ -114,7 +114,7 @@ def _new_folder(directory: Path, current: str | None) -> Path:
 
 
 def _folders(directory: Path) -> list[Path]:
-    """What saves have left, whole or not. A link is none of it: what it names is elsewhere."""
+    """List what saves have left, whole or not. A link is none of it: it leads elsewhere."""
     with os.scandir(directory) as entries:
         return [
             directory / entry.name

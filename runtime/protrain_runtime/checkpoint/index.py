@@ -55,11 +55,6 @@ def seal(content: Mapping[str, Any]) -> bytes:
     return _SEAL % zlib.crc32(text) + text
 
 
-def _is_sealed(text: bytes) -> bool:
-    rest = text[len(_SEAL % 0) :]
-    return text == _SEAL % zlib.crc32(rest) + rest
-
-
 def path_in(directory: Path, file: str, *, linked: bool = False) -> Path:
     """A file of a checkpoint, that may be `linked`; ProtrainError where it is elsewhere."""
     parts = file.split("/")
@@ -82,7 +77,7 @@ def path_in(directory: Path, file: str, *, linked: bool = False) -> Path:
 
 
 def found_index(directory: Path) -> Path | None:
-    """What makes a directory a checkpoint, of ours or in Hugging Face's layout."""
+    """Find the file that makes a directory a checkpoint, of ours or in Hugging Face's layout."""
     for name in (_SINGLE_FILE, INDEX):
         try:
             if (directory / name).exists():
@@ -135,7 +130,8 @@ class Saved:
                 source=str(self.index),
                 fix="load it with the version that wrote it",
             )
-        if not _is_sealed(text):
+        rest = text[len(_SEAL % 0) :]
+        if text != _SEAL % zlib.crc32(rest) + rest:
             raise damaged(self.index, "the file is damaged: its checksum is another")
         match own:
             case {

@@ -23,13 +23,7 @@ from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
-from protrain_runtime.model.prepared import (
-    Prepared,
-    meet,
-    offloaded_parameters,
-    together,
-    turns_of,
-)
+from protrain_runtime.model.prepared import Prepared, meet, offloaded_parameters, together, turns_of
 from protrain_runtime.states.compositions import (
     Composition,
     is_composition,
@@ -96,13 +90,13 @@ def read_extra(directory: Path | str) -> dict[str, Any]:
 
 
 def _random_states(training: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
-    """Those that a rank goes on from; None for one that was not there. One device's are for all."""
+    """Return the states for a rank; None for one that was not there. One device's are for all."""
     states: list[dict[str, Any]] = training.get("random", [])
     return states[0] if len(states) == 1 else dict(enumerate(states)).get(rank)
 
 
 def _unit_of(name: str, prepared: Prepared | None) -> str:
-    """What errors say of the unit of the plan that has a tensor; "" where that is none, or many."""
+    """Name the unit of the plan that has a tensor, for errors; "" for none, or many."""
     while name and prepared is not None:
         units = {
             prepared.plan.units[chunk.unit].name

@@ -52,7 +52,7 @@ from protrain_runtime.states.values import (
 )
 
 SHARD_BYTES = 4 * 2**30
-"""What a file of tensors holds at most, unless one tensor alone is more."""
+"""Bytes of a file of tensors at most, unless one tensor alone is more."""
 
 Values = dict[str, dict[str, Source]]
 """The tensors of a checkpoint, by kind and name."""
@@ -117,7 +117,11 @@ def save(
             if ranks.rank > 0:  # buffers are rank 0's, as they are in the next forward
                 parameters = dict(model.named_parameters())
                 values["model"] = {n: v for n, v in values["model"].items() if n in parameters}
-            _put_together(ranks, training)
+            # Random states, and states of parameters, of all ranks are in one.
+            others = training.get("optimizer", {}).get("states", {})
+            for states_of_rank, known in ranks.all_objects((training.pop("random"), others)):
+                training.setdefault("random", []).extend(states_of_rank)
+                others |= known
         tensors: dict[str, Source] = {}
         content = {key: encoded(value, key, tensors) for key, value in training.items()}
         if ranks is not None:
@@ -142,7 +146,7 @@ def save(
 def settled(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, what: str
 ) -> Prepared | None:
-    """What `prepare` attached; it raises, saying `what`, in the middle of an update."""
+    """Return what `prepare` attached; it raises, saying `what`, in the middle of an update."""
     prepared = prepared_of(model)
     if prepared is None:
         return None
@@ -315,16 +319,8 @@ def _content(
     }
 
 
-def _put_together(ranks: Ranks, training: dict[str, Any]) -> None:
-    """Let what the ranks know of the training be in one: random states, and those of parameters."""
-    others = training.get("optimizer", {}).get("states", {})
-    for states, known in ranks.all_objects((training.pop("random"), others)):
-        training.setdefault("random", []).extend(states)
-        others |= known
-
-
 def _shared_out(ranks: Ranks, values: Values) -> Values:
-    """What this rank writes: its parts, and the whole tensors that it writes for all."""
+    """Choose what this rank writes: its parts, and the whole tensors that it writes for all."""
 
     def is_whole(value: Source) -> bool:
         return not isinstance(value, Stored) or value.part is None
@@ -358,7 +354,7 @@ def _shared_out(ranks: Ranks, values: Values) -> Values:
 
 
 def _each(ranks: Ranks | None, act: Callable[[], T], directory: Path) -> list[T]:
-    """What `act` gives on every rank; ProtrainError on all where one of them cannot write."""
+    """Let every rank `act`; ProtrainError on all where one of them cannot write."""
     if ranks is None:
         return [act()]
     result, problem = None, None

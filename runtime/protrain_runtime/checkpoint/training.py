@@ -93,7 +93,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _decoded(found: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What was encoded so; it raises what its types raise for something else."""
+    """Decode a value; it raises what its types raise for something else."""
     match found:
         case list():
             return [_decoded(each, tensors) for each in found]

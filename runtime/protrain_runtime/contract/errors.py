@@ -1,4 +1,4 @@
-"""What a user can mend. Our own mistakes are assertions; outcomes such as infeasible are types."""
+"""Errors that a user can mend. Our own mistakes are assertions; outcomes are types."""
 
 from typing import ClassVar
 
@@ -57,6 +57,6 @@ class RecordError(ProtrainError):
 
 
 class OutOfMemoryError(ProtrainError):
-    """What was done did not fit the memory that the machine, or a limit, gave it."""
+    """Memory of the machine, or of a limit, that was too small."""
 
     exit_code = 4

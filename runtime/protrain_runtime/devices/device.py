@@ -1,4 +1,4 @@
-"""What the runtime asks of a device: streams, events, memory, random numbers.
+"""Calls of a device: streams, events, memory, random numbers.
 
 Everything is asked through the names that PyTorch has for all accelerators (`torch.accelerator`,
 `torch.Stream`, `torch.Event`, `torch.get_device_module`), always with the device's index: the
@@ -20,7 +20,7 @@ from protrain_runtime.contract.program.program import BLOCK_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCalls:
-    """What PyTorch has no common name for. All of it may be absent.
+    """Calls that PyTorch has no common name for. All of them may be absent.
 
     pin           makes host pages the current device's to copy from and to by itself, given their
                   address and bytes; returns what undoes it. Without it pinned memory is PyTorch's
@@ -46,18 +46,18 @@ def _memory_limit_cuda(device: torch.device) -> int | None:
 
 
 TYPES: dict[str, DeviceCalls] = {
-    "cuda": DeviceCalls(pin=_pin_cuda, memory_limit=_memory_limit_cuda),
+    "cuda": DeviceCalls(pin=_pin_cuda, memory_limit=_memory_limit_cuda)
 }
 """By the name of the type: a new type is one entry. ROCm's devices are called cuda, and are."""
 
 HOST = torch.device("cpu")
 
 HOST_ALIGNMENT_BYTES = 64
-"""What PyTorch's CPU allocator aligns tensors to (c10/core/alignment.h, gAlignment)."""
+"""The alignment of PyTorch's CPU allocator (c10/core/alignment.h, gAlignment)."""
 
 
 def of_type(device: torch.device) -> DeviceCalls:
-    """What only devices of this type have."""
+    """Return the calls that only devices of this type have."""
     return TYPES.get(device.type, DeviceCalls())
 
 
@@ -118,7 +118,7 @@ def require(device: torch.device) -> None:
 
 
 def name(device: torch.device) -> str:
-    """What an accelerator is called; its type where it has no other name."""
+    """Return an accelerator's name; its type where it has no other name."""
     asked = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if asked is None else str(asked(device))
 
@@ -136,11 +136,7 @@ def record_event(device: torch.device, *, timing: bool = False) -> torch.Event:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make an accelerator the calling thread's current device inside.
-
-    A new thread's is the first one. CUDA gives a process a context of hundreds of MiB on whatever
-    device is current when an event is queried or host memory is pinned.
-    """
+    """Make an accelerator the thread's current device, where CUDA makes its context."""
     return nullcontext() if on_host(device) else torch.accelerator.device_index(device.index)
 
 
@@ -171,19 +167,19 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """What nobody has of the device's memory, and all of it."""
+    """Return the bytes of the device's memory that nobody has, and all of them."""
     free, total = torch.accelerator.get_memory_info(device)
     return int(free), int(total)
 
 
 def context_bytes(device: torch.device) -> int:
-    """What is taken of the device's memory besides this process's allocator."""
+    """Bytes of the device's memory that are taken besides this process's allocator."""
     free, total = free_and_total_bytes(device)
     return total - free - torch.accelerator.memory_reserved(device)
 
 
 def room_bytes(device: torch.device) -> int:
-    """What this process's allocator may have: what is free or reserved, within a cap on it."""
+    """Bytes that this process's allocator may have: free or reserved, within a cap on it."""
     room = free_and_total_bytes(device)[0] + torch.accelerator.memory_reserved(device)
     limit = of_type(device).memory_limit
     cap = None if limit is None else limit(device)
@@ -294,7 +290,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def refusal(error: BaseException) -> str:
-    """What the allocator said, in one line."""
+    """Return the allocator's message, in one line."""
     lines = str(error).splitlines() or [type(error).__name__]
     line = next((line for line in lines if "memory" in line), lines[0])
     return line.rpartition("] ")[2].strip()

@@ -31,7 +31,7 @@ WAIT_LIMIT_S = 600.0
 """No transfer of one chunk takes ten minutes; a wait that does is a fault, not a slow disk."""
 
 PATIENCE_S = 10.0
-"""What a collective that fails may take to find out which rank is missing, and more."""
+"""Seconds that a collective that fails may take to find out which rank is missing."""
 
 LONGEST_NAP_S = 1e-3
 """Between two looks at an event: what a wait for one may take too long, at most."""
@@ -168,6 +168,19 @@ def only_here(undo: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
+def overridden(owner: object, name: str, value: object) -> Callable[[], None]:
+    """Set an attribute of one instance; returns what gives it its own, or its class's, again."""
+    held = vars(owner)
+    before = {name: held[name]} if name in held else {}
+    held[name] = value
+
+    def undo() -> None:
+        held.pop(name, None)
+        held.update(before)
+
+    return undo
+
+
 def off_workers(close: Callable[[], object]) -> Callable[[], None]:
     """Return `close`, run in a thread of its own where a runtime's thread collects garbage."""
 
@@ -181,7 +194,7 @@ def off_workers(close: Callable[[], object]) -> Callable[[], None]:
 
 
 OWN_THREADS = "protrain "
-"""How the names of the runtime's threads begin."""
+"""The beginning of the names of the runtime's threads."""
 
 
 class ThreadLane:
@@ -353,7 +366,7 @@ class StreamLane:
 
 
 WorkLane = ThreadLane | StreamLane
-"""What the engine submits work to; `on_stream`: work only queues copies there, to run later."""
+"""A lane for the engine's work; `on_stream`: work only queues copies there, to run later."""
 
 
 def private_pages(num_bytes: int) -> mmap.mmap:
@@ -527,5 +540,5 @@ def is_held(buffer: torch.Tensor) -> bool:
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors hold a storage, besides the object that is asked about."""
+    """Count the tensors that hold a storage, besides the object that is asked about."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1

@@ -1,4 +1,4 @@
-"""What memory a piece of code takes: live tensor bytes to the byte, and what the process holds.
+"""Meters of memory: live tensor bytes to the byte, and what the process holds.
 
 `MemoryMeter` counts tensors, with one interface on CPU and accelerators. The functions below it ask
 the operating system about the whole process (Linux; they do nothing elsewhere).
@@ -177,7 +177,7 @@ def _without_chatter() -> Iterator[None]:
 
 
 PARTS = "_protrain_parts"
-"""What a fake sparse tensor was made of: its own indices and values are empty."""
+"""The parts that a fake sparse tensor was made of: its own indices and values are empty."""
 
 
 def strided_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -238,7 +238,7 @@ def reachable(device: torch.device) -> list[torch.Tensor]:
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """What is inside a tensor of torch.func: a compiler may keep some. They have no storage."""
+    """Unwrap a tensor of torch.func: a compiler may keep some. They have no storage."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
@@ -294,7 +294,7 @@ def _flat(events: list[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """What the operating system counts for this process (Linux: /proc/self/status).
+    """The operating system's counts for this process (Linux: /proc/self/status).
 
     data_bytes           VmData: private writable memory, touched or not (what RLIMIT_DATA limits)
     resident_bytes       VmRSS

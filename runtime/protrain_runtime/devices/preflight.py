@@ -42,7 +42,7 @@ class NoRoomError(ProtrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What there is before a run; None where the system does not say.
+    """The room before a run; None where the system does not say.
 
     memory_bytes    RAM that can be had without swapping, within the process's control group
     swap_bytes      free swap space: not for pinned memory
@@ -141,7 +141,7 @@ def _memory(whose: str, takes: int, there: int | None, what: str, option: str = 
 
 
 def room_here(device: torch.device, directory: Path) -> Room:
-    """What this machine and this process have now."""
+    """Return what this machine and this process have now."""
     free = None if devices.on_host(device) else devices.room_bytes(device)
     if not sys.platform.startswith("linux"):
         return Room(device_bytes=free)
@@ -173,7 +173,7 @@ def free_host_bytes() -> int:
 
 
 def _free_on_host(room: Room, swap_bytes: int) -> int | None:
-    """What is left of the machine's memory and of the process's limit; None where neither is."""
+    """Return what is left of the machine's memory and the process's limit; None without either."""
     left: list[int] = []
     if room.memory_bytes is not None:
         left.append(room.memory_bytes + swap_bytes)

@@ -22,6 +22,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -42,7 +43,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class Alignment(NamedTuple):
-    """What direct I/O asks for: where memory begins, and which blocks of the file move, in bytes.
+    """The needs of direct I/O: where memory begins, and which blocks of the file move, in bytes.
 
     Powers of two. A block is one of the file system's where the device would take smaller ones:
     parts of its blocks are written one at a time.
@@ -206,7 +207,7 @@ class SpillFile:
             view, offset = view[count:], offset + count
 
     def _whole(self, count: int, wanted: int, reason: str) -> int:
-        """How far to go on: a request that was cut short goes on at a whole block."""
+        """Return how far to go on: a request that was cut short goes on at a whole block."""
         if count < wanted:
             count = count // self.alignment.block * self.alignment.block
         if count == 0:
@@ -223,11 +224,7 @@ def _spans(low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 class _Edges:
-    """Changes parts of blocks, one at a time.
-
-    The last blocks that were changed are kept, EDGE_BYTES of them, and need not be read to be
-    changed again: what follows one parameter's values is mostly the next one's.
-    """
+    """Changes parts of blocks one at a time; keeps EDGE_BYTES of the last for the next change."""
 
     def __init__(
         self,
@@ -246,16 +243,12 @@ class _Edges:
         number, start = divmod(offset, self._block)
         with self._lock:
             # Not kept while it may differ from the file.
-            held = self._kept.pop(number, None)
-            if held is None:
-                held = self._room()
-                try:
-                    self._pread(number * self._block, held)
-                except BaseException:
-                    self._free.append(held)
-                    raise
-            held[start : start + len(source)] = source
+            known = self._kept.pop(number, None)
+            held = self._room() if known is None else known
             try:
+                if known is None:
+                    self._pread(number * self._block, held)
+                held[start : start + len(source)] = source
                 self._pwrite(number * self._block, held)
             except BaseException:
                 self._free.append(held)
@@ -280,11 +273,7 @@ class _Edges:
 
 
 class _Requests:
-    """Lets several requests run at a time: the caller's thread takes its part, helpers theirs.
-
-    A caller that finds all helpers busy goes on alone, so that nobody waits for who waits. Staging
-    buffers are as many as requests may be at a time through them.
-    """
+    """Runs several requests at a time, by the caller's thread and helpers that are free."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Transfer | None] = SimpleQueue()
@@ -295,9 +284,14 @@ class _Requests:
         for start in range(0, len(memory), REQUEST_BYTES):
             self._rooms.put(memory[start : start + REQUEST_BYTES])
 
-    def staging(self) -> "_Room":
+    @contextmanager
+    def staging(self) -> Iterator[memoryview]:
         """An aligned buffer of REQUEST_BYTES, inside; waits until one is free."""
-        return _Room(self._rooms)
+        room = self._rooms.get()
+        try:
+            yield room
+        finally:
+            self._rooms.put(room)
 
     def run(self, work: Callable[[int, int], None], spans: list[tuple[int, int]]) -> None:
         """Do `work` on every range; the first error is raised when all that began has ended."""
@@ -378,20 +372,6 @@ class _Transfer:
             raise self._error
 
 
-class _Room:
-    """A staging buffer while it is used."""
-
-    def __init__(self, rooms: "SimpleQueue[memoryview]") -> None:
-        self._rooms = rooms
-
-    def __enter__(self) -> memoryview:
-        self._mine = self._rooms.get()
-        return self._mine
-
-    def __exit__(self, *_: object) -> None:
-        self._rooms.put(self._mine)
-
-
 def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
@@ -408,12 +388,11 @@ _STATX_BYTES, _MASK_AT, _DIO_AT = 256, 0, 0x98
 
 def _alignment(descriptor: int) -> Alignment:
     """The alignment that the system tells, or a page and a block; OSError if none."""
-    block = max(_PAGE, _power_of_two(os.fstat(descriptor).st_blksize))
+    size = os.fstat(descriptor).st_blksize  # a network file system may name 1 MiB, or an odd size
+    block = max(_PAGE, size) if size & (size - 1) == 0 and size <= 2**16 else _PAGE
     statx = getattr(ctypes.CDLL(None), "statx", None)
-    if statx is None:
-        return Alignment(_PAGE, block)
     found = ctypes.create_string_buffer(_STATX_BYTES)
-    if statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found):
+    if statx is None or statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found):
         return Alignment(_PAGE, block)
     (mask,) = struct.unpack_from("I", found, _MASK_AT)
     memory, offset = struct.unpack_from("II", found, _DIO_AT)
@@ -422,8 +401,3 @@ def _alignment(descriptor: int) -> Alignment:
     if not offset:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     return Alignment(memory, max(block, offset))
-
-
-def _power_of_two(size: int) -> int:
-    """The size, where it can be a block's; a network file system may name 1 MiB or an odd size."""
-    return size if size & (size - 1) == 0 and size <= 2**16 else _PAGE

@@ -127,7 +127,7 @@ class DiskStore:
 
     @property
     def num_bytes(self) -> int:
-        """What the file takes of the disk."""
+        """Bytes of the file on the disk."""
         return self._file.num_bytes
 
     @property
@@ -261,7 +261,7 @@ Store = HostStore | DiskStore
 """Where a tier's bytes lie, at offsets."""
 
 Describe = Callable[[Store, int, int], str]
-"""What lies between two offsets of a store, in words."""
+"""Words for what lies between two offsets of a store."""
 
 
 class CheckedHostStore(HostStore):
@@ -309,12 +309,7 @@ class CheckedDiskStore(DiskStore):
     """The spill file, checked."""
 
     def __init__(
-        self,
-        directory: Path,
-        backend: Backend | None,
-        describe: Describe,
-        *,
-        cached: bool = False,
+        self, directory: Path, backend: Backend | None, describe: Describe, *, cached: bool = False
     ) -> None:
         super().__init__(directory, backend, cached=cached)
         self._sums = BlockSums(
@@ -343,22 +338,15 @@ class CheckedDiskStore(DiskStore):
         return memory_of(held)
 
 
-class Spilling(NamedTuple):
-    """Where a disk tier's file is, and whether its bytes go through the page cache."""
-
-    directory: Path
-    cached: bool = False
-
-
-TIERS: dict[StateTier, Callable[[Backend, Spilling, Describe | None], Store]] = {
+TIERS: dict[StateTier, Callable[[Backend, Path, bool, Describe | None], Store]] = {
     "device": lambda backend, *_: DeviceStore(backend),
-    "host": lambda backend, _, describe: (
+    "host": lambda backend, _, __, describe: (
         CheckedHostStore(backend, describe) if describe else HostStore(backend)
     ),
-    "disk": lambda backend, to, describe: (
-        CheckedDiskStore(to.directory, backend, describe, cached=to.cached)
+    "disk": lambda backend, directory, cached, describe: (
+        CheckedDiskStore(directory, backend, describe, cached=cached)
         if describe
-        else DiskStore(to.directory, backend, cached=to.cached)
+        else DiskStore(directory, backend, cached=cached)
     ),
 }
 """What opens a tier's store, one that checks its bytes where it is given what names them: a new
@@ -366,17 +354,13 @@ tier is one entry."""
 
 
 class Stores:
-    """One store per tier that the plan uses, opened when first asked for.
-
-    With `cached`, what is on disk goes through the page cache. With `checked`, those below the
-    device compare what is read with what was written; `describe` is what errors name bytes by.
-    """
+    """One store per tier, opened when first asked for; `describe` names bytes in errors."""
 
     def __init__(
         self, backend: Backend, directory: Path, *, checked: bool = False, cached: bool = False
     ) -> None:
         self._backend, self.checked = backend, checked
-        self._spilling = Spilling(directory, cached)
+        self._directory, self._cached = directory, cached
         self._stores: dict[StateTier, Store] = {}
         self.describe: Describe = lambda *_: "the model's"
 
@@ -384,12 +368,13 @@ class Stores:
         if tier not in self._stores:
             # `describe` is set once there is something to describe: it is looked up when called.
             describe = (lambda *where: self.describe(*where)) if self.checked else None
-            self._stores[tier] = TIERS[tier](self._backend, self._spilling, describe)
+            open_tier = TIERS[tier]
+            self._stores[tier] = open_tier(self._backend, self._directory, self._cached, describe)
         return self._stores[tier]
 
     @property
     def host_bytes(self) -> int:
-        """Of its tier, and of what passes through to the disk."""
+        """Host bytes of the host tier and of passages to the disk."""
         tier = self._stores["host"].num_bytes if "host" in self._stores else 0
         disk = self._stores.get("disk")
         return tier + (disk.host_bytes if isinstance(disk, DiskStore) else 0)
@@ -426,7 +411,7 @@ write of a few bytes has to look at all of a block."""
 
 
 class _Region(NamedTuple):
-    """What was reserved at once; its first block has number `first`."""
+    """A reservation; its first block has number `first`."""
 
     start: int
     num_bytes: int

@@ -19,6 +19,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 from torch import nn
 
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.devices.lanes import overridden
 
 Owner = TypeVar("Owner")
 Rest = ParamSpec("Rest")
@@ -85,11 +86,7 @@ class Turns:
 
     @contextmanager
     def taken(self, what: str, doing: str, *, step: bool = False) -> Iterator[None]:
-        """Hold the model inside; TurnError, saying `what`, where it is another thread's.
-
-        `doing` is what others are told that it is used for. With `step`, a step of this thread is
-        under way from here on.
-        """
+        """Hold the model for `doing`; TurnError, saying `what`, where it is another thread's."""
         mine = threading.current_thread(), doing
         holder = self._now.setdefault(None, mine)
         if holder is not mine and not holder[0].is_alive():
@@ -137,7 +134,6 @@ def in_turn(
 
 def watch_zero_grad(model: nn.Module, turns: Turns) -> Callable[[], None]:
     """Let `model.zero_grad()` be refused during another thread's step, and noted; with the undo."""
-    own = model.__dict__.get("zero_grad")
     drop: Callable[[bool], None] = model.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -145,14 +141,7 @@ def watch_zero_grad(model: nn.Module, turns: Turns) -> Callable[[], None]:
         drop(set_to_none)
         turns.gradients = False
 
-    def undo() -> None:
-        if own is None:
-            model.__dict__.pop("zero_grad", None)
-        else:
-            model.__dict__["zero_grad"] = own
-
-    model.__dict__["zero_grad"] = zero_grad
-    return undo
+    return overridden(model, "zero_grad", zero_grad)
 
 
 def _is_another(thread: threading.Thread) -> bool:

@@ -48,7 +48,7 @@ class _MicroBatch:
 
 
 def _random_states(device: torch.device) -> Callable[[], None]:
-    """What sets the generators' states, on the host and an accelerator, to those of now."""
+    """Return what sets the generators' states, on the host and an accelerator, to those of now."""
     host, own = torch.get_rng_state(), devices.random_state(device)
 
     def set_again() -> None:
@@ -76,11 +76,7 @@ class _Tap(torch.autograd.Function):
 
 
 class Check:
-    """Compares the first CHECKED_STEPS of `model`, then takes itself off.
-
-    Made before the model follows its plan, and started after. The copy's optimizer has the groups
-    of `planned`, and updates on the host what `plan` updates there.
-    """
+    """Compares the first CHECKED_STEPS with a copy's, made before the model follows its plan."""
 
     def __init__(self, model: nn.Module, planned: PlannedOptimizer, plan: Plan) -> None:
         self._model, self._planned = model, planned

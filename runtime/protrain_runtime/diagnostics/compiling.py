@@ -1,4 +1,4 @@
-"""What PyTorch's compiler did in this process: graphs, seconds, and whether its cache had them.
+"""The work of PyTorch's compiler in this process: graphs, seconds, and hits of its cache.
 
 PyTorch counts all three by itself (`torch._dynamo.utils`), whoever has called `torch.compile`.
 """
@@ -14,7 +14,7 @@ from protrain_runtime.contract.units import four_digits
 
 
 class Compiled(NamedTuple):
-    """What was compiled since the process began."""
+    """The compilations since the process began."""
 
     num_graphs: int = 0  # forwards; one that trains has a backward besides
     seconds: float = 0.0
@@ -37,7 +37,7 @@ def compiled_so_far() -> Compiled:
 
 
 def compilation_since(before: Compiled) -> Compilation | None:
-    """What was compiled since then; None where nothing was."""
+    """Return the compilations since then; None where nothing was compiled."""
     now = compiled_so_far()
     num_graphs, cached = now.num_graphs - before.num_graphs, now.cached - before.cached
     made = now.made - before.made
@@ -51,10 +51,6 @@ def compilation_since(before: Compiled) -> Compilation | None:
 
 
 def compiled_whole() -> AbstractContextManager[None]:
-    """Blocks inside DistributedDataParallel are compiled as a plan compiles them.
-
-    PyTorch would cut their graphs where its buckets of gradients end, for a model that is one
-    graph: a block is as small as a bucket, and graphs that are cut may have other bits.
-    """
+    """Compile blocks inside DistributedDataParallel whole, as a plan does: cuts change bits."""
     whole: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
     return whole

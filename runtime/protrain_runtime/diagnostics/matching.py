@@ -96,11 +96,7 @@ def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
 
 
 def check_kernels(plan: Plan) -> None:
-    """ProtrainError where an accelerator would not take the kernels that were profiled.
-
-    Deterministic ones are others: attention takes another algorithm, with other bytes and seconds.
-    A CPU's take what they take, and are not asked about.
-    """
+    """ProtrainError where an accelerator would not take the kernels that were profiled."""
     profiled, here = plan.workload.deterministic, torch.are_deterministic_algorithms_enabled()
     if profiled == here or not is_accelerator(plan.workload.device):
         return
@@ -123,11 +119,7 @@ def check_kernels(plan: Plan) -> None:
 
 
 def check_devices(
-    model: nn.Module,
-    plan: Plan,
-    group: ProcessGroup | None,
-    *,
-    copies: bool,
+    model: nn.Module, plan: Plan, group: ProcessGroup | None, *, copies: bool
 ) -> None:
     """ProtrainError for other devices, or those on which no plain copy (`copies`) trains."""
     check_ranks(plan, group)
@@ -181,7 +173,12 @@ def check_offloaded(
                 " that leave the device are of one",
                 fix="convert them to one dtype, or freeze those of the others",
             )
-    grouped, called = _grouped(optimizer), _names(optimizer)
+    grouped = _grouped(optimizer)
+    called = {  # the names that groups have for parameters, where they have some
+        parameter: name
+        for group in optimizer.param_groups
+        for parameter, name in zip(group["params"], group.get(NAMES, ()), strict=False)
+    }
     for chunk, unit in offloaded:
         for part in (part for part in chunk.slices if part.trainable):
             rule = part.rule(rules)
@@ -207,15 +204,6 @@ def check_offloaded(
                     fix="name parameters as model.named_parameters() does, or not at all",
                 )
         _refuse_ungrouped(chunk, grouped, f"offloads the states of {unit.name!r}")
-
-
-def _names(optimizer: PlannedOptimizer) -> dict[nn.Parameter, str]:
-    """The names that groups have for parameters, where they have some."""
-    return {
-        parameter: name
-        for group in optimizer.param_groups
-        for parameter, name in zip(group["params"], group.get(NAMES, ()), strict=False)
-    }
 
 
 def _grouped(optimizer: PlannedOptimizer) -> set[nn.Parameter]:
@@ -319,7 +307,7 @@ def model_tensors(model: nn.Module) -> tuple[str, ...]:
 
 
 def model_changes(planned: Iterable[str], model: nn.Module, units: Sequence[UnitPlan]) -> list[str]:
-    """What is different in `model` from the `planned` lines, unit by unit; empty: no tensor is."""
+    """List differences of `model` from the `planned` lines, unit by unit; empty: none."""
     before, after = unfolded(planned), _contents(model)
     own = {name: unit.name for unit in units for name in unit.parameters}
     blocks = [unit.name for unit in units if unit.kind == "block"]

@@ -118,7 +118,7 @@ def _explained(
 
 
 def _reason(needed: int, most: int, peak: int, room: Room) -> tuple[str, str]:
-    """What is likely, and what to do. `most` was planned for the slot, `peak` for the step."""
+    """Say what is likely, and a fix. `most` was planned for the slot, `peak` for the step."""
     if needed > most:
         return (
             f"{format_bytes(needed - most)} more than planned are asked for here: the batch is"

@@ -1,4 +1,4 @@
-"""What a step took, as it ran: memory slot by slot, and when its slots and moves ran.
+"""Recordings of steps: memory slot by slot, and when slots and moves ran.
 
 `measure_step` and `record` look at steps when they are asked to; a `Watch` compares the first steps
 of a training loop with what their plan promises. On an accelerator the allocator counts by itself;
@@ -117,20 +117,20 @@ def _meter(model: nn.Module, device: torch.device, *, besides_bytes: int = 0) ->
 
 
 class Recorder:
-    """What `record` saw: the last whole step that ran in it."""
+    """The record of the last whole step that ran in `record`."""
 
     def __init__(self, times: StepTimes, plan: Plan) -> None:
         self._times, self._plan = times, plan
 
     def recording(self, *, slot_bytes: Sequence[int] = ()) -> Recording:
         """The step's slots and moves, with measured `slot_bytes`; RuntimeError if none."""
-        step = self._times.last
-        if step is None:
+        if self._times.last is None:
             raise RuntimeError("nothing was recorded: no step has ended")
+        events, step_seconds = self._times.last
         return Recording(
             plan_fingerprint=fingerprint(self._plan),
-            step_seconds=step.step_seconds,
-            events=step.events,
+            step_seconds=step_seconds,
+            events=events,
             slot_bytes=tuple(slot_bytes),
         )
 

@@ -18,6 +18,7 @@ Nothing here knows what a slot does.
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any, Protocol
 from weakref import finalize, ref
@@ -32,7 +33,7 @@ from protrain_runtime.devices.turns import TurnError, Turns
 
 
 class Listener(Protocol):
-    """What a runner of slots is told."""
+    """A runner of slots, which is told of their boundaries."""
 
     def begin(self, *, training: bool) -> None:
         """The model was called; slot 0 begins. `training`: a graph is being recorded."""
@@ -97,7 +98,7 @@ class Boundaries:
         self._blocks = frozenset(module for module in self._units if module is not None)
         self._names, self._turns = tuple(names), turns
         self._thread = 0  # that runs the forward
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._step = 0  # counts forwards, so that hooks know an abandoned graph
         self._backward_began = False
         self._training = False
@@ -106,7 +107,7 @@ class Boundaries:
         self._in_block = False
         self._graph: ref[Callable[..., None]] | None = None  # alive as long as the last forward's
         self._forward: Callable[..., Any] = model.forward
-        self._undo.append(replace_code(model, _method_of(model, self._run)))
+        self._undo.callback(replace_code(model, _method_of(model, self._run)))
         for index, module in enumerate(self._units):
             if module is not None:
                 self._watch_block(index, module)
@@ -120,12 +121,11 @@ class Boundaries:
                     self.begin_part(index, tensors_in(given))
 
                 handle = modules[name].register_forward_pre_hook(at_part, with_kwargs=True)
-                self._undo.append(handle.remove)
+                self._undo.callback(handle.remove)
 
     def remove(self) -> None:
         """Take everything off the model again."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def _run(self, *args: object, **kwargs: object) -> object:
         training = torch.is_grad_enabled()
@@ -219,7 +219,7 @@ class Boundaries:
         return True
 
     def _pass_on(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What runs, if it is a part, has ended, and hands on these."""
+        """End the part that runs, if it is one; it hands on these tensors."""
         if self._units[self._unit] is None:
             if self._training:
                 self._watch(tensors, 2 * len(self._units) - 1 - self._unit)
@@ -274,7 +274,7 @@ class Boundaries:
                 self._unit = index + 1
                 self._listener.enter(index + 1, ())
 
-        self._undo.append(watch_calls(module, before, after))
+        self._undo.callback(watch_calls(module, before, after))
 
     def _name(self, index: int) -> str:
         return repr(self._names[index]) if self._names else f"unit {index}"
@@ -313,7 +313,7 @@ class Boundaries:
 
 
 class _Ending:
-    """What backward calls at its end. Where it raises, it drops this uncalled.
+    """The callback at backward's end. Where backward raises, it drops this uncalled.
 
     It has no `__del__`: behind a backward in another thread that would be the first code that
     Python runs, and the KeyboardInterrupt that waits for it would be dropped there.

@@ -311,7 +311,7 @@ class Engine:
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """What other ranks wait in: an error is told to them, and this rank goes on with none."""
+        """Tell an error to the other ranks, which wait here; this rank goes on with none."""
         try:
             yield
         except BaseException as error:
@@ -321,10 +321,7 @@ class Engine:
             raise
 
     def _give_up(self) -> None:
-        """Give the forward and backward up: nothing in flight, no buffers, no hooks.
-
-        Gradients of micro-batches before it stay what they are, unless its backward had begun.
-        """
+        """Give up what is in flight; gradients of earlier micro-batches stay."""
         state = self._state
         in_backward = state.in_backward
         if in_backward and state.updating:
@@ -359,7 +356,7 @@ class Engine:
         self._reset()
 
     def memory_snapshot(self) -> MemorySnapshot | None:
-        """What stands in the slot that runs, or stood in the one that was given up."""
+        """Bytes in the slot that runs, or in the one that was given up."""
         stepping = self._state.phase is Phase.STEPPING
         slot = len(self._program.slots) if stepping else self._state.slot
         if slot < 0:
@@ -400,11 +397,11 @@ class Engine:
         if needed:
             self.turns.at_home(what)
 
-    def settle(self, what: str) -> None:
+    def settle(self, what: str, *, outside: bool = False) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not."""
         self._at_home(what, self._offloaded)
         self.turns.check(what)
-        if self._modified:
+        if self._modified or outside:
             self.outside(what)
         self._state.settle(what)
         self.end_updates()
@@ -463,7 +460,7 @@ class Engine:
             yield
 
     def telling(self, what: str) -> AbstractContextManager[None]:
-        """What is for all ranks: it ends well on all of them or on none."""
+        """A part for all ranks: it ends well on all of them or on none."""
         return nullcontext() if self._ranks is None else self._ranks.meeting.telling(what)
 
     def begin_update(self, *, same_options: bool) -> None:

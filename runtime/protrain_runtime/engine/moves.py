@@ -1,4 +1,4 @@
-"""What each move of a programme does: the work for its lane, and what stands until it has ended.
+"""The moves of a programme: the work for their lanes, and what stands until they have ended.
 
 [Note: who frees what]
 Buffers are allocated and freed by the thread that computes, at slot boundaries only. A lane's work
@@ -53,7 +53,7 @@ from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.updates import Piece, UpdateTeam
 
 Work = Callable[[], None]
-"""What a lane runs for a move."""
+"""The work of a lane for a move."""
 
 
 _Arrived = tuple[GradientInStore, torch.Tensor, list[torch.Tensor]]
@@ -149,11 +149,7 @@ class GradientMoves:
 
 @dataclass(slots=True)
 class _Sum:
-    """What is being added up, and how many ranks have a gradient of what.
-
-    By group the buffer of a shared chunk, by part the gradient of a persistent one; flat, and with
-    the padding of a group.
-    """
+    """A sum under way: flat buffers by group or part, and how many ranks have each gradient."""
 
     buffers: dict[int, torch.Tensor]
     parts: list[Slice]
@@ -324,11 +320,7 @@ NUM_NAMED = 3
 
 
 class SwappedUnit:
-    """What a unit's forward saved and a swap takes away, first saved first, in groups.
-
-    The saved tensors own the storages, and may be dropped at any time: the groups are of all that
-    there were, so that the way out and the way back mean the same ones.
-    """
+    """Storages that a unit's forward saved for a swap, in groups of all there were; held weakly."""
 
     def __init__(self, storages: Sequence[SwappedStorage]) -> None:
         ranges = grouped([storage.num_bytes for storage in storages])
@@ -445,7 +437,7 @@ class Moves:
         return sum(one.numel() for one in (*self._rings[False], *self._gradients.rooms))
 
     def describe(self, store: Store, start: int, stop: int) -> str:
-        """What lies between two offsets of a store: tensors, and the unit that they are of."""
+        """Describe tensors between two offsets of a store, and the unit that they are of."""
         found = [
             (unit, what)
             for unit, what, place, num_bytes in self._in_store(store)
@@ -459,7 +451,7 @@ class Moves:
         return f"{', '.join(names[:NUM_NAMED])}{more}, of unit {', '.join(map(repr, units))}"
 
     def _in_store(self, store: Store) -> Iterator[tuple[int, str, int, int]]:
-        """What lies in a store: its unit and name, its offset and bytes."""
+        """Yield unit, name, offset and bytes of all that lies in a store."""
         for chunk in self.chunks:
             own = chunk.own
             copies = [own.current] if own.spare is None else [own.current, own.spare]

@@ -13,7 +13,7 @@ from protrain_runtime.states.stand_ins import ConsumedGradient, UsedGradient
 
 
 class Phase(Enum):
-    """What the engine is in the middle of.
+    """The step of training that the engine is in.
 
     IDLE -> FORWARD -> BACKWARD -> IDLE    a micro-batch
     IDLE -> STEPPING -> IDLE               `optimizer.step()`
@@ -143,7 +143,7 @@ def memory_snapshot(
     *,
     device: torch.device,
 ) -> MemorySnapshot:
-    """What stands in a slot: of the chunks, `moving` to or from the device, and in `staging`."""
+    """Bytes in a slot: of the chunks, `moving` to or from the device, and in `staging`."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters]
     taken = [gradient for chunk in chunks for gradient in chunk.gradients.values()]
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers.values()]
@@ -160,13 +160,13 @@ def memory_snapshot(
 
 
 def held_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
-    """Of those tensors that are on `device`, each storage once; stand-ins hold nothing."""
+    """Bytes of those tensors that are on `device`, each storage once; stand-ins hold nothing."""
     real = [t for t in tensors if t is not None and not isinstance(t, ConsumedGradient)]
     return storage_bytes(t for t in real if t.device == device)
 
 
 def all_bytes(device: torch.device) -> int:
-    """What the process holds of the memory that `device` has; 0 where the system does not say."""
+    """Bytes of the process in `device`'s memory; 0 where the system does not say."""
     if not devices.on_host(device):
         return torch.accelerator.memory_allocated(device)
     try:
@@ -184,8 +184,12 @@ def unzeroed_gradient(chunks: Iterable[Chunk]) -> str | None:
 
 def speculation_holds(chunks: Sequence[Chunk]) -> bool:
     """Whether speculative updates used the gradients as they are; waits for factors."""
-    if not all(chunk.holds for chunk in chunks):
-        return False
+    for chunk in chunks:
+        used, there = chunk.speculated, chunk.offloaded_gradients
+        if used is None or chunk.gradients or used.keys() != there.keys():
+            return False
+        if any(used[name] is not there[name] for name in used):
+            return False
     stored = (g for chunk in chunks for g in chunk.offloaded_gradients.values())
     factors = {id(factor): factor for one in stored for factor in one.factors}
     return all(factor.item() == 1 for factor in factors.values())

@@ -6,7 +6,6 @@ that stream, which cost no wait; both count from one moment, at which the device
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -23,21 +22,13 @@ _Span = tuple[str, str, Stamp, Stamp]
 """The name of a lane and of what it ran, when it started and when it ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedStep:
-    """A step that ended: what ran, by when it started."""
-
-    events: tuple[Event, ...]
-    step_seconds: float
-
-
 class StepTimes:
-    """What an engine tells of the steps of `program`; `last` is the last one that ended."""
+    """Times the steps of `program`; `last`: events and seconds of the last that ended."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._program, self._device = program, device
         self._on_host = devices.on_host(device)
-        self.last: TimedStep | None = None
+        self.last: tuple[tuple[Event, ...], float] | None = None
         self._spans: list[_Span] = []
         self._slot: tuple[str, Stamp] | None = None  # that computes, and since when
 
@@ -91,7 +82,7 @@ class StepTimes:
             for lane, name, start, end in self._spans
         ]
         by_start = sorted(events, key=lambda event: (event.start_s, event.end_s))
-        self.last = TimedStep(tuple(by_start), step_seconds)
+        self.last = tuple(by_start), step_seconds
 
     def _seconds(self, stamp: Stamp) -> float:
         """From the step's origin on; the device has come to the step's end."""

@@ -67,7 +67,7 @@ def use_plan(
 
 
 def autocast_of(accelerator: Accelerator) -> DType | None:
-    """What the accelerator lets a prepared model compute in."""
+    """Return the dtype that the accelerator lets a prepared model compute in."""
     found: dict[str, DType] = {"bf16": "bfloat16", "fp16": "float16"}
     return found.get(accelerator.mixed_precision)
 

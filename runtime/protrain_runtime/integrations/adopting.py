@@ -1,4 +1,4 @@
-"""What the integrations share: loops are compared with the plan, and optimizers follow it."""
+"""Shared code of the integrations: loops are compared with the plan, optimizers follow it."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from protrain_runtime.contract.records.plan import Persistent, Plan
 from protrain_runtime.contract.records.profile import DType
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Check, prepare
-from protrain_runtime.states.stepping import is_plain
+from protrain_runtime.states.stepping import is_plain, own_attributes
 
 
 def loaded(plan: Plan | Path | str) -> tuple[Plan, str | None]:
@@ -61,7 +61,11 @@ def follow(
         )
     accepted = inspect.signature(type(optimizer)).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    settings = _settings(optimizer)
+    settings = {  # in no group, such as the bits of bitsandbytes
+        name: value
+        for name, value in own_attributes(optimizer).items()
+        if is_plain(value) or is_plain(getattr(value, "__dict__", ...))
+    }
 
     def make_alike(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         # Where its own groups are given, that one itself: schedulers made for it see its steps.
@@ -84,19 +88,9 @@ def follow(
     return planned
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Plain attributes of the optimizer that are in no group, such as the bits of bitsandbytes."""
-    usual = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in usual and (is_plain(value) or is_plain(getattr(value, "__dict__", ...)))
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """How errors name a framework and its settings."""
+    """A framework's name and settings, as errors say them."""
 
     name: str
     accumulating: str  # the setting of micro-batches per update

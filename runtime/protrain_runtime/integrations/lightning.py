@@ -43,13 +43,7 @@ class PlannedRanks(DDPStrategy):
 
 
 class UsePlan(Callback):
-    """Lets `fit` train the network under `attribute` of the module under a plan.
-
-    Accumulation, clipping by norm (under a plan with `--clip`), validation, schedulers and
-    checkpoints are Lightning's own. `fit` raises ProtrainError where the trainer does not train as
-    planned, the module has several optimizers, or `prepare` refuses the plan. `spill_directory` and
-    `check` are `prepare`'s.
-    """
+    """Lets `fit` train the network under `attribute` of the module under a plan."""
 
     def __init__(
         self,

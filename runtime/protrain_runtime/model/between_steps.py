@@ -23,7 +23,7 @@ from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order, wri
 
 
 class FullParameters:
-    """What `full_parameters` returns. `num_bytes` are what it takes of the device while inside."""
+    """The context of `full_parameters`, which takes `num_bytes` of the device while inside."""
 
     def __init__(self, model: nn.Module, *, modify: bool, units: Collection[str] | None) -> None:
         self._model, self._modify = model, modify
@@ -47,8 +47,7 @@ class FullParameters:
         if self._engine is None or not self._chunks:
             return self
         with self._engine.telling("full_parameters()"):
-            self._engine.settle("full_parameters() was entered")
-            self._engine.outside("full_parameters() was entered")
+            self._engine.settle("full_parameters() was entered", outside=True)
             check_free(self.num_bytes, device_of(self._model), "the parameters")
         what = ", modify=True" if self._modify else ""
         self._engine.gather(self._chunks, f"full_parameters(model{what})", modify=self._modify)
@@ -265,5 +264,4 @@ class MovingAverage:
                 " a plan. Take state_dict() before, and load it into a new MovingAverage"
             )
         if self._engine is not None:
-            self._engine.settle(what)
-            self._engine.outside(what)
+            self._engine.settle(what, outside=True)

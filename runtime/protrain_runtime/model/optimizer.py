@@ -34,7 +34,7 @@ ParameterGroups = Sequence[Mapping[str, Any]]
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
-    """What `prepare` returns. `param_groups` are the user's: schedulers and edits act on them.
+    """The optimizer of `prepare`. `param_groups` are the user's: schedulers and edits act on them.
 
     `factory` makes optimizers of the user's class: `inner`, over the model's trainable parameters
     or in `groups`, and those of offloaded chunks.
@@ -259,10 +259,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self.inner.state[parameter] = put_together(whole, parameter.shape)
         self._chunks, self._persistent, self._consumed, self._engine = (), (), (), None
 
-    def _offloaded_states(
-        self,
-    ) -> Iterator[tuple[Chunk, Slice, dict[str, Any], dict[str, Any]]]:
-        """Of each offloaded parameter that has states: what is not elementwise, and what is."""
+    def _offloaded_states(self) -> Iterator[tuple[Chunk, Slice, dict[str, Any], dict[str, Any]]]:
+        """Yield scalars and elementwise states of each offloaded parameter that has states."""
         for chunk in self._chunks:
             scalars = _scalars(chunk)
             for part in chunk.slices:

@@ -1,4 +1,4 @@
-"""What a prepared model carries with it, what others see of it, and how it is given back.
+"""A prepared model's plan, what others see of it, and how the model is given back.
 
 A copy or a pickle is a plain model with the values that it has now. What a plan puts on modules
 (hooks, code, threads behind them) is the plan's: it is told by looking at the modules before and
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.devices.lanes import overridden
 from protrain_runtime.devices.turns import Turns
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.model.optimizer import PlannedOptimizer
@@ -31,12 +32,12 @@ ATTRIBUTE = "_protrain_prepared"
 """Where a prepared model keeps its `Prepared`: on itself, so that both are freed together."""
 
 Undo = list[Callable[[], object]]
-"""What takes a plan off a model again, run last to first."""
+"""Steps that take a plan off a model again, run last to first."""
 
 
 @dataclass(slots=True)
 class Prepared:
-    """What `prepare` attached to a model."""
+    """The parts that `prepare` attached to a model."""
 
     engine: Engine | None
     chunks: Sequence[Chunk]
@@ -49,7 +50,7 @@ class Prepared:
 
 
 def prepared_of(model: nn.Module) -> Prepared | None:
-    """What `prepare` attached to a model; None where it follows no plan."""
+    """Return what `prepare` attached to a model; None where it follows no plan."""
     prepared: Prepared | None = model.__dict__.get(ATTRIBUTE)
     return prepared
 
@@ -113,8 +114,7 @@ def restore(model: nn.Module) -> nn.Module:
         return model
     with together(model, "restore()"):
         if prepared.engine is not None:
-            prepared.engine.settle("restore() was called")
-            prepared.engine.outside("restore() was called")
+            prepared.engine.settle("restore() was called", outside=True)
     return restore_as_is(model)
 
 
@@ -154,7 +154,7 @@ Look = Mapping[nn.Module, Mapping[str, object]]
 
 
 def look_at(model: nn.Module) -> Look:
-    """What the modules have now, to tell later what has been added."""
+    """Note what the modules have now, to tell later what has been added."""
     return {
         module: {
             name: frozenset(value) if _is_table(name, value) else value
@@ -170,7 +170,7 @@ def _is_table(name: str, value: object) -> bool:
 
 def let_copy(before: Look) -> Callable[[], None]:
     """Let copies of the modules be plain; returns what undoes it."""
-    touched: list[nn.Module] = []
+    stack = ExitStack()
     for module, state in before.items():
         hooks: dict[str, frozenset[object]] = {}  # added by the plan, by table
         attributes: dict[str, object] = {}  # what was there in place of those of the plan
@@ -182,14 +182,9 @@ def let_copy(before: Look) -> Callable[[], None]:
             elif value is not known and name not in _OWN:
                 attributes[name] = known
         if hooks or attributes:
-            module.__dict__[_REDUCE] = partial(_reduce_plainly, module, hooks, attributes)
-            touched.append(module)
-
-    def undo() -> None:
-        for module in touched:
-            module.__dict__.pop(_REDUCE, None)
-
-    return undo
+            plainly = partial(_reduce_plainly, module, hooks, attributes)
+            stack.callback(overridden(module, _REDUCE, plainly))
+    return stack.close
 
 
 def _reduce_plainly(
@@ -198,7 +193,7 @@ def _reduce_plainly(
     attributes: dict[str, object],
     protocol: Any,
 ) -> Any:
-    """What `copy` and `pickle` call: the class's own answer, for the module without the plan."""
+    """Reduce the module without the plan, by its class, for `copy` and `pickle`."""
     state = module.__dict__
     whole = dict(state)
     plain = {name: value for name, value in whole.items() if name != _REDUCE} | attributes
@@ -302,8 +297,7 @@ def add_state_dict_hooks(
     listing = _Listing(model, engine, {part.parameter: (c, part) for c, part in offloaded.values()})
 
     def before_load(_: nn.Module, __: object, ___: str, metadata: Mapping[str, Any], *____: object):  # type: ignore[no-untyped-def]
-        engine.settle("load_state_dict() was called")
-        engine.outside("load_state_dict() was called")
+        engine.settle("load_state_dict() was called", outside=True)
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict(assign=True) replaces the parameters that the plan has placed:"

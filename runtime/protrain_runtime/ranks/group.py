@@ -217,7 +217,7 @@ class Ranks:
                     values.copy_(dense)
 
     def all_objects(self, mine: Any, what: str = "a call for all ranks") -> list[Any]:
-        """What every rank has, by rank; from host to host, whatever they train on."""
+        """Gather objects of all ranks, by rank; from host to host, whatever they train on."""
         return self.meeting.meet(self.meeting.phases.get(threading.get_ident(), what), mine)
 
     def checkpoint_group(self) -> dist.ProcessGroup:
@@ -283,11 +283,7 @@ class Ranks:
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor's memory as a flat tensor that does not keep it.
-
-    Gloo's own thread may hold what it was given for a moment longer than the collective takes, and
-    would then be the one that frees it: see [Note: who frees what] in `moves`.
-    """
+    """A CPU tensor's memory, flat, not kept: Gloo's thread may drop it later than anybody."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -332,11 +328,7 @@ def leave() -> None:
 
 
 def _group(members: tuple[int, ...], backend: str, limit_s: float) -> dist.ProcessGroup:
-    """The group of these ranks of the world, made when first asked for, and kept.
-
-    PyTorch names such a group by its members and by how many groups there are: one that is
-    destroyed and made anew has the name of the one before, and finds its addresses at the store.
-    """
+    """The group of these ranks, kept: one made anew would find its old addresses at the store."""
     _of_this_world()
     key = members, backend, limit_s
     if key not in _groups:
@@ -380,7 +372,7 @@ def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None
 
 
 def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
-    """How many ranks run; ProtrainError where the plan is for another number of them."""
+    """Count the ranks; ProtrainError where the plan is for another number of them."""
     running = dist.get_world_size(group) if _initialized() else 1
     if plan.group.num_devices == running:
         return running
@@ -424,7 +416,7 @@ class Launched:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """What fails inside is told to the others, who say who failed, in one line."""
+        """Tell the others what fails inside; they say who failed, in one line."""
         if self._meeting is None:
             yield
             return

@@ -52,7 +52,7 @@ class RanksError(ProtrainError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank said of its failure; or, of ranks that are `missing`, what others found."""
+    """A rank's report of its failure; or, of ranks that are `missing`, what others found."""
 
     rank: int
     what: str  # the call that failed, or nothing
@@ -61,7 +61,7 @@ class Told:
     missing: bool = False
 
     def error(self, rank: int, count: int) -> RanksError:
-        """What rank `rank` of `count` raises."""
+        """Make the error that rank `rank` of `count` raises."""
         if self.missing:
             message = f"rank {rank} of {count} waited for the others, and {self.why}"
         else:
@@ -78,14 +78,14 @@ def known(error: RanksError) -> RanksError:
 
 
 def known_error(error: BaseException | None) -> RanksError | None:
-    """What came from the others, also where it ended work on a lane."""
+    """Return the error that came from the others, also where it ended work on a lane."""
     while error is not None and not (isinstance(error, RanksError) and error.told):
         error = error.__cause__
     return error
 
 
 def abandoned(rank: int, count: int) -> RanksError:
-    """What is raised where the store is gone."""
+    """Make the error for a store that is gone."""
     message = (
         f"rank {rank} of {count} waited for the others, and their meeting place is gone: the rank"
         " that keeps it (rank 0, or the launcher) has ended"
@@ -101,13 +101,7 @@ class Meeting:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        count: int,
-        *,
-        limit_s: float,
-        holds_others: bool = False,
+        self, store: Store, rank: int, count: int, *, limit_s: float, holds_others: bool = False
     ) -> None:
         self.rank, self.count, self.limit_s = rank, count, limit_s
         self.look: Callable[[], None] = lambda: None
@@ -166,11 +160,7 @@ class Meeting:
     def telling(
         self, what: str, *, final: bool = False, limit_s: float | None = None
     ) -> Iterator[None]:
-        """A part of the work that others wait in: an exception that leaves it is told.
-
-        It is called from all ranks. But for a `final` part, which nobody can repeat, they meet at
-        its end: it ends well on all of them or on none.
-        """
+        """Tell an exception that leaves this part; but for a `final` one, ranks meet at its end."""
         me = threading.get_ident()
         outer = self.phases.get(me)
         self.phases[me] = outer or what
@@ -250,7 +240,7 @@ class Meeting:
         store.add(f"seen/{key}", 1)
 
     def _hear(self, store: Store, number: int) -> Told | None:
-        """What was told under this number, or for good."""
+        """Return what was told under this number, or for good."""
         for key in (_LOST, f"failed/{number}"):
             if store.check([key]):
                 found = json.loads(store.get(key))

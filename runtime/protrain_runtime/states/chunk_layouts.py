@@ -34,24 +34,31 @@ def make_chunk(
         begin = offset
         slices: list[Slice] = []
         for name, parameter in parameters[members.start : members.stop]:
-            part = Slice(
-                name=name,
-                parameter=parameter,
-                offset=offset,
-                group=len(groups),
-                inside=offset - begin,
-                start=start,
-                shape=parameter.shape,
-                stride=dense_strides(parameter),
-                dtype=parameter.dtype,
-                trainable=parameter.requires_grad,
-            )
+            part = _slice(name, parameter, (begin, offset - begin), len(groups), start)
             slices.append(part)
             offset += aligned_bytes(parameter, alignment)
             start += part.numel if part.trainable else 0
         gradient_bytes = sum(part.num_bytes for part in slices if part.trainable)
         groups.append(Group(begin, offset - begin, tuple(slices), gradient_bytes))
     return Chunk(unit, tuple(groups), used_by)
+
+
+def _slice(
+    name: str, parameter: nn.Parameter, place: tuple[int, int], group: int, start: int
+) -> Slice:
+    """Where a parameter lies: in a group that begins at `place[0]`, from `place[1]` on."""
+    return Slice(
+        name=name,
+        parameter=parameter,
+        offset=sum(place),
+        group=group,
+        inside=place[1],
+        start=start,
+        shape=parameter.shape,
+        stride=dense_strides(parameter),
+        dtype=parameter.dtype,
+        trainable=parameter.requires_grad,
+    )
 
 
 def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
@@ -80,18 +87,8 @@ def make_sharded_chunk(
             mine = [pair for pair in held if pair[1].requires_grad == trainable]
             begin = inside
             for name, parameter in mine:
-                part = Slice(
-                    name=name,
-                    parameter=parameter,
-                    offset=offset + inside,
-                    group=len(groups),
-                    inside=inside,
-                    start=start + inside // parameter.itemsize if trainable else 0,
-                    shape=parameter.shape,
-                    stride=dense_strides(parameter),
-                    dtype=parameter.dtype,
-                    trainable=trainable,
-                )
+                first = start + inside // parameter.itemsize if trainable else 0
+                part = _slice(name, parameter, (offset, inside), len(groups), first)
                 slices.append(part)
                 inside += -(-part.num_bytes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
             region = Region(begin, inside_own, shard_bytes(inside - begin, ranks.num_shards))
@@ -125,7 +122,7 @@ def make_sharded_chunk(
 def _own_part(
     part: Slice, region: Region, rank: int, own_offset: int, own_start: int
 ) -> list[Slice]:
-    """What a rank has of a parameter, as a flat one; empty where it has nothing."""
+    """Make a rank's part of a parameter, a flat one; empty where it has nothing."""
     low, high = rank * region.shard, (rank + 1) * region.shard
     begin = part.inside - region.start
     first, last = max(begin, low), min(begin + part.num_bytes, high)

@@ -25,11 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.program import (
-    PIECE_ALIGNMENT,
-    ChunkSize,
-    pieces_in,
-)
+from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, ChunkSize, pieces_in
 from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.ranks.group import Ranks
@@ -75,7 +71,7 @@ class Slice:
         return self.numel * self.dtype.itemsize
 
     def rule(self, rules: UpdateRules) -> UpdateRule:
-        """What the optimizer keeps of it; of a rank's part, ask the whole parameter."""
+        """Ask the rules for the parameter's own; of a rank's part, ask the whole parameter."""
         in_order = self.stride == torch.empty(self.shape, device="meta").stride()
         return rules.of(self.dtype, self.shape, in_order=in_order, parameter=self.parameter)
 
@@ -138,7 +134,7 @@ class StateLayout:
 
     @property
     def kind(self) -> StateKind:
-        """What tells it from the chunk's other states; the same in both copies of a chunk."""
+        """A key of the state among the chunk's; the same in both copies of a chunk."""
         return self.key, self.rule
 
     @property
@@ -260,14 +256,6 @@ class Chunk:
         if name not in self.current.updated:
             return False
         return self.sharding is None or self.sharding.part_of(name) is not None
-
-    @property
-    def holds(self) -> bool:
-        """Whether a speculative update is what the step makes of the chunk."""
-        used, there = self.speculated, self.offloaded_gradients
-        if used is None or self.gradients or used.keys() != there.keys():
-            return False
-        return all(used[name] is there[name] for name in used)
 
     def exchange(self) -> None:
         """Let the copy that an update writes be the current one."""
@@ -514,12 +502,7 @@ def refuse_early_reading(name: str) -> None:
 
 
 def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
-    """An offloaded parameter, or one of its states, from the store.  # on the host
-
-    In the parameter's shape; a state of fewer values is flat.
-
-    Of what ranks share, all of them ask for it.
-    """
+    """Read a parameter or state to the host, with all ranks that share it."""
     assert chunk.store is not None
     if chunk.sharding is not None:
         what, ranks = "parameters" if layout is None else "optimizer states", chunk.sharding.ranks
@@ -583,10 +566,7 @@ def offload(
         copy.offset = store.reserve(own.parameter_bytes)
         copy.states = tuple(
             StateLayout(
-                key=key,
-                rule=rule,
-                offset=store.reserve(count * rule.dtype.itemsize),
-                starts=starts,
+                key=key, rule=rule, offset=store.reserve(count * rule.dtype.itemsize), starts=starts
             )
             for (key, rule), (starts, count) in kinds.items()
         )
@@ -681,9 +661,7 @@ def of_one_storage(chunks: Sequence[Chunk]) -> set[int]:
     return {unit for units in groups if len(units) > 1 for unit in units}
 
 
-def _by_storage(
-    chunks: Sequence[Chunk],
-) -> dict[int, list[tuple[int, int, int, nn.Parameter]]]:
+def _by_storage(chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int, int, nn.Parameter]]]:
     """The parameters that have elements by storage: from where, to where, of which unit."""
     found: dict[int, list[tuple[int, int, int, nn.Parameter]]] = defaultdict(list)
     for chunk in chunks:
@@ -696,7 +674,7 @@ def _by_storage(
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What all ranks have of a group's buffer, and where a rank's range of it lies in its own.
+    """A region of a group's buffer that all ranks share, and a rank's range in its own.
 
     start  bytes from the start of the group's buffer
     own    bytes from the start of the rank's buffer of the group
@@ -719,7 +697,7 @@ class Region:
 
 @dataclass(slots=True)
 class Sharding:
-    """How a chunk is shared: by group its regions, and what this rank has, as a chunk."""
+    """A chunk's sharing: by group its regions, and this rank's part, as a chunk."""
 
     ranks: Ranks
     regions: tuple[tuple[Region, ...], ...]
@@ -731,7 +709,7 @@ class Sharding:
         return before, self.own.groups[group].gradient_bytes
 
     def part_of(self, name: str) -> Slice | None:
-        """What this rank has of a parameter."""
+        """Return this rank's part of a parameter."""
         return next((part for part in self.own.slices if part.name == name), None)
 
     def gather(self, chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:

@@ -18,7 +18,7 @@ _MARK = ":"
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """What makes a tensor of its parts, as PyTorch's protocol of tensor subclasses says it.
+    """The class and context that make a tensor of its parts, by PyTorch's protocol.
 
     context  what `__tensor_flatten__` gives besides the parts' names
     shape    of the tensor, which the context may name, too
@@ -31,12 +31,12 @@ class Composition:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Composition":
-        """That of a tensor made of others."""
+        """Describe a tensor made of others."""
         parts, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return cls(type(tensor), tuple(parts), context, tensor.shape)
 
     def reshaped(self, shape: torch.Size) -> "Composition":
-        """That of a tensor of another shape, made of parts that are as much longer or shorter."""
+        """Describe a tensor of another shape, of parts that are as much longer or shorter."""
         return replace(self, context=_renamed(self.context, self.shape, shape), shape=shape)
 
     def make(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -113,7 +113,7 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_together(flat: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
-    """What `taken_apart` took apart, for a parameter, or a range of one, of this shape."""
+    """Put `taken_apart` states together, for a parameter, or a range of one, of this shape."""
     state = dict(flat)
     for key, how in flat.items():
         if isinstance(how, Composition):

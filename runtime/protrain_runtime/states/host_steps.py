@@ -38,9 +38,7 @@ class HostSteps(torch.optim.Optimizer):
             self._take_options(part)
 
     def _part(
-        self,
-        factory: OptimizerFactory,
-        of: Callable[[nn.Parameter], nn.Parameter | None],
+        self, factory: OptimizerFactory, of: Callable[[nn.Parameter], nn.Parameter | None]
     ) -> torch.optim.Optimizer | None:
         groups = [
             {**group, "params": [p for p in map(of, group["params"]) if p is not None]}

@@ -32,7 +32,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
@@ -234,26 +234,22 @@ def settle_quantized(model: nn.Module) -> Callable[[], None]:
     stay, and biases of 4 bits, because nobody can see them but by the memory that they save. A
     model without packed weights is left alone.
     """
-    undo: list[Callable[[], None]] = []
+    undo = ExitStack()
     for name, layer in packed_layers(model):
         save_packed_weights()
         leave_packed_weights()
         if of_eight_bits(layer):
-            undo += _settle_eight_bits(name, layer)
+            for each in _settle_eight_bits(name, layer):
+                undo.callback(each)
             continue
         if layer.support_avx512bf16_for_cpu:
-            undo.append(partial(setattr, layer, "support_avx512bf16_for_cpu", True))
+            undo.callback(partial(setattr, layer, "support_avx512bf16_for_cpu", True))
         layer.support_avx512bf16_for_cpu = False
         if getattr(layer, STATE, None) is None:  # where the scales are looked for to be counted
             layer.quant_state = getattr(layer.weight, STATE, None)
         if layer.bias is not None and layer.compute_dtype is not None:
             layer.bias.data = layer.bias.data.to(layer.compute_dtype)
-
-    def undone() -> None:
-        for each in undo:
-            each()
-
-    return undone
+    return undo.close
 
 
 def _settle_eight_bits(name: str, layer: Any) -> list[Callable[[], None]]:

@@ -1,4 +1,4 @@
-"""What stands in place of parameters and gradients whose values are elsewhere.
+"""Stand-ins for parameters and gradients whose values are elsewhere.
 
 - `AwayParameter`: an offloaded parameter that is not on the device now. It keeps its shape, dtype,
   device, gradient and hooks; whatever would look at values raises one error that names the way.
@@ -114,10 +114,6 @@ class GradientInStore:
         self.store.read(self.offset, flat)
         return scaled(flat.view(self.dtype), self.factors).as_strided(self.shape, self.stride)
 
-    def is_none(self) -> bool:
-        """Whether no rank had a gradient."""
-        return self.count is not None and not self.count.item()
-
     def in_host(self, low: int, high: int) -> torch.Tensor:
         """A range of the elements where they lie in host memory.  # dtype [high - low]"""
         assert isinstance(self.store, HostStore)
@@ -139,7 +135,7 @@ def scaled(elements: torch.Tensor, factors: Sequence[torch.Tensor]) -> torch.Ten
 
 
 class OffloadedGradient(ConsumedGradient):
-    """What stands for a `GradientInStore`: it can be asked for its norm, and scaled."""
+    """A stand-in for a `GradientInStore`: it can be asked for its norm, and scaled."""
 
     stored: GradientInStore
 
@@ -238,17 +234,13 @@ def _unscale_(
 
 
 _GRADIENT_LOOKS = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.numel,
-    torch.Tensor.size,
-    torch.Tensor.dim,
+    *(torch.Tensor.numel, torch.Tensor.size, torch.Tensor.dim),
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "is_sparse", "requires_grad")
+    ),
 }
-"""What tells nothing of a gradient's values."""
+"""Questions that tell nothing of a gradient's values."""
 
 _GRADIENT_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
@@ -282,11 +274,7 @@ class Elsewhere:
 
 
 class AwayParameter(nn.Parameter):
-    """A parameter whose values are in a store.
-
-    Questions about its shape and kind, its gradient and its hooks are answered, and tensors can be
-    made like it. A copy or a pickle of it is one of a parameter with its values.
-    """
+    """A parameter whose values are in a store; copies and pickles of it have them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -395,7 +383,7 @@ _PARAMETER_LOOKS = {
         if hasattr(found, access)
     ),
 }
-"""What tells nothing of a parameter's values."""
+"""Questions that tell nothing of a parameter's values."""
 
 _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.stride: lambda parameter, dim=None: (
@@ -409,17 +397,10 @@ _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
     **{
         make: _like(make)
         for make in (
-            torch.empty_like,
-            torch.zeros_like,
-            torch.ones_like,
-            torch.full_like,
-            torch.rand_like,
-            torch.randn_like,
-            torch.Tensor.new_empty,
-            torch.Tensor.new_zeros,
-            torch.Tensor.new_ones,
-            torch.Tensor.new_full,
+            *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+            *(torch.rand_like, torch.randn_like, torch.Tensor.new_empty, torch.Tensor.new_zeros),
+            *(torch.Tensor.new_ones, torch.Tensor.new_full),
         )
     },
 }
-"""What is answered in another way than by the stand-in's single element."""
+"""Questions that the stand-in's single element would answer wrongly."""

@@ -1,4 +1,4 @@
-"""How an optimizer's step is called, by plain PyTorch and by plans, and whether that is the same.
+"""Calls of an optimizer's step by plain PyTorch and by plans, and whether these are the same.
 
 Plain PyTorch calls it once, with all parameters. A plan calls it for some of them after others, on
 optimizers that are made for pieces of a chunk, on threads, in other numbers and another order. That
@@ -65,7 +65,7 @@ def group_of(options: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> 
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """What code has put on a parameter, such as a learning rate of its own; not what plans do."""
+    """Attributes that code has put on a parameter, such as a learning rate; not those of plans."""
     return {key: value for key, value in vars(parameter).items() if not key.startswith("_protrain")}
 
 
@@ -143,7 +143,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """How a plan calls the optimizer in a step; plain PyTorch calls it once, for all parameters.
+    """A plan's calls of the optimizer in a step; plain PyTorch calls it once, for all parameters.
 
     pieces  ranges on each of which an optimizer steps that is made for it: offloaded chunks
     alone   parameters on which the optimizer itself steps, and on no others: updates in backward
@@ -206,7 +206,7 @@ class Training:
     def _look(self) -> None:
         """Count the tensors that the optimizer keeps."""
         holders: list[Mapping[Any, Any]] = [self.optimizer.state, *self.optimizer.param_groups]
-        held = _storages([_attributes(self.optimizer), *map(dict, holders)])
+        held = _storages([own_attributes(self.optimizer), *map(dict, holders)])
         for key in _storages(self.parameters):
             held.pop(key, None)
         self._held.append(sum(one.untyped_storage().nbytes() for one in held.values()))
@@ -299,7 +299,7 @@ class Training:
             return False
         # Numbers that count; what a first call settles once is a flag.
         mine, its = (
-            [one for one in tree_leaves(_attributes(each)) if type(one) in (int, float)]
+            [one for one in tree_leaves(own_attributes(each)) if type(one) in (int, float)]
             for each in (self.optimizer, whole.optimizer)
         )
         return bool(mine == its)
@@ -348,8 +348,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Of floating-point values that are compared where some are no numbers."""
 
 
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What its class keeps in it besides what every optimizer has."""
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Attributes of an optimizer besides those that every optimizer has."""
     usual = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     return {name: value for name, value in vars(optimizer).items() if name not in usual}
 
@@ -391,13 +391,6 @@ class NoStepError(Exception):
     """The optimizer takes no step on parameters of a trial."""
 
 
-class _Found(NamedTuple):
-    """Why all parameters are stepped on together, if so; and whether a step writes its groups."""
-
-    reason: str = ""
-    writes: bool = False
-
-
 def why_together(
     factory: OptimizerFactory,
     groups: Sequence[Mapping[str, Any]],
@@ -406,8 +399,8 @@ def why_together(
     outside: "Outside",
     *,
     pieces: bool,
-) -> _Found:
-    """Compare steps on all parameters with steps that are called as plans call them.
+) -> tuple[str, bool]:
+    """Why all parameters are stepped on together, if so; and whether a step writes its groups.
 
     In backward, chunk by chunk, and with `pieces` in these: with other objects, in another order,
     more often. ProtrainError where the optimizer keeps more than its first step shows.
@@ -435,9 +428,9 @@ def why_together(
                 raise NoStepError(f"{kind_of(error)}: {cut(str(error))}") from error
             continue  # such steps are not for this optimizer
         if draws:
-            return _Found(DRAWS)
+            return DRAWS, False
         if counts:
-            return _Found(f"its step changes {counts!r} of its class or its module")
+            return f"its step changes {counts!r} of its class or its module", False
         if steps is usual:  # more parameters later: what is kept for them is more
             whole.refuse_more(most_beside)
             most_beside, writes = min(most_beside, whole.beside + _SCALARS), whole.wrote
@@ -446,11 +439,11 @@ def why_together(
                 parts, *_ = _steps(factory, groups, values, steps, calls, outside)
             except Exception as error:  # noqa: BLE001 (the user's class)
                 raised = f"{kind_of(error)}: {cut(str(error))}"
-                return _Found(f"a step on some parameters alone is refused: {raised}", writes)
+                return f"a step on some parameters alone is refused: {raised}", writes
             if not parts.same_as(whole):
                 again, *_ = _steps(factory, groups, values, steps, Calls(), outside)
-                return _Found(TOGETHER if again.same_as(whole) else CHANGES, writes)
-    return _Found(writes=writes)
+                return TOGETHER if again.same_as(whole) else CHANGES, writes
+    return "", writes
 
 
 def _steps(
@@ -461,10 +454,7 @@ def _steps(
     calls: Calls,
     outside: "Outside",
 ) -> tuple[Training, bool, str]:
-    """Some steps, whether they drew random numbers, and in what name outside they counted.
-
-    Steps below zero: -1, a parameter has no gradient; -2, one has an infinite one.
-    """
+    """Take steps (-1: no gradient, -2: infinite); whether they drew, and a name that counted."""
     # Itself: where tensors are fake, the functions that ask it say nothing.
     generator = torch.default_generator
     # Operator by operator, also where steps are compiled: what is looked at stays the same.

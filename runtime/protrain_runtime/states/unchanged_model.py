@@ -5,11 +5,13 @@
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
+from protrain_runtime.devices.lanes import overridden
 from protrain_runtime.states.chunks import Chunk
 from protrain_runtime.states.stand_ins import plainly
 
@@ -20,15 +22,10 @@ _BY = ", by a script or by the model's own code, and the plan is for what there 
 
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
     """Let `.to`, `.half` and their like raise where they would change a tensor; return the undo."""
-    modules = list(model.modules())
-    for module in modules:
-        module.__dict__["_apply"] = _guarded(module)
-
-    def undo() -> None:
-        for module in modules:
-            module.__dict__.pop("_apply", None)
-
-    return undo
+    stack = ExitStack()
+    for module in model.modules():
+        stack.callback(overridden(module, "_apply", _guarded(module)))
+    return stack.close
 
 
 def _guarded(module: nn.Module) -> Callable[..., nn.Module]:

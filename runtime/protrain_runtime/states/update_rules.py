@@ -44,10 +44,7 @@ from protrain_runtime.states.stepping import (
 
 @dataclass(frozen=True, slots=True)
 class StateRule:
-    """A state tensor that lies beside its parameter: one value for each `per` elements, in order.
-
-    Of 1: the tensor has the parameter's shape. Of more: it is flat, such as a scale per block.
-    """
+    """A state with a value for each `per` elements in order; flat where that is not 1."""
 
     dtype: torch.dtype
     per: int = 1
@@ -63,7 +60,7 @@ class StateRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule:
-    """What an optimizer keeps of one parameter, and where it may be cut.
+    """The states that an optimizer keeps of one parameter, and where it may be cut.
 
     states   by key, those that lie in a chunk's store, are staged with the parameter, and are cut
              where that is
@@ -241,25 +238,25 @@ class UpdateRules:
             dtype = torch.promote_types(dtype, torch.float32)
         try:
             try:
-                found = why_together(
+                reason, writes = why_together(
                     factory, groups, dtype, shape, self._outside, pieces=cut and not masters
                 )
             except NoStepError:  # other groups' options may be for other shapes alone
-                found = why_together(
+                reason, writes = why_together(
                     factory, groups[:1], dtype, shape, self._outside, pieces=cut and not masters
                 )
         except NoStepError as error:
             return f"it takes no step on several parameters: {error}"
-        if masters and (found.reason or found.writes):
+        if masters and (reason or writes):
             kept = "its step keeps values in its groups"
             raise ProtrainError(
                 "the optimizer cannot step on master weights, some parameters at a time:"
-                f" {found.reason or kept}",
+                f" {reason or kept}",
                 key="optimizer",
                 fix="--precision pure or autocast; or an optimizer that looks at one parameter at a"
                 " time, such as AdamW or SGD",
             )
-        return found.reason
+        return reason
 
     def compiled(self, dtype: torch.dtype) -> bool:
         """Whether a step goes through `torch.compile`."""
@@ -371,7 +368,7 @@ class _Trial:
         return self._blocks if shape.numel() >= self._blocks[1] else (1, 1)
 
     def _kept(self, shape: torch.Size) -> UpdateRule:
-        """What it keeps of a parameter of just this shape: with a reason, if that has no order."""
+        """See what it keeps of a parameter of this shape: with a reason, if that has no order."""
         kept = self._state(shape)
         if self._draws:
             return UpdateRule(reason=DRAWS)
@@ -473,7 +470,7 @@ class _Trial:
             return None
 
     def _state(self, shape: torch.Size) -> Mapping[str, Any]:
-        """What a step leaves for a parameter of a shape; ProtrainError where there is no step."""
+        """Take a step on a parameter of a shape, for its states; ProtrainError if it takes none."""
         if shape in self._states:
             return self._states[shape]
         try:

@@ -41,7 +41,7 @@ range to a thread and back takes (`benchmarks/results/updates.md`)."""
 
 
 def spare_threads(device: torch.device) -> int:
-    """How many threads update chunks in host memory, at least 1.
+    """Count the threads that update chunks in host memory, at least 1.
 
     Beside an accelerator: the threads that this process has, but for one that launches its work. Of
     several ranks each has its share of the node's processors: torchrun leaves them one thread each,
@@ -175,7 +175,7 @@ class _Staged(NamedTuple):
     first: int
 
     def of(self, layout: StateLayout, part: Slice, low: int, count: int) -> torch.Tensor:
-        """Those of so many elements, from one of a parameter on."""
+        """Return the values of so many elements, from one of a parameter on."""
         begin = layout.value(part.name, low) - self.first
         return self.values[begin : begin + layout.rule.count(count)]
 
@@ -283,6 +283,11 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         elif type(value) is not type(its) or value != its:
             return False
     return True
+
+
+def _had(stored: GradientInStore) -> bool:
+    """Whether some rank had this gradient."""
+    return stored.count is None or bool(stored.count.item())
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,7 +510,7 @@ class Piece:
                 begin = here.stop
                 found, factors = gradients.get(part.name), list[torch.Tensor]()
                 stored = self.waiting.get(part.name)
-                if found is None and stored is not None and not stored.is_none():
+                if found is None and stored is not None and _had(stored):
                     found = stored.in_host(low, high) if staged is None else staged[here]
                     factors = stored.factors
                 if found is not None:
@@ -529,7 +534,7 @@ class Piece:
             if (
                 stored is None
                 or part.name in gradients
-                or stored.is_none()
+                or not _had(stored)
                 or (stored.store, stored.offset + low * part.dtype.itemsize) != (first.store, place)
                 or options[part.name] is not options[head.name]
                 or attributes_of(part.parameter)
@@ -622,11 +627,7 @@ class Piece:
         return values.data_ptr() == staged.values.data_ptr() + begin
 
     def write(self, *, parameters: bool) -> None:
-        """Bring the new states, and the parameters where asked for, to the store.
-
-        The last range of a parameter settles its scalars: until then, every range of it starts from
-        the same ones.
-        """
+        """Write the new states; a parameter's last range settles its scalars."""
         store = self.chunk.store
         assert store is not None
         stepped = {span.part.name for spans, _ in self.made for span in spans}

@@ -15,12 +15,7 @@ from torch import nn
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import SAVING_BYTES, in_blocks
 from protrain_runtime.devices.stores import Store
-from protrain_runtime.states.chunks import (
-    Chunk,
-    Slice,
-    StateLayout,
-    flat_storage_order,
-)
+from protrain_runtime.states.chunks import Chunk, Slice, StateLayout, flat_storage_order
 from protrain_runtime.states.quantized import STATE, of_eight_bits, packed_layers, scales_of
 
 Write = Callable[[torch.Tensor], object]
@@ -158,7 +153,7 @@ class Copied:
 
     @classmethod
     def of(cls, value: Source) -> "Copied":
-        """What a value has now."""
+        """Copy what a value has now."""
         content, left = torch.empty(part_bytes(value), dtype=torch.uint8), part_bytes(value)
 
         def write(piece: torch.Tensor) -> None:
@@ -215,11 +210,7 @@ _OFFSET = "nested_offset"
 
 @dataclass(frozen=True, slots=True)
 class PackedSettings:
-    """What bitsandbytes writes of a packed weight as JSON: its shape and kind, and one number.
-
-    The number is the mean that was taken from the scales before these were quantised. Taking new
-    values takes that; ProtrainError where all else is not as the layer has it.
-    """
+    """A packed weight's settings as JSON of bitsandbytes; the scales' mean in it is loaded."""
 
     name: str
     state: Any  # bitsandbytes' QuantState
@@ -291,7 +282,7 @@ class RowFormat:
 
 
 def scale_values(model: nn.Module) -> Iterator[tuple[str, Value]]:
-    """What belongs to packed weights besides their bytes, in bitsandbytes' names and order."""
+    """Yield a packed weight's tensors besides its bytes, in bitsandbytes' names and order."""
     for layer_name, layer in packed_layers(model):
         if of_eight_bits(layer):
             for path, tensor in scales_of(layer).items():

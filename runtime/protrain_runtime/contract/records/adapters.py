@@ -19,7 +19,7 @@ AdapterDType = Literal["float32", "base"]
 """float32: what PEFT makes of adapters of a 16-bit model; base: that of the adapted layer."""
 Biases = Literal["none", "all", "lora_only"]
 Projection = Literal["batch_average", "batch_average_once", "random"]
-"""What VeLoRA projects on, in PEFT's words: the mean of each batch, of the first one, or chance."""
+"""The vector of VeLoRA in PEFT's words: the mean of each batch, of the first one, or chance."""
 
 _Word = TypeVar("_Word", bound=str)
 
@@ -34,7 +34,7 @@ _KEYS = (
     *("velora", "bias", "modules_to_save", "freeze"),
 )
 _ALONE: dict[str, str] = {"velora": "batch_average"}
-"""What a key means that is said without a value."""
+"""Values of keys that are said without one."""
 _PEFT_KEYS = {
     "lora_alpha": "alpha",
     "target_modules": "targets",
@@ -42,7 +42,7 @@ _PEFT_KEYS = {
     "use_rslora": "rslora",
     "use_dora": "dora",
 }
-"""What PEFT's `LoraConfig` calls a key of ours."""
+"""Names of our keys in PEFT's `LoraConfig`."""
 _MODULE_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 

@@ -27,7 +27,7 @@ D = TypeVar("D", bound=Decision, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Wording(Generic[D]):
-    """How a decision is told.
+    """The words for a decision.
 
     phrase  in files, in `--pin` and in tables: `swap to host`
     letter  in strips: small on disk, and where only a part is computed again
@@ -42,11 +42,11 @@ class Wording(Generic[D]):
     gerund: str
 
     def does(self, *, many: bool) -> str:
-        """What one unit does, or `many`."""
+        """Say what one unit does, or `many`."""
         return self.clause.format(**(_MANY if many else _ONE))
 
     def doing(self, *, many: bool) -> str:
-        """What it would be to do so."""
+        """Say what it would be to do so."""
         return self.gerund.format(**(_MANY if many else _ONE))
 
 
@@ -54,7 +54,7 @@ _ONE = {"s": "s", "their": "its", "inputs": "input"}
 _MANY = {"s": "", "their": "their", "inputs": "inputs"}
 _TIERS: tuple[TierName, ...] = get_args(TierName)
 SPECULATIVELY = " speculatively"
-"""How the phrases of placements end whose updates run ahead of the norm."""
+"""The end of phrases of placements whose updates run ahead of the norm."""
 _OTHER_FORMS = tuple(form for form in FORMS if form not in ("keep", "full"))
 
 
@@ -151,7 +151,7 @@ _PLACEMENTS = tuple(_placements())
 WORDINGS: dict[Decision, Wording[Decision]] = {
     told.decision: told for told in (*_ACTIVATIONS, *_PLACEMENTS)
 }
-"""How each decision is told, in the order in which decisions are enumerated."""
+"""The words for each decision, in the order in which decisions are enumerated."""
 
 ACTIVATIONS = {told.phrase: told.decision for told in _ACTIVATIONS}
 PLAIN = tuple(told.phrase for told in _ACTIVATIONS if told.decision.form in ("keep", "full"))

@@ -34,7 +34,7 @@ def read_text(path: str | Path, *, most_bytes: int = MAX_FILE_BYTES) -> str:
 
 
 def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
-    """What the file holds; RecordError where it cannot be read, or holds more than `most_bytes`.
+    """Read the file; RecordError where it cannot be read, or holds more than `most_bytes`.
 
     No more than that is read, whatever the file says of its size: devices never end, and files
     grow. Pipes of a shell and standard input may be named (/dev/fd/63, /dev/stdin); a named pipe

@@ -50,7 +50,7 @@ def unfold(text: str) -> list[str] | None:
 
 
 def run_length(text: str) -> int:
-    """How many units a run names; 0 or less where the text is no run that counts up."""
+    """Count the units that a run names; 0 or less where the text is no run that counts up."""
     match = _RUN.fullmatch(text)
     return 0 if match is None else int(match[3]) - int(match[2]) + 1
 

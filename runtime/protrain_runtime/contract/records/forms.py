@@ -43,7 +43,7 @@ class ActivationForm:
 
     @property
     def leave(self) -> str:
-        """What `--allow` has to say: one word for all that rounds, one each for what is less."""
+        """The word for `--allow`: one word for all that rounds, one each for what is less."""
         match self.exactness:
             case "bitwise" | "host rounding":
                 return ""
@@ -139,7 +139,7 @@ FORMS: dict[str, ActivationForm] = {form.name: form for form in _BUILT_IN}
 
 
 PLAN_AGAIN = "let the planner decide it: protrain plan"
-"""What to do where a plan was edited to something that cannot be."""
+"""The fix for a plan that was edited to something that cannot be."""
 
 
 def misfit(name: str, *, compiled: bool) -> str:
@@ -153,7 +153,7 @@ def misfit(name: str, *, compiled: bool) -> str:
 
 
 def leaves_of(names: Collection[str]) -> tuple[str, ...]:
-    """What `--allow` has to say for such forms, in order."""
+    """List the words for `--allow` of such forms, in order."""
     asked = (form.leave for form in FORMS.values() if form.leave and form.name in names)
     return tuple(dict.fromkeys(asked))
 

@@ -85,13 +85,16 @@ class Device:
 
     @property
     def besides_bytes(self) -> int:
-        """What tensors cannot have of `memory_bytes`."""
+        """Bytes of `memory_bytes` that tensors cannot have."""
         return self.context_bytes + self.allocator_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """Fractions of their own speed that compute and a lane keep while both run."""
+    """Fractions of their own speed that compute and a lane keep while both run (1: independent).
+
+    On a CPU machine every lane runs on the processors that also compute.
+    """
 
     compute: float
     lane: float

@@ -186,7 +186,7 @@ class TierBytes:
 
     @property
     def reserved(self) -> int:
-        """What the allocator takes of the device: what a limit on it is compared with."""
+        """Device bytes of the allocator, which a limit on it is compared with."""
         return self.device + self.allocator
 
     @property
@@ -378,5 +378,5 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the predicted step may be from the best one, as a fraction of the bound."""
+        """The predicted step's distance from the best one, as a fraction of the bound."""
         return self.prediction.step_seconds / self.prediction.lower_bound_seconds - 1

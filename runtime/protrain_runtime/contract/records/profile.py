@@ -28,9 +28,9 @@ Precision = Literal["pure", "master", "autocast"]
 autocast: float32 parameters, computed with in the workload's dtype."""
 DType = Literal["float32", "bfloat16", "float16"]
 Quantize = Literal["", "nf4", "int8"]
-"""How the frozen linear layers below adapters are packed; empty: they are not."""
+"""The packing of frozen linear layers below adapters; empty: none."""
 Compile = Literal["", "blocks"]
-"""What `torch.compile` has compiled: every block by itself; empty: nothing."""
+"""The modules that `torch.compile` has compiled: every block by itself; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ def loads(kind: type[R], text: str, source: str | None = None) -> R:
 
 
 def kind_of(text: str, source: str | None = None) -> str | None:
-    """What the text says that it holds; RecordError where it is no mapping in YAML."""
+    """Return the kind that a text names; RecordError where it is no mapping in YAML."""
     kind = root(text, source).any_mapping().get("protrain")
     return None if kind is None else kind.text()
 

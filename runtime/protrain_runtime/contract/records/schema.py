@@ -1,4 +1,4 @@
-"""How records look as YAML: what the reader and the writer have to agree on.
+"""Records as YAML: what the reader and the writer have to agree on.
 
 A file starts with `protrain: KIND` and `version: 3`, then has the fields of the record under
 their own names, in their own order. What differs from the dataclasses:
@@ -50,7 +50,7 @@ from protrain_runtime.contract.units import MAX_BYTES, exact_bytes
 VERSION = 3
 
 DEVICE_KIND = r"[a-z][a-z0-9_]{0,99}"
-"""What a type of device is called: PyTorch's own names, and those that backends register."""
+"""Names of device types: PyTorch's own, and those that backends register."""
 
 PATTERNS: dict[tuple[type, str], tuple[str, str]] = {
     (Device, "kind"): (DEVICE_KIND, "a type of device such as cpu or cuda"),
@@ -175,7 +175,7 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (StepSettings, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
     (StepSettings, "micro_batches"): Limits(low=1, high=10**6),
 }
-"""What a field takes that its name does not say."""
+"""Fields whose values their names do not tell."""
 
 
 def limits_of(owner: type, name: str) -> Limits:

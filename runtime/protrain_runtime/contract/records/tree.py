@@ -239,7 +239,7 @@ class Node:
         return float(digits)
 
     def meant_integer(self) -> str | None:
-        """How to write the integer that this text means, if it means one."""
+        """Say how to write the integer that this text means, if it means one."""
         number = _meant(self.node)
         if number is None or not number.is_integer() or abs(number) > 2**53:
             return None
@@ -323,7 +323,7 @@ def parsed_json(
 
 
 def parsed_toml(text: str, source: str) -> dict[str, Any]:
-    """What a TOML text says, of keys of few parts; RecordError where it is none."""
+    """Parse a TOML text of keys of few parts; RecordError where it is none."""
     problem, depth, parts, num_nodes = "", 0, 0, 0
     for token in _TOML.finditer(text):
         kind, found = token.lastgroup, token[0]
@@ -448,7 +448,7 @@ _MARKS = re.compile("[\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20
 
 
 def refused_character(text: str, *, but: str = "") -> str:
-    """What is wrong with a text that has a character which would not be seen, in words."""
+    """Say what is wrong with a text that has a character which would not be seen."""
     character = unseen(text, but=but)
     assert character is not None
     at = text.index(character)

@@ -32,13 +32,7 @@ from protrain_runtime.contract.records.profile import (
     Repetitions,
     Unit,
 )
-from protrain_runtime.contract.records.schema import (
-    KINDS,
-    STEP_END,
-    VERSION,
-    Record,
-    is_size,
-)
+from protrain_runtime.contract.records.schema import KINDS, STEP_END, VERSION, Record, is_size
 from protrain_runtime.contract.records.tree import number_text
 from protrain_runtime.contract.units import exact_bytes
 
