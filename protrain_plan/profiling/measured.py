@@ -306,7 +306,7 @@ def measure_model(
 
 def _units(
     model: nn.Module, batch: Batch, batches: Iterator[Batch], running: Sketch | None
-) -> tuple[Start, Sequence[FoundUnit], BlockClasses, Variation | None]:
+) -> tuple[Start, tuple[FoundUnit, ...], BlockClasses, Variation | None]:
     """Where steps begin, the model's units, which of them run, and how batches vary."""
     if running is None:
         start, execution = fullest(model, batch)

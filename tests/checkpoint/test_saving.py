@@ -21,7 +21,6 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from protrain_plan.commands.run import run
 from protrain_plan.commands.training import Checkpoints, Run, train
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.planning.outcome import Solved
@@ -686,8 +685,10 @@ def test_a_run_refuses_what_it_cannot_resume(tmp_path: Path) -> None:
         "  fix: make room there, or save to another directory; what was saved before is whole"
     )
     write_plan(plan, tmp_path / "plan.yaml")
-    assert message(lambda: run(tmp_path / "plan.yaml", save_every=1)) == (
-        "--save-every: there is no directory to save to\n  fix: --save DIR"
+    result = protrain("run", "plan.yaml", "--save-every", "1", folder=tmp_path)
+    assert (result.returncode, result.stderr) == (
+        2,
+        "error: --save-every: there is no directory to save to\n  fix: --save DIR\n",
     )
 
 
