@@ -294,7 +294,9 @@ def _shares(model: Fluid) -> dict[str, float]:
     lanes: dict[str, str] = {}  # by the variable of what a lane does
     for phase in model.phases:
         for flow in phase.flows.values():
-            lanes.update((variable.name, flow.lane) for variable in (*flow.stall, *flow.compute))
+            lanes.update(
+                (variable.name, str(flow.way)) for variable in (*flow.stall, *flow.compute)
+            )
     gradients = {
         y.name: f"spill {state.gradients.tier}" if state.gradients else "collect"
         for _, state, y in model.each_state()

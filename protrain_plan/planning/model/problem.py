@@ -30,6 +30,7 @@ from protrain_runtime.contract.program.implications import (
     tier_staging_bytes,
 )
 from protrain_runtime.contract.program.memory import base_bytes
+from protrain_runtime.contract.program.program import COMPUTE, NETWORK, UPDATES, Lane, Way
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms
 from protrain_runtime.contract.records.hardware import Hardware, Tier, TierName, is_accelerator
@@ -171,11 +172,16 @@ class Network(NamedTuple):
         )
 
 
+Work = dict[Way | Lane | str, float]
+"""Seconds by the way of lanes, `COMPUTE`, or the lane of states."""
+
+
 class LaneSeconds:
     """Seconds of a step that decisions take of each lane at least, over all its micro-batches.
 
-    Lanes of states work on the update, which starts after the first backward slot: their seconds
-    count from the step's beginning, or where steps overlap from there on, to the next one's.
+    What moves for slots is counted by the way that lanes share. Lanes of states work on the update,
+    which starts after the first backward slot: their seconds count from the step's beginning, or
+    where steps overlap from there on, to the next one's.
     """
 
     def __init__(self, hardware: Hardware, settings: StepSettings) -> None:
@@ -186,61 +192,58 @@ class LaneSeconds:
         self.network = Network.of(hardware, settings)
         self.read = {tier.name: 1 / tier.link.read_bytes_per_s for tier in hardware.tiers}
         self.write = {tier.name: 1 / tier.link.write_bytes_per_s for tier in hardware.tiers}
-        self.lanes = ["compute", "update", "network"]
+        self.lanes: list[Way | Lane | str] = [COMPUTE, UPDATES, NETWORK]
         for name in self.read:
-            self.lanes += [f"from_{name}", f"to_{name}"]
-            self.lanes += ["read", "write"] if name == "disk" else ["read_host", "write_host"]
+            self.lanes += [Way(name, True), Way(name), Lane("read", name), Lane("write", name)]
 
-    def moved_activations(self, option: ActivationOption) -> dict[str, float]:
+    def moved_activations(self, option: ActivationOption) -> Work:
         """What transfers of a unit's activations take of each lane."""
         if not option.swap_in or not option.swap_out:
             return {}
         tier = option.swap_in.tier
         return {
-            f"from_{tier}": self.times * option.swap_in.bytes * self.read[tier],
-            f"to_{tier}": self.times * option.swap_out.bytes * self.write[tier],
+            Way(tier, True): self.times * option.swap_in.bytes * self.read[tier],
+            Way(tier): self.times * option.swap_out.bytes * self.write[tier],
         }
 
-    def of_activations(self, option: ActivationOption, *, last: bool) -> dict[str, float]:
+    def of_activations(self, option: ActivationOption, *, last: bool) -> Work:
         """What a decision takes of each lane; `last` where its backward is the first."""
         both = option.forward_s + option.backward_s
         first = (self.times - 1) * both + option.forward_s + option.backward_s * last
         first *= not self.overlap
-        seconds = {"compute": self.times * both, "update": first}
-        seconds |= {lane: first for lane in self.lanes if lane.startswith(("read", "write"))}
+        seconds: Work = {COMPUTE: self.times * both, UPDATES: first}
+        seconds |= {lane: first for lane in self.lanes if isinstance(lane, Lane)}
         return seconds | self.moved_activations(option)
 
-    def moved_states(self, option: StateOption) -> dict[str, float]:
+    def moved_states(self, option: StateOption) -> Work:
         """What transfers of a chunk's parameters, gradients and states take of each lane."""
         gathered = sum(gather.bytes for gather in option.gathers)
         scattered = option.scattered.bytes if option.scattered else 0
         reducing = self.network.scattered * scattered + self.network.summed * option.summed_bytes
-        seconds = {"network": self.times * (self.network.gathered * gathered) + reducing}
+        seconds: Work = {NETWORK: self.times * (self.network.gathered * gathered) + reducing}
         for name, read in self.read.items():
             fetched = sum(fetch.bytes for fetch in option.fetches if fetch.tier == name)
-            seconds[f"from_{name}"] = self.times * fetched * read
+            seconds[Way(name, True)] = self.times * fetched * read
             if option.gradients and option.gradients.tier == name:
-                spilled = option.gradients.bytes * self.write[name]
-                seconds[f"to_{name}"] = self.spills * spilled
+                seconds[Way(name)] = self.spills * (option.gradients.bytes * self.write[name])
             if option.state_lanes and option.state_lanes[0].tier == name:
-                words = "" if name == "disk" else f"_{name}"
-                seconds[f"read{words}"] = option.read_bytes * read
-                seconds[f"write{words}"] = option.write_bytes * self.write[name]
+                seconds[Lane("read", name)] = option.read_bytes * read
+                seconds[Lane("write", name)] = option.write_bytes * self.write[name]
         return seconds
 
-    def of_states(self, option: StateOption) -> dict[str, float]:
+    def of_states(self, option: StateOption) -> Work:
         """What a placement takes of each lane. The device's update waits for all collectives.
 
         The device takes turns in updating what streams to it, which is time of compute.
         """
         seconds, update_s = self.moved_states(option), option.update_s
-        seconds["network"] += option.device_s
+        seconds[NETWORK] += option.device_s
         if option.updated_on_device:
             # One direction of the link carries states and all else.
-            for states, all_bytes in (("read_host", "from_host"), ("write_host", "to_host")):
-                seconds[all_bytes] = seconds.get(all_bytes, 0.0) + seconds[states]
-            return seconds | {"compute": option.device_s + update_s}
-        return seconds | {"compute": option.device_s, "update": update_s}
+            for lane in (Lane("read", "host"), Lane("write", "host")):
+                seconds[lane.way] = seconds.get(lane.way, 0.0) + seconds[lane]
+            return seconds | {COMPUTE: option.device_s + update_s}
+        return seconds | {COMPUTE: option.device_s, UPDATES: update_s}
 
 
 @dataclass(frozen=True)
@@ -342,7 +345,7 @@ class Problem:
         """Per unit and option, in the order of choices, the seconds of each lane."""
         lanes, last = self.lane_seconds, self.count - 1
 
-        def row(seconds: dict[str, float]) -> tuple[float, ...]:
+        def row(seconds: Work) -> tuple[float, ...]:
             return tuple(seconds.get(lane, 0.0) for lane in lanes.lanes)
 
         return [

@@ -14,7 +14,7 @@ millisecond where the simulator takes ten, and the simulator has the last word.
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, groupby
 from math import ceil, inf, isinf
 from typing import NamedTuple
 
@@ -25,14 +25,14 @@ from protrain_plan.planning.search.scheduling import (
     late_units,
     schedule_of,
 )
+from protrain_plan.simulation.rates import contention, slowed
 from protrain_runtime.contract.program.implications import (
     ActivationOption,
     Fetch,
     Gathered,
     StateOption,
 )
-from protrain_runtime.contract.program.program import pieces_in
-from protrain_runtime.contract.records.hardware import Contention, TierName
+from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, pieces_in
 from protrain_runtime.contract.records.plan import Schedule
 
 LOOKED_AHEAD = 6
@@ -134,14 +134,29 @@ class Pacer:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        names = ["network", "update host", "update disk", "update device"]
-        tiers = [tier.name for tier in problem.profile.hardware.tiers]
-        for tier in tiers:
-            names += [f"{lane} {tier}" for lane in ("fetch", "read", "spill", "write")]
-        self.lanes = {name: number for number, name in enumerate(names)}
-        self.of_gradients = [0, *(self.lanes[f"spill {tier}"] for tier in tiers)]
-        self.against = self._against()
-        self.slowing = self._slowing(tiers)
+        hardware = problem.profile.hardware
+        tiers = [tier.name for tier in hardware.tiers]
+        lanes = [Lane(way, tier) for tier in tiers for way in ("fetch", "read")]
+        lanes += [Lane(way, tier) for tier in tiers for way in ("spill", "write")]
+        lanes += [Lane("update", "host"), Lane("update", "disk")]
+        lanes += [COLLECT] * bool(hardware.interconnect)
+        self.lanes = {lane: number for number, lane in enumerate((*lanes, UPDATE_ON_DEVICE))}
+        self.of_gradients = [
+            n for lane, n in self.lanes.items() if lane.direction in ("spill", "collect")
+        ]
+        # Per lane those that slow it down, by the seconds that one second of both adds to each.
+        self.against: list[list[Clock]] = []
+        for lane in self.lanes:
+            others = (other for other in lanes if other != lane)
+            slower = [(self.lanes[one], slowed(hardware, lane.way, one.way)) for one in others]
+            self.against.append([one for one in slower if one[1] > 0])
+        # Lanes that slow compute down, by the seconds that one of compute takes longer.
+        self.slowing: list[tuple[list[int], float]] = []
+        for way, of_way in groupby(lanes, lambda lane: lane.way):
+            kept = contention(hardware, way).compute
+            if kept < 1:
+                self.slowing.append(([self.lanes[lane] for lane in of_way], 1 / kept - 1))
+        self.by_itself = [1 / contention(hardware, lane.way).lane for lane in lanes] + [1.0]
         self.read = {t.name: 1 / t.link.read_bytes_per_s for t in problem.profile.hardware.tiers}
         self.write = {t.name: 1 / t.link.write_bytes_per_s for t in problem.profile.hardware.tiers}
         self.options = [
@@ -152,59 +167,13 @@ class Pacer:
             for unit, options in enumerate(problem.options)
         ]
 
-    def _against(self) -> list[tuple[Clock, ...]]:
-        """Per lane those that slow it down, by the seconds that one second of both adds to each.
-
-        States share a link's direction with all else, the two directions and the network share the
-        link in parts.
-        """
-        hardware, found = self.problem.profile.hardware, [dict[int, float]() for _ in self.lanes]
-        joined = hardware.interconnect
-
-        def slow(one: str, other: str, share: float) -> None:
-            first, second = self.lanes[one], self.lanes[other]
-            if share < 1:
-                found[first][second] = found[second][first] = 1 / share - 1
-
-        for tier in hardware.tiers:
-            inwards, outwards = ("fetch", "read"), ("spill", "write")
-            slow(f"fetch {tier.name}", f"read {tier.name}", 0.5)
-            slow(f"spill {tier.name}", f"write {tier.name}", 0.5)
-            for one, other in product(inwards, outwards):
-                slow(f"{one} {tier.name}", f"{other} {tier.name}", tier.link.duplex)
-            for one in (*inwards, *outwards) if joined else ():
-                assert joined
-                slow(f"{one} {tier.name}", "network", joined.link_share)
-        slow("update host", "update disk", 0.5)
-        return [tuple(one.items()) for one in found]
-
-    def _slowing(self, tiers: Sequence[TierName]) -> tuple[tuple[tuple[int, ...], float], ...]:
-        """Lanes that slow compute down, by the seconds that one of compute takes longer."""
-        hardware, joined = self.problem.profile.hardware, self.problem.profile.hardware.interconnect
-        kinds: list[tuple[tuple[str, ...], Contention]] = [
-            *(((f"fetch {t}", f"read {t}"), hardware.read_contention) for t in tiers),
-            *(((f"spill {t}", f"write {t}"), hardware.write_contention) for t in tiers),
-            (("update host", "update disk"), hardware.update_contention),
-        ]
-        if joined:
-            kinds.append((("network",), joined.contention))
-        self.by_itself = [1.0] * len(self.lanes)
-        found: list[tuple[tuple[int, ...], float]] = []
-        for names, contention in kinds:
-            numbers = tuple(self.lanes[name] for name in names)
-            for number in numbers:
-                self.by_itself[number] = 1 / contention.lane
-            if contention.compute < 1:
-                found.append((numbers, 1 / contention.compute - 1))
-        return tuple(found)
-
     def _of_activations(self, unit: int, option: ActivationOption) -> _Option:
         served = 2 * self.problem.count - 1 - unit
         arrivals: tuple[_Arrival, ...] = ()
         departures: tuple[_Departure, ...] = ()
         if (fetch := option.swap_in) and (out := option.swap_out):
-            come = (self.lanes[f"fetch {fetch.tier}"], fetch.bytes * self.read[fetch.tier])
-            go = (self.lanes[f"spill {fetch.tier}"], out.bytes * self.write[fetch.tier])
+            come = (self.lanes[Lane("fetch", fetch.tier)], fetch.bytes * self.read[fetch.tier])
+            go = (self.lanes[Lane("spill", fetch.tier)], out.bytes * self.write[fetch.tier])
             arrivals = (_Arrival(served, unit, 2, unit + 1, fetch.bytes, fetch.pieces, (come,)),)
             departures = (
                 _Departure(
@@ -223,9 +192,9 @@ class Pacer:
             if option.fetches:
                 fetch = option.fetches[number]
                 seconds = fetch.bytes * self.read[fetch.tier]
-                clocks.append((self.lanes[f"fetch {fetch.tier}"], seconds))
+                clocks.append((self.lanes[Lane("fetch", fetch.tier)], seconds))
             if option.gathers:
-                clocks.append((0, come.bytes * network.gathered))
+                clocks.append((self.lanes[COLLECT], come.bytes * network.gathered))
             kind = int(come.slot >= count)
             arrivals.append(
                 _Arrival(
@@ -233,17 +202,17 @@ class Pacer:
                 )
             )
         departures: list[_Departure] = []
-        clocks = []
+        clocks, on_host = [], self.lanes[Lane("update", "host")]
         if option.summed_bytes:
-            clocks.append((0, option.summed_bytes * network.summed))
+            clocks.append((self.lanes[COLLECT], option.summed_bytes * network.summed))
             slot = 2 * count - 1 - unit
             departures.append(_Departure(slot, unit, False, 0, 0, (), (), tuple(clocks), False))
         elif leaving := option.leaving:
             if option.scattered:
-                clocks.append((0, sum(leaving.pieces) * network.scattered))
+                clocks.append((self.lanes[COLLECT], sum(leaving.pieces) * network.scattered))
             if (gone := option.gradients) and gone.tier:
                 seconds = gone.bytes * self.write[gone.tier]
-                clocks.append((self.lanes[f"spill {gone.tier}"], seconds))
+                clocks.append((self.lanes[Lane("spill", gone.tier)], seconds))
             departures.append(
                 _Departure(
                     leaving.slot,
@@ -255,7 +224,7 @@ class Pacer:
                     leaving.held_pieces,
                     tuple(clocks),
                     option.home == "in place",
-                    ((self.lanes["update host"], option.added_s),) if option.added_s else (),
+                    ((on_host, option.added_s),) if option.added_s else (),
                 )
             )
         compute = ((option.step_slot, option.device_s),) if option.device_s else ()
@@ -270,9 +239,9 @@ class Pacer:
         on_device = option.updated_on_device
         read = write = (-1, 0.0)
         if option.write_bytes:
-            read = (self.lanes[f"read {tier}"], option.read_bytes * self.read[tier])
-            write = (self.lanes[f"write {tier}"], option.write_bytes * self.write[tier])
-        lane = self.lanes["update device" if on_device else f"update {tier}"]
+            read = (self.lanes[Lane("read", tier)], option.read_bytes * self.read[tier])
+            write = (self.lanes[Lane("write", tier)], option.write_bytes * self.write[tier])
+        lane = self.lanes[UPDATE_ON_DEVICE if on_device else Lane("update", tier)]
         waits = self.problem.settings.updates == "after backward" and not option.speculates
         seconds = (lane, option.update_s)
         return _Update(unit, read, seconds, write, option.num_updates, on_device, waits)

@@ -631,25 +631,36 @@ def _beyond_peak(index: int, profile: Profile, standing: int) -> int:
 # All units together
 
 
+def staging_parts(
+    state: StateOption, optimizer: OptimizerCost, *, on_device: bool
+) -> tuple[tuple[str, float, int], ...]:
+    """Parts of a chunk's staging: name, bytes, and how many stand at once.
+
+    The largest of each part counts, of all chunks that are updated on the device or, for the memory
+    below, that are not. A piece may be larger than its even share, because of where it is cut. On
+    the device one piece more stands than passes through: of what has no states yet, the optimizer
+    makes them. Gradients of several micro-batches arrive below.
+    """
+    needs, pieces = state.staging, STAGING_PIECES + on_device
+    if state.updated_on_device != on_device:
+        needs = NO_STAGING if on_device else Staging(arriving=state.staging.arriving)
+    parts = (
+        ("piece", needs.read_piece, pieces),
+        ("width", needs.width, pieces * optimizer.cut_elements),
+        ("workspace", needs.workspace * optimizer.workspace_fraction, 1),
+    )
+    return parts if on_device else (*parts, ("arriving", needs.arriving, ARRIVING_GRADIENTS))
+
+
 def staging_bytes(
     states: Sequence[StateOption], profile: Profile, *, on_device: bool = False
 ) -> int:
-    """Bytes of the buffers that optimizer states pass through, with the step's workspace.
-
-    Of updates in the memory below, or of those on the device. The largest piece and the widest
-    states count; a piece may be larger than its even share, because of where it is cut.
-    Gradients of several micro-batches arrive below.
-    """
-    chunks = [state.staging for state in states if state.updated_on_device == on_device]
-    workspace = max((chunk.workspace for chunk in chunks), default=0.0)
-    pieces = max((chunk.read_piece for chunk in chunks), default=0)
-    pieces += profile.optimizer.cut_elements * max((chunk.width for chunk in chunks), default=0)
-    arriving = 0 if on_device else max(state.staging.arriving for state in states)
-    return (
-        round(workspace * profile.optimizer.workspace_fraction)
-        + staging_pieces(on_device=on_device) * pieces
-        + ARRIVING_GRADIENTS * arriving
-    )
+    """Bytes of the buffers that optimizer states pass through, with the step's workspace."""
+    largest: dict[str, int] = {}
+    for state in states:
+        for name, size, times in staging_parts(state, profile.optimizer, on_device=on_device):
+            largest[name] = max(largest.get(name, 0), times * round(size))
+    return sum(largest.values())
 
 
 def device_staging_bytes(states: Sequence[StateOption], implications: "Implications") -> int:
@@ -657,14 +668,6 @@ def device_staging_bytes(states: Sequence[StateOption], implications: "Implicati
     profile = implications.profile
     below = 0 if is_accelerator(implications.device) else staging_bytes(states, profile)
     return below + staging_bytes(states, profile, on_device=True)
-
-
-def staging_pieces(*, on_device: bool) -> int:
-    """Pieces that stand at once where an optimizer runs.
-
-    On the device one more than pass through: of what has no states yet, the optimizer makes them.
-    """
-    return STAGING_PIECES + on_device
 
 
 def tier_bytes(

@@ -44,7 +44,7 @@ from itertools import accumulate
 from math import floor
 from typing import Literal, NamedTuple
 
-from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
+from protrain_runtime.contract.records.hardware import DeviceKind, TierName, is_accelerator
 from protrain_runtime.contract.records.plan import (
     Offload,
     StateTier,
@@ -98,6 +98,23 @@ COMPUTE = "compute"
 """Name of the lane on which slots run; moves have the others."""
 
 
+class Way(NamedTuple):
+    """What lanes share: a direction of a link, the device, the host's optimizer or the network."""
+
+    link: TierName | Literal["device", "update", "network"]
+    inwards: bool = False
+
+    @property
+    def tier(self) -> TierName | None:
+        """The tier of the link."""
+        return self.link if self.link in ("host", "disk") else None
+
+    def __str__(self) -> str:
+        if self.tier:
+            return f"{'fetch' if self.inwards else 'spill'} {self.link}"
+        return {"device": "update on device", "network": "collect"}.get(self.link, self.link)
+
+
 class Lane(NamedTuple):
     """A lane beside compute: transfers to or from a tier, or an optimizer on offloaded chunks.
 
@@ -112,6 +129,13 @@ class Lane(NamedTuple):
     direction: Literal["fetch", "read", "spill", "write", "update", "collect"]
     tier: StateTier | None
 
+    @property
+    def way(self) -> Way:
+        """What it shares with other lanes; states go inwards to an optimizer."""
+        if self.direction == "update" and self.tier != "device":
+            return UPDATES
+        return Way(self.tier or "network", self.direction in ("fetch", "read"))
+
     def __str__(self) -> str:
         return self.direction if self.tier is None else f"{self.direction} {self.tier}"
 
@@ -121,6 +145,9 @@ COLLECT = Lane("collect", None)
 
 UPDATE_ON_DEVICE = Lane("update", "device")
 """The device's optimizer on chunks in host memory."""
+
+UPDATES, NETWORK = Way("update"), COLLECT.way
+"""The optimizer's threads beside compute, and what joins the devices."""
 
 SHARD_ALIGNMENT = 256
 """Parameters of sharded chunks start, and are cut, at multiples of this many bytes: 64 float32
