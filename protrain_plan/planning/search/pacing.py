@@ -12,7 +12,7 @@ millisecond where the simulator takes ten, and the simulator has the last word.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from math import ceil, inf, isinf
@@ -296,6 +296,14 @@ class _Walk:
         self.free = [0.0] * len(pacer.lanes)
         self.late = self._late(choice)
         self.updated: dict[int, float] = {}  # by unit, when its update ends
+        # Of a walk: what waits for its lane, what came when, leads and drains, and what leaves.
+        self.queues: dict[int, deque[_Arrival]] = {}
+        self.came: dict[tuple[int, int, int], float] = {}
+        self.submitted: dict[tuple[int, int], float] = {}
+        self.drains: dict[tuple[int, bool], float] = {}
+        self.gone: set[tuple[int, bool]] = set()
+        self.out: deque[_Standing] = deque()
+        self.standing, self.on_device = 0, 0.0
 
     def _late(self, choice: Choice) -> set[int]:
         """Units that are updated late; what waits in place for that takes its room at once."""
@@ -371,130 +379,150 @@ class _Walk:
 
     def run(self, within_s: float, *, updating: bool) -> float:
         """Walk over the slots; returns when the last one has computed, infinity: later."""
-        end, compute, free = self.end, self.compute, self.free
+        compute, due, came = self.compute, self.due, self.came
         # When each slot has to begin for the last one to end in time.
         latest = [within_s - rest for rest in accumulate(reversed(compute))][::-1]
-        leaves, due, pace, slowing = self.leaves, self.due, self.pace, self.pacer.slowing
-        room = self.room = list(self.room_at_first)
-        queues: dict[int, deque[_Arrival]] = {}
+        self.room, self.gone, self.standing = list(self.room_at_first), set(), 0
+        self.queues = {}
         for arrivals in due:
             for arrival in arrivals:
-                queues.setdefault(arrival.clocks[-1][0], deque()).append(arrival)
-        submitted: dict[tuple[int, int], float] = {}
-        gone: set[tuple[int, bool]] = set()
-        self.submitted, self.gone = submitted, gone
-        self.drains: dict[tuple[int, bool], float] = {}
-        came: dict[tuple[int, int, int], float] = {}
-        out: deque[_Standing] = deque()
-        self.out, self.standing = out, 0
-        now = 0.0
+                self.queues.setdefault(arrival.clocks[-1][0], deque()).append(arrival)
+        self.submitted, self.drains, self.out = {}, {}, deque()
+        came.clear()
         in_backward: dict[int, _Update] = {}
         if updating:
-            late = self.late
-            in_backward = {
-                one.unit: one for one in self.updates if not one.waits and one.unit not in late
-            }
+            updates = (one for one in self.updates if not one.waits and one.unit not in self.late)
+            in_backward = {one.unit: one for one in updates}
         reduces = updating or self.problem.settings.group.num_devices == 1
-        on_device = 0.0  # seconds of updates there that compute takes turns with
-        for t in range(end):
-            if out and (out[0].cut >= 0 or self.standing > room[t]):
+        now = self.on_device = 0.0
+        for t in range(self.end):
+            if self.out and (self.out[0].cut >= 0 or self.standing > self.room[t]):
                 now = self.waited(t, now)
             if now > latest[t]:
                 return inf
-            # The slot ends when it has computed, which waits for what it needs.
-            horizon, computes = now, compute[t] * (1.0 + pace.ahead)
+            now = self.fetched(t, now)
             for arrival in due[t]:
-                if (arrives := came.get((t, arrival.unit, arrival.kind), now)) > horizon:
-                    horizon = arrives
-            horizon += computes
-            active = [queue for queue in queues.values() if queue]
-            while active:
-                # What is needed first goes first: what comes later takes no room from it.
-                queue = min(active, key=_needed) if len(active) > 1 else active[0]
-                arrival = queue[0]
-                served, unit, kind, earliest, size, pieces, clocks = arrival
-                lead: float = 0
-                if served > t:
-                    lane, taken = clocks[0]
-                    waits = free[lane] >= horizon or earliest > t
-                    if not waits and len(clocks) > 1:
-                        waits = free[clocks[1][0]] - taken >= horizon
-                    if not waits and kind == 2 and (unit, True) not in gone:
-                        # What comes back needs its room again: the last of it is gone.
-                        waits = not self.came_to(unit, t, now)
-                    if waits:
-                        active.remove(queue)
-                        continue
-                    if out and self.standing + size > room[t]:
-                        until = now + pace.wait * compute[t]
-                        now = self.find_gone(t, self.standing + size - room[t], now, until)
-                    lead = served - t
-                    if self.standing + size > room[t]:
-                        lead = self.share(arrival, t)
-                        if not lead:
-                            break
-                    elif min(room[t:served]) < size:
-                        break
-                    if pace.care and not self.has_room(t, served, size, now):
-                        break
-                queue.popleft()
-                if not queue:
+                now = max(now, came[t, arrival.unit, arrival.kind])
+            now += self.computed(t, now)
+            for left in self.leaves[t]:
+                self.left(t, now, left, in_backward, reduces=reduces)
+        return self.ended(now)
+
+    def fetched(self, t: int, now: float) -> float:
+        """Submit what a slot needs, and what its lanes have time and the device has room for.
+
+        Returns when the slot has found gone what makes room.
+        """
+        compute, out, room = self.compute[t], self.out, self.room
+        came, pace = self.came, self.pace
+        # The slot ends when it has computed, which waits for what it needs.
+        horizon, computes = now, compute * (1.0 + pace.ahead)
+        for arrival in self.due[t]:
+            horizon = max(horizon, came.get((t, arrival.unit, arrival.kind), now))
+        horizon += computes
+        active = [queue for queue in self.queues.values() if queue]
+        while active:
+            # What is needed first goes first: what comes later takes no room from it.
+            queue = min(active, key=_needed) if len(active) > 1 else active[0]
+            arrival = queue[0]
+            served, unit, kind, _, size, pieces, clocks = arrival
+            lead: float = 0
+            if served > t:
+                if self.waits(arrival, t, now, horizon):
                     active.remove(queue)
-                # Several stays of a chunk have one lead.
-                submitted[unit, kind] = min(submitted.get((unit, kind), lead), lead)
-                start = now
-                if kind == 0 and (ready := self.updated.get(unit, 0.0)) > now:
-                    start = ready
-                arrives = came[served, unit, kind] = self.serve(start, clocks)
-                if served <= t:
-                    horizon = max(horizon, arrives + computes)
-                whole = int(lead)
-                if lead != whole:  # the first pieces alone, in this slot
-                    room[t] -= sum(pieces[: len(pieces_in(pieces, (0.0, lead - whole)))])
-                for ahead in range(served - whole, served):
-                    room[ahead] -= size
-            for arrival in due[t]:
-                arrives = came[t, arrival.unit, arrival.kind]
-                if arrives > now:
-                    now = arrives
-            taken = compute[t]
-            for numbers, slower in slowing:
-                busy = max([free[number] for number in numbers]) - now
-                if busy > 0:
-                    taken += min(busy, compute[t]) * slower
-            if on_device:
-                turns = min(on_device, taken)
-                on_device -= turns
-                taken += turns
-            now += taken
-            for left in leaves[t]:
-                began = ended = now
-                if left.clocks and (left.swap or reduces):
-                    began = max(now, free[left.clocks[0][0]])
-                    ended = self.serve(now, left.clocks)
-                    if left.added:
-                        self.serve(ended, left.added)
-                if not left.swap and (update := in_backward.get(left.unit)):
-                    done = self.update(update, now, ended)
-                    ended = done if left.in_place else ended
-                    on_device += update.update[1] * update.on_device
-                elif left.in_place and left.unit in self.late:
-                    continue  # its room is taken already
-                if t < end - 1 and left.bytes:
-                    out.append(_Standing(began, ended, left, left.bytes))
-                    self.standing += left.bytes
+                    continue
+                if out and self.standing + size > room[t]:
+                    until = now + pace.wait * compute
+                    now = self.find_gone(t, self.standing + size - room[t], now, until)
+                lead = served - t
+                if self.standing + size > room[t]:
+                    lead = self.share(arrival, t)
+                    if not lead:
+                        break
+                elif min(room[t:served]) < size:
+                    break
+                if pace.care and not self.has_room(t, served, size, now):
+                    break
+            queue.popleft()
+            if not queue:
+                active.remove(queue)
+            # Several stays of a chunk have one lead.
+            self.submitted[unit, kind] = min(self.submitted.get((unit, kind), lead), lead)
+            start = max(now, self.updated.get(unit, 0.0)) if kind == 0 else now
+            arrives = came[served, unit, kind] = self.serve(start, clocks)
+            if served <= t:
+                horizon = max(horizon, arrives + computes)
+            whole = int(lead)
+            if lead != whole:  # the first pieces alone, in this slot
+                room[t] -= sum(pieces[: len(pieces_in(pieces, (0.0, lead - whole)))])
+            for ahead in range(served - whole, served):
+                room[ahead] -= size
+        return now
+
+    def waits(self, arrival: _Arrival, t: int, now: float, horizon: float) -> bool:
+        """Whether an arrival of a later slot would gain nothing by its submission now."""
+        _, unit, kind, earliest, _, _, clocks = arrival
+        lane, taken = clocks[0]
+        if self.free[lane] >= horizon or earliest > t:
+            return True
+        if len(clocks) > 1 and self.free[clocks[1][0]] - taken >= horizon:
+            return True
+        # What comes back needs its room again: the last of it is gone.
+        swapped = kind == 2 and (unit, True) not in self.gone
+        return swapped and not self.came_to(unit, t, now)
+
+    def computed(self, t: int, now: float) -> float:
+        """The seconds that a slot computes beside what lanes do, and updates on the device."""
+        compute, free = self.compute[t], self.free
+        taken = compute
+        for numbers, slower in self.pacer.slowing:
+            busy = max([free[number] for number in numbers]) - now
+            if busy > 0:
+                taken += min(busy, compute) * slower
+        turns = min(self.on_device, taken)
+        self.on_device -= turns
+        return taken + turns
+
+    def left(
+        self,
+        t: int,
+        now: float,
+        left: _Departure,
+        in_backward: Mapping[int, _Update],
+        *,
+        reduces: bool,
+    ) -> None:
+        """Let lanes work on what a slot leaves, and its update if that is in backward."""
+        began = ended = now
+        if left.clocks and (left.swap or reduces):
+            began = max(now, self.free[left.clocks[0][0]])
+            ended = self.serve(now, left.clocks)
+            if left.added:
+                self.serve(ended, left.added)
+        if not left.swap and (update := in_backward.get(left.unit)):
+            done = self.update(update, now, ended)
+            ended = done if left.in_place else ended
+            self.on_device += update.update[1] * update.on_device
+        elif left.in_place and left.unit in self.late:
+            return  # its room is taken already
+        if t < self.end - 1 and left.bytes:
+            self.out.append(_Standing(began, ended, left, left.bytes))
+            self.standing += left.bytes
+
+    def ended(self, now: float) -> float:
+        """When the device's update has ended, which begins when there is room for it."""
         # No slot is left to wait for what stands in the device's update, or in the next step.
-        overlap = self.problem.settings.overlap_steps
+        out, end, overlap = self.out, self.end, self.problem.settings.overlap_steps
         kept = sum(one.left.kept for one in out)
         last = max((n for n, one in enumerate(out) if overlap and one.left.in_place), default=-1)
-        while out and (kept > room[end] or last >= 0 or out[0].cut >= 0):
+        while out and (kept > self.room[end] or last >= 0 or out[0].cut >= 0):
             kept -= out[0].left.kept
             now = max(now, out[0].ended)
             self.retire(end - 1)
             last -= 1
         if any(one.waits for one in self.updates):  # for all gradients, and their norm
-            now = max(now, *(free[lane] for lane in self.pacer.of_gradients))
-        return now + compute[end] + on_device
+            now = max(now, *(self.free[lane] for lane in self.pacer.of_gradients))
+        return now + self.compute[end] + self.on_device
 
     # What leaves
 
