@@ -15,7 +15,7 @@ thirty decisions in a hundred slots each, so that the integer programme is a sma
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import NamedTuple
 
 import pulp
@@ -314,19 +314,6 @@ class Counting:
     def size(self) -> int:
         """Variables of the fluid model."""
         return len(self.fluid.pulp.variables())
-
-    def branch(self, *, max_nodes: int, gap: float, time_limit_s: float) -> dict[str, int] | None:
-        """Whole numbers by a search tree over the fluid model itself."""
-        self._solve(None)
-        answer = self._lp.solve(
-            integer=True, max_nodes=max_nodes, gap=gap, time_limit_s=time_limit_s
-        )
-        # At the smallest budget, where one plan is left, solvers may find none: infinity then.
-        if isfinite(answer.bound):
-            self.bound = max(self.bound, answer.bound)
-        if not answer.values:
-            return None
-        return {name: round(answer.values[name]) for name in self._counts}
 
     def amounts(self, margin: float = 0.0) -> Amounts | None:
         """The relaxation's amounts of options where a part of the device is left free.

@@ -82,15 +82,6 @@ SMALL, LIKELY = 16, 3
 """A model of so few units has a moment to spare: so many of its fastest choices are tried with all
 rules of schedules, and the simulator compares baselines."""
 
-FEW = 8
-BRANCHED = {False: 1000, True: 300}
-"""Of so few units, variables of a fluid model over which a search tree is worth its time, by
-whether steps overlap: most take 0.1 s, and the longest of 40 small problems 1.3 s, for 4 % of bound
-in the median."""
-
-BRANCHED_UNITS = 800
-"""Nodes of that tree times units."""
-
 SEARCHED, SEARCHED_MOVES = 300, 60_000
 """Simulations of such a model for changes of single units, and the moves in all of them, at most:
 a second."""
@@ -150,6 +141,7 @@ def plan(
     )
 
 
+@collected_seldom()
 def solve_problem(
     problem: Problem,
     budgets: Budgets,
@@ -169,18 +161,7 @@ def solve_problem(
     The second search has one thing to find, a plan within the tolerance, and ends when its bound
     says that there is none.
     """
-    with collected_seldom():
-        return _fastest(problem, budgets, effort or Effort(), solver, progress, hints)
-
-
-def _fastest(
-    problem: Problem,
-    budgets: Budgets,
-    effort: Effort,
-    solver: Solver,
-    progress: Progress | None,
-    hints: Sequence[Choice],
-) -> Solved | Infeasible:
+    effort = effort or Effort()
     found = _solved(problem, budgets, effort, solver, progress, hints)
     if (
         isinstance(found, Infeasible)
@@ -500,17 +481,6 @@ class _Planning:
         """Lift the bound: numbers that promise more, until what they promise is what they take."""
         counting, least = self.counting, inf
         close = 1 + self.effort.gap_target / 4
-        most = BRANCHED[self.problem.settings.overlap_steps]
-        if self.problem.count <= FEW and counting.size <= most:
-            numbers = counting.branch(
-                max_nodes=max(8, BRANCHED_UNITS // self.problem.count),
-                gap=self.effort.gap_target / 4,
-                time_limit_s=self.effort.left_s(),
-            )
-            self.bound = max(self.bound, counting.bound_seconds)
-            if numbers and (amounts := counting.amounts_with(numbers)):
-                self._try(layouts_near(self.problem, amounts))
-            self._tell("a search tree")
         in_vain = 0
         for _ in range(ROUNDS):
             if self._good_enough() or self.effort.spent() or in_vain == IN_VAIN:

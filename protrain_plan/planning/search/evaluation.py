@@ -125,16 +125,6 @@ class Evaluator:
         ]
 
 
-def schedule(
-    problem: Problem, choice: Choice, *, limit: int, rule: ScheduleRule
-) -> list[UnitPlan] | None:
-    """Full plans for the units whose device bytes stay within `limit`; None if there are none."""
-    free = [limit - total for total in problem.static_bytes(choice)]
-    if min(free) < 0:
-        return None
-    return list(plans_of(problem, choice, fill(problem, choice, free, rule)))
-
-
 def plans_of(
     problem: Problem, choice: Choice, schedules: Sequence[Schedule]
 ) -> tuple[UnitPlan, ...]:
