@@ -1,4 +1,4 @@
-"""How fast compute and lanes run beside each other: the one model that all readers of time have.
+"""Rates of compute and lanes that run beside each other: the one model of all readers of time.
 
 Lanes in one direction of a link share its speed; its two directions keep `duplex` of theirs while
 both run, a link and a collective their `link_share`. Compute and a link's direction, the update

@@ -69,7 +69,7 @@ class Timeline:
 
 
 def move_seconds(move: Move, profile: Profile, settings: StepSettings) -> float:
-    """How long a move takes when nothing interferes: latency + bytes / bandwidth.
+    """Seconds of a move when nothing interferes: latency + bytes / bandwidth.
 
     The optimizer's step on a piece: piece_s + parameters / speed.
     """
@@ -314,7 +314,7 @@ class _Simulation:
         self._wait(ends if self.runs_on else moves, len(self.program.slots) + 1, "end")
 
     def spans(self) -> tuple[Span, ...]:
-        """What ran when: compute first, then the moves in the order of submission."""
+        """Spans of compute, then of the moves in the order of submission, by their ends."""
         spans = [
             Span(self.program.slot_name(index), "compute", start, end)
             for index, (start, end) in enumerate(self.computed())

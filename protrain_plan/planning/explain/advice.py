@@ -118,7 +118,7 @@ def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, in
 
 
 def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple[str, ...]:
-    """What would bring the peak down, the largest occupant's remedies first."""
+    """Means that would bring the peak down, the largest occupant's remedies first."""
     besides = problem.profile.hardware.device.besides_bytes
     lines = [f"raise the device budget to {enough(lean.bytes + besides)}"]
     if problem.pins:

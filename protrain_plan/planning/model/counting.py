@@ -42,23 +42,23 @@ from protrain_runtime.contract.program.program import Lane, Way
 from protrain_runtime.contract.records.hardware import is_accelerator
 
 SLACK = 1e-7
-"""What a slope gives away for the solver's tolerance, of the model's plain compute time: for each
+"""Slack of a slope for the solver's tolerance, in the model's plain compute time: for each
 decision of each unit, since slopes are as uncertain."""
 
 MAX_NODES = 400
-"""Of the search tree over the numbers of one round."""
+"""Nodes of the search over the numbers of one round."""
 
 EXCESS = 50.0
-"""What as much memory again as there is costs, in plain compute times: more than it is worth."""
+"""Price of as much memory again as there is, in plain compute times: more than it is worth."""
 
 _Binaries = Sequence[Sequence[pulp.LpVariable]]
 
 Numbers = Mapping[str, int]
-"""How many units take an option, by the name of the fluid model's variable that counts them."""
+"""Units that take an option, by the name of the fluid model's variable that counts them."""
 
 
 NO_SHARE = 1e-6
-"""Of a unit, what is none of it."""
+"""A fraction of a unit that counts as none of it."""
 
 
 class Row(NamedTuple):
@@ -69,7 +69,7 @@ class Row(NamedTuple):
     phase: float = 0.0
 
     def moved(self, option: int, into: int, count: int, *, before: bool) -> "Row":
-        """The same with `count` units of one option in another, next to them if it is new."""
+        """Return the row with `count` units of one option in another, next to them if it is new."""
         runs: list[tuple[int, int]] = []
         known = any(one == into for one, _ in self.runs)
         for one, number in self.runs:
@@ -83,21 +83,20 @@ class Row(NamedTuple):
 
 
 Layout = tuple[tuple[Row, Row], ...]
-"""Of each class the activations and the states."""
+"""The rows of each class: activations, then states."""
 
 
 class Amounts(NamedTuple):
-    """Of each class, activations and states by turns: units per option, and their mean place."""
+    """Units per option and their mean place, by class; activations and states by turns."""
 
     sums: list[dict[int, float]]
     places: list[dict[int, float]]
 
 
 class Prices(NamedTuple):
-    """What the relaxation says of options: `bound` is its value, in seconds.
+    """The relaxation's value `bound` in seconds, and its reduced costs of options.
 
-    Of each class, activations and states: the seconds by which a unit that takes the option lifts
-    it, at least.
+    By class, activations and states: the least seconds by which a unit with the option lifts it.
     """
 
     bound: float
@@ -323,7 +322,7 @@ class Counting:
         return self._amounts(self._solve(None, margin).values)
 
     def amounts_with(self, numbers: Numbers) -> Amounts | None:
-        """The same where so many units take each option."""
+        """The relaxation's amounts where so many units take each option."""
         return self._amounts(self._solve(numbers).values)
 
     def _amounts(self, values: Mapping[str, float]) -> Amounts | None:

@@ -308,7 +308,7 @@ class DecisionModel(LinearModel):
 
 
 def _state_name(decision: Placement) -> str:
-    """What a placement is called in the model, whose columns the solver's interface sorts by name.
+    """A placement's name in the model, whose columns the solver's interface sorts by name.
 
     Among plans that are equally good the solver's choice depends on that order, so that these
     names are no matter of wording: another name may mean another plan.

@@ -68,7 +68,7 @@ _UPDATES = (*BELOW, *ON_DEVICE)
 """The flows that may run on into the next step."""
 
 BOUND_TOLERANCE = 1e-6
-"""What the bound gives away for the solver's feasibility tolerance (1e-7) and rounded pieces."""
+"""Slack of the bound for the solver's feasibility tolerance (1e-7) and rounded pieces."""
 
 
 @dataclass(slots=True)
@@ -138,7 +138,13 @@ class ForwardBackward:
     def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
         return self.model.row(f"{self.prefix}{name}", terms, sense, right)
 
-    def _add_flow(self, name: str, way: Way, names: str, rate: float, *, ahead: bool) -> None:
+    def _add_flow(
+        self, name: str, way: Way, names: str, *, ahead: bool = False, per_byte: float | None = None
+    ) -> None:
+        """Add work on the lanes of a way; updates are counted in seconds, all else in bytes."""
+        if way.tier:
+            per_byte = self.problem.lane_seconds.per_byte[way]
+        rate = 1.0 if per_byte is None else self.byte_unit * per_byte / self.second_unit
         stall, compute, waiting = map(self.per_window, names.split())
         every = list(waiting)
         for number, window in enumerate(self.windows):
@@ -147,46 +153,38 @@ class ForwardBackward:
         self.flows[name] = Flow(way, ahead, stall, compute, waiting, every, rate)
 
     def on(self, way: Way) -> list[Flow]:
-        """What runs on the lanes of a way."""
+        """The flows on the lanes of a way."""
         return [flow for flow in self.flows.values() if flow.way == way]
 
     def _add_flows(self) -> None:
-        """What is fetched for slots, and what slots leave to be moved, read, updated, written."""
-        tiers, seconds = self.hardware.tiers, self.second_unit
-        up = {t.name: self.byte_unit / t.link.read_bytes_per_s / seconds for t in tiers}
-        down = {t.name: self.byte_unit / t.link.write_bytes_per_s / seconds for t in tiers}
-        for name in up:
-            fetch, spill = Way(name, True), Way(name)
-            self._add_flow(name, fetch, f"hs_{name} hc_{name} J_{name}", up[name], ahead=True)
-            words = f"os_{name} oc_{name} Q_{name}"
-            self._add_flow(f"leave_{name}", spill, words, down[name], ahead=False)
+        """Add fetches for slots, and what slots leave to be moved, read, updated, written."""
+        tiers, several = [tier.name for tier in self.hardware.tiers], self.several
+        for name in tiers:
+            inwards, outwards = Way(name, True), Way(name)
+            self._add_flow(name, inwards, f"hs_{name} hc_{name} J_{name}", ahead=True)
+            self._add_flow(f"leave_{name}", outwards, f"os_{name} oc_{name} Q_{name}")
             if name == "disk" and self.updating:
-                self._add_flow("read", fetch, "rs rc R", up[name], ahead=False)
-                self._add_flow("write", spill, "ws wc W", down[name], ahead=False)
+                self._add_flow("read", inwards, "rs rc R")
+                self._add_flow("write", outwards, "ws wc W")
             if name == "host" and self.on_device:
-                words = "rs_host rc_host R_host"
-                self._add_flow(ON_DEVICE.read, fetch, words, up[name], ahead=False)
-                words = "ws_host wc_host W_host"
-                self._add_flow(ON_DEVICE.write, spill, words, down[name], ahead=False)
+                self._add_flow(ON_DEVICE.read, inwards, "rs_host rc_host R_host")
+                self._add_flow(ON_DEVICE.write, outwards, "ws_host wc_host W_host")
                 words = "us_device uc_device P_device"
-                self._add_flow(ON_DEVICE.update, UPDATE_ON_DEVICE.way, words, 1.0, ahead=False)
+                self._add_flow(ON_DEVICE.update, UPDATE_ON_DEVICE.way, words)
         if tiers:
-            self._add_flow("up", UPDATES, "us uc P", 1.0, ahead=False)
-        if self.several:
-            # The shards that tiers hold, what is gathered from all ranks, and reduced over them.
-            for name in up:
-                words = f"ks_{name} kc_{name} K_{name}"
-                self._add_flow(f"{name}_shards", Way(name, True), words, up[name], ahead=True)
-            rate = self.byte_unit * self.network.gathered / seconds
-            self._add_flow("ranks", NETWORK, "ns nc N", rate, ahead=True)
-            if self.updating:
-                rate = self.byte_unit * self.network.scattered / seconds
-                self._add_flow("scatter", NETWORK, "xs xc X", rate, ahead=False)
-                rate = self.byte_unit * self.network.summed / seconds
-                self._add_flow("sum", NETWORK, "ys yc Y", rate, ahead=False)
+            self._add_flow("up", UPDATES, "us uc P")
+        # The shards that tiers hold, what is gathered from all ranks, and reduced over them.
+        for name in tiers if several else ():
+            words = f"ks_{name} kc_{name} K_{name}"
+            self._add_flow(f"{name}_shards", Way(name, True), words, ahead=True)
+        if several:
+            self._add_flow("ranks", NETWORK, "ns nc N", ahead=True, per_byte=self.network.gathered)
+        if several and self.updating:
+            self._add_flow("scatter", NETWORK, "xs xc X", per_byte=self.network.scattered)
+            self._add_flow("sum", NETWORK, "ys yc Y", per_byte=self.network.summed)
 
     def _add_amounts(self) -> None:
-        """What each decision asks of the flows, in which slots."""
+        """Add up what each decision asks of the flows, by slot."""
         # Of several devices, only the last micro-batch reduces gradients; no host adds them.
         several, updating = self.several, self.updating
 
@@ -230,7 +228,7 @@ class ForwardBackward:
                     self.held_per_written[chain.write] = min(held, known)
 
     def _add_balances(self) -> None:
-        """What waits after each window, of what is fetched ahead, then of what is left to do."""
+        """Add what waits after each window: first what is fetched ahead, then what is left."""
         for name, flow in sorted(self.flows.items(), key=lambda item: not item[1].ahead):
             goes_round = self.overlap and name in _UPDATES
             for w in range(self.last + 1):
@@ -353,7 +351,7 @@ class ForwardBackward:
         self._add_links_beside_compute([way for way in self.ways if way not in slowing], slowing)
 
     def _add_links_beside_compute(self, quiet: Sequence[Way], slowing: Sequence[Way]) -> None:
-        """What `quiet` lanes do during compute, and whichever lane shares a link with them."""
+        """Limit `quiet` lanes during compute, and whichever lane shares a link with them."""
         for way in quiet:
             others = [o for o in (*quiet, *slowing) if o != way and o.link == way.link]
             for together in [[way, other] for other in others] or [[way]]:
@@ -394,7 +392,7 @@ class ForwardBackward:
             self._add_chain(ON_DEVICE, left)
 
     def _add_chain(self, chain: Chain, left: Sequence[pulp.LpVariable]) -> None:
-        """The same of updates of one kind; `left` are seconds from a slot's end to the step's."""
+        """Add the updates of one kind; `left` are seconds from a slot's end to the step's."""
         updates, end = self.flows[chain.update], self.last
         word = "" if chain is BELOW else "device_"
         after = self.per_window(f"{word}updates_from")

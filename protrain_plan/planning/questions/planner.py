@@ -104,7 +104,7 @@ ANOTHER = 3
 """Fewer walks, so many times, for further numbers of replicas."""
 
 ROUNDS = 8
-"""Of numbers that promise more than all before."""
+"""Rounds of numbers that promise more than all before."""
 
 IN_VAIN = 2
 """Rounds after which neither the bound nor the plan is better, before they end."""
@@ -183,7 +183,7 @@ def solve_problem(
 
 
 def _proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
-    """The same plan, with a bound that is not its own search's."""
+    """Return the plan with a bound that is not its own search's."""
     prediction = replace(solved.plan.prediction, lower_bound_seconds=bound_s)
     plan = replace(solved.plan, prediction=prediction)
     return replace(solved, plan=plan, gap=plan.gap, status=status_of(plan.gap, effort))
@@ -197,7 +197,7 @@ def _solved(
     progress: Progress | None,
     hints: Sequence[Choice],
 ) -> Solved | Infeasible:
-    """What `solve_problem` answers, where nobody asks whether an exact plan is as fast."""
+    """Search once; nobody asks whether an exact plan is as fast."""
     started = time.monotonic()
     if solver != "milp":
         problem = problem.overlapping(False)
@@ -349,7 +349,7 @@ class _Planning:
 
     @cached_property
     def prices(self) -> Prices:
-        """What the relaxation says of options."""
+        """The relaxation's prices of options."""
         return self.counting.relax()
 
     @cached_property
@@ -392,7 +392,7 @@ class _Planning:
         self._tell(stage)
 
     def _try_baselines(self, slowest: float) -> float:
-        """Whatever a simple policy reaches is reached, in steps that do not overlap.
+        """Take a simple policy's plan where it is faster, in steps that do not overlap.
 
         Returns what a plan may take at most: `slowest`, or what a baseline takes.
         """
@@ -542,7 +542,7 @@ class _Planning:
 
 
 def status_of(gap: float, effort: Effort) -> Status:
-    """What a plan of this gap is called."""
+    """The status of a plan with this gap."""
     return "optimal" if gap <= effort.gap_target else "feasible"
 
 
@@ -639,5 +639,5 @@ def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
 
 
 def within(problems: Sequence[Problem], device: int) -> tuple[Problem, ...]:
-    """The same with so many bytes for tensors on the device."""
+    """Return the problems with so many bytes for tensors on the device."""
     return tuple(replace(problem, device=device) for problem in problems)

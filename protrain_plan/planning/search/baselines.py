@@ -45,7 +45,7 @@ STARTS = 2
 """Points of the coarse grid that are refined."""
 
 NEARLY = 1.05
-"""What a search for another schedule may be worth."""
+"""Factor of seconds that a search for another schedule may be worth."""
 
 SLOW_WALK = 1.2
 """A walk may take so many times as long as the simulator finds. (It mostly takes 0.9 to 1.05.)"""
@@ -114,7 +114,7 @@ def may_reach(evaluator: Evaluator, choice: Choice, limit_s: float) -> bool:
 
 
 def _policies(name: Baseline, problem: Problem) -> list[list[Activations]]:
-    """What a baseline does with activations, in each of its variants."""
+    """Decisions about activations in each variant of a baseline."""
     tiers = list(problem.tiers)
     if name != "offload-all" or not tiers:
         return [[Recompute()]]

@@ -32,13 +32,13 @@ PRICED = 0.5
 """Options are tried that cost the relaxation at most this part of the plan's gap."""
 
 CHANGED, IN_VAIN = 3, 12
-"""How many changes a search goes further on, and how often in vain."""
+"""Changes at once with which a search goes on, and its tries in vain."""
 
 FREE = 1e-9
 """Seconds that a step costs at least, so that the fewest steps are taken."""
 
 GLANCE, REPAIR = 0.25, 1.0
-"""Of a walk, what it takes to see that a choice has no room, and to make some."""
+"""Parts of a walk's time that it takes to see that a choice has no room, and to make some."""
 
 SIMULATED = 0.1
 """Simulations per walk, at most."""
@@ -121,7 +121,7 @@ class Descent:
         return None
 
     def _needs(self, layout: Layout) -> list["_Need"]:
-        """What the layout needs beyond the device in its tightest slot, and beyond each tier."""
+        """Bytes beyond the device in the layout's tightest slot, and beyond each tier."""
         problem, choice = self.problem, choice_of(self.problem, layout)
         static = problem.static_bytes(choice)
         slot = max(range(len(static)), key=lambda t: static[t])
@@ -222,7 +222,7 @@ class Descent:
         return self._changed(best, faster, lambda: self.num_walks >= last, enough_s)
 
     def searched(self, best: Evaluation, *, most: int, enough_s: float) -> Evaluation:
-        """The same by the simulator alone, in up to `most` simulations, under the rule of `best`.
+        """Change single units under the rule of `best` by up to `most` simulations, without walks.
 
         Where no change makes it faster, from some changes further on.
         """

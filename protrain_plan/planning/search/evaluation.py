@@ -1,4 +1,4 @@
-"""What decisions are worth: the fastest of several schedules, by the simulator."""
+"""Seconds of decisions: the fastest of several schedules, by the simulator."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,7 +20,7 @@ from protrain_plan.simulation.timeline import simulated_seconds
 from protrain_runtime.contract.records.plan import Persistent, Schedule, UnitPlan
 
 Rule = ScheduleRule | Pace
-"""What makes a schedule for decisions."""
+"""A rule that makes a schedule for decisions."""
 
 PACES = (Pace(), Pace(wait=0.0), Pace(wait=0.5), Pace(care=0.0), Pace(ahead=0.5, care=0.0))
 """Paces that are tried, the first of them with decisions that are compared."""

@@ -1,4 +1,4 @@
-"""What makes a plan better: changes of single units, then numbers that people can read.
+"""Changes of single units that make a plan faster, then numbers that people can read.
 
 Such changes leave equal blocks with decisions in no order: `in_runs` lets equal decisions stand
 together. It takes updates in backward where nobody needs them: `at_the_step` undoes them.
@@ -48,10 +48,10 @@ MAX_MOVES = 60_000
 """Moves of the plans that tidying simulates, in all: half a second."""
 
 GRACE_S = 0.7
-"""What a search without any plan may take when it should end."""
+"""Extra seconds that a search gets while it has no plan."""
 
 NEARLY = 1.03
-"""What another schedule may be worth to an order of decisions."""
+"""Factor by which an order may be slower before other schedules are tried for it."""
 
 IMPROVEMENT = 1e-7
 """A step must be faster by this fraction to count: less is rounding in the simulator."""
@@ -59,7 +59,7 @@ IMPROVEMENT = 1e-7
 
 @dataclass(slots=True, kw_only=True)
 class Effort:
-    """How long a search goes on, and when it is good enough.
+    """The length of a search, and when its plan is good enough.
 
     gap_target    a plan this close to the bound is good enough (0.005: half a per cent)
     enough_s      and so is one of as many seconds; a search that cannot get there is given up

@@ -11,20 +11,14 @@ slower, by what is known when it begins. So the seconds are for comparing choice
 millisecond where the simulator takes ten, and the simulator has the last word.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby
-from math import ceil, inf, isinf
+from math import inf, isinf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.scheduling import (
-    first_fraction,
-    last_fraction,
-    late_units,
-    schedule_of,
-)
+from protrain_plan.planning.search.scheduling import late_units, schedule_of
 from protrain_plan.simulation.rates import contention, slowed
 from protrain_runtime.contract.program.implications import (
     ActivationOption,
@@ -32,55 +26,41 @@ from protrain_runtime.contract.program.implications import (
     Gathered,
     StateOption,
 )
-from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, pieces_in
+from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane
 from protrain_runtime.contract.records.plan import Schedule
 
 LOOKED_AHEAD = 6
 """Slots for which what is about to leave counts before something is fetched ahead of them."""
 
 NEGLIGIBLE = 0.02
-"""Of a step, what the last micro-batch's own moves may take without being walked over."""
+"""Part of a step that the last micro-batch's own moves may take without a walk."""
 
 Clock = tuple[int, float]
 """A lane by its number, and the seconds that a move takes of it."""
 
 
 class _Arrival(NamedTuple):
-    """What a slot needs, in whichever slots it may be submitted."""
+    """A move that a slot needs, with the first slot that may submit it."""
 
     slot: int
     unit: int
     kind: int  # 0: for forward, 1: for backward, 2: swapped activations
     earliest: int
     bytes: int
-    pieces: tuple[int, ...]
     clocks: tuple[Clock, ...]
 
 
 class _Departure(NamedTuple):
-    """What a slot leaves until it has left; `kept` is what the device's update has still."""
+    """Bytes that a slot leaves until they have left; the device's update has `kept` of them."""
 
     slot: int
     unit: int
     swap: bool
     bytes: int
     kept: int
-    pieces: tuple[int, ...]  # see implications.Leaving
-    held: tuple[int, ...]
     clocks: tuple[Clock, ...]
     in_place: bool
     added: tuple[Clock, ...] = ()  # to the gradients of micro-batches before, in host memory
-
-
-@dataclass(slots=True)
-class _Standing:
-    """A departure under way. If its first pieces were found gone, the rest is in the next slot."""
-
-    began: float
-    ended: float
-    left: _Departure
-    bytes: int
-    cut: int = -1  # the slot before which its first pieces were found gone
 
 
 class _Update(NamedTuple):
@@ -96,7 +76,7 @@ class _Update(NamedTuple):
 
 
 class _Option(NamedTuple):
-    """What one decision of a unit has for the walk."""
+    """A decision of a unit as the walk sees it."""
 
     compute: tuple[tuple[int, float], ...]
     arrivals: tuple[_Arrival, ...]
@@ -105,7 +85,7 @@ class _Option(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How the walk looks at lanes.
+    """Parameters of a walk.
 
     ahead   of a slot's compute, how long after it a lane that is free then is given more
     wait    of a slot's compute, what it may wait for room for more; what leaves makes it
@@ -157,8 +137,6 @@ class Pacer:
             if kept < 1:
                 self.slowing.append(([self.lanes[lane] for lane in of_way], 1 / kept - 1))
         self.by_itself = [1 / contention(hardware, lane.way).lane for lane in lanes] + [1.0]
-        self.read = {t.name: 1 / t.link.read_bytes_per_s for t in problem.profile.hardware.tiers}
-        self.write = {t.name: 1 / t.link.write_bytes_per_s for t in problem.profile.hardware.tiers}
         self.options = [
             (
                 [self._of_activations(unit, option) for option in options.activations],
@@ -167,19 +145,19 @@ class Pacer:
             for unit, options in enumerate(problem.options)
         ]
 
+    def clock(self, lane: Lane, size: int) -> Clock:
+        """A transfer of so many bytes."""
+        return self.lanes[lane], size * self.problem.lane_seconds.per_byte[lane.way]
+
     def _of_activations(self, unit: int, option: ActivationOption) -> _Option:
         served = 2 * self.problem.count - 1 - unit
         arrivals: tuple[_Arrival, ...] = ()
         departures: tuple[_Departure, ...] = ()
         if (fetch := option.swap_in) and (out := option.swap_out):
-            come = (self.lanes[Lane("fetch", fetch.tier)], fetch.bytes * self.read[fetch.tier])
-            go = (self.lanes[Lane("spill", fetch.tier)], out.bytes * self.write[fetch.tier])
-            arrivals = (_Arrival(served, unit, 2, unit + 1, fetch.bytes, fetch.pieces, (come,)),)
-            departures = (
-                _Departure(
-                    unit, unit, True, out.bytes, 0, out.pieces, out.held_pieces, (go,), False
-                ),
-            )
+            come = self.clock(Lane("fetch", fetch.tier), fetch.bytes)
+            go = self.clock(Lane("spill", fetch.tier), out.bytes)
+            arrivals = (_Arrival(served, unit, 2, unit + 1, fetch.bytes, (come,)),)
+            departures = (_Departure(unit, unit, True, out.bytes, 0, (go,), False),)
         compute = ((unit, option.forward_s), (served, option.backward_s))
         return _Option(compute, arrivals, departures, None)
 
@@ -191,28 +169,22 @@ class Pacer:
             clocks: list[Clock] = []
             if option.fetches:
                 fetch = option.fetches[number]
-                seconds = fetch.bytes * self.read[fetch.tier]
-                clocks.append((self.lanes[Lane("fetch", fetch.tier)], seconds))
+                clocks.append(self.clock(Lane("fetch", fetch.tier), fetch.bytes))
             if option.gathers:
                 clocks.append((self.lanes[COLLECT], come.bytes * network.gathered))
-            kind = int(come.slot >= count)
-            arrivals.append(
-                _Arrival(
-                    come.slot, unit, kind, come.earliest, come.bytes, come.pieces, tuple(clocks)
-                )
-            )
+            size, kind = come.bytes, int(come.slot >= count)
+            arrivals.append(_Arrival(come.slot, unit, kind, come.earliest, size, tuple(clocks)))
         departures: list[_Departure] = []
         clocks, on_host = [], self.lanes[Lane("update", "host")]
         if option.summed_bytes:
             clocks.append((self.lanes[COLLECT], option.summed_bytes * network.summed))
             slot = 2 * count - 1 - unit
-            departures.append(_Departure(slot, unit, False, 0, 0, (), (), tuple(clocks), False))
+            departures.append(_Departure(slot, unit, False, 0, 0, tuple(clocks), False))
         elif leaving := option.leaving:
             if option.scattered:
                 clocks.append((self.lanes[COLLECT], sum(leaving.pieces) * network.scattered))
             if (gone := option.gradients) and gone.tier:
-                seconds = gone.bytes * self.write[gone.tier]
-                clocks.append((self.lanes[Lane("spill", gone.tier)], seconds))
+                clocks.append(self.clock(Lane("spill", gone.tier), gone.bytes))
             departures.append(
                 _Departure(
                     leaving.slot,
@@ -220,8 +192,6 @@ class Pacer:
                     False,
                     leaving.held,
                     leaving.kept,
-                    leaving.pieces,
-                    leaving.held_pieces,
                     tuple(clocks),
                     option.home == "in place",
                     ((on_host, option.added_s),) if option.added_s else (),
@@ -234,16 +204,15 @@ class Pacer:
     def _update(self, unit: int, option: StateOption) -> _Update | None:
         if not option.num_updates:
             return None
-        tier = option.tier
-        assert tier != "device", "others have no updates beside compute"
         on_device = option.updated_on_device
         read = write = (-1, 0.0)
-        if option.write_bytes:
-            read = (self.lanes[Lane("read", tier)], option.read_bytes * self.read[tier])
-            write = (self.lanes[Lane("write", tier)], option.write_bytes * self.write[tier])
-        lane = self.lanes[UPDATE_ON_DEVICE if on_device else Lane("update", tier)]
+        lane = Lane("update", option.tier)
+        if option.state_lanes:
+            reading, lane, writing = option.state_lanes
+            read = self.clock(reading, option.read_bytes)
+            write = self.clock(writing, option.write_bytes)
         waits = self.problem.settings.updates == "after backward" and not option.speculates
-        seconds = (lane, option.update_s)
+        seconds = (self.lanes[lane], option.update_s)
         return _Update(unit, read, seconds, write, option.num_updates, on_device, waits)
 
     def walk(self, choice: Choice, pace: Pace = PLAIN, within_s: float = inf) -> Paced | None:
@@ -291,18 +260,16 @@ class _Walk:
                 self.updates.append(option.update)
         left = ([one.bytes for one in leaves] for leaves in self.leaves)
         self.left_before = [0, *accumulate(map(sum, left))]  # bytes that leave before each slot
-        several = Counter((one.unit, one.kind) for arrivals in self.due for one in arrivals)
-        self.of_several = {one for one, number in several.items() if number > 1}
         self.free = [0.0] * len(pacer.lanes)
         self.late = self._late(choice)
         self.updated: dict[int, float] = {}  # by unit, when its update ends
         # Of a walk: what waits for its lane, what came when, leads and drains, and what leaves.
         self.queues: dict[int, deque[_Arrival]] = {}
         self.came: dict[tuple[int, int, int], float] = {}
-        self.submitted: dict[tuple[int, int], float] = {}
-        self.drains: dict[tuple[int, bool], float] = {}
+        self.submitted: dict[tuple[int, int], int] = {}
+        self.drains: dict[tuple[int, bool], int] = {}
         self.gone: set[tuple[int, bool]] = set()
-        self.out: deque[_Standing] = deque()
+        self.out: deque[tuple[float, _Departure]] = deque()
         self.standing, self.on_device = 0, 0.0
 
     def _late(self, choice: Choice) -> set[int]:
@@ -326,7 +293,7 @@ class _Walk:
         return late
 
     def paced(self, within_s: float) -> Paced | None:
-        """What the walk finds. Micro-batches before the last have no updates."""
+        """The schedule and its seconds. Micro-batches before the last have no updates."""
         settings = self.problem.settings
         if before := settings.micro_batches - 1:
             ended = self.run(within_s / (before + 1), updating=False)
@@ -396,8 +363,8 @@ class _Walk:
         reduces = updating or self.problem.settings.group.num_devices == 1
         now = self.on_device = 0.0
         for t in range(self.end):
-            if self.out and (self.out[0].cut >= 0 or self.standing > self.room[t]):
-                now = self.waited(t, now)
+            if self.standing > self.room[t]:
+                now = self.find_gone(t, self.standing - self.room[t], now, inf)
             if now > latest[t]:
                 return inf
             now = self.fetched(t, now)
@@ -425,21 +392,16 @@ class _Walk:
             # What is needed first goes first: what comes later takes no room from it.
             queue = min(active, key=_needed) if len(active) > 1 else active[0]
             arrival = queue[0]
-            served, unit, kind, _, size, pieces, clocks = arrival
-            lead: float = 0
-            if served > t:
+            served, unit, kind, _, size, clocks = arrival
+            lead = max(0, served - t)
+            if lead:
                 if self.waits(arrival, t, now, horizon):
                     active.remove(queue)
                     continue
                 if out and self.standing + size > room[t]:
                     until = now + pace.wait * compute
                     now = self.find_gone(t, self.standing + size - room[t], now, until)
-                lead = served - t
-                if self.standing + size > room[t]:
-                    lead = self.share(arrival, t)
-                    if not lead:
-                        break
-                elif min(room[t:served]) < size:
+                if self.standing + size > room[t] or min(room[t:served]) < size:
                     break
                 if pace.care and not self.has_room(t, served, size, now):
                     break
@@ -452,16 +414,13 @@ class _Walk:
             arrives = came[served, unit, kind] = self.serve(start, clocks)
             if served <= t:
                 horizon = max(horizon, arrives + computes)
-            whole = int(lead)
-            if lead != whole:  # the first pieces alone, in this slot
-                room[t] -= sum(pieces[: len(pieces_in(pieces, (0.0, lead - whole)))])
-            for ahead in range(served - whole, served):
+            for ahead in range(t, served):
                 room[ahead] -= size
         return now
 
     def waits(self, arrival: _Arrival, t: int, now: float, horizon: float) -> bool:
         """Whether an arrival of a later slot would gain nothing by its submission now."""
-        _, unit, kind, earliest, _, _, clocks = arrival
+        _, unit, kind, earliest, _, clocks = arrival
         lane, taken = clocks[0]
         if self.free[lane] >= horizon or earliest > t:
             return True
@@ -493,9 +452,8 @@ class _Walk:
         reduces: bool,
     ) -> None:
         """Let lanes work on what a slot leaves, and its update if that is in backward."""
-        began = ended = now
+        ended = now
         if left.clocks and (left.swap or reduces):
-            began = max(now, self.free[left.clocks[0][0]])
             ended = self.serve(now, left.clocks)
             if left.added:
                 self.serve(ended, left.added)
@@ -506,18 +464,18 @@ class _Walk:
         elif left.in_place and left.unit in self.late:
             return  # its room is taken already
         if t < self.end - 1 and left.bytes:
-            self.out.append(_Standing(began, ended, left, left.bytes))
+            self.out.append((ended, left))
             self.standing += left.bytes
 
     def ended(self, now: float) -> float:
         """When the device's update has ended, which begins when there is room for it."""
         # No slot is left to wait for what stands in the device's update, or in the next step.
         out, end, overlap = self.out, self.end, self.problem.settings.overlap_steps
-        kept = sum(one.left.kept for one in out)
-        last = max((n for n, one in enumerate(out) if overlap and one.left.in_place), default=-1)
-        while out and (kept > self.room[end] or last >= 0 or out[0].cut >= 0):
-            kept -= out[0].left.kept
-            now = max(now, out[0].ended)
+        kept = sum(left.kept for _, left in out)
+        last = max((n for n, (_, left) in enumerate(out) if overlap and left.in_place), default=-1)
+        while out and (kept > self.room[end] or last >= 0):
+            kept -= out[0][1].kept
+            now = max(now, out[0][0])
             self.retire(end - 1)
             last -= 1
         if any(one.waits for one in self.updates):  # for all gradients, and their norm
@@ -527,76 +485,30 @@ class _Walk:
     # What leaves
 
     def retire(self, t: int) -> None:
-        """The oldest departure has left before slot t."""
-        one = self.out.popleft()
-        self.standing -= one.bytes
-        self.gone.add((one.left.unit, one.left.swap))
-        if one.cut in (-1, t):
-            self.drains[one.left.unit, one.left.swap] = t - one.left.slot - 1
-
-    def cut(self, t: int, excess: int, now: float) -> float:
-        """Let the oldest departure's first pieces be gone before slot t, the rest a slot later.
-
-        Returns when they have left; infinity, and nothing changes, where that cannot be said, or is
-        later than `now` (inf: whenever).
-        """
-        one = self.out[0]
-        left = one.left
-        if t >= self.end - 2 or len(left.pieces) == 1 or excess >= one.bytes:
-            return inf
-        fraction, rest = last_fraction(left.pieces, left.held, one.bytes - excess)
-        there = one.began + (one.ended - one.began) * (1.0 - fraction)
-        if not fraction or there > now:
-            return inf
-        self.standing -= one.bytes - rest
-        one.bytes, one.cut = rest, t
-        self.drains[left.unit, left.swap] = t - left.slot - 1 + fraction
-        return there
-
-    def waited(self, t: int, now: float) -> float:
-        """Wait until what stands has room in slot t, and what was cut has left."""
-        out = self.out
-        while out and (out[0].cut >= 0 or self.standing > self.room[t]):
-            if out[0].cut < 0 and out[0].ended > now:
-                there = self.cut(t, self.standing - self.room[t], inf)
-                if not isinf(there):
-                    return max(now, there)
-            now = max(now, out[0].ended)
-            self.retire(t)
-        return now
+        """Let the oldest departure be gone before slot t."""
+        _, left = self.out.popleft()
+        self.standing -= left.bytes
+        self.gone.add((left.unit, left.swap))
+        self.drains[left.unit, left.swap] = t - left.slot - 1
 
     def find_gone(self, t: int, excess: int, now: float, until: float) -> float:
         """Find gone so many bytes, as far as they have left by `until`; returns when they have."""
         out, most = self.out, self.standing - excess
-        while out and self.standing > most and out[0].cut in (-1, t):
-            if out[0].ended > now and not isinf(there := self.cut(t, self.standing - most, until)):
-                return max(now, there)
-            if out[0].ended > until:
-                break
-            now = max(now, out[0].ended)
+        while out and self.standing > most and out[0][0] <= until:
+            now = max(now, out[0][0])
             self.retire(t)
         return now
 
     def came_to(self, unit: int, t: int, now: float) -> bool:
         """Whether a unit's swapped activations have left by now; they are found gone then."""
-        for place, one in enumerate(self.out):
-            if one.left.unit == unit and one.left.swap:
-                if one.ended > now or any(other.cut >= 0 for other in self.out):
+        for place, (ended, left) in enumerate(self.out):
+            if left.unit == unit and left.swap:
+                if ended > now:
                     return False
                 for _ in range(place + 1):
                     self.retire(t)
                 return True
         return False
-
-    def share(self, arrival: _Arrival, t: int) -> float:
-        """The lead of what may come a slot before the rest, where all has no room in slot t yet."""
-        served, unit, kind, _, size, pieces, _ = arrival
-        if len(pieces) == 1 or (unit, kind) in self.of_several:
-            return 0  # other stays have whole leads
-        if served > t + 1 and min(self.room[t + 1 : served]) < size:
-            return 0
-        fraction, _ = first_fraction(pieces, self.room[t] - self.standing)
-        return served - t - 1 + fraction if fraction else 0
 
     def tail(self, now: float) -> float:
         """The end of all updates, in the order in which they are made."""
@@ -633,7 +545,7 @@ class _Walk:
         most = self.standing + self.left_before[until - 1] - self.left_before[t]
         if size + care * most <= min(room[t + 1 : until]):
             return True
-        ends: list[tuple[float, int]] = [(one.ended, one.bytes) for one in self.out]
+        ends = [(ended, left.bytes) for ended, left in self.out]
         lanes: dict[int, float] = {}
         for slot in range(t + 1, until):
             for left in self.leaves[slot - 1]:
@@ -655,7 +567,7 @@ class _Walk:
         for unit in range(self.count):
             lead, drain = submitted.get((unit, 2), 0), drains.get((unit, True))
             # What comes back waits for all of it anyway.
-            if drain == end - 1 - unit - ceil(lead) - unit - 1:
+            if drain == end - 2 - 2 * unit - lead:
                 drain = None
             leads = submitted.get((unit, 0), 0), submitted.get((unit, 1), 0), lead
             late = unit in self.late

@@ -21,7 +21,7 @@ _Coming = Fetch | Gathered
 
 
 class ScheduleRule(NamedTuple):
-    """How far ahead to fetch, and how long to let bytes leave at first; in slots.
+    """Slots to fetch ahead, and slots to let bytes leave at first.
 
     A window of n + f is n slots, and one more for the fraction f of the bytes. Where steps overlap,
     the fraction `late` of the chunks is updated late.
@@ -287,7 +287,7 @@ def _lead(fetches: list[_Coming], free: list[int], depth: int) -> float:
 
 
 def _lead_of_one(fetch: _Coming, free: list[int], lead: int, depth: int) -> float:
-    """The same for one fetch that has a lead already. (Searches spend much of their time here.)"""
+    """The largest lead of one fetch that has some already. (Searches spend much time here.)"""
     size, slot = fetch.bytes, fetch.slot - lead
     first = max(fetch.earliest, fetch.slot - depth)
     while slot > first and free[slot - 1] >= size:

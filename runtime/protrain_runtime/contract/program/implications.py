@@ -1,4 +1,4 @@
-"""What a decision implies: what stands on the device and when, what moves, and what is worked.
+"""Implications of a decision: bytes on the device and when, moves, and updates.
 
 The one place that says so. The compiler makes moves of it, the memory count sums what stands, the
 planner's models take their coefficients from it. Of a placement, what moves follows from the
@@ -45,7 +45,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import FormCost, OptimizerCost, Profile
 
 PINNED: frozenset[StateTier] = frozenset({"host"})
-"""Where an accelerator copies from the memory, in regions of whole pages."""
+"""Tiers from whose memory an accelerator copies, in regions of whole pages."""
 
 STATE_REGIONS = 3
 """Optimizer states that a chunk keeps apart, at most: float32 parameters and AdamW's two."""
@@ -107,7 +107,7 @@ class Leaving(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """What stands in the device's update where the last slot leaves it.
+        """Bytes that stand in the device's update where the last slot leaves them.
 
         No slot waits for what goes to a tier. The update waits for sums: their shards are left.
         """
@@ -115,7 +115,7 @@ class Leaving(NamedTuple):
 
 
 class Staging(NamedTuple):
-    """What one chunk's update asks of the memory in which the optimizer runs, in bytes.
+    """Bytes that one chunk's update needs of the memory in which the optimizer runs.
 
     read_piece   of its largest piece that is read from disk
     width        per element by which a piece is larger than its even share
@@ -211,7 +211,7 @@ class StateOption:
 
     @property
     def tier(self) -> StateTier:
-        """Where the states are."""
+        """The tier of the states."""
         return "device" if isinstance(self.decision, Persistent) else self.decision.tier
 
     @property
@@ -226,7 +226,7 @@ class StateOption:
 
     @property
     def parameters_read(self) -> int:
-        """How often as many bytes as the gradients' are read with the states for an update.
+        """Gradient-sized buffers read with the states for an update.
 
         Parameters come with the states, and gradients where they were on the tier too.
         """
@@ -245,17 +245,17 @@ class StateOption:
 
     @property
     def arriving(self) -> tuple[Fetch, ...] | tuple[Gathered, ...]:
-        """What takes room on the device before its slot, if it comes ahead."""
+        """Moves that take room on the device before their slot, if they come ahead."""
         return self.gathers or self.fetches
 
     @property
     def leaving(self) -> Leaving | None:
-        """What stands on the device after its slot until it has left."""
+        """Bytes that stand on the device after their slot until they have left."""
         return self.scattered or self.gradients or self.in_place
 
 
 class Implications:
-    """What the decisions about a profile's units imply; each is worked out once."""
+    """Options of a profile's units with their implications; each is worked out once."""
 
     def __init__(self, profile: Profile, settings: StepSettings) -> None:
         self.profile, self.settings = profile, settings
@@ -271,7 +271,7 @@ class Implications:
         self._states: dict[tuple[int, Placement], StateOption] = {}
 
     def activations(self, index: int, decision: Activations) -> ActivationOption:
-        """Of a decision about the activations of unit `index`; KeyError where it has no costs."""
+        """The option of a decision about unit `index`'s activations; KeyError without costs."""
         if known := self._activations.get((index, decision)):
             return known
         cost = self.profile.units[index].cost(decision.form)
@@ -303,7 +303,7 @@ class Implications:
         return option
 
     def states(self, index: int, decision: Placement) -> StateOption:
-        """Of a placement of the states first used in unit `index`."""
+        """The option of a placement of the states first used in unit `index`."""
         if known := self._states.get((index, decision)):
             return known
         option = placed(
@@ -374,7 +374,7 @@ def placed(
     settings: StepSettings,
     device: DeviceKind,
 ) -> StateOption:
-    """What a placement of the chunk of unit `index`, of `count`, moves; without a profile's costs.
+    """Moves of a placement of the chunk of unit `index`, of `count`; without a profile's costs.
 
     On one device, its shard of a chunk is the chunk.
     """
@@ -456,7 +456,7 @@ def placed(
 def _tier_bytes(
     states: Offload, home: GradientHome, own: ChunkSize, device: DeviceKind
 ) -> dict[TierName, int]:
-    """What an offloaded chunk takes of tiers: its states, and gradients on their way."""
+    """Bytes that an offloaded chunk takes of tiers: its states, and gradients on their way."""
     found: dict[TierName, int] = {}
     tier, copies = states.tier, 1 + states.speculate
     for name in get_args(TierName):
@@ -477,7 +477,7 @@ def _tier_bytes(
 
 
 _MOST_KINDS = 8
-"""Of optimizer states: codes and scales of two states, in two sizes."""
+"""Kinds of optimizer states, at most: codes and scales of two states, in two sizes."""
 
 
 def _kinds_of_states(own: ChunkSize) -> int:
@@ -664,7 +664,7 @@ def staging_bytes(
 
 
 def device_staging_bytes(states: Sequence[StateOption], implications: "Implications") -> int:
-    """The same on the device, all the time: a CPU machine's memory is the device."""
+    """Bytes of staging on the device, all the time: a CPU machine's memory is the device."""
     profile = implications.profile
     below = 0 if is_accelerator(implications.device) else staging_bytes(states, profile)
     return below + staging_bytes(states, profile, on_device=True)
@@ -697,7 +697,7 @@ def tier_staging_bytes(
 def host_staging_bytes(
     activations: Sequence[ActivationOption], states: Sequence[StateOption], profile: Profile
 ) -> int:
-    """What passes through host memory beside an accelerator: to the optimizer, and to files."""
+    """Host bytes of staging beside an accelerator: to the optimizer, and to files."""
     sizes = [option.tier_bytes for options in (activations, states) for option in options]
     passing = PASSING_BYTES if any("disk" in one for one in sizes) else 0
     return staging_bytes(states, profile) + passing
