@@ -15,7 +15,7 @@ from typing import Literal
 from protrain_plan.simulation.rates import rates
 from protrain_runtime.contract.program.group import collective_seconds
 from protrain_runtime.contract.program.implications import BoundProgram, update_seconds
-from protrain_runtime.contract.program.program import Move
+from protrain_runtime.contract.program.program import UPDATE_ON_DEVICE, Move
 from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import StepSettings
 from protrain_runtime.contract.records.profile import Profile
@@ -161,12 +161,15 @@ def simulate(program: BoundProgram) -> Timeline:
     return Timeline(run.spans(), seconds, stall, run.stalls(), run.computed())
 
 
-def simulated_seconds(program: BoundProgram, *, within_s: float = inf) -> tuple[float, float]:
+def simulated_seconds(
+    program: BoundProgram, *, within_s: float = inf, lanes_at: float = 1.0
+) -> tuple[float, float]:
     """`step_seconds` and `stall_s` of the same run, without its spans.
 
+    Lanes run `lanes_at` this fraction of their speed; the device's own update keeps its.
     Infinity, where a step that finds nothing left by another already takes `within_s`.
     """
-    return _Simulation(program).run(within_s)
+    return _Simulation(program, lanes_at).run(within_s)
 
 
 def first_step_seconds(program: BoundProgram) -> float:
@@ -203,11 +206,14 @@ class _Simulation:
     that ends says which lanes it lets go on.
     """
 
-    def __init__(self, program: BoundProgram) -> None:
+    def __init__(self, program: BoundProgram, lanes_at: float = 1.0) -> None:
         self.program = program
         self.now = self.stall = self.began = 0.0
         moves = program.moves
         self.work = _work(program)
+        if lanes_at != 1.0:
+            speeds = (1.0 if move.lane == UPDATE_ON_DEVICE else lanes_at for move in moves)
+            self.work = [taken / speed for taken, speed in zip(self.work, speeds, strict=True)]
         self.after = [move.after for move in moves]
         # The moves of the step before that moves wait for. Of moves, these lists are of one step;
         # numbers go on from step to step.

@@ -15,7 +15,7 @@ thirty decisions in a hundred slots each, so that the integer programme is a sma
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import NamedTuple
 
 import pulp
@@ -36,6 +36,7 @@ from protrain_runtime.contract.program.implications import (
     NO_STAGING,
     ActivationOption,
     StateOption,
+    standing_bytes,
 )
 from protrain_runtime.contract.program.memory import base_bytes
 from protrain_runtime.contract.program.program import Lane, Way
@@ -199,14 +200,12 @@ class CountProgram(LinearModel):
         for slot in (0, problem.count - 1, problem.count, self.end - 1, self.end):
             terms = list(staging)
             for one in self.counted:
-                least = min(self._standing(unit, one, slot) for unit in one.units)
+                kind = int(isinstance(one.option, StateOption))
+                options = (self.problem.options[unit] for unit in one.units)
+                alike = ((each.activations, each.states)[kind][one.choice] for each in options)
+                least = min(standing_bytes(option, slot) for option in alike)
                 terms.append((one.number, least / self.byte_unit))
             self.row(f"memory_{slot}", terms, LE, 1.0 - base)
-
-    def _standing(self, unit: int, one: Counted, slot: int) -> int:
-        options = self.problem.options[unit]
-        kind = options.states if isinstance(one.option, StateOption) else options.activations
-        return sum(h.bytes for h in kind[one.choice].holdings if h.first <= slot <= h.last)
 
     def _add_lanes(self) -> None:
         """No step is shorter than a lane's work, or than that of a link's two directions."""
@@ -313,6 +312,19 @@ class Counting:
     def size(self) -> int:
         """Variables of the fluid model."""
         return len(self.fluid.pulp.variables())
+
+    def branch(self, *, max_nodes: int, gap: float, time_limit_s: float) -> dict[str, int] | None:
+        """Whole numbers by a search tree over the fluid model itself."""
+        self._solve(None)
+        answer = self._lp.solve(
+            integer=True, max_nodes=max_nodes, gap=gap, time_limit_s=time_limit_s
+        )
+        # At the smallest budget, where one plan is left, solvers may find none: infinity then.
+        if isfinite(answer.bound):
+            self.bound = max(self.bound, answer.bound)
+        if not answer.values:
+            return None
+        return {name: round(answer.values[name]) for name in self._counts}
 
     def amounts(self, margin: float = 0.0) -> Amounts | None:
         """The relaxation's amounts of options where a part of the device is left free.

@@ -126,7 +126,7 @@ class LinearModel:
     def _passing(self, limit: int) -> Terms:
         """The host memory that bytes on their way to disk and back pass through, where it matters.
 
-        See `implications.host_staging_bytes`.
+        See `implications.tier_staging_bytes`.
         """
         if "disk" not in self.problem.tiers or limit > SHORT_OF_PASSAGES * PASSING_BYTES:
             return []

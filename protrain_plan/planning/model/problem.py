@@ -26,7 +26,6 @@ from protrain_runtime.contract.program.implications import (
     BoundProgram,
     Implications,
     StateOption,
-    device_staging_bytes,
     tier_staging_bytes,
 )
 from protrain_runtime.contract.program.memory import base_bytes
@@ -546,8 +545,8 @@ class Problem:
                 change[slot] += size
             for slot, size in of_states[s]:
                 change[slot] += size
-        _, states = self._kinds(choice)
-        change[0] += device_staging_bytes(states, self.implied)
+        activations, states = self._kinds(choice)
+        change[0] += tier_staging_bytes("device", activations, states, self.implied)
         change[end] += round(max(state.device_workspace for state in states))
         # No slot is left that could wait for what the last one produced: that of the first unit.
         leaving = self.options[0].states[choice[0][1]].leaving

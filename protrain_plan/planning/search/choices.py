@@ -8,7 +8,7 @@ every slot.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from protrain_plan.planning.model.decision_model import COUNTED, LE, DecisionModel, Terms
 from protrain_plan.planning.model.options import Decision
@@ -25,14 +25,6 @@ from protrain_runtime.contract.records.plan import (
 
 Fractions = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Per unit: how much of each activation option and of each state option the model takes."""
-
-Amounts = tuple[Sequence[int], Sequence[int]]
-"""Of a class, how many units take each activation option, and each state option."""
-
-Relief = Literal["chunk below", "swap below", "no swap"]
-"""How a tier is relieved: a chunk, or activations, to the next one, or these not swapped at all."""
-
-RELIEFS: tuple[Relief, ...] = get_args(Relief)
 
 MAX_NODES = 300
 CERTAIN = 1e-4

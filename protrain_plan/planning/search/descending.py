@@ -16,7 +16,11 @@ from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, Rule
 from protrain_plan.planning.search.improving import changed
 from protrain_plan.planning.search.layouts import Move, choice_of, decided, reordered, steps
 from protrain_plan.planning.search.pacing import PLAIN, Pace
-from protrain_runtime.contract.program.implications import ActivationOption, StateOption
+from protrain_runtime.contract.program.implications import (
+    ActivationOption,
+    StateOption,
+    standing_bytes,
+)
 from protrain_runtime.contract.records.hardware import TierName
 
 LESS = 1e-4
@@ -50,10 +54,6 @@ class _Need(NamedTuple):
     tier: TierName | None
     slot: int
     beyond: int
-
-
-def _standing(option: ActivationOption | StateOption, slot: int) -> int:
-    return sum(held.bytes for held in option.holdings if held.first <= slot <= held.last)
 
 
 class Descent:
@@ -154,8 +154,8 @@ class Descent:
         has = [place for place, option in enumerate(decided(row)) if option == move.option]
         more = 0
         for place in (has[0], has[len(has) // 2], has[-1]):
-            more += _standing(options(place)[move.into], need.slot)
-            more -= _standing(options(place)[move.option], need.slot)
+            more += standing_bytes(options(place)[move.into], need.slot)
+            more -= standing_bytes(options(place)[move.option], need.slot)
         return more / 3
 
     # Steps downhill

@@ -1,7 +1,7 @@
 """Seconds of decisions: the fastest of several schedules, by the simulator."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf, isinf
 from typing import NamedTuple
 
@@ -139,26 +139,29 @@ def plans_of(
 
 
 def step_seconds(
-    problem: Problem, plans: Sequence[UnitPlan], *, within_s: float = inf
+    problem: Problem, plans: Sequence[UnitPlan], *, within_s: float = inf, lanes_at: float = 1.0
 ) -> tuple[float, float]:
     """A step's simulated seconds and those of its stalls, over all its micro-batches.
+
+    Lanes run `lanes_at` this fraction of their speed.
 
     Where updates are speculative, the mean of steps that are clipped, and others that are not.
     Infinity, where one that is not already takes `within_s`.
     """
     more = more_stall = 0.0
+    seconds_of = partial(simulated_seconds, lanes_at=lanes_at)
     if before := problem.settings.micro_batches - 1:
         rest = problem.program(plans, updating=False)
-        more, more_stall = simulated_seconds(rest, within_s=within_s / before)
+        more, more_stall = seconds_of(rest, within_s=within_s / before)
         if before * more >= within_s:
             return inf, inf
     program = problem.program(plans)
-    seconds, stall = simulated_seconds(program, within_s=within_s - before * more)
+    seconds, stall = seconds_of(program, within_s=within_s - before * more)
     if seconds + before * more >= within_s:
         return inf, inf
     share = problem.settings.clip_share if program.speculative else 0.0
     if share:
-        clipped, clipped_stall = simulated_seconds(problem.program(plans, clipped=True))
+        clipped, clipped_stall = seconds_of(problem.program(plans, clipped=True))
         # Which takes no less: it does the same, and more.
         seconds += share * max(0.0, clipped - seconds)
         stall += share * max(0.0, clipped_stall - stall)

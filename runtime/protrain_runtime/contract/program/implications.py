@@ -254,6 +254,11 @@ class StateOption:
         return self.scattered or self.gradients or self.in_place
 
 
+def standing_bytes(option: ActivationOption | StateOption, slot: int) -> int:
+    """Bytes of an option on the device in a slot."""
+    return sum(held.bytes for held in option.holdings if held.first <= slot <= held.last)
+
+
 class Implications:
     """Options of a profile's units with their implications; each is worked out once."""
 
@@ -663,44 +668,25 @@ def staging_bytes(
     return sum(largest.values())
 
 
-def device_staging_bytes(states: Sequence[StateOption], implications: "Implications") -> int:
-    """Bytes of staging on the device, all the time: a CPU machine's memory is the device."""
-    profile = implications.profile
-    below = 0 if is_accelerator(implications.device) else staging_bytes(states, profile)
-    return below + staging_bytes(states, profile, on_device=True)
-
-
-def tier_bytes(
-    tier: TierName,
-    activations: Sequence[ActivationOption],
-    states: Sequence[StateOption],
-    implications: Implications,
-) -> int:
-    """The most that a tier below the device holds: states, swapped activations, and staging."""
-    total = sum(option.tier_bytes.get(tier, 0) for option in activations)
-    total += sum(option.tier_bytes.get(tier, 0) for option in states)
-    return total + tier_staging_bytes(tier, activations, states, implications)
-
-
 def tier_staging_bytes(
-    tier: TierName,
+    tier: StateTier,
     activations: Sequence[ActivationOption],
     states: Sequence[StateOption],
     implications: Implications,
 ) -> int:
-    """The staging alone: of units that do the same, one is as much as all."""
-    if tier in PINNED and is_accelerator(implications.device):
-        return host_staging_bytes(activations, states, implications.profile)
-    return 0
+    """Bytes of staging on a tier, all the time: of units that do the same, one is as much as all.
 
-
-def host_staging_bytes(
-    activations: Sequence[ActivationOption], states: Sequence[StateOption], profile: Profile
-) -> int:
-    """Host bytes of staging beside an accelerator: to the optimizer, and to files."""
+    A CPU machine's memory is the device. Beside an accelerator, bytes pass through host memory to
+    the optimizer, and to files.
+    """
+    profile, accelerator = implications.profile, is_accelerator(implications.device)
+    if tier == "device":
+        below = 0 if accelerator else staging_bytes(states, profile)
+        return below + staging_bytes(states, profile, on_device=True)
+    if not accelerator or tier not in PINNED:
+        return 0
     sizes = [option.tier_bytes for options in (activations, states) for option in options]
-    passing = PASSING_BYTES if any("disk" in one for one in sizes) else 0
-    return staging_bytes(states, profile) + passing
+    return staging_bytes(states, profile) + PASSING_BYTES * any("disk" in one for one in sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -717,5 +703,11 @@ class BoundProgram(Program):
         return self.implications.profile
 
     def tier_bytes(self, tier: TierName) -> int:
-        """The most that a tier below the device holds."""
-        return tier_bytes(tier, self.activations, self.states, self.implications)
+        """The most that a tier below the device holds: states, swapped activations, staging."""
+        total = sum(option.tier_bytes.get(tier, 0) for option in self.activations)
+        total += sum(option.tier_bytes.get(tier, 0) for option in self.states)
+        return total + self.staging_bytes(tier)
+
+    def staging_bytes(self, tier: StateTier) -> int:
+        """Bytes of staging on a tier."""
+        return tier_staging_bytes(tier, self.activations, self.states, self.implications)

@@ -33,7 +33,6 @@ from protrain_runtime.contract.program.implications import (
     Holding,
     HoldingKind,
     StateOption,
-    device_staging_bytes,
 )
 from protrain_runtime.contract.program.program import (
     BLOCK_BYTES,
@@ -102,7 +101,7 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
         until = gone_after.get(move.unit, 0) if number in runs_on else 0
         if size and gone > end and until:
             yield Holding("leaving", move.unit, 0, until - 1, size)
-    if staging := device_staging_bytes(program.states, program.implications):
+    if staging := program.staging_bytes("device"):
         yield Holding("staging", 0, 0, end, staging)
     workspace = max(state.device_workspace for state in program.states)
     yield Holding("staging", 0, end, end, round(workspace))
