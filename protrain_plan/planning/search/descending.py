@@ -2,7 +2,7 @@
 
 A neighbour is looked at by the walk (`pacing`), which takes a millisecond. What the walk finds
 faster is simulated, and taken if it is. Cheap steps come first, with room made for them where they
-lack it; where none helps, two steps are tried together.
+lack it.
 """
 
 import random
@@ -25,9 +25,6 @@ from protrain_runtime.contract.records.hardware import TierName
 
 LESS = 1e-4
 """A step must be faster by this fraction."""
-
-PARTNERS = 6
-"""Second steps that are tried with a first one."""
 
 REPAIRS = 12
 """Steps that a layout may be away from one within the budgets."""
@@ -196,7 +193,7 @@ class Descent:
             prices = {move.layout: self.prices.of(move.layout) for move in near}
             near = [move for move in near if prices[move.layout] <= gap * PRICED]
             near.sort(key=lambda move: prices[move.layout])
-            for other in self._neighbours(near, open_to):
+            for other in self._neighbours(near):
                 if spent():
                     break
                 if found := faster(other):
@@ -278,27 +275,12 @@ class Descent:
                     break
         return best
 
-    def _neighbours(
-        self,
-        near: Sequence[Move],
-        open_to: Sequence[tuple[Sequence[int], Sequence[int]]],
-    ) -> Iterator[Layout]:
-        """One step away, with room made for it where it lacks; then two, of one that has room."""
-        with_room: list[Move] = []
+    def _neighbours(self, near: Sequence[Move]) -> Iterator[Layout]:
+        """Layouts one step away, with room made for it where it lacks."""
         for move in near:
             if self.problem.fits(choice_of(self.problem, move.layout)):
-                with_room.append(move)
                 yield move.layout
             elif not move.of_order:
                 self.num_walks += REPAIR
                 if repaired := self.repaired(move.layout, move):
                     yield repaired
-        for move in with_room:
-            if not move.of_order:
-                second = [
-                    other.layout
-                    for other in steps(move.layout, open_to)
-                    if (other.group, other.kind) != (move.group, move.kind)
-                ]
-                self.order.shuffle(second)
-                yield from second[:PARTNERS]
