@@ -1,4 +1,4 @@
-"""What a step spends its time and its memory on: a record for programs, sentences for people."""
+"""Reports of a step's time and memory: a record for programs, sentences for people."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from protrain_runtime.contract.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneReport:
-    """What a lane does in a step.
+    """A lane's work in a step.
 
     busy_s       seconds in which it runs something
     utilisation  busy_s as a fraction of the step
@@ -93,7 +93,7 @@ def report(program: BoundProgram) -> StepReport:
 
 
 def in_words(report: StepReport) -> list[str]:
-    """What limits the step's time and its memory, in two to four sentences."""
+    """Two to four sentences on what limits the step's time and its memory."""
     step = format_seconds(report.step_seconds)
     sentences = [f"compute never waits in the step of {step}"]
     if report.stall_by_cause:
@@ -160,7 +160,7 @@ def _lanes(program: BoundProgram, timeline: Timeline) -> tuple[LaneReport, ...]:
 
 
 def stall_cause(stall: Stall, move: Move) -> str:
-    """What compute waited for, to follow "for"."""
+    """The cause of a wait, to follow "for"."""
     what = carried(move.kind)
     match stall.reason:
         case "fetch":
@@ -176,7 +176,7 @@ def stall_cause(stall: Stall, move: Move) -> str:
 
 
 def carried(kind: MoveKind) -> str:
-    """What a move of this kind moves or works on."""
+    """The objects that a move of this kind moves or works on."""
     match kind:
         case "fetch" | "all-gather":
             return "parameters"

@@ -1,11 +1,7 @@
 """When each move of a programme starts and ends, with a profile's durations.
 
-An event-driven run: compute and every lane progress at a rate that depends on what else runs.
-Lanes in one direction of a link share its speed; its two directions keep `duplex` of theirs while
-both run; compute and a link's direction, the update lane or a collective keep their `Contention`
-fractions while both run, a link and a collective their `link_share` (factors multiply). Updates on
-the device take turns with compute: each has half of what compute would have alone. Between events
-all rates are constant, so the result is exact for this model.
+An event-driven run: compute and every lane progress at a rate that depends on what else runs (see
+`rates`). Between events all rates are constant, so the result is exact for this model.
 
 Where steps overlap, they run until one leaves to the next what it found itself: that step repeats.
 """
@@ -16,10 +12,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
+from protrain_plan.simulation.rates import rates
 from protrain_runtime.contract.program.group import collective_seconds
 from protrain_runtime.contract.program.implications import BoundProgram, update_seconds
-from protrain_runtime.contract.program.program import Lane, Move
-from protrain_runtime.contract.records.hardware import Contention, TierName, is_accelerator
+from protrain_runtime.contract.program.program import UPDATE_ON_DEVICE, Move
+from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import StepSettings
 from protrain_runtime.contract.records.profile import Profile
 
@@ -72,7 +69,7 @@ class Timeline:
 
 
 def move_seconds(move: Move, profile: Profile, settings: StepSettings) -> float:
-    """How long a move takes when nothing interferes: latency + bytes / bandwidth.
+    """Seconds of a move when nothing interferes: latency + bytes / bandwidth.
 
     The optimizer's step on a piece: piece_s + parameters / speed.
     """
@@ -164,12 +161,15 @@ def simulate(program: BoundProgram) -> Timeline:
     return Timeline(run.spans(), seconds, stall, run.stalls(), run.computed())
 
 
-def simulated_seconds(program: BoundProgram, *, within_s: float = inf) -> tuple[float, float]:
+def simulated_seconds(
+    program: BoundProgram, *, within_s: float = inf, lanes_at: float = 1.0
+) -> tuple[float, float]:
     """`step_seconds` and `stall_s` of the same run, without its spans.
 
+    Lanes run `lanes_at` this fraction of their speed; the device's own update keeps its.
     Infinity, where a step that finds nothing left by another already takes `within_s`.
     """
-    return _Simulation(program).run(within_s)
+    return _Simulation(program, lanes_at).run(within_s)
 
 
 def first_step_seconds(program: BoundProgram) -> float:
@@ -191,18 +191,6 @@ SAME_S = 1e-9
 _Rates = tuple[float, tuple[tuple[int, float], ...]]
 """The rates of compute and of each running lane, by its number, until the next event."""
 
-_Shared = TierName | Literal["optimizer", "network", "device"]
-
-
-def _way(lane: Lane) -> tuple[_Shared, bool]:
-    """What a lane shares with others: a link's tier and whether it goes inwards, or the optimizer.
-
-    States go inwards to an optimizer; its own lanes have no link. The lane of collectives is alone.
-    """
-    if lane.direction == "update" and lane.tier != "device":
-        return "optimizer", False
-    return lane.tier or "network", lane.direction in ("fetch", "read")
-
 
 def _alike(one: dict[int, float], other: dict[int, float]) -> bool:
     """Whether two steps leave the same work."""
@@ -218,11 +206,14 @@ class _Simulation:
     that ends says which lanes it lets go on.
     """
 
-    def __init__(self, program: BoundProgram) -> None:
-        self.program, self.profile = program, program.profile
+    def __init__(self, program: BoundProgram, lanes_at: float = 1.0) -> None:
+        self.program = program
         self.now = self.stall = self.began = 0.0
         moves = program.moves
         self.work = _work(program)
+        if lanes_at != 1.0:
+            speeds = (1.0 if move.lane == UPDATE_ON_DEVICE else lanes_at for move in moves)
+            self.work = [taken / speed for taken, speed in zip(self.work, speeds, strict=True)]
         self.after = [move.after for move in moves]
         # The moves of the step before that moves wait for. Of moves, these lists are of one step;
         # numbers go on from step to step.
@@ -329,7 +320,7 @@ class _Simulation:
         self._wait(ends if self.runs_on else moves, len(self.program.slots) + 1, "end")
 
     def spans(self) -> tuple[Span, ...]:
-        """What ran when: compute first, then the moves in the order of submission."""
+        """Spans of compute, then of the moves in the order of submission, by their ends."""
         spans = [
             Span(self.program.slot_name(index), "compute", start, end)
             for index, (start, end) in enumerate(self.computed())
@@ -385,10 +376,14 @@ class _Simulation:
     def _advance(self, compute_left: float | None) -> float:
         """To the next event; returns the compute work that is left then."""
         known = self.waiting_rates if compute_left is None else self.computing_rates
-        rates = known.get(self.bits)
-        if rates is None:
-            rates = known[self.bits] = self._rates(computing=compute_left is not None)
-        compute, lanes = rates
+        found = known.get(self.bits)
+        if found is None:
+            running = [n for n in range(len(self.lanes)) if self.bits >> n & 1]
+            ways = [self.lanes[n].way for n in running]
+            hardware, computing = self.program.profile.hardware, compute_left is not None
+            compute, of_lanes = rates(hardware, ways, computing=computing)
+            found = known[self.bits] = compute, tuple(zip(running, of_lanes, strict=True))
+        compute, lanes = found
         left = self.left
         step = _NEVER if compute_left is None else compute_left / compute
         for lane, rate in lanes:
@@ -408,42 +403,6 @@ class _Simulation:
             return 0.0
         compute_left -= step * compute
         return compute_left if compute_left > _CRUMB else 0.0
-
-    def _rates(self, *, computing: bool) -> _Rates:
-        hardware = self.profile.hardware
-        running = [n for n in range(len(self.lanes)) if self.bits >> n & 1]
-        ways = {n: _way(self.lanes[n]) for n in running}
-        compute, lanes, turns = 1.0, [], None
-        slowing: dict[object, Contention] = {}
-        joined = hardware.interconnect
-        shared = {tier for tier, _ in ways.values()} - {"optimizer", "device"}
-        for number in running:
-            tier, inwards = way = ways[number]
-            if tier == "device":
-                turns = number
-                continue
-            # Lanes in one direction of a link share it.
-            rate = 1.0 / list(ways.values()).count(way)
-            if tier == "optimizer":
-                contention = hardware.update_contention
-            elif tier == "network":
-                assert joined, "its moves take time, which this says"
-                contention = joined.contention
-            else:
-                contention = hardware.read_contention if inwards else hardware.write_contention
-                if (tier, not inwards) in ways.values():
-                    rate *= hardware.tier(tier).link.duplex
-            if joined and tier in shared and "network" in shared and len(shared) > 1:
-                rate *= joined.link_share
-            slowing[way] = contention
-            lanes.append((number, rate * contention.lane if computing else rate))
-        if computing:
-            for contention in slowing.values():
-                compute *= contention.compute
-        if turns is not None:
-            compute *= 0.5 if computing else 1.0
-            lanes.append((turns, compute))
-        return compute, tuple(lanes)
 
     def _end(self, lane: int) -> None:
         """The lane's move has ended: what waited for it may start."""

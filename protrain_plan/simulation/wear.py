@@ -15,7 +15,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wear:
-    """What the devices of a node write to its disks, in a step and in a day of such steps.
+    """Bytes that the devices of a node write to its disks, in a step and in a day of such steps.
 
     As much as is handed to the file system: its own blocks, and what the disk writes besides, are
     not known. Through the page cache not all of it may reach the disk.
@@ -31,7 +31,7 @@ class Wear:
 
 
 def wear(plan: Plan, profile: Profile) -> Wear | None:
-    """What the plan writes; None where it writes nothing, such as frozen weights that are read.
+    """The plan's writes; None where it writes nothing, such as frozen weights that are read.
 
     Of steps of which a part is clipped, the mean.
     """

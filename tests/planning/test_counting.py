@@ -14,12 +14,18 @@ from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan
-from protrain_plan.planning.search.evaluation import schedule, step_seconds
+from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.plan import Budgets, Persistent, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
-from tests.support.random_problems import PLENTY, random_choice, random_problem, random_rule
+from tests.support.random_problems import (
+    PLENTY,
+    random_choice,
+    random_problem,
+    random_rule,
+    schedule,
+)
 from tests.support.thinning import thinned
 
 DEVICE = 3_300 * MB

@@ -11,13 +11,19 @@ from protrain_plan.planning.model.fluid import Fluid, windows
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.search.choices import min_memory
-from protrain_plan.planning.search.evaluation import schedule, step_seconds
+from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.planning.search.scheduling import ScheduleRule
 from protrain_plan.simulation.timeline import _Simulation
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.plan import Budgets
 from tests.support.planning_cases import MB, decoder, gpu, random_profile, with_launches
-from tests.support.random_problems import PLENTY, random_choice, random_problem, random_rule
+from tests.support.random_problems import (
+    PLENTY,
+    random_choice,
+    random_problem,
+    random_rule,
+    schedule,
+)
 from tests.support.thinning import thinned
 
 

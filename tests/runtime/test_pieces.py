@@ -3,7 +3,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protrain_plan.planning.search.evaluation import schedule
 from protrain_plan.planning.search.scheduling import ScheduleRule
 from protrain_runtime.contract.program.program import (
     MAX_PIECES,
@@ -16,6 +15,7 @@ from protrain_runtime.contract.program.program import (
     written_share,
 )
 from tests.support.planning_cases import decoder, gpu
+from tests.support.random_problems import schedule
 
 SIZES = st.lists(st.integers(0, 10**10), min_size=1, max_size=40)
 

@@ -247,6 +247,29 @@ def test_an_update_runs_on_beside_the_next_forward(lead: int, period: float) -> 
     assert (update.start_s, update.end_s) == pytest.approx((period - 0.2, period + 0.3))
 
 
+def test_lanes_at_half_their_speed_are_those_of_a_machine_with_half_of_it() -> None:
+    profile, settings = two_units(machine()), StepSettings(piece_bytes=32 << 20)
+    tier = profile.hardware.tier("host")
+    link = replace(tier.link, read_bytes_per_s=0.5e9, write_bytes_per_s=0.5e9)
+    slow = replace(
+        profile,
+        hardware=replace(profile.hardware, tiers=(replace(tier, link=link),)),
+        optimizer=replace(
+            profile.optimizer,
+            host_parameters_per_s=profile.optimizer.host_parameters_per_s / 2,
+            host_piece_s=profile.optimizer.host_piece_s * 2,
+        ),
+    )
+    plans = [
+        UnitPlan(name=one.name, activations=Keep(), states=Offload(tier="host"))
+        for one in profile.units
+    ]
+    at_half, halved = bind(plans, Implications(profile, settings)), Implications(slow, settings)
+    expected = simulated_seconds(bind(plans, halved))
+    assert simulated_seconds(at_half)[0] < expected[0]
+    assert simulated_seconds(at_half, lanes_at=0.5) == pytest.approx(expected)
+
+
 def two_units_that_stream() -> Profile:
     """Two units whose states take a sixth of a second per GB, and 1 s of the device's optimizer."""
     profile = two_units(machine())

@@ -3,8 +3,15 @@
 import random
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.scheduling import ALL, ScheduleRule
-from protrain_runtime.contract.records.plan import ALONE, Budgets, StepSettings, Updates
+from protrain_plan.planning.search.evaluation import plans_of
+from protrain_plan.planning.search.scheduling import ALL, ScheduleRule, fill
+from protrain_runtime.contract.records.plan import (
+    ALONE,
+    Budgets,
+    StepSettings,
+    UnitPlan,
+    Updates,
+)
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import on_several
 
@@ -51,3 +58,13 @@ def random_rule(rng: random.Random) -> ScheduleRule:
         rng.choice([0, 0.3, 1, 1.6, 2, 5, ALL]),
         rng.choice([0, 0.3, 1, rng.random()]),
     )
+
+
+def schedule(
+    problem: Problem, choice: Choice, *, limit: int, rule: ScheduleRule
+) -> list[UnitPlan] | None:
+    """Full plans for the units whose device bytes stay within `limit`; None if there are none."""
+    free = [limit - total for total in problem.static_bytes(choice)]
+    if min(free) < 0:
+        return None
+    return list(plans_of(problem, choice, fill(problem, choice, free, rule)))

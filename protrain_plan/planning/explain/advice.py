@@ -6,13 +6,12 @@ from typing import NamedTuple
 from protrain_plan.planning.model.problem import AMPLE, Problem
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.search.choices import Leanest, min_memory
-from protrain_plan.planning.search.evaluation import schedule
-from protrain_plan.planning.search.scheduling import ScheduleRule
+from protrain_plan.planning.search.evaluation import plans_of
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.program.program import slot_words
 from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.plan import Budgets, Schedule
 from protrain_runtime.contract.units import exact_bytes, format_bytes
 
 _BESIDES = "besides tensors"
@@ -102,9 +101,8 @@ def _enough_of(tier: TierName, problem: Problem) -> Leanest | None:
 def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, int], ...]]:
     """The slot with the leanest choice's peak, in words, and what stands in it, largest first."""
     static = problem.static_bytes(lean.choice)
-    peak = max(static)
-    plans = schedule(problem, lean.choice, limit=peak, rule=ScheduleRule(0, 0))
-    assert plans, "the peak is enough for itself"
+    at_once = Schedule(swap_drain=0, update_drain=0)
+    plans = plans_of(problem, lean.choice, [at_once] * problem.count)
     slots = device_bytes(problem.program(plans))
     tightest = max(range(len(slots)), key=lambda t: (static[t], -t))
     name = slot_words(problem.profile.units, tightest)
@@ -120,7 +118,7 @@ def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, in
 
 
 def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple[str, ...]:
-    """What would bring the peak down, the largest occupant's remedies first."""
+    """Means that would bring the peak down, the largest occupant's remedies first."""
     besides = problem.profile.hardware.device.besides_bytes
     lines = [f"raise the device budget to {enough(lean.bytes + besides)}"]
     if problem.pins:

@@ -63,7 +63,7 @@ Kind = Literal["activations", "states"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLimit:
-    """How much of the step's time is a lane's doing. See [Note: shares]."""
+    """A lane's share of the step's time. See [Note: shares]."""
 
     resource: str  # "compute", "update", or a lane: "fetch host"
     share: float
@@ -71,7 +71,7 @@ class LaneLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """What a little more of a tier would save. See [Note: worth of memory].
+    """Seconds that a little more of a tier would save. See [Note: worth of memory].
 
     `where` are slots, with the plan's decisions as they are; "" means a new plan.
     """
@@ -141,7 +141,7 @@ class Explanation:
 
 
 def explain(profile: Profile, plan: Plan) -> Explanation:
-    """Why `plan`, made for `profile`, is as it is.
+    """Explain `plan`, which was made for `profile`.
 
     ProtrainError where the profile does not have the plan's units and decisions, or gives them
     more bytes than the plan's budgets.
@@ -209,7 +209,7 @@ def in_words(explanation: Explanation) -> list[str]:
 
 
 def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
-    """What limits the plan's decisions, then what limits every plan; none if HiGHS fails."""
+    """Limits of the plan's decisions, then those of every plan; none if HiGHS fails."""
     model = Fluid(problem)
     if not _solved(model.pulp):
         return
@@ -228,7 +228,7 @@ def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
 
 
 def _lane_limits(model: Fluid, choice: Choice) -> list[LaneLimit] | None:
-    """What the lanes take of a step with these decisions, which the model has from now on.
+    """Lanes' shares of a step with these decisions, which the model has from now on.
 
     None if HiGHS fails.
     """
@@ -243,7 +243,7 @@ def _lane_limits(model: Fluid, choice: Choice) -> list[LaneLimit] | None:
 
 
 def lanes_in_a_line(problem: Problem, choice: Choice) -> str:
-    """What makes up the step of the plan's decisions: "transfers to disk 87%, compute 13%"."""
+    """Lanes that make up the plan's step: "transfers to disk 87%, compute 13%"."""
     lanes = _lane_limits(Fluid(problem), choice) or []
     named = [limit for limit in lanes if limit.share >= NOTEWORTHY] or lanes[:1]
     return ", ".join(f"{lane_words(limit.resource)} {limit.share:.0%}" for limit in named)
@@ -256,7 +256,7 @@ def _solved(model: pulp.LpProblem) -> bool:
 
 
 def _seconds_per_gib(model: Fluid, dual: float) -> float:
-    """What a byte-unit's price in second-units means; more memory never costs time."""
+    """Seconds saved per GiB, from a row's dual; more memory never costs time."""
     saved = -dual if dual < -NEGLIGIBLE else 0.0
     return saved * model.second_unit / model.byte_unit * GIB
 
@@ -294,7 +294,9 @@ def _shares(model: Fluid) -> dict[str, float]:
     lanes: dict[str, str] = {}  # by the variable of what a lane does
     for phase in model.phases:
         for flow in phase.flows.values():
-            lanes.update((variable.name, flow.lane) for variable in (*flow.stall, *flow.compute))
+            lanes.update(
+                (variable.name, str(flow.way)) for variable in (*flow.stall, *flow.compute)
+            )
     gradients = {
         y.name: f"spill {state.gradients.tier}" if state.gradients else "collect"
         for _, state, y in model.each_state()
@@ -323,7 +325,7 @@ def _shares(model: Fluid) -> dict[str, float]:
 
 
 class _Burden(NamedTuple):
-    """What a decision has a unit do, in seconds; memory apart, the plain decision does least."""
+    """Seconds of a unit's work by a decision; memory apart, the plain decision does least."""
 
     compute_s: float
     transfer_s: float
@@ -364,7 +366,7 @@ class _Explainer:
         self._tie_s, self._gap_s = TIE * base.seconds, max(gap, TIE) * base.seconds
 
     def reason(self, units: Sequence[int]) -> GroupReason:
-        """What the group does and why: its middle unit is tried with every other decision."""
+        """The group's decisions and their reason: its middle unit is tried with every other one."""
         names = [self.problem.profile.units[index].name for index in units]
         options, (activation, state) = self.problem.options[units[0]], self.choice[units[0]]
         chosen, placed = options.activations[activation], options.states[state]
@@ -450,7 +452,7 @@ class _Explainer:
         return tuple(choice)
 
     def _plain(self, compared: Sequence[_Compared], *, many: bool) -> str:
-        """Why units do what is least work."""
+        """The reason of units that do what is least work."""
         if not compared:
             return f"nothing else is open to {'them' if many else 'it'}"
         extra = min(one.extra_s for one in compared)
@@ -460,7 +462,7 @@ class _Explainer:
         return words
 
     def _why(self, burden: _Burden, compared: Sequence[_Compared], *, many: bool) -> str:
-        """What excludes the decisions that are less work, and what the others cost."""
+        """The budgets that exclude decisions of less work, and the costs of the others."""
         less = sorted(
             (one for one in compared if one.burden.is_less_than(burden)),
             key=lambda one: one.burden,
@@ -536,7 +538,7 @@ def units_text(names: Sequence[str]) -> str:
 
 
 def lane_words(lane: str) -> str:
-    """What a lane does: "transfers from host"."""
+    """A lane in words: "transfers from host"."""
     if lane.startswith("update"):
         return "updates on the device" if lane.endswith("device") else "updates on the host"
     if lane == "collect":

@@ -13,7 +13,6 @@ until the numbers' own value is close to the bound. A number of thirty units tak
 thirty decisions in a hundred slots each, so that the integer programme is a small one.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -24,42 +23,43 @@ import pulp
 from protrain_plan.planning.model.decision_model import (
     COUNTED,
     EQ,
-    GE,
     LE,
-    SHORT_OF_PASSAGES,
+    Decided,
+    LinearModel,
     Terms,
 )
-from protrain_plan.planning.model.fluid import Fluid, crossing
+from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import LinearProgram, Solution, Stopped
+from protrain_plan.simulation.rates import crossing
 from protrain_runtime.contract.program.implications import (
     NO_STAGING,
     ActivationOption,
     StateOption,
-    staging_pieces,
+    standing_bytes,
 )
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import PASSING_BYTES
+from protrain_runtime.contract.program.program import Lane, Way
 from protrain_runtime.contract.records.hardware import is_accelerator
 
 SLACK = 1e-7
-"""What a slope gives away for the solver's tolerance, of the model's plain compute time: for each
+"""Slack of a slope for the solver's tolerance, in the model's plain compute time: for each
 decision of each unit, since slopes are as uncertain."""
 
 MAX_NODES = 400
-"""Of the search tree over the numbers of one round."""
+"""Nodes of the search over the numbers of one round."""
 
 EXCESS = 50.0
-"""What as much memory again as there is costs, in plain compute times: more than it is worth."""
+"""Price of as much memory again as there is, in plain compute times: more than it is worth."""
 
 _Binaries = Sequence[Sequence[pulp.LpVariable]]
 
 Numbers = Mapping[str, int]
-"""How many units take an option, by the name of the fluid model's variable that counts them."""
+"""Units that take an option, by the name of the fluid model's variable that counts them."""
 
 
 NO_SHARE = 1e-6
-"""Of a unit, what is none of it."""
+"""A fraction of a unit that counts as none of it."""
 
 
 class Row(NamedTuple):
@@ -70,7 +70,7 @@ class Row(NamedTuple):
     phase: float = 0.0
 
     def moved(self, option: int, into: int, count: int, *, before: bool) -> "Row":
-        """The same with `count` units of one option in another, next to them if it is new."""
+        """Return the row with `count` units of one option in another, next to them if it is new."""
         runs: list[tuple[int, int]] = []
         known = any(one == into for one, _ in self.runs)
         for one, number in self.runs:
@@ -84,21 +84,20 @@ class Row(NamedTuple):
 
 
 Layout = tuple[tuple[Row, Row], ...]
-"""Of each class the activations and the states."""
+"""The rows of each class: activations, then states."""
 
 
 class Amounts(NamedTuple):
-    """Of each class, activations and states by turns: units per option, and their mean place."""
+    """Units per option and their mean place, by class; activations and states by turns."""
 
     sums: list[dict[int, float]]
     places: list[dict[int, float]]
 
 
 class Prices(NamedTuple):
-    """What the relaxation says of options: `bound` is its value, in seconds.
+    """The relaxation's value `bound` in seconds, and its reduced costs of options.
 
-    Of each class, activations and states: the seconds by which a unit that takes the option lifts
-    it, at least.
+    By class, activations and states: the least seconds by which a unit with the option lifts it.
     """
 
     bound: float
@@ -133,21 +132,23 @@ class Counted:
     number: pulp.LpVariable
 
 
-class CountProgram:
+class CountProgram(LinearModel):
     """The integer programme of one problem's numbers."""
 
     def __init__(self, problem: Problem, fluid: Fluid, stopped: Stopped | None = None) -> None:
-        self.problem, self.second_unit = problem, fluid.second_unit
-        self.byte_unit = float(max(1, problem.device))
-        self.pulp = pulp.LpProblem("numbers", pulp.LpMinimize)
-        self._num_rows = 0
-        self.step = self.pulp.add_variable("step", 0.0)
+        super().__init__(problem, "numbers")
+        self.second_unit = fluid.second_unit
+        self.step = self.variable("step")
         self.counted = list(self._counted(fluid))
-        self._add_tiers()
         self._add_memory()
         self._add_lanes()
-        self.pulp.setObjective(pulp.LpAffineExpression([(self.step, 1.0)]))
+        for used in self.uses:
+            used.cat = pulp.LpInteger
+        self.minimise([(self.step, 1.0)])
         self.program = LinearProgram(self.pulp, stopped=stopped)
+
+    def each(self) -> Iterable[Decided]:
+        return ((one.option, one.number, one.units) for one in self.counted)
 
     def _counted(self, fluid: Fluid) -> Iterable[Counted]:
         """Every option of every class; those of units that are alone are binaries."""
@@ -177,124 +178,53 @@ class CountProgram:
                             )
                         )
                     # Every unit takes exactly one option.
-                    self._row([(one.number, 1.0) for one in found], EQ, len(units))
+                    terms: Terms = [(one.number, 1.0) for one in found]
+                    self.row(f"one_{kind}_{units[0]}", terms, EQ, len(units))
                     yield from found
 
-    def _row(self, terms: Terms, sense: int, right: float = 0.0) -> None:
-        merged: dict[pulp.LpVariable, float] = defaultdict(float)
-        for variable, factor in terms:
-            merged[variable] += factor
-        expression = pulp.LpAffineExpression(list(merged.items()))
-        self.pulp.addConstraint(
-            pulp.LpConstraint(expression, sense, f"row_{self._num_rows}", right)
-        )
-        self._num_rows += 1
-
-    def _states(self) -> list[tuple[Counted, StateOption]]:
-        return [(one, one.option) for one in self.counted if isinstance(one.option, StateOption)]
-
-    def _staging(self, *, on_device: bool) -> Terms:
-        """The bytes of `implications.staging_bytes`, of budgets; workspaces are rounded down."""
-        unit, name = self.byte_unit, "on_device_" if on_device else ""
-        fraction = self.problem.profile.optimizer.workspace_fraction
-        largest = {
-            part: self.pulp.add_variable(f"{name}{part}", 0.0)
-            for part in ("piece", "width", "workspace", "arriving")
-        }
-        for one, option in self._states():
-            needs = option.staging
-            if needs == NO_STAGING or option.updated_on_device != on_device:
-                continue
-            used = one.number
-            if len(one.units) > 1:  # 1 as soon as one unit takes it
-                used = self.pulp.add_variable(f"used_{one.name}", 0, 1, pulp.LpInteger)
-                self._row([(one.number, 1.0), (used, -len(one.units))], LE)
-            for part, size in (
-                ("piece", needs.read_piece),
-                ("width", needs.width),
-                ("workspace", needs.workspace * fraction - 1),
-                ("arriving", 0 if on_device else needs.arriving),
-            ):
-                if size > 0:
-                    self._row([(largest[part], 1.0), (used, -size / unit)], GE)
-        count = staging_pieces(on_device=on_device)
-        return [
-            (largest["piece"], float(count)),
-            (largest["width"], float(count * self.problem.profile.optimizer.cut_elements)),
-            (largest["workspace"], 1.0),
-            (largest["arriving"], 2.0),
-        ]
-
-    def _add_tiers(self) -> None:
-        """States, swapped activations and gradients in passing fit each tier's budget."""
-        beside = is_accelerator(self.problem.implied.device)
-        self.below = self._staging(on_device=False)
-        for tier, limit in self.problem.tiers.items():
-            terms: Terms = [
-                (one.number, one.option.tier_bytes[tier] / self.byte_unit)
-                for one in self.counted
-                if one.option.tier_bytes.get(tier)
-            ]
-            if tier == "host" and beside:
-                terms += [*self.below, *self._passing(limit)]
-            self._row(terms, LE, limit / self.byte_unit)
-
-    def _passing(self, limit: int) -> Terms:
-        """See `DecisionModel`."""
-        if "disk" not in self.problem.tiers or limit > SHORT_OF_PASSAGES * PASSING_BYTES:
-            return []
-        passes = self.pulp.add_variable("passes", 0, 1, pulp.LpInteger)
-        for one in self.counted:
-            if "disk" in one.option.tier_bytes:
-                self._row([(one.number, 1.0), (passes, -len(one.units))], LE)
-        return [(passes, PASSING_BYTES / self.byte_unit)]
-
     def _add_memory(self) -> None:
-        """In some slots: what any units that take an option hold at least, whichever they are."""
-        problem, end = self.problem, 2 * self.problem.count
-        staging: Terms = [] if is_accelerator(problem.implied.device) else list(self.below)
-        if any(option.updated_on_device for _, option in self._states()):
-            staging += self._staging(on_device=True)
+        """Each tier, and in some slots what any units that take an option hold at least."""
+        problem, used = self.problem, list[tuple[StateOption, pulp.LpVariable]]()
+        for one in self.counted:
+            option, number, most = one.option, one.number, len(one.units)
+            if isinstance(option, StateOption) and option.staging != NO_STAGING:
+                if most > 1:
+                    number = self.used(f"used_{one.name}", [(number, most)])
+                used.append((option, number))
+        below = self.staging(used, on_device=False)
+        self.add_tiers(below)
+        staging: Terms = [] if is_accelerator(problem.implied.device) else below
+        if any(option.updated_on_device for option, _ in used):
+            staging = [*staging, *self.staging(used, on_device=True)]
         base = base_bytes(problem.profile, problem.settings) / self.byte_unit
-        for slot in (0, problem.count - 1, problem.count, end - 1, end):
+        for slot in (0, problem.count - 1, problem.count, self.end - 1, self.end):
             terms = list(staging)
             for one in self.counted:
-                least = min(self._standing(unit, one, slot) for unit in one.units)
+                kind = int(isinstance(one.option, StateOption))
+                options = (self.problem.options[unit] for unit in one.units)
+                alike = ((each.activations, each.states)[kind][one.choice] for each in options)
+                least = min(standing_bytes(option, slot) for option in alike)
                 terms.append((one.number, least / self.byte_unit))
-            self._row(terms, LE, 1.0 - base)
-
-    def _standing(self, unit: int, one: Counted, slot: int) -> int:
-        options = self.problem.options[unit]
-        kind = options.states if isinstance(one.option, StateOption) else options.activations
-        return sum(h.bytes for h in kind[one.choice].holdings if h.first <= slot <= h.last)
+            self.row(f"memory_{slot}", terms, LE, 1.0 - base)
 
     def _add_lanes(self) -> None:
         """No step is shorter than a lane's work, or than that of a link's two directions."""
-        lanes, last = self.problem.lane_seconds, self.problem.count - 1
-        busy: dict[str, Terms] = defaultdict(list)
-        for one in self.counted:
-            if isinstance(one.option, StateOption):
-                seconds = lanes.of_states(one.option)
-                if not one.option.updated_on_device:
-                    moved = lanes.moved_states(one.option)
-                    for way, states in (("from_disk", "read"), ("to_disk", "write")):
-                        busy[f"all {way}"].append((one.number, moved.get(states, 0.0)))
-            else:
-                seconds = lanes.of_activations(one.option, last=one.units == (last,))
-            for lane, taken in seconds.items():
-                busy[lane].append((one.number, taken / self.second_unit))
+        busy, hardware = self.busy(self.second_unit), self.problem.profile.hardware
         step = (self.step, -1.0)
-        for lane in lanes.lanes:
-            self._row([*busy[lane], step], LE)
-        for tier in self.problem.profile.hardware.tiers:
-            k = crossing(tier.link.duplex)
-            ways = []
-            for way in (f"from_{tier.name}", f"to_{tier.name}"):
-                more = [(n, taken / self.second_unit) for n, taken in busy[f"all {way}"]]
-                ways.append([*busy[way], *more])
+        for lane, terms in busy.items():
+            self.row(f"busy_{lane}".replace(" ", "_"), [*terms, step], LE)
+        shared = {lane: list(terms) for lane, terms in busy.items()}
+        for option, number, _ in self.each():
+            if isinstance(option, StateOption) and not option.updated_on_device:
+                for lane, taken in self.problem.lane_seconds.moved_states(option).items():
+                    if isinstance(lane, Lane):  # of states, which share the link
+                        shared[lane.way].append((number, taken / self.second_unit))
+        for tier in hardware.tiers:
+            ways = Way(tier.name, True), Way(tier.name)
             for first, second in (ways, ways[::-1]):
-                crossed = [(variable, k * taken) for variable, taken in second]
-                self._row([*first, *crossed, step], LE)
+                k = crossing(hardware, first, second)
+                crossed = [(variable, k * taken) for variable, taken in shared[second]]
+                self.row(f"link_{first}".replace(" ", "_"), [*shared[first], *crossed, step], LE)
 
     def learn(self, value: float, slopes: Mapping[str, float], at: Mapping[str, float]) -> None:
         """Add what the fluid model's value and slopes say of all numbers, from those it is `at`."""
@@ -404,7 +334,7 @@ class Counting:
         return self._amounts(self._solve(None, margin).values)
 
     def amounts_with(self, numbers: Numbers) -> Amounts | None:
-        """The same where so many units take each option."""
+        """The relaxation's amounts where so many units take each option."""
         return self._amounts(self._solve(numbers).values)
 
     def _amounts(self, values: Mapping[str, float]) -> Amounts | None:

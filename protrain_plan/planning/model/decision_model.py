@@ -15,18 +15,20 @@ from protrain_plan.planning.model.solver import Stopped, solve
 from protrain_runtime.contract.program.implications import (
     NO_STAGING,
     ActivationOption,
-    Holding,
     StateOption,
-    staging_pieces,
+    staging_parts,
 )
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import PASSING_BYTES
+from protrain_runtime.contract.program.program import PASSING_BYTES, Lane, Way
 from protrain_runtime.contract.records import activations_text, states_text
 from protrain_runtime.contract.records.files import replace_text
 from protrain_runtime.contract.records.hardware import TierName, is_accelerator
 from protrain_runtime.contract.records.plan import Offload, Placement
 
 Terms = list[tuple[pulp.LpVariable, float]]
+
+Decided = tuple[ActivationOption | StateOption, pulp.LpVariable, Sequence[int]]
+"""An option, the variable that says how many units take it, and these units."""
 
 LE, EQ, GE = pulp.LpConstraintLE, pulp.LpConstraintEQ, pulp.LpConstraintGE
 
@@ -37,27 +39,129 @@ SHORT_OF_PASSAGES = 100
 """A host budget of more passages than that is not decided by one of them."""
 
 
-class DecisionModel:
-    """The decisions of one problem as binaries, and their bytes; `pulp` holds the model."""
+class LinearModel:
+    """Rows and variables of one problem's decisions; bytes are fractions of the device's budget."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, name: str) -> None:
         self.problem = problem
         self.end = 2 * problem.count
         self.byte_unit = float(max(1, problem.device))
-        self.pulp = pulp.LpProblem("protrain_plan", pulp.LpMinimize)
+        self.pulp = pulp.LpProblem(name, pulp.LpMinimize)
+        self.uses: list[pulp.LpVariable] = []
+
+    def each(self) -> Iterable[Decided]:
+        """Every option with the units that it is counted of."""
+        raise NotImplementedError
+
+    def variable(self, name: str) -> pulp.LpVariable:
+        """A continuous variable >= 0."""
+        return self.pulp.add_variable(name, 0.0)
+
+    def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
+        """Add `sum of terms (sense) right` under a name."""
+        merged: dict[pulp.LpVariable, float] = defaultdict(float)
+        for variable, factor in terms:
+            merged[variable] += factor
+        row = pulp.LpConstraint(pulp.LpAffineExpression(list(merged.items())), sense, name, right)
+        self.pulp.addConstraint(row)
+        return row
+
+    def minimise(self, terms: Terms) -> None:
+        """Make the sum of the terms what the solver minimises."""
+        self.pulp.setObjective(pulp.LpAffineExpression(terms))
+
+    def used(self, name: str, numbers: Iterable[tuple[pulp.LpVariable, int]]) -> pulp.LpVariable:
+        """A variable that is 1 as soon as any of the numbers, each of so many units, is not 0."""
+        found = self.pulp.add_variable(name, 0, 1)
+        for number, most in numbers:
+            self.row(f"{name}_{number.name}", [(found, float(most)), (number, -1.0)], GE)
+        self.uses.append(found)
+        return found
+
+    def staging(
+        self, used: Sequence[tuple[StateOption, pulp.LpVariable]], *, on_device: bool
+    ) -> Terms:
+        """The bytes of `implications.staging_bytes`, of options with whether they are used.
+
+        Sizes there are rounded to whole bytes, so that one byte less of a fraction is safe.
+        """
+        prefix, optimizer = "on_device_" if on_device else "", self.problem.profile.optimizer
+        each = [staging_parts(state, optimizer, on_device=on_device) for state, _ in used]
+        staging: Terms = []
+        for part in zip(*each, strict=True):
+            name, _, times = part[0]
+            sizes = [size - (name == "workspace") for _, size, _ in part]
+            ones = [one for _, one in used]
+            staging.append((self.maximum(f"{prefix}{name}", sizes, ones), float(times)))
+        return staging
+
+    def maximum(
+        self, name: str, sizes: Iterable[float], used: Iterable[pulp.LpVariable]
+    ) -> pulp.LpVariable:
+        """A variable at least as large as the largest of the sizes used."""
+        largest = self.variable(name)
+        for number, (size, one) in enumerate(zip(sizes, used, strict=True)):
+            if size > 0:
+                terms = [(largest, 1.0), (one, -size / self.byte_unit)]
+                self.row(f"{name}_{number}", terms, GE)
+        return largest
+
+    def tier_terms(self, tier: TierName) -> Terms:
+        """Bytes on a tier below the device, staging apart."""
+        return [
+            (number, size / self.byte_unit)
+            for option, number, _ in self.each()
+            if (size := option.tier_bytes.get(tier, 0))
+        ]
+
+    def add_tiers(self, staging: Terms) -> None:
+        """States, swapped activations and gradients in passing fit each tier's budget."""
+        accelerator = is_accelerator(self.problem.implied.device)
+        for tier, limit in self.problem.tiers.items():
+            terms = self.tier_terms(tier)
+            if tier == "host" and accelerator:
+                terms += [*staging, *self._passing(limit)]
+            self.row(f"budget_{tier}", terms, LE, limit / self.byte_unit)
+
+    def _passing(self, limit: int) -> Terms:
+        """The host memory that bytes on their way to disk and back pass through, where it matters.
+
+        See `implications.tier_staging_bytes`.
+        """
+        if "disk" not in self.problem.tiers or limit > SHORT_OF_PASSAGES * PASSING_BYTES:
+            return []
+        on_disk = ((n, len(units)) for o, n, units in self.each() if "disk" in o.tier_bytes)
+        return [(self.used("passes", on_disk), PASSING_BYTES / self.byte_unit)]
+
+    def busy(self, second_unit: float = 1.0) -> dict[Way | Lane | str, Terms]:
+        """The seconds that decisions take of each lane at least."""
+        lanes, last = self.problem.lane_seconds, (self.problem.count - 1,)
+        busy: dict[Way | Lane | str, Terms] = {lane: [] for lane in lanes.lanes}
+        for option, number, units in self.each():
+            if isinstance(option, StateOption):
+                seconds = lanes.of_states(option)
+            else:
+                seconds = lanes.of_activations(option, last=tuple(units) == last)
+            for lane, taken in seconds.items():
+                busy[lane].append((number, taken / second_unit))
+        return busy
+
+
+class DecisionModel(LinearModel):
+    """The decisions of one problem as binaries, and their bytes slot by slot."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem, "protrain_plan")
         self.activations: list[list[pulp.LpVariable]] = []
         self.states: list[list[pulp.LpVariable]] = []
-        self.uses: list[pulp.LpVariable] = []
         for unit, options in enumerate(problem.options):
-            for kind, into, decisions in (
-                (
-                    "act",
-                    self.activations,
-                    [activations_text(o.decision) for o in options.activations],
-                ),
-                ("states", self.states, [_state_name(o.decision) for o in options.states]),
+            acts = [activations_text(option.decision) for option in options.activations]
+            states = [_state_name(option.decision) for option in options.states]
+            for kind, into, words in (
+                ("act", self.activations, acts),
+                ("states", self.states, states),
             ):
-                names = (words.replace(" ", "_").replace("-", "_") for words in decisions)
+                names = (one.replace(" ", "_").replace("-", "_") for one in words)
                 chosen = [
                     self.pulp.add_variable(f"{kind}_{unit}_{name}", 0, 1, pulp.LpInteger)
                     for name in names
@@ -75,26 +179,15 @@ class DecisionModel:
             return "end"
         return f"f{slot}" if slot < count else f"b{self.end - 1 - slot}"
 
-    def variable(self, name: str) -> pulp.LpVariable:
-        """A continuous variable >= 0."""
-        return self.pulp.add_variable(name, 0.0)
-
     def per_slot(self, name: str) -> list[pulp.LpVariable]:
         """One variable for each slot, the device's update included."""
         return [self.variable(f"{name}_{self.slot_name(t)}") for t in range(self.end + 1)]
 
-    def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
-        """Add `sum of terms (sense) right` under a name."""
-        merged: dict[pulp.LpVariable, float] = defaultdict(float)
-        for variable, factor in terms:
-            merged[variable] += factor
-        row = pulp.LpConstraint(pulp.LpAffineExpression(list(merged.items())), sense, name, right)
-        self.pulp.addConstraint(row)
-        return row
-
-    def minimise(self, terms: Terms) -> None:
-        """Make the sum of the terms what the solver minimises."""
-        self.pulp.setObjective(pulp.LpAffineExpression(terms))
+    def each(self) -> Iterable[Decided]:
+        for unit, option, x in self.each_activation():
+            yield option, x, (unit,)
+        for unit, state, y in self.each_state():
+            yield state, y, (unit,)
 
     def each_activation(self) -> Iterable[tuple[int, ActivationOption, pulp.LpVariable]]:
         """(unit, option, its binary)."""
@@ -144,29 +237,20 @@ class DecisionModel:
         Also the budgets of the other tiers, since staging buffers stand in one or the other.
         """
         problem, unit = self.problem, self.byte_unit
-        # Staging is made of maxima over chunks; sizes are rounded to whole bytes, so one byte less
-        # than the sum is safe.
         used = self._used_states()
-        staging = self._staging(used, on_device=False)
-        device_workspace = self._maximum(
-            "device_workspace",
-            (((state.device_workspace - 1) / unit, y) for state, y in used),
-        )
+        staging = self.staging(used, on_device=False)
+        sizes = [state.device_workspace - 1 for state, _ in used]
+        device_workspace = self.maximum("device_workspace", sizes, [y for _, y in used])
         change: list[Terms] = [[] for _ in range(self.end + 2)]
 
-        def stand(holdings: Iterable[Holding], binary: pulp.LpVariable) -> None:
-            for held in holdings:
-                change[held.first].append((binary, held.bytes / unit))
-                change[held.last + 1].append((binary, -held.bytes / unit))
-
-        for _, activation, x in self.each_activation():
-            stand(activation.holdings, x)
-        for _, state, y in self.each_state():
-            stand(state.holdings, y)
+        for option, one, _ in self.each():
+            for held in option.holdings:
+                change[held.first].append((one, held.bytes / unit))
+                change[held.last + 1].append((one, -held.bytes / unit))
         if not is_accelerator(problem.implied.device):
             change[0] += staging
         if any(state.updated_on_device for state, _ in used):
-            change[0] += self._staging(used, on_device=True)
+            change[0] += self.staging(used, on_device=True)
         change[self.end].append((device_workspace, 1.0))
         memory = self.per_slot("m")
         for t, m in enumerate(memory):
@@ -175,53 +259,8 @@ class DecisionModel:
             base = base_bytes(problem.profile, problem.settings) / unit if t == 0 else 0.0
             terms = [(m, 1.0), *before, *((x, -size) for x, size in change[t])]
             self.row(f"static_{self.slot_name(t)}", terms, EQ, base)
-        for tier, limit in problem.tiers.items():
-            # States, swapped activations and gradients in passing fit the tier's budget.
-            terms = self.tier_terms(tier)
-            if tier == "host" and is_accelerator(problem.implied.device):
-                terms += [*staging, *self._passing(limit)]
-            self.row(f"budget_{tier}", terms, LE, limit / unit)
+        self.add_tiers(staging)
         return memory
-
-    def _passing(self, limit: int) -> Terms:
-        """The host memory that bytes on their way to disk and back pass through, where it matters.
-
-        See `implications.host_staging_bytes`.
-        """
-        if "disk" not in self.problem.tiers or limit > SHORT_OF_PASSAGES * PASSING_BYTES:
-            return []
-        passes = self.pulp.add_variable("passes", 0, 1)
-        self.uses.append(passes)
-        every = [(x, o.tier_bytes) for _, o, x in self.each_activation()]
-        every += [(y, o.tier_bytes) for _, o, y in self.each_state()]
-        for one, sizes in every:
-            if "disk" in sizes:
-                self.row(f"passes_{one.name}", [(passes, 1.0), (one, -1.0)], GE)
-        return [(passes, PASSING_BYTES / self.byte_unit)]
-
-    def _staging(
-        self, used: Sequence[tuple[StateOption, pulp.LpVariable]], *, on_device: bool
-    ) -> Terms:
-        """The bytes of `implications.staging_bytes`."""
-        unit, prefix = self.byte_unit, "on_device_" if on_device else ""
-        fraction = self.problem.profile.optimizer.workspace_fraction
-        needs = [(state.staging, y) for state, y in used if state.updated_on_device == on_device]
-        pieces = self._maximum(f"{prefix}piece", ((n.read_piece / unit, y) for n, y in needs))
-        widths = self._maximum(f"{prefix}width", ((n.width / unit, y) for n, y in needs))
-        workspace = self._maximum(
-            f"{prefix}workspace",
-            (((need.workspace * fraction - 1) / unit, y) for need, y in needs),
-        )
-        count = staging_pieces(on_device=on_device)
-        staging: Terms = [
-            (pieces, float(count)),
-            (widths, float(count * self.problem.profile.optimizer.cut_elements)),
-            (workspace, 1.0),
-        ]
-        if not on_device:
-            arriving = ((state.staging.arriving / unit, y) for state, y in used)
-            staging.append((self._maximum("arriving", arriving), 2.0))
-        return staging
 
     def add_needs(self) -> list[Terms]:
         """`add_memory`, and in each slot the bytes that the decisions need at least."""
@@ -247,31 +286,9 @@ class DecisionModel:
                     used += [(option, self.states[unit][k]) for unit in units]
                 elif option.staging != NO_STAGING or option.device_workspace:
                     name = f"used_{number}_{y.name.split('_', 2)[2]}"
-                    some = self.pulp.add_variable(name, 0, 1)
-                    for unit in units:
-                        # Whoever takes an option makes it a used one.
-                        terms = [(some, 1.0), (self.states[unit][k], -1.0)]
-                        self.row(f"{name}_{unit}", terms, GE)
-                    self.uses.append(some)
+                    some = self.used(name, ((self.states[unit][k], 1) for unit in units))
                     used.append((option, some))
         return used
-
-    def _maximum(
-        self, name: str, sizes: Iterable[tuple[float, pulp.LpVariable]]
-    ) -> pulp.LpVariable:
-        """A variable at least as large as the largest of the sizes used."""
-        largest = self.variable(name)
-        for number, (size, used) in enumerate(sizes):
-            if size > 0:
-                terms = [(largest, 1.0), (used, -size)]
-                self.row(f"{name}_{number}", terms, GE)
-        return largest
-
-    def tier_terms(self, tier: TierName) -> Terms:
-        """Bytes on a tier below the device, staging apart."""
-        sizes = [(x, o.tier_bytes.get(tier, 0)) for _, o, x in self.each_activation()]
-        sizes += [(y, o.tier_bytes.get(tier, 0)) for _, o, y in self.each_state()]
-        return [(variable, size / self.byte_unit) for variable, size in sizes if size]
 
     # Reading and writing
 
@@ -291,7 +308,7 @@ class DecisionModel:
 
 
 def _state_name(decision: Placement) -> str:
-    """What a placement is called in the model, whose columns the solver's interface sorts by name.
+    """A placement's name in the model, whose columns the solver's interface sorts by name.
 
     Among plans that are equally good the solver's choice depends on that order, so that these
     names are no matter of wording: another name may mean another plan.
@@ -309,22 +326,13 @@ def least_lane_seconds(problem: Problem, *, stopped: Stopped | None = None) -> f
     The fluid model knows when bytes are needed, and its bound is tighter; for a hundred units on a
     machine with two tiers it takes half a minute, and this a second.
     """
-    model, lanes = DecisionModel(problem), problem.lane_seconds
+    model = DecisionModel(problem)
     for t, terms in enumerate(model.add_needs()):
         # What the decisions alone need in a slot fits the device.
         model.row(f"fits_{model.slot_name(t)}", terms, LE, 1.0)
     busiest = model.variable("step")
-    busy: dict[str, Terms] = {lane: [] for lane in lanes.lanes}
-    for unit, activation, x in model.each_activation():
-        for lane, seconds in lanes.of_activations(
-            activation, last=unit == problem.count - 1
-        ).items():
-            busy[lane].append((x, seconds))
-    for _, state, y in model.each_state():
-        for lane, seconds in lanes.of_states(state).items():
-            busy[lane].append((y, seconds))
-    for lane, terms in busy.items():
-        model.row(f"busy_{lane}", [*terms, (busiest, -1.0)], LE)
+    for lane, terms in model.busy().items():
+        model.row(f"busy_{lane}".replace(" ", "_"), [*terms, (busiest, -1.0)], LE)
     model.minimise([(busiest, 1.0)])
     answer = solve(model.pulp, integer=False, stopped=stopped)
     if answer.status == "infeasible":

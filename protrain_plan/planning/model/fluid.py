@@ -40,13 +40,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import pulp
 
 from protrain_plan.planning.model.decision_model import EQ, GE, LE, DecisionModel, Terms
 from protrain_plan.planning.model.problem import Problem
-from protrain_runtime.contract.records.hardware import Contention, TierName
+from protrain_plan.simulation.rates import contention, crossing, rates
+from protrain_runtime.contract.program.program import NETWORK, UPDATE_ON_DEVICE, UPDATES, Way
 
 
 class Chain(NamedTuple):
@@ -67,7 +68,7 @@ _UPDATES = (*BELOW, *ON_DEVICE)
 """The flows that may run on into the next step."""
 
 BOUND_TOLERANCE = 1e-6
-"""What the bound gives away for the solver's feasibility tolerance (1e-7) and rounded pieces."""
+"""Slack of the bound for the solver's feasibility tolerance (1e-7) and rounded pieces."""
 
 
 @dataclass(slots=True)
@@ -78,7 +79,7 @@ class Flow:
     `rate` turns its unit (bytes / M, or seconds) into fractions of the plain compute time.
     """
 
-    lane: str  # "fetch host", "spill host", "update", "update on device", "collect"
+    way: Way
     ahead: bool
     stall: list[pulp.LpVariable]
     compute: list[pulp.LpVariable]
@@ -89,36 +90,8 @@ class Flow:
     amounts: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))  # of a window
 
 
-class LaneFlows(NamedTuple):
-    """What runs on a lane beside compute, and the link that it shares."""
-
-    name: str
-    link: TierName | Literal["network"] | None  # None: the optimizer on the host
-    duplex: float
-    contention: Contention
-    flows: list[Flow]
-
-
-def rates_of(running: Sequence[LaneFlows], link_share: float) -> tuple[float, dict[str, float]]:
-    """The rates of compute, and of each lane, while these lanes run."""
-    compute, lanes = 1.0, {}
-    links = [lane.link for lane in running if lane.link is not None]
-    crossed = "network" in links and set(links) != {"network"}
-    for lane in running:
-        compute *= lane.contention.compute
-        shared = lane.link is not None and links.count(lane.link) == 2
-        lanes[lane.name] = lane.contention.lane * (lane.duplex if shared else 1.0)
-        if crossed and lane.link is not None:
-            lanes[lane.name] *= link_share
-    return compute, lanes
-
-
-def crossing(share: float) -> float:
-    """What a second of another lane takes of this one's, if both keep `share` of their speed.
-
-    Exact for shares >= 1/2, optimistic below.
-    """
-    return min(1.0, 1 / share - 1)
+def _word(way: Way) -> str:
+    return str(way).replace(" ", "_")
 
 
 class ForwardBackward:
@@ -136,8 +109,11 @@ class ForwardBackward:
         self.several = self.problem.settings.group.num_devices > 1
         self.overlap = updating and self.problem.settings.overlap_steps
         self.network = self.problem.lane_seconds.network
-        joined = self.problem.profile.hardware.interconnect
-        self.link_share = joined.link_share if joined else 1.0
+        self.hardware = self.problem.profile.hardware
+        # What runs beside compute, but for updates on the device, which take turns with it.
+        tiers = self.hardware.tiers
+        self.ways = [Way(tier.name, inwards) for tier in tiers for inwards in (True, False)]
+        self.ways += [UPDATES] * bool(tiers) + [NETWORK] * self.several
         self.on_device = updating and any(o.updated_on_device for _, o, _ in model.each_state())
         self.held_per_written: dict[str, float] = {}
         self._add_flows()
@@ -162,55 +138,53 @@ class ForwardBackward:
     def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
         return self.model.row(f"{self.prefix}{name}", terms, sense, right)
 
-    def _add_flow(self, name: str, lane: str, names: str, rate: float, *, ahead: bool) -> None:
+    def _add_flow(
+        self, name: str, way: Way, names: str, *, ahead: bool = False, per_byte: float | None = None
+    ) -> None:
+        """Add work on the lanes of a way; updates are counted in seconds, all else in bytes."""
+        if way.tier:
+            per_byte = self.problem.lane_seconds.per_byte[way]
+        rate = 1.0 if per_byte is None else self.byte_unit * per_byte / self.second_unit
         stall, compute, waiting = map(self.per_window, names.split())
         every = list(waiting)
         for number, window in enumerate(self.windows):
             if len(window) > 1:
                 every[number] = self.variable(f"{names.split()[2]}_all_{self.name(number)}")
-        self.flows[name] = Flow(lane, ahead, stall, compute, waiting, every, rate)
+        self.flows[name] = Flow(way, ahead, stall, compute, waiting, every, rate)
 
-    def on(self, lane: str) -> list[Flow]:
-        """What runs on a lane."""
-        return [flow for flow in self.flows.values() if flow.lane == lane]
+    def on(self, way: Way) -> list[Flow]:
+        """The flows on the lanes of a way."""
+        return [flow for flow in self.flows.values() if flow.way == way]
 
     def _add_flows(self) -> None:
-        """What is fetched for slots, and what slots leave to be moved, read, updated, written."""
-        tiers, seconds = self.problem.profile.hardware.tiers, self.second_unit
-        up = {t.name: self.byte_unit / t.link.read_bytes_per_s / seconds for t in tiers}
-        down = {t.name: self.byte_unit / t.link.write_bytes_per_s / seconds for t in tiers}
-        for name in up:
-            fetch, spill = f"fetch {name}", f"spill {name}"
-            self._add_flow(name, fetch, f"hs_{name} hc_{name} J_{name}", up[name], ahead=True)
-            words = f"os_{name} oc_{name} Q_{name}"
-            self._add_flow(f"leave_{name}", spill, words, down[name], ahead=False)
+        """Add fetches for slots, and what slots leave to be moved, read, updated, written."""
+        tiers, several = [tier.name for tier in self.hardware.tiers], self.several
+        for name in tiers:
+            inwards, outwards = Way(name, True), Way(name)
+            self._add_flow(name, inwards, f"hs_{name} hc_{name} J_{name}", ahead=True)
+            self._add_flow(f"leave_{name}", outwards, f"os_{name} oc_{name} Q_{name}")
             if name == "disk" and self.updating:
-                self._add_flow("read", fetch, "rs rc R", up[name], ahead=False)
-                self._add_flow("write", spill, "ws wc W", down[name], ahead=False)
+                self._add_flow("read", inwards, "rs rc R")
+                self._add_flow("write", outwards, "ws wc W")
             if name == "host" and self.on_device:
-                words = "rs_host rc_host R_host"
-                self._add_flow(ON_DEVICE.read, fetch, words, up[name], ahead=False)
-                words = "ws_host wc_host W_host"
-                self._add_flow(ON_DEVICE.write, spill, words, down[name], ahead=False)
+                self._add_flow(ON_DEVICE.read, inwards, "rs_host rc_host R_host")
+                self._add_flow(ON_DEVICE.write, outwards, "ws_host wc_host W_host")
                 words = "us_device uc_device P_device"
-                self._add_flow(ON_DEVICE.update, "update on device", words, 1.0, ahead=False)
+                self._add_flow(ON_DEVICE.update, UPDATE_ON_DEVICE.way, words)
         if tiers:
-            self._add_flow("up", "update", "us uc P", 1.0, ahead=False)
-        if self.several:
-            # The shards that tiers hold, what is gathered from all ranks, and reduced over them.
-            for name in up:
-                words = f"ks_{name} kc_{name} K_{name}"
-                self._add_flow(f"{name}_shards", f"fetch {name}", words, up[name], ahead=True)
-            rate = self.byte_unit * self.network.gathered / seconds
-            self._add_flow("ranks", "collect", "ns nc N", rate, ahead=True)
-            if self.updating:
-                rate = self.byte_unit * self.network.scattered / seconds
-                self._add_flow("scatter", "collect", "xs xc X", rate, ahead=False)
-                rate = self.byte_unit * self.network.summed / seconds
-                self._add_flow("sum", "collect", "ys yc Y", rate, ahead=False)
+            self._add_flow("up", UPDATES, "us uc P")
+        # The shards that tiers hold, what is gathered from all ranks, and reduced over them.
+        for name in tiers if several else ():
+            words = f"ks_{name} kc_{name} K_{name}"
+            self._add_flow(f"{name}_shards", Way(name, True), words, ahead=True)
+        if several:
+            self._add_flow("ranks", NETWORK, "ns nc N", ahead=True, per_byte=self.network.gathered)
+        if several and self.updating:
+            self._add_flow("scatter", NETWORK, "xs xc X", per_byte=self.network.scattered)
+            self._add_flow("sum", NETWORK, "ys yc Y", per_byte=self.network.summed)
 
     def _add_amounts(self) -> None:
-        """What each decision asks of the flows, in which slots."""
+        """Add up what each decision asks of the flows, by slot."""
         # Of several devices, only the last micro-batch reduces gradients; no host adds them.
         several, updating = self.several, self.updating
 
@@ -254,7 +228,7 @@ class ForwardBackward:
                     self.held_per_written[chain.write] = min(held, known)
 
     def _add_balances(self) -> None:
-        """What waits after each window, of what is fetched ahead, then of what is left to do."""
+        """Add what waits after each window: first what is fetched ahead, then what is left."""
         for name, flow in sorted(self.flows.items(), key=lambda item: not item[1].ahead):
             goes_round = self.overlap and name in _UPDATES
             for w in range(self.last + 1):
@@ -304,37 +278,31 @@ class ForwardBackward:
     def _add_lanes(self) -> None:
         """During a stall a lane does no more than its time; a link's directions share it.
 
-        With k = 1/duplex - 1, in + k·out <= time and k·in + out <= time: exact for duplex >= 1/2,
-        optimistic below, where k is cut to 1. The same for a link and collectives.
+        With k of `crossing`, in + k·out <= time and k·in + out <= time. The same for a link and
+        collectives.
         """
-        tiers, across = self.problem.profile.hardware.tiers, crossing(self.link_share)
-        collectives = self.on("collect")
-        for t in range(self.last + 1) if self.several else ():
-            slot = self.name(t)
-            terms = [(f.stall[t], f.rate) for f in collectives]
-            self.row(f"lane_network_{slot}", [*terms, (self.stall[t], -1.0)], LE)
-            for tier in tiers if across else ():
-                for way, lane in (("in", "fetch"), ("out", "spill")):
-                    flows = self.on(f"{lane} {tier.name}")
-                    for word, one, other in (("", 1.0, across), ("_shared", across, 1.0)):
-                        both = [(f.stall[t], one * f.rate) for f in collectives]
-                        both += [(f.stall[t], other * f.rate) for f in flows]
-                        name = f"lane_network{word}_{way}_{tier.name}_{slot}"
-                        self.row(name, [*both, (self.stall[t], -1.0)], LE)
-        for tier in tiers:
-            k = crossing(tier.link.duplex)
-            fetches, spills = self.on(f"fetch {tier.name}"), self.on(f"spill {tier.name}")
-            for t in range(self.last + 1):
-                for word, first, second in (("in", 1.0, k), ("out", k, 1.0)):
-                    terms = [(f.stall[t], first * f.rate) for f in fetches]
-                    terms += [(f.stall[t], second * f.rate) for f in spills]
-                    terms.append((self.stall[t], -1.0))
-                    self.row(f"lane_{word}_{tier.name}_{self.name(t)}", terms, LE)
-        for lane in ("update", "update on device"):
-            for t in range(self.last + 1) if self.on(lane) else ():
-                (updates,) = self.on(lane)
-                terms = [(updates.stall[t], 1.0), (self.stall[t], -1.0)]
-                self.row(f"lane_{lane.replace(' ', '_')}_{self.name(t)}", terms, LE)
+        every = range(self.last + 1)
+
+        def add(name: str, t: int, works: Sequence[tuple[Way, float]]) -> None:
+            flows = [(flow, factor) for way, factor in works for flow in self.on(way)]
+            terms = [(flow.stall[t], factor * flow.rate) for flow, factor in flows]
+            self.row(f"lane_{name}_{self.name(t)}", [*terms, (self.stall[t], -1.0)], LE)
+
+        links = [way for way in self.ways if way.tier]
+        for t in every if self.several else ():
+            add("network", t, [(NETWORK, 1.0)])
+            for way in links:
+                if k := crossing(self.hardware, NETWORK, way):
+                    add(f"network_{_word(way)}", t, [(NETWORK, 1.0), (way, k)])
+                    add(f"network_shared_{_word(way)}", t, [(NETWORK, k), (way, 1.0)])
+        for inwards, outwards in zip(links[::2], links[1::2], strict=True):
+            k = crossing(self.hardware, inwards, outwards)
+            for t in every:
+                add(_word(inwards), t, [(inwards, 1.0), (outwards, k)])
+                add(_word(outwards), t, [(inwards, k), (outwards, 1.0)])
+        for way in (UPDATES, UPDATE_ON_DEVICE.way):
+            for t in every if self.on(way) else ():
+                add(_word(way), t, [(way, 1.0)])
 
     def _add_compute(self) -> None:
         """Compute's time is divided among the sets of lanes that slow it down and run beside it.
@@ -359,70 +327,54 @@ class ForwardBackward:
             if state.device_s and self.updating:
                 step = self.window_of[state.step_slot]
                 seconds[step].append((y, state.device_s / self.second_unit))
-        all_lanes = self._lanes()
-        lanes = [lane for lane in all_lanes if lane.contention.compute < 1]
+        slowing = [way for way in self.ways if contention(self.hardware, way).compute < 1]
         sets = [
-            tuple(lane for lane in lanes if number >> lanes.index(lane) & 1)
-            for number in range(1 << len(lanes))
+            [way for place, way in enumerate(slowing) if number >> place & 1]
+            for number in range(1 << len(slowing))
         ]
-        rates = [rates_of(running, self.link_share) for running in sets]
+        of_sets = [rates(self.hardware, running, computing=True) for running in sets]
         for t in range(self.last + 1):
             slot = self.name(t)
             spent = [self.variable(f"r{number}_{slot}") for number in range(len(sets))]
             self.row(f"time_{slot}", [*((r, 1.0) for r in spent), (self.compute[t], -1.0)], EQ)
-            slowed = [(r, -rate) for r, (rate, _) in zip(spent, rates, strict=True)]
-            turns = [(updates.compute[t], 1.0) for updates in self.on("update on device")]
+            slowed = [(r, -rate) for r, (rate, _) in zip(spent, of_sets, strict=True)]
+            turns = [(one.compute[t], 1.0) for one in self.on(UPDATE_ON_DEVICE.way)]
             self.row(f"compute_{slot}", [*seconds[t], *turns, *slowed], LE)
-            for lane in lanes:
-                terms = [(flow.compute[t], flow.rate) for flow in lane.flows]
+            for way in slowing:
+                terms = [(flow.compute[t], flow.rate) for flow in self.on(way)]
                 terms += [
-                    (r, -by_lane[lane.name])
-                    for r, (_, by_lane) in zip(spent, rates, strict=True)
-                    if lane.name in by_lane
+                    (r, -lanes[running.index(way)])
+                    for r, running, (_, lanes) in zip(spent, sets, of_sets, strict=True)
+                    if way in running
                 ]
-                self.row(f"beside_{lane.name}_{slot}", terms, LE)
-        self._add_links_beside_compute([lane for lane in all_lanes if lane not in lanes], lanes)
+                self.row(f"beside_{_word(way)}_{slot}", terms, LE)
+        self._add_links_beside_compute([way for way in self.ways if way not in slowing], slowing)
 
-    def _add_links_beside_compute(self, quiet: list[LaneFlows], slowing: list[LaneFlows]) -> None:
-        """What `quiet` lanes do during compute, and whichever lane shares a link with them."""
-        across = crossing(self.link_share)
-        for lane in quiet:
-            others = [o for o in (*quiet, *slowing) if o is not lane and o.link == lane.link]
-            for together in [[lane, other] for other in others] or [[lane]]:
-                self._add_beside(lane.name, together, crossing(lane.duplex))
-        for lane in quiet if across else ():
+    def _add_links_beside_compute(self, quiet: Sequence[Way], slowing: Sequence[Way]) -> None:
+        """Limit `quiet` lanes during compute, and whichever lane shares a link with them."""
+        for way in quiet:
+            others = [o for o in (*quiet, *slowing) if o != way and o.link == way.link]
+            for together in [[way, other] for other in others] or [[way]]:
+                self._add_beside(_word(way), together)
+        for way in quiet:
             for other in (*quiet, *slowing):
-                kinds = {lane.link, other.link} - {None}
-                first = lane.link == "network" or other not in quiet
-                if len(kinds) == 2 and "network" in kinds and first:
-                    self._add_beside(f"{lane.name}_{other.name}", (lane, other), across)
+                crossed = NETWORK in (way, other) and (way.tier or other.tier)
+                first = way == NETWORK or other not in quiet
+                if crossed and first and crossing(self.hardware, way, other):
+                    self._add_beside(f"{_word(way)}_{_word(other)}", (way, other))
 
-    def _add_beside(self, name: str, lanes: Sequence[LaneFlows], k: float) -> None:
+    def _add_beside(self, name: str, ways: Sequence[Way]) -> None:
         """Work of one lane, or of two that share a link, takes no longer than compute beside it."""
+        k = crossing(self.hardware, *ways) if len(ways) == 2 else 0.0
         for t in range(self.last + 1):
-            for factors, word in (((1.0, k), ""), ((k, 1.0), "_shared"))[: len(lanes)]:
+            for factors, word in (((1.0, k), ""), ((k, 1.0), "_shared"))[: len(ways)]:
                 terms = [
-                    (flow.compute[t], factor * flow.rate / lane.contention.lane)
-                    for lane, factor in zip(lanes, factors, strict=False)
-                    for flow in lane.flows
+                    (flow.compute[t], factor * flow.rate / contention(self.hardware, way).lane)
+                    for way, factor in zip(ways, factors, strict=False)
+                    for flow in self.on(way)
                 ]
                 row = f"beside_{name}{word}_{self.name(t)}"
                 self.row(row, [*terms, (self.compute[t], -1.0)], LE)
-
-    def _lanes(self) -> list[LaneFlows]:
-        hardware, lanes = self.problem.profile.hardware, []
-        for tier in hardware.tiers:
-            fetches, spills = self.on(f"fetch {tier.name}"), self.on(f"spill {tier.name}")
-            name, duplex = tier.name, tier.link.duplex
-            lanes.append(LaneFlows(f"in_{name}", name, duplex, hardware.read_contention, fetches))
-            lanes.append(LaneFlows(f"out_{name}", name, duplex, hardware.write_contention, spills))
-        if updates := self.on("update"):
-            lanes.append(LaneFlows("update", None, 1.0, hardware.update_contention, updates))
-        if self.several:
-            assert hardware.interconnect, "asked when the problem was made"
-            contention = hardware.interconnect.contention
-            lanes.append(LaneFlows("network", "network", 1.0, contention, self.on("collect")))
-        return lanes
 
     def _add_chains(self) -> None:
         """Updates run in the order of backward, and a piece is read, updated, then written."""
@@ -440,7 +392,7 @@ class ForwardBackward:
             self._add_chain(ON_DEVICE, left)
 
     def _add_chain(self, chain: Chain, left: Sequence[pulp.LpVariable]) -> None:
-        """The same of updates of one kind; `left` are seconds from a slot's end to the step's."""
+        """Add the updates of one kind; `left` are seconds from a slot's end to the step's."""
         updates, end = self.flows[chain.update], self.last
         word = "" if chain is BELOW else "device_"
         after = self.per_window(f"{word}updates_from")

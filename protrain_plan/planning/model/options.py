@@ -89,7 +89,7 @@ class UnitOptions:
 
 
 def homes(implied: Implications) -> list[StateTier]:
-    """Where states that are not persistent can live, the nearest first."""
+    """Homes of states that are not persistent, the nearest first."""
     shards: list[StateTier] = ["device"] if implied.settings.group.num_devices > 1 else []
     return [*shards, *(tier.name for tier in implied.profile.hardware.tiers)]
 
@@ -147,12 +147,12 @@ def speculating_on(tiers: Sequence[StateTier], options: UnitOptions) -> UnitOpti
 
 KIND, VERSION = "pins", 2
 _MAX_SHOWN = 6
-"""How many names of units, runs counted once, a message enumerates."""
+"""Names of units that a message enumerates; runs count once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """What the units of a pattern have to do; `None`: open to the planner.
+    """Decisions that the units of a pattern have to take; `None`: open to the planner.
 
     `exact_updates` leaves no update to the host's kernels where the model is on an accelerator:
     their last bits are others (see `records.forms.Exactness`).
@@ -280,7 +280,7 @@ def _cannot(
     options: Sequence[UnitOptions],
     implied: Implications,
 ) -> ProtrainError:
-    """Why a unit cannot take `decision`, what it can, and who else can."""
+    """The refusal of `decision`: its reason, the unit's options, and units that can take it."""
 
     def phrases(of: UnitOptions) -> list[str]:
         if isinstance(decision, Persistent | Offload):

@@ -26,10 +26,10 @@ from protrain_runtime.contract.program.implications import (
     BoundProgram,
     Implications,
     StateOption,
-    device_staging_bytes,
     tier_staging_bytes,
 )
 from protrain_runtime.contract.program.memory import base_bytes
+from protrain_runtime.contract.program.program import COMPUTE, NETWORK, UPDATES, Lane, Way
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms
 from protrain_runtime.contract.records.hardware import Hardware, Tier, TierName, is_accelerator
@@ -60,7 +60,7 @@ MANY_PIECES = {False: 5_000, True: 25_000}
 looks at hundreds of steps."""
 
 SAFE = 1e-6
-"""What a proven least amount gives away for rounding and the solver's tolerance."""
+"""Slack of a proven least amount for rounding and the solver's tolerance."""
 
 AMPLE = 2**62
 """More bytes than there are anywhere."""
@@ -108,7 +108,7 @@ def most_of(tier: Tier, profile: Profile) -> int:
 
 
 class Misfit(NamedTuple):
-    """Why a plan does not decide about a profile's units, the key that says so, and what would."""
+    """A reason why a plan does not fit a profile's units, with its key in the plan and a fix."""
 
     problem: str
     key: str
@@ -116,7 +116,7 @@ class Misfit(NamedTuple):
 
 
 def misfit(plan: Plan, profile: Profile) -> Misfit | None:
-    """Where a plan's decisions are not open to the profile's units; None where all are."""
+    """The first decision that is not open to the profile's units; None where all are."""
     planned, there = [unit.name for unit in plan.units], [unit.name for unit in profile.units]
     if planned != there:
         same = [one == other for one, other in zip(planned, there, strict=False)]
@@ -161,7 +161,7 @@ class Network(NamedTuple):
 
     @staticmethod
     def of(hardware: Hardware, settings: StepSettings) -> "Network":
-        """What joins the devices of a group, without the latency of single collectives."""
+        """The network of a group's devices, without the latency of single collectives."""
         if settings.group.num_devices == 1:
             return Network()
         return Network(
@@ -171,11 +171,16 @@ class Network(NamedTuple):
         )
 
 
+Work = dict[Way | Lane | str, float]
+"""Seconds by the way of lanes, `COMPUTE`, or the lane of states."""
+
+
 class LaneSeconds:
     """Seconds of a step that decisions take of each lane at least, over all its micro-batches.
 
-    Lanes of states work on the update, which starts after the first backward slot: their seconds
-    count from the step's beginning, or where steps overlap from there on, to the next one's.
+    What moves for slots is counted by the way that lanes share. Lanes of states work on the update,
+    which starts after the first backward slot: their seconds count from the step's beginning, or
+    where steps overlap from there on, to the next one's.
     """
 
     def __init__(self, hardware: Hardware, settings: StepSettings) -> None:
@@ -184,63 +189,64 @@ class LaneSeconds:
         # Of several devices, only the last micro-batch reduces its gradients.
         self.spills = self.times if settings.group.num_devices == 1 else 1.0
         self.network = Network.of(hardware, settings)
-        self.read = {tier.name: 1 / tier.link.read_bytes_per_s for tier in hardware.tiers}
-        self.write = {tier.name: 1 / tier.link.write_bytes_per_s for tier in hardware.tiers}
-        self.lanes = ["compute", "update", "network"]
-        for name in self.read:
-            self.lanes += [f"from_{name}", f"to_{name}"]
-            self.lanes += ["read", "write"] if name == "disk" else ["read_host", "write_host"]
+        self.per_byte: dict[Way, float] = {}
+        self.lanes: list[Way | Lane | str] = [COMPUTE, UPDATES, NETWORK]
+        for tier in hardware.tiers:
+            name, link = tier.name, tier.link
+            self.per_byte[Way(name, True)] = 1 / link.read_bytes_per_s
+            self.per_byte[Way(name)] = 1 / link.write_bytes_per_s
+            self.lanes += [Way(name, True), Way(name), Lane("read", name), Lane("write", name)]
 
-    def moved_activations(self, option: ActivationOption) -> dict[str, float]:
-        """What transfers of a unit's activations take of each lane."""
+    def moved_activations(self, option: ActivationOption) -> Work:
+        """Seconds of each lane for transfers of a unit's activations."""
         if not option.swap_in or not option.swap_out:
             return {}
         tier = option.swap_in.tier
         return {
-            f"from_{tier}": self.times * option.swap_in.bytes * self.read[tier],
-            f"to_{tier}": self.times * option.swap_out.bytes * self.write[tier],
+            Way(tier, True): self.times * option.swap_in.bytes * self.per_byte[Way(tier, True)],
+            Way(tier): self.times * option.swap_out.bytes * self.per_byte[Way(tier)],
         }
 
-    def of_activations(self, option: ActivationOption, *, last: bool) -> dict[str, float]:
-        """What a decision takes of each lane; `last` where its backward is the first."""
+    def of_activations(self, option: ActivationOption, *, last: bool) -> Work:
+        """Seconds of each lane for a decision; `last` where its backward is the first."""
         both = option.forward_s + option.backward_s
         first = (self.times - 1) * both + option.forward_s + option.backward_s * last
         first *= not self.overlap
-        seconds = {"compute": self.times * both, "update": first}
-        seconds |= {lane: first for lane in self.lanes if lane.startswith(("read", "write"))}
+        seconds: Work = {COMPUTE: self.times * both, UPDATES: first}
+        seconds |= {lane: first for lane in self.lanes if isinstance(lane, Lane)}
         return seconds | self.moved_activations(option)
 
-    def moved_states(self, option: StateOption) -> dict[str, float]:
-        """What transfers of a chunk's parameters, gradients and states take of each lane."""
+    def moved_states(self, option: StateOption) -> Work:
+        """Seconds of each lane for transfers of a chunk's parameters, gradients and states."""
         gathered = sum(gather.bytes for gather in option.gathers)
         scattered = option.scattered.bytes if option.scattered else 0
         reducing = self.network.scattered * scattered + self.network.summed * option.summed_bytes
-        seconds = {"network": self.times * (self.network.gathered * gathered) + reducing}
-        for name, read in self.read.items():
-            fetched = sum(fetch.bytes for fetch in option.fetches if fetch.tier == name)
-            seconds[f"from_{name}"] = self.times * fetched * read
-            if option.gradients and option.gradients.tier == name:
-                spilled = option.gradients.bytes * self.write[name]
-                seconds[f"to_{name}"] = self.spills * spilled
-            if option.state_lanes and option.state_lanes[0].tier == name:
-                words = "" if name == "disk" else f"_{name}"
-                seconds[f"read{words}"] = option.read_bytes * read
-                seconds[f"write{words}"] = option.write_bytes * self.write[name]
+        seconds: Work = {NETWORK: self.times * (self.network.gathered * gathered) + reducing}
+        for fetch in option.fetches:
+            way = Way(fetch.tier, True)
+            seconds[way] = seconds.get(way, 0.0) + self.times * fetch.bytes * self.per_byte[way]
+        if option.gradients and option.gradients.tier:
+            way = Way(option.gradients.tier)
+            seconds[way] = self.spills * (option.gradients.bytes * self.per_byte[way])
+        if option.state_lanes:
+            read, _, write = option.state_lanes
+            seconds[read] = option.read_bytes * self.per_byte[read.way]
+            seconds[write] = option.write_bytes * self.per_byte[write.way]
         return seconds
 
-    def of_states(self, option: StateOption) -> dict[str, float]:
-        """What a placement takes of each lane. The device's update waits for all collectives.
+    def of_states(self, option: StateOption) -> Work:
+        """Seconds of each lane for a placement. The device's update waits for all collectives.
 
         The device takes turns in updating what streams to it, which is time of compute.
         """
         seconds, update_s = self.moved_states(option), option.update_s
-        seconds["network"] += option.device_s
+        seconds[NETWORK] += option.device_s
         if option.updated_on_device:
             # One direction of the link carries states and all else.
-            for states, all_bytes in (("read_host", "from_host"), ("write_host", "to_host")):
-                seconds[all_bytes] = seconds.get(all_bytes, 0.0) + seconds[states]
-            return seconds | {"compute": option.device_s + update_s}
-        return seconds | {"compute": option.device_s, "update": update_s}
+            for lane in (Lane("read", "host"), Lane("write", "host")):
+                seconds[lane.way] = seconds.get(lane.way, 0.0) + seconds[lane]
+            return seconds | {COMPUTE: option.device_s + update_s}
+        return seconds | {COMPUTE: option.device_s, UPDATES: update_s}
 
 
 @dataclass(frozen=True)
@@ -267,7 +273,7 @@ class Problem:
         pins: Sequence[Pin] = (),
         allow: Sequence[str] = (),
     ) -> "Problem":
-        """What the budgets leave, and no more than was measured of the machine below the device.
+        """Make the problem: budgets below the device are at most what was measured of the machine.
 
         An estimated profile assumes what its machine has there: the budgets know better. Budgets
         are one device's. Forms of activations that are not exact are options only where
@@ -315,13 +321,13 @@ class Problem:
         return Problem.of(profile, budgets or plan.budgets, plan.settings, allow=plan.allowed)
 
     def overlapping(self, overlap_steps: bool) -> "Problem":
-        """The same with steps that overlap, or do not."""
+        """Return the problem with steps that overlap, or do not."""
         if overlap_steps == self.settings.overlap_steps:
             return self
         return replace(self, settings=replace(self.settings, overlap_steps=overlap_steps))
 
     def exactly(self) -> "Problem | None":
-        """The same without activations by leave; None where a pin asks for them."""
+        """Return the problem without activations by leave; None where a pin asks for them."""
         if any(
             all(FORMS[option.decision.form].leave for option in unit.activations)
             for unit in self.options
@@ -342,7 +348,7 @@ class Problem:
         """Per unit and option, in the order of choices, the seconds of each lane."""
         lanes, last = self.lane_seconds, self.count - 1
 
-        def row(seconds: dict[str, float]) -> tuple[float, ...]:
+        def row(seconds: Work) -> tuple[float, ...]:
             return tuple(seconds.get(lane, 0.0) for lane in lanes.lanes)
 
         return [
@@ -355,7 +361,7 @@ class Problem:
 
     @cached_property
     def compute_seconds(self) -> float:
-        """What any plan computes at least, over all micro-batches: a bound that needs no search."""
+        """The least compute of any plan, over all micro-batches: a bound that needs no search."""
         both = (
             min(option.forward_s + option.backward_s for option in options.activations)
             for options in self.options
@@ -380,7 +386,7 @@ class Problem:
         return tuple(speculating_on(self.ahead_on, options) for options in found)
 
     def speculating(self, *tiers: StateTier) -> "Problem":
-        """The same with speculative updates of states on these tiers alone, and pinned ones."""
+        """Return the problem with speculative updates on these tiers alone, and pinned ones."""
         return replace(self, ahead_on=tiers)
 
     def program(
@@ -394,7 +400,7 @@ class Problem:
 
     @cached_property
     def _described(self) -> tuple[UnitPlan, ...]:
-        """What the units are, as a plan says it, with nothing decided."""
+        """The units as a plan describes them, with nothing decided."""
         units = self.profile.units
         return tuple(
             UnitPlan(
@@ -512,7 +518,7 @@ class Problem:
         }
 
     def tier_use(self, tier: TierName, choice: Choice) -> int:
-        """What a choice takes of a tier below the device."""
+        """Bytes that a choice takes of a tier below the device."""
         total = 0
         for (of_activations, of_states), (a, s) in zip(self._tier_bytes[tier], choice, strict=True):
             total += of_activations[a] + of_states[s]
@@ -539,8 +545,8 @@ class Problem:
                 change[slot] += size
             for slot, size in of_states[s]:
                 change[slot] += size
-        _, states = self._kinds(choice)
-        change[0] += device_staging_bytes(states, self.implied)
+        activations, states = self._kinds(choice)
+        change[0] += tier_staging_bytes("device", activations, states, self.implied)
         change[end] += round(max(state.device_workspace for state in states))
         # No slot is left that could wait for what the last one produced: that of the first unit.
         leaving = self.options[0].states[choice[0][1]].leaving

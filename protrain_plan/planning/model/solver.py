@@ -20,15 +20,15 @@ Stopped = Callable[[], bool]
 """Asked often while the solver runs; true ends it."""
 
 ITERATIONS = 1500
-"""Of the simplex method from the last basis, before an interior point is asked instead: about the
-same seconds. Most changes take some hundreds, few of them ten thousand."""
+"""Iterations of the simplex method from the last basis before an interior point is asked instead:
+about the same seconds. Most changes take some hundreds, few of them ten thousand."""
 
 _KINDS = highspy.HighsModelStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What the solver found; `bound` is one that no solution beats (-inf: none proven)."""
+    """A result of the solver; `bound` is one that no solution beats (-inf: none proven)."""
 
     status: Status
     bound: float

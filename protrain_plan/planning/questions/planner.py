@@ -113,7 +113,7 @@ ANOTHER = 3
 """Fewer walks, so many times, for further numbers of replicas."""
 
 ROUNDS = 8
-"""Of numbers that promise more than all before."""
+"""Rounds of numbers that promise more than all before."""
 
 IN_VAIN = 2
 """Rounds after which neither the bound nor the plan is better, before they end."""
@@ -150,6 +150,7 @@ def plan(
     )
 
 
+@collected_seldom()
 def solve_problem(
     problem: Problem,
     budgets: Budgets,
@@ -169,18 +170,7 @@ def solve_problem(
     The second search has one thing to find, a plan within the tolerance, and ends when its bound
     says that there is none.
     """
-    with collected_seldom():
-        return _fastest(problem, budgets, effort or Effort(), solver, progress, hints)
-
-
-def _fastest(
-    problem: Problem,
-    budgets: Budgets,
-    effort: Effort,
-    solver: Solver,
-    progress: Progress | None,
-    hints: Sequence[Choice],
-) -> Solved | Infeasible:
+    effort = effort or Effort()
     found = _solved(problem, budgets, effort, solver, progress, hints)
     if (
         isinstance(found, Infeasible)
@@ -202,7 +192,7 @@ def _fastest(
 
 
 def _proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
-    """The same plan, with a bound that is not its own search's."""
+    """Return the plan with a bound that is not its own search's."""
     prediction = replace(solved.plan.prediction, lower_bound_seconds=bound_s)
     plan = replace(solved.plan, prediction=prediction)
     return replace(solved, plan=plan, gap=plan.gap, status=status_of(plan.gap, effort))
@@ -216,7 +206,7 @@ def _solved(
     progress: Progress | None,
     hints: Sequence[Choice],
 ) -> Solved | Infeasible:
-    """What `solve_problem` answers, where nobody asks whether an exact plan is as fast."""
+    """Search once; nobody asks whether an exact plan is as fast."""
     started = time.monotonic()
     if solver != "milp":
         problem = problem.overlapping(False)
@@ -278,8 +268,8 @@ class _Planning:
         for stage in (self._descend, self._prove, self._improve):
             if self._keeping_will_do(self.bound) or self._good_enough():
                 break
-            if self.effort.spent() or self._beaten():
-                break
+            if self.effort.spent() or self._enough() >= self.effort.below_s:
+                break  # another number of replicas is as good, up to the gap asked for
             if stage != self._descend and self.best.seconds >= self.effort.below_s * (
                 1 + TOLERANCE
             ):
@@ -368,7 +358,7 @@ class _Planning:
 
     @cached_property
     def prices(self) -> Prices:
-        """What the relaxation says of options."""
+        """The relaxation's prices of options."""
         return self.counting.relax()
 
     @cached_property
@@ -385,10 +375,6 @@ class _Planning:
 
     def _enough(self) -> float:
         return self.bound * (1 + self.effort.gap_target)
-
-    def _beaten(self) -> bool:
-        """Whether no plan is faster than what is known already, by more than the gap asked for."""
-        return self._enough() >= self.effort.below_s
 
     def _tell(self, stage: str) -> None:
         if self.progress:
@@ -411,7 +397,7 @@ class _Planning:
         self._tell(stage)
 
     def _try_baselines(self, slowest: float) -> float:
-        """Whatever a simple policy reaches is reached, in steps that do not overlap.
+        """Take a simple policy's plan where it is faster, in steps that do not overlap.
 
         Returns what a plan may take at most: `slowest`, or what a baseline takes.
         """
@@ -572,7 +558,7 @@ class _Planning:
 
 
 def status_of(gap: float, effort: Effort) -> Status:
-    """What a plan of this gap is called."""
+    """The status of a plan with this gap."""
     return "optimal" if gap <= effort.gap_target else "feasible"
 
 
@@ -669,5 +655,5 @@ def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
 
 
 def within(problems: Sequence[Problem], device: int) -> tuple[Problem, ...]:
-    """The same with so many bytes for tensors on the device."""
+    """Return the problems with so many bytes for tensors on the device."""
     return tuple(replace(problem, device=device) for problem in problems)

@@ -14,6 +14,7 @@ enumeration is coarse to fine: a grid over n_persist and n_swap with the least n
 largest n_buffer that fit, then steps of halving size in all four numbers from the best of these.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from math import inf, isfinite
 from typing import Literal, NamedTuple, get_args
@@ -45,7 +46,7 @@ STARTS = 2
 """Points of the coarse grid that are refined."""
 
 NEARLY = 1.05
-"""What a search for another schedule may be worth."""
+"""Factor of seconds that a search for another schedule may be worth."""
 
 SLOW_WALK = 1.2
 """A walk may take so many times as long as the simulator finds. (It mostly takes 0.9 to 1.05.)"""
@@ -114,7 +115,7 @@ def may_reach(evaluator: Evaluator, choice: Choice, limit_s: float) -> bool:
 
 
 def _policies(name: Baseline, problem: Problem) -> list[list[Activations]]:
-    """What a baseline does with activations, in each of its variants."""
+    """Decisions about activations in each variant of a baseline."""
     tiers = list(problem.tiers)
     if name != "offload-all" or not tiers:
         return [[Recompute()]]
@@ -246,23 +247,15 @@ class _FourParameterSearch:
                 checkpoints = len(self.blocks) - swap
                 if not self._fits(Numbers(persist, 0, swap, checkpoints)):
                     continue
-                low, high = 0, checkpoints  # more recomputation holds less: bisect
-                while low < high:
-                    middle = (low + high) // 2
-                    if self._fits(Numbers(persist, 0, swap, middle)):
-                        high = middle
-                    else:
-                        low = middle + 1
+                # More recomputation holds less, and more buffers hold more.
+                tried = [Numbers(persist, 0, swap, count) for count in range(checkpoints)]
+                fewest = bisect_left(tried, 1, key=self._fits)
                 # Between the fewest and all: memory for activations against memory for states.
-                for checkpoint in {high, (high + checkpoints + 1) // 2, checkpoints}:
-                    low, most = 0, len(self.chunks) - persist  # more buffers hold more: bisect
-                    while low < most:
-                        middle = (low + most + 1) // 2
-                        if self._fits(Numbers(persist, middle, swap, checkpoint)):
-                            low = middle
-                        else:
-                            most = middle - 1
-                    yield Numbers(persist, low, swap, checkpoint)
+                for checkpoint in {fewest, (fewest + checkpoints + 1) // 2, checkpoints}:
+                    buffers = range(1, len(self.chunks) - persist + 1)
+                    tried = [Numbers(persist, count, swap, checkpoint) for count in buffers]
+                    most = bisect_left(tried, 1, key=lambda numbers: not self._fits(numbers))
+                    yield Numbers(persist, most, swap, checkpoint)
 
     def _steps(self, numbers: Numbers, step: int) -> Iterator[Numbers]:
         for add in range(4):

@@ -8,7 +8,7 @@ every slot.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from protrain_plan.planning.model.decision_model import COUNTED, LE, DecisionModel, Terms
 from protrain_plan.planning.model.options import Decision
@@ -26,14 +26,6 @@ from protrain_runtime.contract.records.plan import (
 Fractions = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Per unit: how much of each activation option and of each state option the model takes."""
 
-Amounts = tuple[Sequence[int], Sequence[int]]
-"""Of a class, how many units take each activation option, and each state option."""
-
-Relief = Literal["chunk below", "swap below", "no swap"]
-"""How a tier is relieved: a chunk, or activations, to the next one, or these not swapped at all."""
-
-RELIEFS: tuple[Relief, ...] = get_args(Relief)
-
 MAX_NODES = 300
 CERTAIN = 1e-4
 """The part of the least bytes that may be left unproven..."""
@@ -42,10 +34,10 @@ MANY, NEARLY = 60, 1e-2
 """... and the same for so many units, where the search for more takes a minute."""
 
 HOPELESS = 2
-"""Where no decisions need less than so many times the device, a few per cent are no matter."""
+"""Times the device that the leanest decisions need from which on a few per cent do not matter."""
 
 TIE_BREAK = 1e-9
-"""What a plain decision is worth, in fractions of about the peak: less than it can matter."""
+"""Worth of a plain decision, in fractions of about the peak: less than it can matter."""
 
 
 def plain_choices(problem: Problem) -> Iterator[Choice]:
@@ -65,7 +57,7 @@ def plain_choices(problem: Problem) -> Iterator[Choice]:
 
 
 def uniform(problem: Problem, policies: Sequence[Activations], placement: Placement) -> Choice:
-    """The same for all: a unit takes the first policy open to it, or keeps and persists."""
+    """Decide alike for all: a unit takes the first policy open to it, or keeps and persists."""
     choice = []
     for options in problem.options:
         activations, states = options.numbers
@@ -161,7 +153,7 @@ def _tries(
 
 
 def leanest_plain(problem: Problem, of: StateTier) -> Leanest | None:
-    """The same among plain policies, where the solver's nodes end before it has found any.
+    """The leanest of plain policies, where the solver's nodes end before it has found any.
 
     That may be where the other tiers are all but full, so that whole chunks hardly fit.
     """
@@ -170,7 +162,7 @@ def leanest_plain(problem: Problem, of: StateTier) -> Leanest | None:
 
 
 def _lacking(problem: Problem, of: StateTier, choice: Choice) -> dict[TierName, int]:
-    """What a choice takes of the tiers below the device, but for `of`, beyond what there is."""
+    """Bytes by which a choice exceeds the tiers below the device, but for `of`."""
     over = {
         tier: problem.tier_use(tier, choice) - limit
         for tier, limit in problem.tiers.items()
@@ -182,7 +174,7 @@ def _lacking(problem: Problem, of: StateTier, choice: Choice) -> dict[TierName, 
 def _leanest(
     problem: Problem, of: StateTier, choices: Iterable[Choice], *, proven: int
 ) -> Leanest | None:
-    """That of the choices which needs least of a tier; none, where no one meets the device."""
+    """The choice that needs least of a tier; None if none fits the device."""
     found: list[Leanest] = []
     for choice in choices:
         static = max(problem.static_bytes(choice))
@@ -194,7 +186,7 @@ def _leanest(
 
 
 class _Try(NamedTuple):
-    """What one programme says: the leanest decisions, a bound, and what tiers lacked of all."""
+    """One programme's answer: the leanest decisions, a bound, and what tiers lacked of all."""
 
     lean: Leanest | None = None
     proven: int = 0
@@ -211,7 +203,7 @@ def _try(
     counted: bool,
     stopped: Stopped | None,
 ) -> _Try:
-    """The same, within `part` of every limit, and of a tier with so much to `spare`.
+    """Solve one programme within `part` of every limit, and of a tier with so much to `spare`.
 
     With whole decisions, or (`counted`) with whole numbers of units per option.
     """

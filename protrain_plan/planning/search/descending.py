@@ -2,7 +2,7 @@
 
 A neighbour is looked at by the walk (`pacing`), which takes a millisecond. What the walk finds
 faster is simulated, and taken if it is. Cheap steps come first, with room made for them where they
-lack it; where none helps, two steps are tried together.
+lack it.
 """
 
 import random
@@ -16,14 +16,15 @@ from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, Rule
 from protrain_plan.planning.search.improving import changed
 from protrain_plan.planning.search.layouts import Move, choice_of, decided, reordered, steps
 from protrain_plan.planning.search.pacing import PLAIN, Pace
-from protrain_runtime.contract.program.implications import ActivationOption, StateOption
+from protrain_runtime.contract.program.implications import (
+    ActivationOption,
+    StateOption,
+    standing_bytes,
+)
 from protrain_runtime.contract.records.hardware import TierName
 
 LESS = 1e-4
 """A step must be faster by this fraction."""
-
-PARTNERS = 6
-"""Second steps that are tried with a first one."""
 
 REPAIRS = 12
 """Steps that a layout may be away from one within the budgets."""
@@ -32,13 +33,13 @@ PRICED = 0.5
 """Options are tried that cost the relaxation at most this part of the plan's gap."""
 
 CHANGED, IN_VAIN = 3, 12
-"""How many changes a search goes further on, and how often in vain."""
+"""Changes at once with which a search goes on, and its tries in vain."""
 
 FREE = 1e-9
 """Seconds that a step costs at least, so that the fewest steps are taken."""
 
 GLANCE, REPAIR = 0.25, 1.0
-"""Of a walk, what it takes to see that a choice has no room, and to make some."""
+"""Parts of a walk's time that it takes to see that a choice has no room, and to make some."""
 
 SIMULATED = 0.1
 """Simulations per walk, at most."""
@@ -50,10 +51,6 @@ class _Need(NamedTuple):
     tier: TierName | None
     slot: int
     beyond: int
-
-
-def _standing(option: ActivationOption | StateOption, slot: int) -> int:
-    return sum(held.bytes for held in option.holdings if held.first <= slot <= held.last)
 
 
 class Descent:
@@ -121,7 +118,7 @@ class Descent:
         return None
 
     def _needs(self, layout: Layout) -> list["_Need"]:
-        """What the layout needs beyond the device in its tightest slot, and beyond each tier."""
+        """Bytes beyond the device in the layout's tightest slot, and beyond each tier."""
         problem, choice = self.problem, choice_of(self.problem, layout)
         static = problem.static_bytes(choice)
         slot = max(range(len(static)), key=lambda t: static[t])
@@ -154,8 +151,8 @@ class Descent:
         has = [place for place, option in enumerate(decided(row)) if option == move.option]
         more = 0
         for place in (has[0], has[len(has) // 2], has[-1]):
-            more += _standing(options(place)[move.into], need.slot)
-            more -= _standing(options(place)[move.option], need.slot)
+            more += standing_bytes(options(place)[move.into], need.slot)
+            more -= standing_bytes(options(place)[move.option], need.slot)
         return more / 3
 
     # Steps downhill
@@ -196,7 +193,7 @@ class Descent:
             prices = {move.layout: self.prices.of(move.layout) for move in near}
             near = [move for move in near if prices[move.layout] <= gap * PRICED]
             near.sort(key=lambda move: prices[move.layout])
-            for other in self._neighbours(near, open_to):
+            for other in self._neighbours(near):
                 if spent():
                     break
                 if found := faster(other):
@@ -222,7 +219,7 @@ class Descent:
         return self._changed(best, faster, lambda: self.num_walks >= last, enough_s)
 
     def searched(self, best: Evaluation, *, most: int, enough_s: float) -> Evaluation:
-        """The same by the simulator alone, in up to `most` simulations, under the rule of `best`.
+        """Change single units under the rule of `best` by up to `most` simulations, without walks.
 
         Where no change makes it faster, from some changes further on.
         """
@@ -278,27 +275,12 @@ class Descent:
                     break
         return best
 
-    def _neighbours(
-        self,
-        near: Sequence[Move],
-        open_to: Sequence[tuple[Sequence[int], Sequence[int]]],
-    ) -> Iterator[Layout]:
-        """One step away, with room made for it where it lacks; then two, of one that has room."""
-        with_room: list[Move] = []
+    def _neighbours(self, near: Sequence[Move]) -> Iterator[Layout]:
+        """Layouts one step away, with room made for it where it lacks."""
         for move in near:
             if self.problem.fits(choice_of(self.problem, move.layout)):
-                with_room.append(move)
                 yield move.layout
             elif not move.of_order:
                 self.num_walks += REPAIR
                 if repaired := self.repaired(move.layout, move):
                     yield repaired
-        for move in with_room:
-            if not move.of_order:
-                second = [
-                    other.layout
-                    for other in steps(move.layout, open_to)
-                    if (other.group, other.kind) != (move.group, move.kind)
-                ]
-                self.order.shuffle(second)
-                yield from second[:PARTNERS]

@@ -1,7 +1,7 @@
-"""What decisions are worth: the fastest of several schedules, by the simulator."""
+"""Seconds of decisions: the fastest of several schedules, by the simulator."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf, isinf
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from protrain_plan.simulation.timeline import simulated_seconds
 from protrain_runtime.contract.records.plan import Persistent, Schedule, UnitPlan
 
 Rule = ScheduleRule | Pace
-"""What makes a schedule for decisions."""
+"""A rule that makes a schedule for decisions."""
 
 PACES = (Pace(), Pace(wait=0.0), Pace(wait=0.5), Pace(care=0.0), Pace(ahead=0.5, care=0.0))
 """Paces that are tried, the first of them with decisions that are compared."""
@@ -125,16 +125,6 @@ class Evaluator:
         ]
 
 
-def schedule(
-    problem: Problem, choice: Choice, *, limit: int, rule: ScheduleRule
-) -> list[UnitPlan] | None:
-    """Full plans for the units whose device bytes stay within `limit`; None if there are none."""
-    free = [limit - total for total in problem.static_bytes(choice)]
-    if min(free) < 0:
-        return None
-    return list(plans_of(problem, choice, fill(problem, choice, free, rule)))
-
-
 def plans_of(
     problem: Problem, choice: Choice, schedules: Sequence[Schedule]
 ) -> tuple[UnitPlan, ...]:
@@ -149,26 +139,29 @@ def plans_of(
 
 
 def step_seconds(
-    problem: Problem, plans: Sequence[UnitPlan], *, within_s: float = inf
+    problem: Problem, plans: Sequence[UnitPlan], *, within_s: float = inf, lanes_at: float = 1.0
 ) -> tuple[float, float]:
     """A step's simulated seconds and those of its stalls, over all its micro-batches.
+
+    Lanes run `lanes_at` this fraction of their speed.
 
     Where updates are speculative, the mean of steps that are clipped, and others that are not.
     Infinity, where one that is not already takes `within_s`.
     """
     more = more_stall = 0.0
+    seconds_of = partial(simulated_seconds, lanes_at=lanes_at)
     if before := problem.settings.micro_batches - 1:
         rest = problem.program(plans, updating=False)
-        more, more_stall = simulated_seconds(rest, within_s=within_s / before)
+        more, more_stall = seconds_of(rest, within_s=within_s / before)
         if before * more >= within_s:
             return inf, inf
     program = problem.program(plans)
-    seconds, stall = simulated_seconds(program, within_s=within_s - before * more)
+    seconds, stall = seconds_of(program, within_s=within_s - before * more)
     if seconds + before * more >= within_s:
         return inf, inf
     share = problem.settings.clip_share if program.speculative else 0.0
     if share:
-        clipped, clipped_stall = simulated_seconds(problem.program(plans, clipped=True))
+        clipped, clipped_stall = seconds_of(problem.program(plans, clipped=True))
         # Which takes no less: it does the same, and more.
         seconds += share * max(0.0, clipped - seconds)
         stall += share * max(0.0, clipped_stall - stall)

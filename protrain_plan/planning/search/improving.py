@@ -1,4 +1,4 @@
-"""What makes a plan better: changes of single units, then numbers that people can read.
+"""Changes of single units that make a plan faster, then numbers that people can read.
 
 Such changes leave equal blocks with decisions in no order: `in_runs` lets equal decisions stand
 together. It takes updates in backward where nobody needs them: `at_the_step` undoes them.
@@ -21,7 +21,6 @@ from protrain_plan.planning.search.baselines import may_reach
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
 from protrain_runtime.contract.program.memory import device_totals
 from protrain_runtime.contract.records.forms import FORMS
-from protrain_runtime.contract.records.hardware import Collectives, Hardware
 from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
@@ -31,7 +30,6 @@ from protrain_runtime.contract.records.plan import (
     SwapInput,
     UnitPlan,
 )
-from protrain_runtime.contract.records.profile import Profile
 
 TOLERANCE = 0.002
 """The fraction of the step's time that a tidier schedule may cost."""
@@ -48,10 +46,10 @@ MAX_MOVES = 60_000
 """Moves of the plans that tidying simulates, in all: half a second."""
 
 GRACE_S = 0.7
-"""What a search without any plan may take when it should end."""
+"""Extra seconds that a search gets while it has no plan."""
 
 NEARLY = 1.03
-"""What another schedule may be worth to an order of decisions."""
+"""Factor by which an order may be slower before other schedules are tried for it."""
 
 IMPROVEMENT = 1e-7
 """A step must be faster by this fraction to count: less is rounding in the simulator."""
@@ -59,7 +57,7 @@ IMPROVEMENT = 1e-7
 
 @dataclass(slots=True, kw_only=True)
 class Effort:
-    """How long a search goes on, and when it is good enough.
+    """The length of a search, and when its plan is good enough.
 
     gap_target    a plan this close to the bound is good enough (0.005: half a per cent)
     enough_s      and so is one of as many seconds; a search that cannot get there is given up
@@ -245,9 +243,7 @@ def simplified(
     With slower lanes, too, the step takes no longer than it did.
     """
     plans, num_moves = best.plans, 0
-    problems = (problem, replace(problem, profile=_with_slower_lanes(problem.profile)))
-
-    slow_s = step_seconds(problems[1], plans)[0] * (1 + TOLERANCE)
+    slow_s = step_seconds(problem, plans, lanes_at=SLOWER_LANES)[0] * (1 + TOLERANCE)
 
     def accepted(plans: tuple[UnitPlan, ...]) -> bool:
         nonlocal num_moves
@@ -255,9 +251,10 @@ def simplified(
         num_moves += 2 * len(plans) + len(program.moves)
         if max(device_totals(program)) > problem.device:
             return False
-        for one, limit in zip(problems, (slowest_s, slow_s), strict=True):
+        for lanes_at, limit in ((1.0, slowest_s), (SLOWER_LANES, slow_s)):
             num_moves += len(program.moves)
-            if step_seconds(one, plans, within_s=limit * (1 + IMPROVEMENT))[0] > limit:
+            within_s = limit * (1 + IMPROVEMENT)
+            if step_seconds(problem, plans, within_s=within_s, lanes_at=lanes_at)[0] > limit:
                 return False
         return True
 
@@ -331,36 +328,3 @@ def _candidates(
                 number: dict[str, Any] = {field: new}
                 changed[index] = replace(plans[index], schedule=replace(schedule, **number))
             yield tuple(changed)
-
-
-def _with_slower_lanes(profile: Profile) -> Profile:
-    hardware: Hardware = profile.hardware
-    tiers = tuple(
-        replace(
-            tier,
-            link=replace(
-                tier.link,
-                read_bytes_per_s=tier.link.read_bytes_per_s * SLOWER_LANES,
-                write_bytes_per_s=tier.link.write_bytes_per_s * SLOWER_LANES,
-            ),
-        )
-        for tier in hardware.tiers
-    )
-    optimizer = replace(
-        profile.optimizer,
-        host_parameters_per_s=profile.optimizer.host_parameters_per_s * SLOWER_LANES,
-    )
-    joined = hardware.interconnect
-    if joined:
-        near, far = _slower(joined.intra_node), joined.inter_node
-        joined = replace(joined, intra_node=near, inter_node=far and _slower(far))
-    slow = replace(hardware, tiers=tiers, interconnect=joined)
-    return replace(profile, hardware=slow, optimizer=optimizer)
-
-
-def _slower(speeds: Collectives) -> Collectives:
-    return replace(
-        speeds,
-        gather_bytes_per_s=speeds.gather_bytes_per_s * SLOWER_LANES,
-        reduce_bytes_per_s=speeds.reduce_bytes_per_s * SLOWER_LANES,
-    )

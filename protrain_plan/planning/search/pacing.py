@@ -11,76 +11,56 @@ slower, by what is known when it begins. So the seconds are for comparing choice
 millisecond where the simulator takes ten, and the simulator has the last word.
 """
 
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, product
-from math import ceil, inf, isinf
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
+from math import inf, isinf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.scheduling import (
-    first_fraction,
-    last_fraction,
-    late_units,
-    schedule_of,
-)
+from protrain_plan.planning.search.scheduling import late_units, schedule_of
+from protrain_plan.simulation.rates import contention, slowed
 from protrain_runtime.contract.program.implications import (
     ActivationOption,
     Fetch,
     Gathered,
     StateOption,
 )
-from protrain_runtime.contract.program.program import pieces_in
-from protrain_runtime.contract.records.hardware import Contention, TierName
+from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane
 from protrain_runtime.contract.records.plan import Schedule
 
 LOOKED_AHEAD = 6
 """Slots for which what is about to leave counts before something is fetched ahead of them."""
 
 NEGLIGIBLE = 0.02
-"""Of a step, what the last micro-batch's own moves may take without being walked over."""
+"""Part of a step that the last micro-batch's own moves may take without a walk."""
 
 Clock = tuple[int, float]
 """A lane by its number, and the seconds that a move takes of it."""
 
 
 class _Arrival(NamedTuple):
-    """What a slot needs, in whichever slots it may be submitted."""
+    """A move that a slot needs, with the first slot that may submit it."""
 
     slot: int
     unit: int
     kind: int  # 0: for forward, 1: for backward, 2: swapped activations
     earliest: int
     bytes: int
-    pieces: tuple[int, ...]
     clocks: tuple[Clock, ...]
 
 
 class _Departure(NamedTuple):
-    """What a slot leaves until it has left; `kept` is what the device's update has still."""
+    """Bytes that a slot leaves until they have left; the device's update has `kept` of them."""
 
     slot: int
     unit: int
     swap: bool
     bytes: int
     kept: int
-    pieces: tuple[int, ...]  # see implications.Leaving
-    held: tuple[int, ...]
     clocks: tuple[Clock, ...]
     in_place: bool
     added: tuple[Clock, ...] = ()  # to the gradients of micro-batches before, in host memory
-
-
-@dataclass(slots=True)
-class _Standing:
-    """A departure under way. If its first pieces were found gone, the rest is in the next slot."""
-
-    began: float
-    ended: float
-    left: _Departure
-    bytes: int
-    cut: int = -1  # the slot before which its first pieces were found gone
 
 
 class _Update(NamedTuple):
@@ -96,7 +76,7 @@ class _Update(NamedTuple):
 
 
 class _Option(NamedTuple):
-    """What one decision of a unit has for the walk."""
+    """A decision of a unit as the walk sees it."""
 
     compute: tuple[tuple[int, float], ...]
     arrivals: tuple[_Arrival, ...]
@@ -105,7 +85,7 @@ class _Option(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How the walk looks at lanes.
+    """Parameters of a walk.
 
     ahead   of a slot's compute, how long after it a lane that is free then is given more
     wait    of a slot's compute, what it may wait for room for more; what leaves makes it
@@ -134,16 +114,29 @@ class Pacer:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        names = ["network", "update host", "update disk", "update device"]
-        tiers = [tier.name for tier in problem.profile.hardware.tiers]
-        for tier in tiers:
-            names += [f"{lane} {tier}" for lane in ("fetch", "read", "spill", "write")]
-        self.lanes = {name: number for number, name in enumerate(names)}
-        self.of_gradients = [0, *(self.lanes[f"spill {tier}"] for tier in tiers)]
-        self.against = self._against()
-        self.slowing = self._slowing(tiers)
-        self.read = {t.name: 1 / t.link.read_bytes_per_s for t in problem.profile.hardware.tiers}
-        self.write = {t.name: 1 / t.link.write_bytes_per_s for t in problem.profile.hardware.tiers}
+        hardware = problem.profile.hardware
+        tiers = [tier.name for tier in hardware.tiers]
+        lanes = [Lane(way, tier) for tier in tiers for way in ("fetch", "read")]
+        lanes += [Lane(way, tier) for tier in tiers for way in ("spill", "write")]
+        lanes += [Lane("update", "host"), Lane("update", "disk")]
+        lanes += [COLLECT] * bool(hardware.interconnect)
+        self.lanes = {lane: number for number, lane in enumerate((*lanes, UPDATE_ON_DEVICE))}
+        self.of_gradients = [
+            n for lane, n in self.lanes.items() if lane.direction in ("spill", "collect")
+        ]
+        # Per lane those that slow it down, by the seconds that one second of both adds to each.
+        self.against: list[list[Clock]] = []
+        for lane in self.lanes:
+            others = (other for other in lanes if other != lane)
+            slower = [(self.lanes[one], slowed(hardware, lane.way, one.way)) for one in others]
+            self.against.append([one for one in slower if one[1] > 0])
+        # Lanes that slow compute down, by the seconds that one of compute takes longer.
+        self.slowing: list[tuple[list[int], float]] = []
+        for way, of_way in groupby(lanes, lambda lane: lane.way):
+            kept = contention(hardware, way).compute
+            if kept < 1:
+                self.slowing.append(([self.lanes[lane] for lane in of_way], 1 / kept - 1))
+        self.by_itself = [1 / contention(hardware, lane.way).lane for lane in lanes] + [1.0]
         self.options = [
             (
                 [self._of_activations(unit, option) for option in options.activations],
@@ -152,65 +145,19 @@ class Pacer:
             for unit, options in enumerate(problem.options)
         ]
 
-    def _against(self) -> list[tuple[Clock, ...]]:
-        """Per lane those that slow it down, by the seconds that one second of both adds to each.
-
-        States share a link's direction with all else, the two directions and the network share the
-        link in parts.
-        """
-        hardware, found = self.problem.profile.hardware, [dict[int, float]() for _ in self.lanes]
-        joined = hardware.interconnect
-
-        def slow(one: str, other: str, share: float) -> None:
-            first, second = self.lanes[one], self.lanes[other]
-            if share < 1:
-                found[first][second] = found[second][first] = 1 / share - 1
-
-        for tier in hardware.tiers:
-            inwards, outwards = ("fetch", "read"), ("spill", "write")
-            slow(f"fetch {tier.name}", f"read {tier.name}", 0.5)
-            slow(f"spill {tier.name}", f"write {tier.name}", 0.5)
-            for one, other in product(inwards, outwards):
-                slow(f"{one} {tier.name}", f"{other} {tier.name}", tier.link.duplex)
-            for one in (*inwards, *outwards) if joined else ():
-                assert joined
-                slow(f"{one} {tier.name}", "network", joined.link_share)
-        slow("update host", "update disk", 0.5)
-        return [tuple(one.items()) for one in found]
-
-    def _slowing(self, tiers: Sequence[TierName]) -> tuple[tuple[tuple[int, ...], float], ...]:
-        """Lanes that slow compute down, by the seconds that one of compute takes longer."""
-        hardware, joined = self.problem.profile.hardware, self.problem.profile.hardware.interconnect
-        kinds: list[tuple[tuple[str, ...], Contention]] = [
-            *(((f"fetch {t}", f"read {t}"), hardware.read_contention) for t in tiers),
-            *(((f"spill {t}", f"write {t}"), hardware.write_contention) for t in tiers),
-            (("update host", "update disk"), hardware.update_contention),
-        ]
-        if joined:
-            kinds.append((("network",), joined.contention))
-        self.by_itself = [1.0] * len(self.lanes)
-        found: list[tuple[tuple[int, ...], float]] = []
-        for names, contention in kinds:
-            numbers = tuple(self.lanes[name] for name in names)
-            for number in numbers:
-                self.by_itself[number] = 1 / contention.lane
-            if contention.compute < 1:
-                found.append((numbers, 1 / contention.compute - 1))
-        return tuple(found)
+    def clock(self, lane: Lane, size: int) -> Clock:
+        """A transfer of so many bytes."""
+        return self.lanes[lane], size * self.problem.lane_seconds.per_byte[lane.way]
 
     def _of_activations(self, unit: int, option: ActivationOption) -> _Option:
         served = 2 * self.problem.count - 1 - unit
         arrivals: tuple[_Arrival, ...] = ()
         departures: tuple[_Departure, ...] = ()
         if (fetch := option.swap_in) and (out := option.swap_out):
-            come = (self.lanes[f"fetch {fetch.tier}"], fetch.bytes * self.read[fetch.tier])
-            go = (self.lanes[f"spill {fetch.tier}"], out.bytes * self.write[fetch.tier])
-            arrivals = (_Arrival(served, unit, 2, unit + 1, fetch.bytes, fetch.pieces, (come,)),)
-            departures = (
-                _Departure(
-                    unit, unit, True, out.bytes, 0, out.pieces, out.held_pieces, (go,), False
-                ),
-            )
+            come = self.clock(Lane("fetch", fetch.tier), fetch.bytes)
+            go = self.clock(Lane("spill", fetch.tier), out.bytes)
+            arrivals = (_Arrival(served, unit, 2, unit + 1, fetch.bytes, (come,)),)
+            departures = (_Departure(unit, unit, True, out.bytes, 0, (go,), False),)
         compute = ((unit, option.forward_s), (served, option.backward_s))
         return _Option(compute, arrivals, departures, None)
 
@@ -222,28 +169,22 @@ class Pacer:
             clocks: list[Clock] = []
             if option.fetches:
                 fetch = option.fetches[number]
-                seconds = fetch.bytes * self.read[fetch.tier]
-                clocks.append((self.lanes[f"fetch {fetch.tier}"], seconds))
+                clocks.append(self.clock(Lane("fetch", fetch.tier), fetch.bytes))
             if option.gathers:
-                clocks.append((0, come.bytes * network.gathered))
-            kind = int(come.slot >= count)
-            arrivals.append(
-                _Arrival(
-                    come.slot, unit, kind, come.earliest, come.bytes, come.pieces, tuple(clocks)
-                )
-            )
+                clocks.append((self.lanes[COLLECT], come.bytes * network.gathered))
+            size, kind = come.bytes, int(come.slot >= count)
+            arrivals.append(_Arrival(come.slot, unit, kind, come.earliest, size, tuple(clocks)))
         departures: list[_Departure] = []
-        clocks = []
+        clocks, on_host = [], self.lanes[Lane("update", "host")]
         if option.summed_bytes:
-            clocks.append((0, option.summed_bytes * network.summed))
+            clocks.append((self.lanes[COLLECT], option.summed_bytes * network.summed))
             slot = 2 * count - 1 - unit
-            departures.append(_Departure(slot, unit, False, 0, 0, (), (), tuple(clocks), False))
+            departures.append(_Departure(slot, unit, False, 0, 0, tuple(clocks), False))
         elif leaving := option.leaving:
             if option.scattered:
-                clocks.append((0, sum(leaving.pieces) * network.scattered))
+                clocks.append((self.lanes[COLLECT], sum(leaving.pieces) * network.scattered))
             if (gone := option.gradients) and gone.tier:
-                seconds = gone.bytes * self.write[gone.tier]
-                clocks.append((self.lanes[f"spill {gone.tier}"], seconds))
+                clocks.append(self.clock(Lane("spill", gone.tier), gone.bytes))
             departures.append(
                 _Departure(
                     leaving.slot,
@@ -251,11 +192,9 @@ class Pacer:
                     False,
                     leaving.held,
                     leaving.kept,
-                    leaving.pieces,
-                    leaving.held_pieces,
                     tuple(clocks),
                     option.home == "in place",
-                    ((self.lanes["update host"], option.added_s),) if option.added_s else (),
+                    ((on_host, option.added_s),) if option.added_s else (),
                 )
             )
         compute = ((option.step_slot, option.device_s),) if option.device_s else ()
@@ -265,16 +204,15 @@ class Pacer:
     def _update(self, unit: int, option: StateOption) -> _Update | None:
         if not option.num_updates:
             return None
-        tier = option.tier
-        assert tier != "device", "others have no updates beside compute"
         on_device = option.updated_on_device
         read = write = (-1, 0.0)
-        if option.write_bytes:
-            read = (self.lanes[f"read {tier}"], option.read_bytes * self.read[tier])
-            write = (self.lanes[f"write {tier}"], option.write_bytes * self.write[tier])
-        lane = self.lanes["update device" if on_device else f"update {tier}"]
+        lane = Lane("update", option.tier)
+        if option.state_lanes:
+            reading, lane, writing = option.state_lanes
+            read = self.clock(reading, option.read_bytes)
+            write = self.clock(writing, option.write_bytes)
         waits = self.problem.settings.updates == "after backward" and not option.speculates
-        seconds = (lane, option.update_s)
+        seconds = (self.lanes[lane], option.update_s)
         return _Update(unit, read, seconds, write, option.num_updates, on_device, waits)
 
     def walk(self, choice: Choice, pace: Pace = PLAIN, within_s: float = inf) -> Paced | None:
@@ -322,11 +260,17 @@ class _Walk:
                 self.updates.append(option.update)
         left = ([one.bytes for one in leaves] for leaves in self.leaves)
         self.left_before = [0, *accumulate(map(sum, left))]  # bytes that leave before each slot
-        several = Counter((one.unit, one.kind) for arrivals in self.due for one in arrivals)
-        self.of_several = {one for one, number in several.items() if number > 1}
         self.free = [0.0] * len(pacer.lanes)
         self.late = self._late(choice)
         self.updated: dict[int, float] = {}  # by unit, when its update ends
+        # Of a walk: what waits for its lane, what came when, leads and drains, and what leaves.
+        self.queues: dict[int, deque[_Arrival]] = {}
+        self.came: dict[tuple[int, int, int], float] = {}
+        self.submitted: dict[tuple[int, int], int] = {}
+        self.drains: dict[tuple[int, bool], int] = {}
+        self.gone: set[tuple[int, bool]] = set()
+        self.out: deque[tuple[float, _Departure]] = deque()
+        self.standing, self.on_device = 0, 0.0
 
     def _late(self, choice: Choice) -> set[int]:
         """Units that are updated late; what waits in place for that takes its room at once."""
@@ -349,7 +293,7 @@ class _Walk:
         return late
 
     def paced(self, within_s: float) -> Paced | None:
-        """What the walk finds. Micro-batches before the last have no updates."""
+        """The schedule and its seconds. Micro-batches before the last have no updates."""
         settings = self.problem.settings
         if before := settings.micro_batches - 1:
             ended = self.run(within_s / (before + 1), updating=False)
@@ -402,204 +346,169 @@ class _Walk:
 
     def run(self, within_s: float, *, updating: bool) -> float:
         """Walk over the slots; returns when the last one has computed, infinity: later."""
-        end, compute, free = self.end, self.compute, self.free
+        compute, due, came = self.compute, self.due, self.came
         # When each slot has to begin for the last one to end in time.
         latest = [within_s - rest for rest in accumulate(reversed(compute))][::-1]
-        leaves, due, pace, slowing = self.leaves, self.due, self.pace, self.pacer.slowing
-        room = self.room = list(self.room_at_first)
-        queues: dict[int, deque[_Arrival]] = {}
+        self.room, self.gone, self.standing = list(self.room_at_first), set(), 0
+        self.queues = {}
         for arrivals in due:
             for arrival in arrivals:
-                queues.setdefault(arrival.clocks[-1][0], deque()).append(arrival)
-        submitted: dict[tuple[int, int], float] = {}
-        gone: set[tuple[int, bool]] = set()
-        self.submitted, self.gone = submitted, gone
-        self.drains: dict[tuple[int, bool], float] = {}
-        came: dict[tuple[int, int, int], float] = {}
-        out: deque[_Standing] = deque()
-        self.out, self.standing = out, 0
-        now = 0.0
+                self.queues.setdefault(arrival.clocks[-1][0], deque()).append(arrival)
+        self.submitted, self.drains, self.out = {}, {}, deque()
+        came.clear()
         in_backward: dict[int, _Update] = {}
         if updating:
-            late = self.late
-            in_backward = {
-                one.unit: one for one in self.updates if not one.waits and one.unit not in late
-            }
+            updates = (one for one in self.updates if not one.waits and one.unit not in self.late)
+            in_backward = {one.unit: one for one in updates}
         reduces = updating or self.problem.settings.group.num_devices == 1
-        on_device = 0.0  # seconds of updates there that compute takes turns with
-        for t in range(end):
-            if out and (out[0].cut >= 0 or self.standing > room[t]):
-                now = self.waited(t, now)
+        now = self.on_device = 0.0
+        for t in range(self.end):
+            if self.standing > self.room[t]:
+                now = self.find_gone(t, self.standing - self.room[t], now, inf)
             if now > latest[t]:
                 return inf
-            # The slot ends when it has computed, which waits for what it needs.
-            horizon, computes = now, compute[t] * (1.0 + pace.ahead)
+            now = self.fetched(t, now)
             for arrival in due[t]:
-                if (arrives := came.get((t, arrival.unit, arrival.kind), now)) > horizon:
-                    horizon = arrives
-            horizon += computes
-            active = [queue for queue in queues.values() if queue]
-            while active:
-                # What is needed first goes first: what comes later takes no room from it.
-                queue = min(active, key=_needed) if len(active) > 1 else active[0]
-                arrival = queue[0]
-                served, unit, kind, earliest, size, pieces, clocks = arrival
-                lead: float = 0
-                if served > t:
-                    lane, taken = clocks[0]
-                    waits = free[lane] >= horizon or earliest > t
-                    if not waits and len(clocks) > 1:
-                        waits = free[clocks[1][0]] - taken >= horizon
-                    if not waits and kind == 2 and (unit, True) not in gone:
-                        # What comes back needs its room again: the last of it is gone.
-                        waits = not self.came_to(unit, t, now)
-                    if waits:
-                        active.remove(queue)
-                        continue
-                    if out and self.standing + size > room[t]:
-                        until = now + pace.wait * compute[t]
-                        now = self.find_gone(t, self.standing + size - room[t], now, until)
-                    lead = served - t
-                    if self.standing + size > room[t]:
-                        lead = self.share(arrival, t)
-                        if not lead:
-                            break
-                    elif min(room[t:served]) < size:
-                        break
-                    if pace.care and not self.has_room(t, served, size, now):
-                        break
-                queue.popleft()
-                if not queue:
+                now = max(now, came[t, arrival.unit, arrival.kind])
+            now += self.computed(t, now)
+            for left in self.leaves[t]:
+                self.left(t, now, left, in_backward, reduces=reduces)
+        return self.ended(now)
+
+    def fetched(self, t: int, now: float) -> float:
+        """Submit what a slot needs, and what its lanes have time and the device has room for.
+
+        Returns when the slot has found gone what makes room.
+        """
+        compute, out, room = self.compute[t], self.out, self.room
+        came, pace = self.came, self.pace
+        # The slot ends when it has computed, which waits for what it needs.
+        horizon, computes = now, compute * (1.0 + pace.ahead)
+        for arrival in self.due[t]:
+            horizon = max(horizon, came.get((t, arrival.unit, arrival.kind), now))
+        horizon += computes
+        active = [queue for queue in self.queues.values() if queue]
+        while active:
+            # What is needed first goes first: what comes later takes no room from it.
+            queue = min(active, key=_needed) if len(active) > 1 else active[0]
+            arrival = queue[0]
+            served, unit, kind, _, size, clocks = arrival
+            lead = max(0, served - t)
+            if lead:
+                if self.waits(arrival, t, now, horizon):
                     active.remove(queue)
-                # Several stays of a chunk have one lead.
-                submitted[unit, kind] = min(submitted.get((unit, kind), lead), lead)
-                start = now
-                if kind == 0 and (ready := self.updated.get(unit, 0.0)) > now:
-                    start = ready
-                arrives = came[served, unit, kind] = self.serve(start, clocks)
-                if served <= t:
-                    horizon = max(horizon, arrives + computes)
-                whole = int(lead)
-                if lead != whole:  # the first pieces alone, in this slot
-                    room[t] -= sum(pieces[: len(pieces_in(pieces, (0.0, lead - whole)))])
-                for ahead in range(served - whole, served):
-                    room[ahead] -= size
-            for arrival in due[t]:
-                arrives = came[t, arrival.unit, arrival.kind]
-                if arrives > now:
-                    now = arrives
-            taken = compute[t]
-            for numbers, slower in slowing:
-                busy = max([free[number] for number in numbers]) - now
-                if busy > 0:
-                    taken += min(busy, compute[t]) * slower
-            if on_device:
-                turns = min(on_device, taken)
-                on_device -= turns
-                taken += turns
-            now += taken
-            for left in leaves[t]:
-                began = ended = now
-                if left.clocks and (left.swap or reduces):
-                    began = max(now, free[left.clocks[0][0]])
-                    ended = self.serve(now, left.clocks)
-                    if left.added:
-                        self.serve(ended, left.added)
-                if not left.swap and (update := in_backward.get(left.unit)):
-                    done = self.update(update, now, ended)
-                    ended = done if left.in_place else ended
-                    on_device += update.update[1] * update.on_device
-                elif left.in_place and left.unit in self.late:
-                    continue  # its room is taken already
-                if t < end - 1 and left.bytes:
-                    out.append(_Standing(began, ended, left, left.bytes))
-                    self.standing += left.bytes
+                    continue
+                if out and self.standing + size > room[t]:
+                    until = now + pace.wait * compute
+                    now = self.find_gone(t, self.standing + size - room[t], now, until)
+                if self.standing + size > room[t] or min(room[t:served]) < size:
+                    break
+                if pace.care and not self.has_room(t, served, size, now):
+                    break
+            queue.popleft()
+            if not queue:
+                active.remove(queue)
+            # Several stays of a chunk have one lead.
+            self.submitted[unit, kind] = min(self.submitted.get((unit, kind), lead), lead)
+            start = max(now, self.updated.get(unit, 0.0)) if kind == 0 else now
+            arrives = came[served, unit, kind] = self.serve(start, clocks)
+            if served <= t:
+                horizon = max(horizon, arrives + computes)
+            for ahead in range(t, served):
+                room[ahead] -= size
+        return now
+
+    def waits(self, arrival: _Arrival, t: int, now: float, horizon: float) -> bool:
+        """Whether an arrival of a later slot would gain nothing by its submission now."""
+        _, unit, kind, earliest, _, clocks = arrival
+        lane, taken = clocks[0]
+        if self.free[lane] >= horizon or earliest > t:
+            return True
+        if len(clocks) > 1 and self.free[clocks[1][0]] - taken >= horizon:
+            return True
+        # What comes back needs its room again: the last of it is gone.
+        swapped = kind == 2 and (unit, True) not in self.gone
+        return swapped and not self.came_to(unit, t, now)
+
+    def computed(self, t: int, now: float) -> float:
+        """The seconds that a slot computes beside what lanes do, and updates on the device."""
+        compute, free = self.compute[t], self.free
+        taken = compute
+        for numbers, slower in self.pacer.slowing:
+            busy = max([free[number] for number in numbers]) - now
+            if busy > 0:
+                taken += min(busy, compute) * slower
+        turns = min(self.on_device, taken)
+        self.on_device -= turns
+        return taken + turns
+
+    def left(
+        self,
+        t: int,
+        now: float,
+        left: _Departure,
+        in_backward: Mapping[int, _Update],
+        *,
+        reduces: bool,
+    ) -> None:
+        """Let lanes work on what a slot leaves, and its update if that is in backward."""
+        ended = now
+        if left.clocks and (left.swap or reduces):
+            ended = self.serve(now, left.clocks)
+            if left.added:
+                self.serve(ended, left.added)
+        if not left.swap and (update := in_backward.get(left.unit)):
+            done = self.update(update, now, ended)
+            ended = done if left.in_place else ended
+            self.on_device += update.update[1] * update.on_device
+        elif left.in_place and left.unit in self.late:
+            return  # its room is taken already
+        if t < self.end - 1 and left.bytes:
+            self.out.append((ended, left))
+            self.standing += left.bytes
+
+    def ended(self, now: float) -> float:
+        """When the device's update has ended, which begins when there is room for it."""
         # No slot is left to wait for what stands in the device's update, or in the next step.
-        overlap = self.problem.settings.overlap_steps
-        kept = sum(one.left.kept for one in out)
-        last = max((n for n, one in enumerate(out) if overlap and one.left.in_place), default=-1)
-        while out and (kept > room[end] or last >= 0 or out[0].cut >= 0):
-            kept -= out[0].left.kept
-            now = max(now, out[0].ended)
+        out, end, overlap = self.out, self.end, self.problem.settings.overlap_steps
+        kept = sum(left.kept for _, left in out)
+        last = max((n for n, (_, left) in enumerate(out) if overlap and left.in_place), default=-1)
+        while out and (kept > self.room[end] or last >= 0):
+            kept -= out[0][1].kept
+            now = max(now, out[0][0])
             self.retire(end - 1)
             last -= 1
         if any(one.waits for one in self.updates):  # for all gradients, and their norm
-            now = max(now, *(free[lane] for lane in self.pacer.of_gradients))
-        return now + compute[end] + on_device
+            now = max(now, *(self.free[lane] for lane in self.pacer.of_gradients))
+        return now + self.compute[end] + self.on_device
 
     # What leaves
 
     def retire(self, t: int) -> None:
-        """The oldest departure has left before slot t."""
-        one = self.out.popleft()
-        self.standing -= one.bytes
-        self.gone.add((one.left.unit, one.left.swap))
-        if one.cut in (-1, t):
-            self.drains[one.left.unit, one.left.swap] = t - one.left.slot - 1
-
-    def cut(self, t: int, excess: int, now: float) -> float:
-        """Let the oldest departure's first pieces be gone before slot t, the rest a slot later.
-
-        Returns when they have left; infinity, and nothing changes, where that cannot be said, or is
-        later than `now` (inf: whenever).
-        """
-        one = self.out[0]
-        left = one.left
-        if t >= self.end - 2 or len(left.pieces) == 1 or excess >= one.bytes:
-            return inf
-        fraction, rest = last_fraction(left.pieces, left.held, one.bytes - excess)
-        there = one.began + (one.ended - one.began) * (1.0 - fraction)
-        if not fraction or there > now:
-            return inf
-        self.standing -= one.bytes - rest
-        one.bytes, one.cut = rest, t
-        self.drains[left.unit, left.swap] = t - left.slot - 1 + fraction
-        return there
-
-    def waited(self, t: int, now: float) -> float:
-        """Wait until what stands has room in slot t, and what was cut has left."""
-        out = self.out
-        while out and (out[0].cut >= 0 or self.standing > self.room[t]):
-            if out[0].cut < 0 and out[0].ended > now:
-                there = self.cut(t, self.standing - self.room[t], inf)
-                if not isinf(there):
-                    return max(now, there)
-            now = max(now, out[0].ended)
-            self.retire(t)
-        return now
+        """Let the oldest departure be gone before slot t."""
+        _, left = self.out.popleft()
+        self.standing -= left.bytes
+        self.gone.add((left.unit, left.swap))
+        self.drains[left.unit, left.swap] = t - left.slot - 1
 
     def find_gone(self, t: int, excess: int, now: float, until: float) -> float:
         """Find gone so many bytes, as far as they have left by `until`; returns when they have."""
         out, most = self.out, self.standing - excess
-        while out and self.standing > most and out[0].cut in (-1, t):
-            if out[0].ended > now and not isinf(there := self.cut(t, self.standing - most, until)):
-                return max(now, there)
-            if out[0].ended > until:
-                break
-            now = max(now, out[0].ended)
+        while out and self.standing > most and out[0][0] <= until:
+            now = max(now, out[0][0])
             self.retire(t)
         return now
 
     def came_to(self, unit: int, t: int, now: float) -> bool:
         """Whether a unit's swapped activations have left by now; they are found gone then."""
-        for place, one in enumerate(self.out):
-            if one.left.unit == unit and one.left.swap:
-                if one.ended > now or any(other.cut >= 0 for other in self.out):
+        for place, (ended, left) in enumerate(self.out):
+            if left.unit == unit and left.swap:
+                if ended > now:
                     return False
                 for _ in range(place + 1):
                     self.retire(t)
                 return True
         return False
-
-    def share(self, arrival: _Arrival, t: int) -> float:
-        """The lead of what may come a slot before the rest, where all has no room in slot t yet."""
-        served, unit, kind, _, size, pieces, _ = arrival
-        if len(pieces) == 1 or (unit, kind) in self.of_several:
-            return 0  # other stays have whole leads
-        if served > t + 1 and min(self.room[t + 1 : served]) < size:
-            return 0
-        fraction, _ = first_fraction(pieces, self.room[t] - self.standing)
-        return served - t - 1 + fraction if fraction else 0
 
     def tail(self, now: float) -> float:
         """The end of all updates, in the order in which they are made."""
@@ -636,7 +545,7 @@ class _Walk:
         most = self.standing + self.left_before[until - 1] - self.left_before[t]
         if size + care * most <= min(room[t + 1 : until]):
             return True
-        ends: list[tuple[float, int]] = [(one.ended, one.bytes) for one in self.out]
+        ends = [(ended, left.bytes) for ended, left in self.out]
         lanes: dict[int, float] = {}
         for slot in range(t + 1, until):
             for left in self.leaves[slot - 1]:
@@ -658,7 +567,7 @@ class _Walk:
         for unit in range(self.count):
             lead, drain = submitted.get((unit, 2), 0), drains.get((unit, True))
             # What comes back waits for all of it anyway.
-            if drain == end - 1 - unit - ceil(lead) - unit - 1:
+            if drain == end - 2 - 2 * unit - lead:
                 drain = None
             leads = submitted.get((unit, 0), 0), submitted.get((unit, 1), 0), lead
             late = unit in self.late

@@ -21,7 +21,7 @@ _Coming = Fetch | Gathered
 
 
 class ScheduleRule(NamedTuple):
-    """How far ahead to fetch, and how long to let bytes leave at first; in slots.
+    """Slots to fetch ahead, and slots to let bytes leave at first.
 
     A window of n + f is n slots, and one more for the fraction f of the bytes. Where steps overlap,
     the fraction `late` of the chunks is updated late.
@@ -271,8 +271,6 @@ def _lead(fetches: list[_Coming], free: list[int], depth: int) -> float:
         ahead = [fetch for fetch in fetches if fetch.slot - lead - 1 >= fetch.earliest]
         if not ahead:
             break
-        if len(ahead) == 1:
-            return _lead_of_one(ahead[0], free, lead, depth)
         room = min(free[fetch.slot - lead - 1] for fetch in ahead)
         if any(room < fetch.bytes for fetch in ahead):
             # All stays of a chunk are of the same pieces.
@@ -284,17 +282,3 @@ def _lead(fetches: list[_Coming], free: list[int], depth: int) -> float:
         for fetch in ahead:
             free[fetch.slot - lead] -= fetch.bytes
     return lead
-
-
-def _lead_of_one(fetch: _Coming, free: list[int], lead: int, depth: int) -> float:
-    """The same for one fetch that has a lead already. (Searches spend much of their time here.)"""
-    size, slot = fetch.bytes, fetch.slot - lead
-    first = max(fetch.earliest, fetch.slot - depth)
-    while slot > first and free[slot - 1] >= size:
-        slot -= 1
-        free[slot] -= size
-    if slot == first:
-        return fetch.slot - slot
-    fraction, taken = first_fraction(fetch.pieces, free[slot - 1])
-    free[slot - 1] -= taken
-    return fetch.slot - slot + fraction

@@ -13,7 +13,7 @@ from protrain_plan.simulation.timeline import Span, Timeline, simulate
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.group import profile_for
-from protrain_runtime.contract.program.implications import BoundProgram, host_staging_bytes
+from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.program.program import pinned_bytes
 from protrain_runtime.contract.program.recording import Event
 from protrain_runtime.contract.records import fingerprint, read_plan, read_profile
@@ -240,9 +240,7 @@ def _tier(step: Step, tier: TierName) -> TierMemory:
             gradients += pinned_bytes(size) if pinned else size
     states = sum(state.tier_bytes.get(tier, 0) for state in program.states) - gradients
     room = sum(activation.tier_bytes.get(tier, 0) for activation in program.activations)
-    staging = 0
-    if pinned:
-        staging = host_staging_bytes(program.activations, program.states, program.profile)
+    staging = program.staging_bytes(tier)
     spans = {span.name: span for span in step.timeline.spans}
     changes: list[tuple[float, int]] = []  # swapped bytes are here until the device has them back
     for number, move in enumerate(program.moves):

@@ -317,7 +317,7 @@ class _Compiler:
                 self._add_updates(slot, unit, self.slots[-1].finish, tuple(spilled))
 
     def _add_drains_before(self) -> None:
-        """What an update in place holds has left when the next step makes room for the same."""
+        """Let what an update in place holds have left when the next step needs its room."""
         gone = {number for slot in self.slots for number in slot.drained}
         for slot in self.slots[: len(self.units)]:
             for fetch in (self.moves[number] for number in slot.submit):

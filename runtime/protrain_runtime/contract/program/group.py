@@ -54,7 +54,7 @@ def group_on(
 
 
 def not_joined(plan: Plan, hardware: Hardware) -> str | None:
-    """Why a machine's devices cannot be the plan's group; None where they can."""
+    """The reason why a machine's devices cannot be the plan's group; None where they can."""
     try:
         group_on(hardware, **asdict(plan.group))
     except ProtrainError as error:
@@ -167,7 +167,7 @@ def _shared_link(link: Link, count: int) -> Link:
 def collective_seconds(
     kind: Collective, num_bytes: int, hardware: Hardware, settings: StepSettings
 ) -> float:
-    """How long a collective takes alone that fills or sums `num_bytes` on every rank.
+    """Seconds of a collective alone that fills or sums `num_bytes` on every rank.
 
     latency + bytes of others / bus bandwidth, of each ring that it takes (see `_rings`).
     """
@@ -178,7 +178,7 @@ def collective_seconds(
 def collective_seconds_per_byte(
     kind: Collective, hardware: Hardware, settings: StepSettings
 ) -> float:
-    """The same for a byte among many."""
+    """Seconds of a collective for one byte among many."""
     return sum(per_byte for _, per_byte in _rings(kind, hardware, settings))
 
 
@@ -199,7 +199,7 @@ def _rings(
     def ring(
         ranks: int, nodes: int, *, part: float = 1.0, at_once: int = 1
     ) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Of gathering, and of reducing."""
+        """Latency and seconds per byte of gathering, then of reducing."""
         speeds = joined.intra_node
         if nodes > 1:
             assert joined.inter_node, "asked when the group was made"

@@ -1,4 +1,4 @@
-"""What a decision implies: what stands on the device and when, what moves, and what is worked.
+"""Implications of a decision: bytes on the device and when, moves, and updates.
 
 The one place that says so. The compiler makes moves of it, the memory count sums what stands, the
 planner's models take their coefficients from it. Of a placement, what moves follows from the
@@ -45,7 +45,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import FormCost, OptimizerCost, Profile
 
 PINNED: frozenset[StateTier] = frozenset({"host"})
-"""Where an accelerator copies from the memory, in regions of whole pages."""
+"""Tiers from whose memory an accelerator copies, in regions of whole pages."""
 
 STATE_REGIONS = 3
 """Optimizer states that a chunk keeps apart, at most: float32 parameters and AdamW's two."""
@@ -107,7 +107,7 @@ class Leaving(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """What stands in the device's update where the last slot leaves it.
+        """Bytes that stand in the device's update where the last slot leaves them.
 
         No slot waits for what goes to a tier. The update waits for sums: their shards are left.
         """
@@ -115,7 +115,7 @@ class Leaving(NamedTuple):
 
 
 class Staging(NamedTuple):
-    """What one chunk's update asks of the memory in which the optimizer runs, in bytes.
+    """Bytes that one chunk's update needs of the memory in which the optimizer runs.
 
     read_piece   of its largest piece that is read from disk
     width        per element by which a piece is larger than its even share
@@ -211,7 +211,7 @@ class StateOption:
 
     @property
     def tier(self) -> StateTier:
-        """Where the states are."""
+        """The tier of the states."""
         return "device" if isinstance(self.decision, Persistent) else self.decision.tier
 
     @property
@@ -226,7 +226,7 @@ class StateOption:
 
     @property
     def parameters_read(self) -> int:
-        """How often as many bytes as the gradients' are read with the states for an update.
+        """Gradient-sized buffers read with the states for an update.
 
         Parameters come with the states, and gradients where they were on the tier too.
         """
@@ -245,17 +245,22 @@ class StateOption:
 
     @property
     def arriving(self) -> tuple[Fetch, ...] | tuple[Gathered, ...]:
-        """What takes room on the device before its slot, if it comes ahead."""
+        """Moves that take room on the device before their slot, if they come ahead."""
         return self.gathers or self.fetches
 
     @property
     def leaving(self) -> Leaving | None:
-        """What stands on the device after its slot until it has left."""
+        """Bytes that stand on the device after their slot until they have left."""
         return self.scattered or self.gradients or self.in_place
 
 
+def standing_bytes(option: ActivationOption | StateOption, slot: int) -> int:
+    """Bytes of an option on the device in a slot."""
+    return sum(held.bytes for held in option.holdings if held.first <= slot <= held.last)
+
+
 class Implications:
-    """What the decisions about a profile's units imply; each is worked out once."""
+    """Options of a profile's units with their implications; each is worked out once."""
 
     def __init__(self, profile: Profile, settings: StepSettings) -> None:
         self.profile, self.settings = profile, settings
@@ -271,7 +276,7 @@ class Implications:
         self._states: dict[tuple[int, Placement], StateOption] = {}
 
     def activations(self, index: int, decision: Activations) -> ActivationOption:
-        """Of a decision about the activations of unit `index`; KeyError where it has no costs."""
+        """The option of a decision about unit `index`'s activations; KeyError without costs."""
         if known := self._activations.get((index, decision)):
             return known
         cost = self.profile.units[index].cost(decision.form)
@@ -303,7 +308,7 @@ class Implications:
         return option
 
     def states(self, index: int, decision: Placement) -> StateOption:
-        """Of a placement of the states first used in unit `index`."""
+        """The option of a placement of the states first used in unit `index`."""
         if known := self._states.get((index, decision)):
             return known
         option = placed(
@@ -374,7 +379,7 @@ def placed(
     settings: StepSettings,
     device: DeviceKind,
 ) -> StateOption:
-    """What a placement of the chunk of unit `index`, of `count`, moves; without a profile's costs.
+    """Moves of a placement of the chunk of unit `index`, of `count`; without a profile's costs.
 
     On one device, its shard of a chunk is the chunk.
     """
@@ -456,7 +461,7 @@ def placed(
 def _tier_bytes(
     states: Offload, home: GradientHome, own: ChunkSize, device: DeviceKind
 ) -> dict[TierName, int]:
-    """What an offloaded chunk takes of tiers: its states, and gradients on their way."""
+    """Bytes that an offloaded chunk takes of tiers: its states, and gradients on their way."""
     found: dict[TierName, int] = {}
     tier, copies = states.tier, 1 + states.speculate
     for name in get_args(TierName):
@@ -477,7 +482,7 @@ def _tier_bytes(
 
 
 _MOST_KINDS = 8
-"""Of optimizer states: codes and scales of two states, in two sizes."""
+"""Kinds of optimizer states, at most: codes and scales of two states, in two sizes."""
 
 
 def _kinds_of_states(own: ChunkSize) -> int:
@@ -631,73 +636,57 @@ def _beyond_peak(index: int, profile: Profile, standing: int) -> int:
 # All units together
 
 
+def staging_parts(
+    state: StateOption, optimizer: OptimizerCost, *, on_device: bool
+) -> tuple[tuple[str, float, int], ...]:
+    """Parts of a chunk's staging: name, bytes, and how many stand at once.
+
+    The largest of each part counts, of all chunks that are updated on the device or, for the memory
+    below, that are not. A piece may be larger than its even share, because of where it is cut. On
+    the device one piece more stands than passes through: of what has no states yet, the optimizer
+    makes them. Gradients of several micro-batches arrive below.
+    """
+    needs, pieces = state.staging, STAGING_PIECES + on_device
+    if state.updated_on_device != on_device:
+        needs = NO_STAGING if on_device else Staging(arriving=state.staging.arriving)
+    parts = (
+        ("piece", needs.read_piece, pieces),
+        ("width", needs.width, pieces * optimizer.cut_elements),
+        ("workspace", needs.workspace * optimizer.workspace_fraction, 1),
+    )
+    return parts if on_device else (*parts, ("arriving", needs.arriving, ARRIVING_GRADIENTS))
+
+
 def staging_bytes(
     states: Sequence[StateOption], profile: Profile, *, on_device: bool = False
 ) -> int:
-    """Bytes of the buffers that optimizer states pass through, with the step's workspace.
-
-    Of updates in the memory below, or of those on the device. The largest piece and the widest
-    states count; a piece may be larger than its even share, because of where it is cut.
-    Gradients of several micro-batches arrive below.
-    """
-    chunks = [state.staging for state in states if state.updated_on_device == on_device]
-    workspace = max((chunk.workspace for chunk in chunks), default=0.0)
-    pieces = max((chunk.read_piece for chunk in chunks), default=0)
-    pieces += profile.optimizer.cut_elements * max((chunk.width for chunk in chunks), default=0)
-    arriving = 0 if on_device else max(state.staging.arriving for state in states)
-    return (
-        round(workspace * profile.optimizer.workspace_fraction)
-        + staging_pieces(on_device=on_device) * pieces
-        + ARRIVING_GRADIENTS * arriving
-    )
-
-
-def device_staging_bytes(states: Sequence[StateOption], implications: "Implications") -> int:
-    """The same on the device, all the time: a CPU machine's memory is the device."""
-    profile = implications.profile
-    below = 0 if is_accelerator(implications.device) else staging_bytes(states, profile)
-    return below + staging_bytes(states, profile, on_device=True)
-
-
-def staging_pieces(*, on_device: bool) -> int:
-    """Pieces that stand at once where an optimizer runs.
-
-    On the device one more than pass through: of what has no states yet, the optimizer makes them.
-    """
-    return STAGING_PIECES + on_device
-
-
-def tier_bytes(
-    tier: TierName,
-    activations: Sequence[ActivationOption],
-    states: Sequence[StateOption],
-    implications: Implications,
-) -> int:
-    """The most that a tier below the device holds: states, swapped activations, and staging."""
-    total = sum(option.tier_bytes.get(tier, 0) for option in activations)
-    total += sum(option.tier_bytes.get(tier, 0) for option in states)
-    return total + tier_staging_bytes(tier, activations, states, implications)
+    """Bytes of the buffers that optimizer states pass through, with the step's workspace."""
+    largest: dict[str, int] = {}
+    for state in states:
+        for name, size, times in staging_parts(state, profile.optimizer, on_device=on_device):
+            largest[name] = max(largest.get(name, 0), times * round(size))
+    return sum(largest.values())
 
 
 def tier_staging_bytes(
-    tier: TierName,
+    tier: StateTier,
     activations: Sequence[ActivationOption],
     states: Sequence[StateOption],
     implications: Implications,
 ) -> int:
-    """The staging alone: of units that do the same, one is as much as all."""
-    if tier in PINNED and is_accelerator(implications.device):
-        return host_staging_bytes(activations, states, implications.profile)
-    return 0
+    """Bytes of staging on a tier, all the time: of units that do the same, one is as much as all.
 
-
-def host_staging_bytes(
-    activations: Sequence[ActivationOption], states: Sequence[StateOption], profile: Profile
-) -> int:
-    """What passes through host memory beside an accelerator: to the optimizer, and to files."""
+    A CPU machine's memory is the device. Beside an accelerator, bytes pass through host memory to
+    the optimizer, and to files.
+    """
+    profile, accelerator = implications.profile, is_accelerator(implications.device)
+    if tier == "device":
+        below = 0 if accelerator else staging_bytes(states, profile)
+        return below + staging_bytes(states, profile, on_device=True)
+    if not accelerator or tier not in PINNED:
+        return 0
     sizes = [option.tier_bytes for options in (activations, states) for option in options]
-    passing = PASSING_BYTES if any("disk" in one for one in sizes) else 0
-    return staging_bytes(states, profile) + passing
+    return staging_bytes(states, profile) + PASSING_BYTES * any("disk" in one for one in sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -714,5 +703,11 @@ class BoundProgram(Program):
         return self.implications.profile
 
     def tier_bytes(self, tier: TierName) -> int:
-        """The most that a tier below the device holds."""
-        return tier_bytes(tier, self.activations, self.states, self.implications)
+        """The most that a tier below the device holds: states, swapped activations, staging."""
+        total = sum(option.tier_bytes.get(tier, 0) for option in self.activations)
+        total += sum(option.tier_bytes.get(tier, 0) for option in self.states)
+        return total + self.staging_bytes(tier)
+
+    def staging_bytes(self, tier: StateTier) -> int:
+        """Bytes of staging on a tier."""
+        return tier_staging_bytes(tier, self.activations, self.states, self.implications)

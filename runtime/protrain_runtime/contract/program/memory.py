@@ -1,4 +1,4 @@
-"""How many bytes stand on each tier, slot by slot. The one place that adds them up.
+"""Bytes on each tier, slot by slot. The one place that adds them up.
 
 In forward slot u of a programme, the device holds
 
@@ -33,7 +33,6 @@ from protrain_runtime.contract.program.implications import (
     Holding,
     HoldingKind,
     StateOption,
-    device_staging_bytes,
 )
 from protrain_runtime.contract.program.program import (
     BLOCK_BYTES,
@@ -58,7 +57,7 @@ from protrain_runtime.contract.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class SlotBytes:
-    """What stands on the device in one slot at its peak, by kind, in bytes."""
+    """Bytes on the device in one slot at its peak, by kind."""
 
     by_kind: dict[HoldingKind, int]
 
@@ -102,14 +101,14 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
         until = gone_after.get(move.unit, 0) if number in runs_on else 0
         if size and gone > end and until:
             yield Holding("leaving", move.unit, 0, until - 1, size)
-    if staging := device_staging_bytes(program.states, program.implications):
+    if staging := program.staging_bytes("device"):
         yield Holding("staging", 0, 0, end, staging)
     workspace = max(state.device_workspace for state in program.states)
     yield Holding("staging", 0, end, end, round(workspace))
 
 
 def base_bytes(profile: Profile, settings: StepSettings) -> int:
-    """What stands on the device in every slot, whatever is decided."""
+    """Bytes on the device in every slot, whatever is decided."""
     gaps = (
         gap_bytes(profile.tensors, profile.hardware.device.kind)
         if settings.group.num_devices > 1
@@ -119,11 +118,11 @@ def base_bytes(profile: Profile, settings: StepSettings) -> int:
 
 
 _SHARDED_COPIES = 3
-"""Of a parameter on a device: in its chunk's buffer, its gradient, and a shard of either."""
+"""Copies of a parameter on a device: in its chunk's buffer, its gradient, a shard of either."""
 
 _COUNTER_BYTES = 16
-"""What an optimizer keeps of a parameter besides elementwise states, such as AdamW's step: as much
-of a part of it as of the whole, and once more while a step is made."""
+"""Bytes that an optimizer keeps of a parameter besides elementwise states, such as AdamW's step: as
+much of a part of it as of the whole, and once more while a step is made."""
 
 _COUNTER_BLOCKS = 4
 """The same on an accelerator, where each takes a block; two more round its part's bytes up."""
@@ -141,7 +140,7 @@ _WIDTHS = {
 
 @cache
 def gap_bytes(tensors: tuple[str, ...], device: DeviceKind = "cpu") -> int:
-    """What lies between the parameters of sharded chunks at most, from a profile's `tensors`.
+    """Bytes between the parameters of sharded chunks at most, from a profile's `tensors`.
 
     Each starts at a multiple of SHARD_ALIGNMENT; those of most models are as long. With counters.
     """
@@ -161,7 +160,7 @@ def gap_bytes(tensors: tuple[str, ...], device: DeviceKind = "cpu") -> int:
 
 
 def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
-    """What stands on a CPU machine while a checkpoint is written or read, between two steps."""
+    """Bytes on a CPU machine while a checkpoint is written or read, between two steps."""
     standing = sum(
         unit.parameter_bytes + (unit.state_bytes if unit.reached else 0)
         for plan, unit in zip(plans, profile.units, strict=True)
@@ -289,7 +288,7 @@ def promised_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
 def exceeded(
     plan: Plan, measured: TierBytes, slots: Sequence[int], profile: Profile | None = None
 ) -> tuple[Excess, ...]:
-    """Where a step took more than its plan promises, the largest excess first.
+    """The excesses of a step over its plan's promises, the largest first.
 
     `slots` are the measured bytes of the device's tensors in every slot and in the update, none or
     one where slots were not told apart. Without the profile their highest is compared, with the

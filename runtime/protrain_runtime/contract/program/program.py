@@ -44,7 +44,7 @@ from itertools import accumulate
 from math import floor
 from typing import Literal, NamedTuple
 
-from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
+from protrain_runtime.contract.records.hardware import DeviceKind, TierName, is_accelerator
 from protrain_runtime.contract.records.plan import (
     Offload,
     StateTier,
@@ -68,7 +68,7 @@ MoveKind = Literal[
 ]
 
 SAVING_BYTES = 2**20
-"""What bytes pass through on their way to a checkpoint and back, in host memory."""
+"""Host buffer through which bytes pass on their way to a checkpoint and back."""
 
 STAGING_PIECES = 3
 """Pieces of optimizer states in memory at once: one being read, one updated, one written. As many
@@ -79,7 +79,7 @@ ARRIVING_GRADIENTS = 2
 arriving, one added."""
 
 BLOCK_BYTES = 512
-"""What allocators of accelerators round every tensor up to, and let it begin at a multiple of
+"""The block to which allocators of accelerators round every tensor up, and at which it begins
 (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize; others' are built alike)."""
 
 PIECE_ALIGNMENT = 64
@@ -98,6 +98,23 @@ COMPUTE = "compute"
 """Name of the lane on which slots run; moves have the others."""
 
 
+class Way(NamedTuple):
+    """A resource of lanes: a direction of a link, the device, the host's optimizer, the network."""
+
+    link: TierName | Literal["device", "update", "network"]
+    inwards: bool = False
+
+    @property
+    def tier(self) -> TierName | None:
+        """The tier of the link."""
+        return self.link if self.link in ("host", "disk") else None
+
+    def __str__(self) -> str:
+        if self.tier:
+            return f"{'fetch' if self.inwards else 'spill'} {self.link}"
+        return {"device": "update on device", "network": "collect"}.get(self.link, self.link)
+
+
 class Lane(NamedTuple):
     """A lane beside compute: transfers to or from a tier, or an optimizer on offloaded chunks.
 
@@ -112,6 +129,13 @@ class Lane(NamedTuple):
     direction: Literal["fetch", "read", "spill", "write", "update", "collect"]
     tier: StateTier | None
 
+    @property
+    def way(self) -> Way:
+        """The resource that it shares with other lanes; states go inwards to an optimizer."""
+        if self.direction == "update" and self.tier != "device":
+            return UPDATES
+        return Way(self.tier or "network", self.direction in ("fetch", "read"))
+
     def __str__(self) -> str:
         return self.direction if self.tier is None else f"{self.direction} {self.tier}"
 
@@ -121,6 +145,9 @@ COLLECT = Lane("collect", None)
 
 UPDATE_ON_DEVICE = Lane("update", "device")
 """The device's optimizer on chunks in host memory."""
+
+UPDATES, NETWORK = Way("update"), COLLECT.way
+"""The optimizer's threads beside compute, and what joins the devices."""
 
 SHARD_ALIGNMENT = 256
 """Parameters of sharded chunks start, and are cut, at multiples of this many bytes: 64 float32
@@ -175,7 +202,7 @@ def shard_bytes(num_bytes: int, num_shards: int) -> int:
 
 
 def shard_of(chunk: ChunkSize, settings: StepSettings) -> ChunkSize:
-    """What one rank has of a sharded chunk; on one device, the chunk itself.
+    """One rank's part of a sharded chunk; on one device, the chunk itself.
 
     In each group of whole parameters, the trainable ones and the frozen ones are shared by
     themselves. Padding counts as trainable parameters.
@@ -206,7 +233,7 @@ def shard_of(chunk: ChunkSize, settings: StepSettings) -> ChunkSize:
 
 
 def padded(chunk: ChunkSize, settings: StepSettings) -> ChunkSize:
-    """What all ranks that share a chunk have of it together: the size of its buffers."""
+    """The parts of all ranks that share a chunk together: the size of its buffers."""
     if settings.group.num_devices == 1:
         return chunk
     own, count = shard_of(chunk, settings), settings.group.num_shards
@@ -290,7 +317,7 @@ class Program:
 
     @property
     def again(self) -> frozenset[int]:
-        """Of a step that is clipped, the moves that do its speculative updates again."""
+        """The moves of a clipped step that do its speculative updates again."""
         units = {self.moves[number].unit for number in self.speculative}
         return frozenset(n for n in self.last if self.moves[n].unit in units)
 
@@ -365,7 +392,7 @@ def shares(slots: float) -> tuple[int, float]:
 
 
 PASSAGE_BYTES = 2 * 2 * 2**20
-"""Of pinned memory that a thread's bytes pass through between a file and an accelerator: while the
+"""Pinned memory that a thread's bytes pass through between a file and an accelerator: while the
 file has one half, the device copies the other. A half takes the device some 100 us."""
 
 PASSAGES = 3
@@ -379,35 +406,35 @@ NUM_REQUESTS = 4
 """Requests to one file at a time, of all threads through staging."""
 
 EDGE_BYTES = 2**18
-"""Of blocks of a file that are kept in memory, because ranges began or ended inside them."""
+"""Bytes of a file's blocks that are kept in memory, as ranges began or ended inside them."""
 
 FILE_BYTES = NUM_REQUESTS * REQUEST_BYTES + EDGE_BYTES
-"""What a spill file takes of host memory besides what passes to an accelerator."""
+"""Host bytes of a spill file besides what passes to an accelerator."""
 
 PASSING_BYTES = PASSAGES * PASSAGE_BYTES + FILE_BYTES
-"""What host memory holds of that, as soon as anything is on disk."""
+"""Host bytes of all that, as soon as anything is on disk."""
 
 PAGE_BYTES = 4096
 
 
 LARGE_BEGIN_BYTES = 64
-"""How far into a block of a spill file a region of REQUEST_BYTES and more begins: a CPU's large
+"""Offset in a block of a spill file of a region of REQUEST_BYTES and more: a CPU's large
 tensors begin as far into a page (glibc's header, and what PyTorch aligns to), so that whole blocks
 of the file have addresses that direct I/O takes."""
 
 
 def file_bytes(num_bytes: int, block: int = PAGE_BYTES) -> int:
-    """What a region of a spill file takes: blocks of its own, where its file has blocks."""
+    """Bytes of a region of a spill file: blocks of its own, where its file has blocks."""
     return in_blocks(region_begin(num_bytes, block) + num_bytes, block)
 
 
 def region_begin(num_bytes: int, block: int) -> int:
-    """How far into its first block a region of a spill file begins."""
+    """The offset of a region of a spill file in its first block."""
     return LARGE_BEGIN_BYTES if num_bytes >= REQUEST_BYTES and block > 1 else 0
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """What a pinned host buffer takes: whole pages of the operating system."""
+    """Bytes of a pinned host buffer: whole pages of the operating system."""
     return in_blocks(num_bytes, PAGE_BYTES)
 
 
@@ -437,12 +464,12 @@ def residencies(states: Offload, used_by: Sequence[int], num_units: int) -> list
 
 
 def block_bytes(device: DeviceKind) -> int:
-    """What a tensor's bytes are rounded up to where devices of this type have it."""
+    """The block to which devices of this type round a tensor's bytes up."""
     return BLOCK_BYTES if is_accelerator(device) else 1
 
 
 def in_blocks(size: int, block: int) -> int:
-    """What a tensor of `size` bytes takes in blocks of `block`; so for elements."""
+    """Bytes of a tensor of `size` bytes in blocks of `block`; so for elements."""
     return -(-size // block) * block
 
 
@@ -450,7 +477,7 @@ GradientHome = Literal["in place", "device", "host", "disk"]
 
 
 def gradient_home(states: Offload, settings: StepSettings, device: DeviceKind) -> GradientHome:
-    """Where the gradients of an offloaded chunk wait for its update, after the chunk's backward.
+    """The place where gradients of an offloaded chunk wait for its update, after its backward.
 
     host       in host memory, where the optimizer runs (and where micro-batches add up)
     in place   on the device with the parameters: of a chunk whose optimizer runs in the device's

@@ -27,7 +27,7 @@ from protrain_runtime.contract.records.tree import parsed_json
 
 KIND, VERSION = "recording", 1
 MAX_FILE_BYTES = 64 * 2**20
-"""Of a recording: half a million moves."""
+"""Largest recording: half a million moves."""
 _MAX_NODES = 5_000_000
 
 

@@ -1,0 +1,65 @@
+"""Rates of compute and lanes that run beside each other: the one model of all readers of time.
+
+Lanes in one direction of a link share its speed; its two directions keep `duplex` of theirs while
+both run, a link and a collective their `link_share`. Compute and a link's direction, the update
+lanes or a collective keep their `Contention` fractions while both run (factors multiply). Updates
+on the device take turns with compute: each has half of what compute would have alone.
+
+The simulator asks for the lanes that run, the walk for pairs of lanes, and the linear programmes
+for the directions that may run beside compute.
+"""
+
+from collections.abc import Sequence
+
+from protrain_runtime.contract.program.program import NETWORK, UPDATES, Way
+from protrain_runtime.contract.records.hardware import Contention, Hardware
+
+
+def contention(hardware: Hardware, way: Way) -> Contention:
+    """The fractions that compute and a lane of this way keep while both run."""
+    if way == NETWORK:
+        assert hardware.interconnect, "its moves take time, which this says"
+        return hardware.interconnect.contention
+    if way == UPDATES:
+        return hardware.update_contention
+    return hardware.read_contention if way.inwards else hardware.write_contention
+
+
+def rates(
+    hardware: Hardware, running: Sequence[Way], *, computing: bool
+) -> tuple[float, list[float]]:
+    """The rates of compute, and of lanes of these ways, while all of them run."""
+    compute = 1.0
+    if computing:
+        for way in dict.fromkeys(running):
+            if way.link != "device":
+                compute *= contention(hardware, way).compute
+    links = {way.link for way in running if way.tier or way == NETWORK}
+    crossed = hardware.interconnect if "network" in links and len(links) > 1 else None
+    lanes: list[float] = []
+    for way in running:
+        if way.link == "device":
+            lanes.append(compute * 0.5 if computing else compute)
+            continue
+        rate = 1.0 / running.count(way)
+        if way.tier and way._replace(inwards=not way.inwards) in running:
+            rate *= hardware.tier(way.tier).link.duplex
+        if crossed and way.link in links:
+            rate *= crossed.link_share
+        lanes.append(rate * contention(hardware, way).lane if computing else rate)
+    if computing and any(way.link == "device" for way in running):
+        compute *= 0.5
+    return compute, lanes
+
+
+def slowed(hardware: Hardware, one: Way, other: Way) -> float:
+    """Seconds that one second of both at once adds to each."""
+    return 1 / rates(hardware, (one, other), computing=False)[1][0] - 1
+
+
+def crossing(hardware: Hardware, one: Way, other: Way) -> float:
+    """Seconds that a second of one lane takes of the other's.
+
+    Exact where both keep at least half of their speed, optimistic below.
+    """
+    return min(1.0, slowed(hardware, one, other))
