@@ -3,7 +3,7 @@
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -183,12 +183,7 @@ def measure_model(
     others = other_bytes(model)
     with ExitStack() as stack:
         stack.callback(let_pack)
-        # Without gradients inside, with the same ones as before afterwards.
-        for parameter in model.parameters():
-            stack.callback(setattr, parameter, "grad", parameter.grad)
-        passes.drop_gradients(model)
-        stack.enter_context(undisturbed(model))
-        stack.callback(switch_off_checkpointing(model))
+        stack.enter_context(_as_found(model))
         batch = first_of(batches, source=workload.model)
         batches = of_one_size(batches, batch)
         reserve = Reserve(device)
@@ -201,17 +196,9 @@ def measure_model(
         compiled = bool(workload.compile)
         stack.enter_context(stubs_in_place(found, block_classes))
         stack.enter_context(whereabouts.naming([unit.name for unit in found]))
-        watch = passes.SlotWatch(lambda *_: None)
         modules = [unit.module for unit in found]
-        with passes.watched(model, modules, "keep", watch), reserve.watching():
-            passes.training_step(model, batch)  # fills caches that the first step makes
-        sparse = {
-            name
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None and parameter.grad.layout != torch.strided
-        }
+        sparse = _sparse_gradients(model, modules, batch, reserve)
         refuse_sparse(sparse, optimizer, workload)
-        passes.drop_gradients(model)
         progress("finding what is saved", 0.1)
         once = run_once(model, found, batch)
         # Bytes of equal blocks are counted once; seconds are those of the whole model. What blocks
@@ -246,8 +233,8 @@ def measure_model(
             timed=whole and num_steps != 1,
         )
         why = "a view of its parameters is held after their slot"
-        held = dict.fromkeys(rehearsal.held_views, why)
-        structure = replace(structure, stays={**held, **structure.stays})
+        viewed = dict.fromkeys(rehearsal.held_views, why)
+        structure = replace(structure, stays={**viewed, **structure.stays})
         fixed_bytes = structure.fixed_bytes + reserve.library_bytes()
         progress("counting bytes", 0.2)
         with stubs_in_place(found, counted) if whole else nullcontext():
@@ -274,16 +261,11 @@ def measure_model(
         cost = _optimizer(workload, optimizer, model, spill_directory, sparse=bool(sparse))
     compilation = compilation_since(compiled_before)
     unseen = compiler_bytes(compilation) if devices.on_host(device) else 0
+    context_bytes, allocator_bytes = rehearsal.context_bytes + unseen, reserve.most_bytes
+    held = replace(machine.device, context_bytes=context_bytes, allocator_bytes=allocator_bytes)
     profile = Profile(
         workload=workload,
-        hardware=replace(
-            machine,
-            device=replace(
-                machine.device,
-                context_bytes=rehearsal.context_bytes + unseen,
-                allocator_bytes=reserve.most_bytes,
-            ),
-        ),
+        hardware=replace(machine, device=held),
         method="measured",
         model_fingerprint=model_fingerprint(model),
         optimizer=cost,
@@ -302,6 +284,31 @@ def measure_model(
         repetitions=_repetitions(seconds, rehearsal, profile),
         compilation=compilation,
     )
+
+
+@contextmanager
+def _as_found(model: nn.Module) -> Iterator[None]:
+    """Let the model have no gradients inside, and be as it was afterwards."""
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+        passes.drop_gradients(model)
+        stack.enter_context(undisturbed(model))
+        stack.callback(switch_off_checkpointing(model))
+        yield
+
+
+def _sparse_gradients(
+    model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch, reserve: Reserve
+) -> set[str]:
+    """Run a first step, which fills caches; return the parameters whose gradients are sparse."""
+    watch = passes.SlotWatch(lambda *_: None)
+    with passes.watched(model, modules, "keep", watch), reserve.watching():
+        passes.training_step(model, batch)
+    named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    sparse = {name for name, grad in named if grad is not None and grad.layout != torch.strided}
+    passes.drop_gradients(model)
+    return sparse
 
 
 def _units(

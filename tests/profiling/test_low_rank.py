@@ -199,5 +199,6 @@ def test_adapters_train_like_plain_torch_within_what_was_predicted(
     measured = [size - others for size in found.slot_bytes]
     above = [most - size for most, size in zip(predicted, measured, strict=True)]
     assert min(above) >= 0
-    # The first block's input asks for no gradient: the base counts it as if nothing else did.
-    assert max(above) <= SLACK_BYTES + 4 * BATCH * SEQUENCE * 96
+    # The first block's input asks for no gradient: the base counts it as if nothing else did. What
+    # operators take besides differs by 1.5 KiB from processor to processor.
+    assert max(above) <= 2 * SLACK_BYTES + 4 * BATCH * SEQUENCE * 96

@@ -343,9 +343,8 @@ def saved_bytes(
     found: list[SavedBytes] = []
     for unit, module in enumerate(modules):
         keys = [one.key for one in inputs[unit]]
-        may_be_own = set(range(len(keys))) - staying[unit]
-        if own_inputs is not None:
-            may_be_own = set(own_inputs[unit])
+        mostly = set(range(len(keys))) - staying[unit]
+        may_be_own = mostly if own_inputs is None else set(own_inputs[unit])
         own = tuple(
             place
             for place, key in enumerate(keys)
@@ -378,8 +377,7 @@ def saved_bytes(
                 ends_in_cross_entropy=unit == count - 1 and module is None and loss_seen.seen,
                 handed_bytes=sum(
                     saved[unit - 1][key].num_bytes
-                    for key in set(keys) & flowing
-                    if unit and key in saved[unit - 1]
+                    for key in (set(keys) & flowing & saved[unit - 1].keys() if unit else ())
                 ),
             )
         )
