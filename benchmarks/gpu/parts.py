@@ -44,7 +44,7 @@ def cells(parts: Sequence[Part], suite: Suite) -> list[Cell]:
             planned_cells("truth", [replace(work, cap_bytes=cap) for cap in caps])
             for work, caps in suite.truth
         ],
-        "timeline": lambda: [_timeline(work) for work in suite.recorded],
+        "timeline": lambda: [_timeline(work, suite.threads) for work in suite.recorded],
         "parity": lambda: [_parity(work) for work in suite.compared_bits],
         # A first comparison with peers, before any of them is asked for larger batches.
         "peers": lambda: [
@@ -156,7 +156,8 @@ def _updates(suite: Suite) -> Cell:
     )
 
 
-def _timeline(work: Work) -> list[Cell]:
+def _timeline(work: Work, threads: Sequence[int]) -> list[Cell]:
+    """A recorded step, and steps with other numbers of threads: do updates leave launching one?"""
     profile = profile_cell("timeline", work)
     plan = plan_cell("timeline", work, profile)
     planned = replace(work, plan=plan.arguments["out"])
@@ -172,4 +173,5 @@ def _timeline(work: Work) -> list[Cell]:
         arguments=arguments,
         needs=(plan.key,),
     )
-    return [profile, plan, timed]
+    others = [planned_cell("timeline", replace(work, threads=number), plan) for number in threads]
+    return [profile, plan, timed, *others]

@@ -20,6 +20,7 @@ class Suite:
     ladder         models of growing size; each is tried after the one before it has run
     compared_bits  works with a limit that train plainly, too, bit by bit
     recorded       works with a limit whose steps are recorded and compared with the simulation
+    threads        numbers of PyTorch's threads that these are trained with, too
     tests          pytest's arguments for the accelerator's tests, by what is tested
     sanitized      pytest's arguments for planned steps under CUDA's sanitizer
     """
@@ -31,6 +32,7 @@ class Suite:
     ladder: tuple[str, ...]
     compared_bits: tuple[Work, ...]
     recorded: tuple[Work, ...]
+    threads: tuple[int, ...]
     tests: dict[str, tuple[str, ...]]
     sanitized: tuple[str, ...]
 
@@ -84,6 +86,7 @@ CARD = Suite(
         replace(_WORK, cap_bytes=12 * GB),
         replace(_WORK, model=_8B, cap_bytes=24 * GB),
     ),
+    threads=(4, 8),
     tests={
         "bits": ("-m", "gpu and not slow", "-n", "12", "-k", f"not ({_MEMORY})", *_FOLDERS),
         "memory": ("-m", "gpu and not slow", "-n", "0", "-k", _MEMORY, *_FOLDERS),
@@ -104,6 +107,7 @@ DRY = Suite(
     ladder=("tiny-gpt2",),
     compared_bits=(replace(_TINY, cap_bytes=_BINDING),),
     recorded=(replace(_TINY, cap_bytes=_BINDING),),
+    threads=(1,),
     tests={
         name: ("-m", "emulated and not slow", "-n", "0", "-k", words, "tests/runtime")
         for name, words in (("bits", "cannot_be_pinned"), ("memory", "is_pinned"))

@@ -12,10 +12,12 @@ from protrain_runtime.contract.units import format_bytes
 
 
 def named(work: Work) -> str:
-    """`llama-3.2-1b 1x2048`, the limit where there is one, and whether bits are compared."""
+    """`llama-3.2-1b 1x2048`, with limit and threads where they are set, and how bits are."""
     words = [work.model, f"{work.batch_size}x{work.seq_len}"]
     if work.cap_bytes:
         words.append(limit_text(work.cap_bytes))
+    if work.threads:
+        words.append(f"{work.threads} threads")
     if work.deterministic:
         words.append("deterministic")
     return " ".join(words)

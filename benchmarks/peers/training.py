@@ -32,6 +32,8 @@ def train(work: Work, adapter_name: str) -> dict[str, Any]:
         work = replace(work, batch_size=read_plan(work.plan).workload.batch_size)
     device = accelerators.found(work.device)
     torch.use_deterministic_algorithms(work.deterministic)
+    if work.threads:
+        torch.set_num_threads(work.threads)
     source = load_source(work.model)
     # Loads the model's code: a limit that refuses libraries says nothing about training.
     batches = source.batches(

@@ -24,6 +24,7 @@ class Work:
     cap_bytes      what the process may take of the device, or at all (CPU); 0: no limit
     num_warmup     steps before those that are timed
     plan           the plan's file, for the planned run alone
+    threads        of PyTorch, of which all but one update on the host; 0: as many as it takes
     deterministic  the same bits in every run, wherever the optimizer steps: see `factory_of`
     """
 
@@ -38,6 +39,7 @@ class Work:
     num_steps: int = 3
     seed: int = 0
     plan: str = ""
+    threads: int = 0
     deterministic: bool = False
 
     def workload(self, model_config: str) -> Workload:
