@@ -105,7 +105,8 @@ def _trained(cells: dict[str, Outcome]) -> Iterable[tuple[str, Outcome, dict[str
 
 
 def _work(work: dict[str, Any]) -> str:
-    return f"{work['model']}, {work['seq_len']} tokens, {work['dtype']}"
+    threads = f", {work['threads']} threads" if work.get("threads") else ""
+    return f"{work['model']}, {work['seq_len']} tokens, {work['dtype']}{threads}"
 
 
 def _limit(cap_bytes: int) -> str:
