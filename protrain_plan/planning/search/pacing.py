@@ -11,14 +11,20 @@ slower, by what is known when it begins. So the seconds are for comparing choice
 millisecond where the simulator takes ten, and the simulator has the last word.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
-from math import inf, isinf
+from math import ceil, inf, isinf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.scheduling import late_units, schedule_of
+from protrain_plan.planning.search.scheduling import (
+    first_fraction,
+    last_fraction,
+    late_units,
+    schedule_of,
+)
 from protrain_plan.simulation.rates import contention, slowed
 from protrain_runtime.contract.program.implications import (
     ActivationOption,
@@ -26,7 +32,7 @@ from protrain_runtime.contract.program.implications import (
     Gathered,
     StateOption,
 )
-from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane
+from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, pieces_in
 from protrain_runtime.contract.records.plan import Schedule
 
 LOOKED_AHEAD = 6
@@ -47,6 +53,7 @@ class _Arrival(NamedTuple):
     kind: int  # 0: for forward, 1: for backward, 2: swapped activations
     earliest: int
     bytes: int
+    pieces: tuple[int, ...]
     clocks: tuple[Clock, ...]
 
 
@@ -58,9 +65,22 @@ class _Departure(NamedTuple):
     swap: bool
     bytes: int
     kept: int
+    pieces: tuple[int, ...]  # see implications.Leaving
+    held: tuple[int, ...]
     clocks: tuple[Clock, ...]
     in_place: bool
     added: tuple[Clock, ...] = ()  # to the gradients of micro-batches before, in host memory
+
+
+@dataclass(slots=True)
+class _Standing:
+    """A departure under way. If its first pieces were found gone, the rest is in the next slot."""
+
+    began: float
+    ended: float
+    left: _Departure
+    bytes: int
+    cut: int = -1  # the slot before which its first pieces were found gone
 
 
 class _Update(NamedTuple):
@@ -156,8 +176,12 @@ class Pacer:
         if (fetch := option.swap_in) and (out := option.swap_out):
             come = self.clock(Lane("fetch", fetch.tier), fetch.bytes)
             go = self.clock(Lane("spill", fetch.tier), out.bytes)
-            arrivals = (_Arrival(served, unit, 2, unit + 1, fetch.bytes, (come,)),)
-            departures = (_Departure(unit, unit, True, out.bytes, 0, (go,), False),)
+            arrivals = (_Arrival(served, unit, 2, unit + 1, fetch.bytes, fetch.pieces, (come,)),)
+            departures = (
+                _Departure(
+                    unit, unit, True, out.bytes, 0, out.pieces, out.held_pieces, (go,), False
+                ),
+            )
         compute = ((unit, option.forward_s), (served, option.backward_s))
         return _Option(compute, arrivals, departures, None)
 
@@ -172,14 +196,18 @@ class Pacer:
                 clocks.append(self.clock(Lane("fetch", fetch.tier), fetch.bytes))
             if option.gathers:
                 clocks.append((self.lanes[COLLECT], come.bytes * network.gathered))
-            size, kind = come.bytes, int(come.slot >= count)
-            arrivals.append(_Arrival(come.slot, unit, kind, come.earliest, size, tuple(clocks)))
+            kind = int(come.slot >= count)
+            arrivals.append(
+                _Arrival(
+                    come.slot, unit, kind, come.earliest, come.bytes, come.pieces, tuple(clocks)
+                )
+            )
         departures: list[_Departure] = []
         clocks, on_host = [], self.lanes[Lane("update", "host")]
         if option.summed_bytes:
             clocks.append((self.lanes[COLLECT], option.summed_bytes * network.summed))
             slot = 2 * count - 1 - unit
-            departures.append(_Departure(slot, unit, False, 0, 0, tuple(clocks), False))
+            departures.append(_Departure(slot, unit, False, 0, 0, (), (), tuple(clocks), False))
         elif leaving := option.leaving:
             if option.scattered:
                 clocks.append((self.lanes[COLLECT], sum(leaving.pieces) * network.scattered))
@@ -192,6 +220,8 @@ class Pacer:
                     False,
                     leaving.held,
                     leaving.kept,
+                    leaving.pieces,
+                    leaving.held_pieces,
                     tuple(clocks),
                     option.home == "in place",
                     ((on_host, option.added_s),) if option.added_s else (),
@@ -260,16 +290,18 @@ class _Walk:
                 self.updates.append(option.update)
         left = ([one.bytes for one in leaves] for leaves in self.leaves)
         self.left_before = [0, *accumulate(map(sum, left))]  # bytes that leave before each slot
+        several = Counter((one.unit, one.kind) for arrivals in self.due for one in arrivals)
+        self.of_several = {one for one, number in several.items() if number > 1}
         self.free = [0.0] * len(pacer.lanes)
         self.late = self._late(choice)
         self.updated: dict[int, float] = {}  # by unit, when its update ends
         # Of a walk: what waits for its lane, what came when, leads and drains, and what leaves.
         self.queues: dict[int, deque[_Arrival]] = {}
         self.came: dict[tuple[int, int, int], float] = {}
-        self.submitted: dict[tuple[int, int], int] = {}
-        self.drains: dict[tuple[int, bool], int] = {}
+        self.submitted: dict[tuple[int, int], float] = {}
+        self.drains: dict[tuple[int, bool], float] = {}
         self.gone: set[tuple[int, bool]] = set()
-        self.out: deque[tuple[float, _Departure]] = deque()
+        self.out: deque[_Standing] = deque()
         self.standing, self.on_device = 0, 0.0
 
     def _late(self, choice: Choice) -> set[int]:
@@ -363,8 +395,8 @@ class _Walk:
         reduces = updating or self.problem.settings.group.num_devices == 1
         now = self.on_device = 0.0
         for t in range(self.end):
-            if self.standing > self.room[t]:
-                now = self.find_gone(t, self.standing - self.room[t], now, inf)
+            if self.out and (self.out[0].cut >= 0 or self.standing > self.room[t]):
+                now = self.waited(t, now)
             if now > latest[t]:
                 return inf
             now = self.fetched(t, now)
@@ -392,16 +424,21 @@ class _Walk:
             # What is needed first goes first: what comes later takes no room from it.
             queue = min(active, key=_needed) if len(active) > 1 else active[0]
             arrival = queue[0]
-            served, unit, kind, _, size, clocks = arrival
-            lead = max(0, served - t)
-            if lead:
+            served, unit, kind, _, size, pieces, clocks = arrival
+            lead: float = 0
+            if served > t:
                 if self.waits(arrival, t, now, horizon):
                     active.remove(queue)
                     continue
                 if out and self.standing + size > room[t]:
                     until = now + pace.wait * compute
                     now = self.find_gone(t, self.standing + size - room[t], now, until)
-                if self.standing + size > room[t] or min(room[t:served]) < size:
+                lead = served - t
+                if self.standing + size > room[t]:
+                    lead = self.share(arrival, t)
+                    if not lead:
+                        break
+                elif min(room[t:served]) < size:
                     break
                 if pace.care and not self.has_room(t, served, size, now):
                     break
@@ -414,13 +451,16 @@ class _Walk:
             arrives = came[served, unit, kind] = self.serve(start, clocks)
             if served <= t:
                 horizon = max(horizon, arrives + computes)
-            for ahead in range(t, served):
+            whole = int(lead)
+            if lead != whole:  # the first pieces alone, in this slot
+                room[t] -= sum(pieces[: len(pieces_in(pieces, (0.0, lead - whole)))])
+            for ahead in range(served - whole, served):
                 room[ahead] -= size
         return now
 
     def waits(self, arrival: _Arrival, t: int, now: float, horizon: float) -> bool:
         """Whether an arrival of a later slot would gain nothing by its submission now."""
-        _, unit, kind, earliest, _, clocks = arrival
+        _, unit, kind, earliest, _, _, clocks = arrival
         lane, taken = clocks[0]
         if self.free[lane] >= horizon or earliest > t:
             return True
@@ -452,8 +492,9 @@ class _Walk:
         reduces: bool,
     ) -> None:
         """Let lanes work on what a slot leaves, and its update if that is in backward."""
-        ended = now
+        began = ended = now
         if left.clocks and (left.swap or reduces):
+            began = max(now, self.free[left.clocks[0][0]])
             ended = self.serve(now, left.clocks)
             if left.added:
                 self.serve(ended, left.added)
@@ -464,18 +505,18 @@ class _Walk:
         elif left.in_place and left.unit in self.late:
             return  # its room is taken already
         if t < self.end - 1 and left.bytes:
-            self.out.append((ended, left))
+            self.out.append(_Standing(began, ended, left, left.bytes))
             self.standing += left.bytes
 
     def ended(self, now: float) -> float:
         """When the device's update has ended, which begins when there is room for it."""
         # No slot is left to wait for what stands in the device's update, or in the next step.
         out, end, overlap = self.out, self.end, self.problem.settings.overlap_steps
-        kept = sum(left.kept for _, left in out)
-        last = max((n for n, (_, left) in enumerate(out) if overlap and left.in_place), default=-1)
-        while out and (kept > self.room[end] or last >= 0):
-            kept -= out[0][1].kept
-            now = max(now, out[0][0])
+        kept = sum(one.left.kept for one in out)
+        last = max((n for n, one in enumerate(out) if overlap and one.left.in_place), default=-1)
+        while out and (kept > self.room[end] or last >= 0 or out[0].cut >= 0):
+            kept -= out[0].left.kept
+            now = max(now, out[0].ended)
             self.retire(end - 1)
             last -= 1
         if any(one.waits for one in self.updates):  # for all gradients, and their norm
@@ -485,30 +526,76 @@ class _Walk:
     # What leaves
 
     def retire(self, t: int) -> None:
-        """Let the oldest departure be gone before slot t."""
-        _, left = self.out.popleft()
-        self.standing -= left.bytes
-        self.gone.add((left.unit, left.swap))
-        self.drains[left.unit, left.swap] = t - left.slot - 1
+        """The oldest departure has left before slot t."""
+        one = self.out.popleft()
+        self.standing -= one.bytes
+        self.gone.add((one.left.unit, one.left.swap))
+        if one.cut in (-1, t):
+            self.drains[one.left.unit, one.left.swap] = t - one.left.slot - 1
+
+    def cut(self, t: int, excess: int, now: float) -> float:
+        """Let the oldest departure's first pieces be gone before slot t, the rest a slot later.
+
+        Returns when they have left; infinity, and nothing changes, where that cannot be said, or is
+        later than `now` (inf: whenever).
+        """
+        one = self.out[0]
+        left = one.left
+        if t >= self.end - 2 or len(left.pieces) == 1 or excess >= one.bytes:
+            return inf
+        fraction, rest = last_fraction(left.pieces, left.held, one.bytes - excess)
+        there = one.began + (one.ended - one.began) * (1.0 - fraction)
+        if not fraction or there > now:
+            return inf
+        self.standing -= one.bytes - rest
+        one.bytes, one.cut = rest, t
+        self.drains[left.unit, left.swap] = t - left.slot - 1 + fraction
+        return there
+
+    def waited(self, t: int, now: float) -> float:
+        """Wait until what stands has room in slot t, and what was cut has left."""
+        out = self.out
+        while out and (out[0].cut >= 0 or self.standing > self.room[t]):
+            if out[0].cut < 0 and out[0].ended > now:
+                there = self.cut(t, self.standing - self.room[t], inf)
+                if not isinf(there):
+                    return max(now, there)
+            now = max(now, out[0].ended)
+            self.retire(t)
+        return now
 
     def find_gone(self, t: int, excess: int, now: float, until: float) -> float:
         """Find gone so many bytes, as far as they have left by `until`; returns when they have."""
         out, most = self.out, self.standing - excess
-        while out and self.standing > most and out[0][0] <= until:
-            now = max(now, out[0][0])
+        while out and self.standing > most and out[0].cut in (-1, t):
+            if out[0].ended > now and not isinf(there := self.cut(t, self.standing - most, until)):
+                return max(now, there)
+            if out[0].ended > until:
+                break
+            now = max(now, out[0].ended)
             self.retire(t)
         return now
 
     def came_to(self, unit: int, t: int, now: float) -> bool:
         """Whether a unit's swapped activations have left by now; they are found gone then."""
-        for place, (ended, left) in enumerate(self.out):
-            if left.unit == unit and left.swap:
-                if ended > now:
+        for place, one in enumerate(self.out):
+            if one.left.unit == unit and one.left.swap:
+                if one.ended > now or any(other.cut >= 0 for other in self.out):
                     return False
                 for _ in range(place + 1):
                     self.retire(t)
                 return True
         return False
+
+    def share(self, arrival: _Arrival, t: int) -> float:
+        """The lead of what may come a slot before the rest, where all has no room in slot t yet."""
+        served, unit, kind, _, size, pieces, _ = arrival
+        if len(pieces) == 1 or (unit, kind) in self.of_several:
+            return 0  # other stays have whole leads
+        if served > t + 1 and min(self.room[t + 1 : served]) < size:
+            return 0
+        fraction, _ = first_fraction(pieces, self.room[t] - self.standing)
+        return served - t - 1 + fraction if fraction else 0
 
     def tail(self, now: float) -> float:
         """The end of all updates, in the order in which they are made."""
@@ -545,7 +632,7 @@ class _Walk:
         most = self.standing + self.left_before[until - 1] - self.left_before[t]
         if size + care * most <= min(room[t + 1 : until]):
             return True
-        ends = [(ended, left.bytes) for ended, left in self.out]
+        ends: list[tuple[float, int]] = [(one.ended, one.bytes) for one in self.out]
         lanes: dict[int, float] = {}
         for slot in range(t + 1, until):
             for left in self.leaves[slot - 1]:
@@ -567,7 +654,7 @@ class _Walk:
         for unit in range(self.count):
             lead, drain = submitted.get((unit, 2), 0), drains.get((unit, True))
             # What comes back waits for all of it anyway.
-            if drain == end - 2 - 2 * unit - lead:
+            if drain == end - 1 - unit - ceil(lead) - unit - 1:
                 drain = None
             leads = submitted.get((unit, 0), 0), submitted.get((unit, 1), 0), lead
             late = unit in self.late
