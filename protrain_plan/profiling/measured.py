@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -168,13 +169,9 @@ def measure_model(
 ) -> Profile:
     """The profile of a model that is there. Leaves it, its gradients and the random state alone.
 
-    `num_steps` are timed per form of activations (None: see `passes.slot_seconds`), those that are
-    not exact where `allow` gives leave.
-    `running` says which units run, with modules, where not all do: parameters of the others may be
-    on `meta`.
-    `machine` is this one, where it was probed before; what the model holds besides tensors is
-    measured anew; `disk_watch` is for a probe of its disk. `cost` is the optimizer's on it, where
-    it was timed before.
+    `num_steps` are timed per form of activations (None: see `passes.slot_seconds`). `running` says
+    which units run, where not all do: parameters of the others may be on `meta`. `machine` is this
+    one, and `cost` the optimizer's on it, where they were measured before.
     """
     refuse_parameters(model, source=workload.model)
     compiled_before = compiled_so_far()
@@ -193,7 +190,6 @@ def measure_model(
         start, found, block_classes, varies = _units(model, batch, batches, running)
         stack.enter_context(starting_from(model, start))
         workload = _compiled(model, found, workload, stack)
-        compiled = bool(workload.compile)
         stack.enter_context(stubs_in_place(found, block_classes))
         stack.enter_context(whereabouts.naming([unit.name for unit in found]))
         modules = [unit.module for unit in found]
@@ -203,7 +199,7 @@ def measure_model(
         once = run_once(model, found, batch)
         # Bytes of equal blocks are counted once; seconds are those of the whole model. What blocks
         # save is seen below the compiler alone, so that all compiled ones run.
-        alike = whole and not compiled and varies is None
+        alike = whole and not workload.compile and varies is None
         counted = equal_blocks(model, found, batch, alone=once) if alike else block_classes
         with stubs_in_place(found, counted) if whole else nullcontext():
             structure = analyze_units(
@@ -211,7 +207,7 @@ def measure_model(
                 batch,
                 found,
                 device=workload.device,
-                forms=allowed_forms(allow, compiled=compiled),
+                forms=allowed_forms(allow, compiled=bool(workload.compile)),
                 optimizer=optimizer,
                 precision=workload.precision,
                 once=once,
@@ -232,8 +228,7 @@ def measure_model(
             swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
             timed=whole and num_steps != 1,
         )
-        why = "a view of its parameters is held after their slot"
-        viewed = dict.fromkeys(rehearsal.held_views, why)
+        viewed = dict.fromkeys(rehearsal.held_views, HELD_VIEW)
         structure = replace(structure, stays={**viewed, **structure.stays})
         fixed_bytes = structure.fixed_bytes + reserve.library_bytes()
         progress("counting bytes", 0.2)
@@ -241,15 +236,10 @@ def measure_model(
             counting = measure_bytes(model, batch, structure, reserve.meter)
         units = without_falls(filled(counting.units, counted))
         measured = {cost.form for unit in units for cost in unit.forms}
-        forms = [form for form in FORMS if form in measured]
+        forms, kept = [form for form in FORMS if form in measured], structure.kept
+        tick = partial(_tell_timing, progress)
         seconds, launching = passes.slot_seconds(
-            model,
-            modules,
-            batches,
-            forms,
-            num_steps=num_steps,
-            tick=lambda done: progress("timing steps", 0.25 + 0.45 * done),
-            kept=structure.kept,
+            model, modules, batches, forms, num_steps=num_steps, tick=tick, kept=kept
         )
     if machine is None:
         progress("probing the machine", 0.7)
@@ -279,11 +269,15 @@ def measure_model(
         allowed=allow,
     )
     progress("done", 1.0)
-    return replace(
-        profile,
-        repetitions=_repetitions(seconds, rehearsal, profile),
-        compilation=compilation,
-    )
+    repeated = _repetitions(seconds, rehearsal, profile)
+    return replace(profile, repetitions=repeated, compilation=compilation)
+
+
+HELD_VIEW = "a view of its parameters is held after their slot"
+
+
+def _tell_timing(progress: Progress, done: float) -> None:
+    progress("timing steps", 0.25 + 0.45 * done)
 
 
 @contextmanager
