@@ -202,15 +202,21 @@ class Run(NamedTuple):
     def numel(self) -> int:
         return sum(span.high - span.low for span in self.spans)
 
+    def placed(self) -> Iterator[tuple[Span, slice]]:
+        """The spans, each with its elements among those of the run."""
+        begin = 0
+        for span in self.spans:
+            here = slice(begin, begin + span.high - span.low)
+            yield span, here
+            begin = here.stop
+
     def between(self, start: int, stop: int) -> list[Span]:
         """The spans of a range of the elements."""
         found: list[Span] = []
-        begin = 0
-        for part, low, high in self.spans:
-            first, past = max(start - begin, 0), min(stop - begin, high - low)
+        for (part, low, _), here in self.placed():
+            first, past = max(start, here.start), min(stop, here.stop)
             if first < past:
-                found.append(Span(part, low + first, low + past))
-            begin += high - low
+                found.append(Span(part, low + first - here.start, low + past - here.start))
         return found
 
 
@@ -259,7 +265,7 @@ def _follows(chunk: Chunk, one: Span, other: Span, *, grouped: bool) -> bool:
 
 
 class _Scalars(dict[str, Any]):
-    """What an optimizer keeps of a parameter besides elementwise states.
+    """Values that an optimizer keeps of a parameter besides elementwise states.
 
     Those of one `step` on several parameters as one are equal.
     """
@@ -408,13 +414,11 @@ class Piece:
                 store.start_read(place, target.view(torch.uint8))
             if gradients:
                 self.gradients[number] = regions[_GRADIENTS][here]
-                begin = 0
-                for part, low, high in run.spans:
+                for (part, low, _), here in run.placed():
                     if (stored := self.waiting.get(part.name)) is not None:
-                        target = self.gradients[number][begin : begin + high - low]
+                        target = self.gradients[number][here]
                         place = stored.offset + low * part.dtype.itemsize
                         stored.store.start_read(place, target.view(torch.uint8))
-                    begin += high - low
 
     def view_device(self) -> None:
         """Use the parameters in place, on the device."""
@@ -497,17 +501,15 @@ class Piece:
     ) -> Iterator[_Due]:
         """The gradients that there are, from where each of them is."""
         for number, run in enumerate(self.runs):
-            values, staged, begin = self.parameters[number], self.gradients.get(number), 0
+            values, staged = self.parameters[number], self.gradients.get(number)
             if len(run.spans) > 1 and self._as_one(run, gradients, options):
                 part, low, _ = run.spans[0]
                 first = self.waiting[part.name]
                 elements = first.in_host(low, low + run.numel) if staged is None else staged
                 yield self._due_of(run, values, elements, first.factors)
                 continue
-            for span in run.spans:
+            for span, here in run.placed():
                 part, low, high = span
-                here = slice(begin, begin + high - low)
-                begin = here.stop
                 found, factors = gradients.get(part.name), list[torch.Tensor]()
                 stored = self.waiting.get(part.name)
                 if found is None and stored is not None and _had(stored):
@@ -634,10 +636,7 @@ class Piece:
         # By region of the store: one write of many parameters' values, where they are neighbours.
         writes = defaultdict[StateKind | str, list[tuple[int, torch.Tensor]]](list)
         for number, run in enumerate(self.runs) if parameters else ():
-            begin = 0
-            for part, low, high in run.spans:
-                here = slice(begin, begin + high - low)
-                begin = here.stop
+            for (part, low, _), here in run.placed():
                 if part.name in stepped or self.apart:
                     place = self.target.place(part) + low * part.dtype.itemsize
                     values = self.parameters[number][here].view(torch.uint8)
