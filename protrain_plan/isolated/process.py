@@ -191,8 +191,8 @@ def _followed(
             raise _death(code, name, dump)
         now = time.monotonic()
         if limits is not None and (code is not None or now - began > limits.seconds):
-            process.send_signal(signal.SIGABRT)  # it tells where it is, if it can
-            _ends(process, 1.0)
+            process.send_signal(signal.SIGABRT)  # it tells where it is; a second one would cut that
+            _ends(process, _GRACE_S)
             message = f"{name} was not done after {limits.seconds:g} s"
             raise EndedError(message, _place(dump), limit="seconds")
         if limits is not None and now - looked > _LOOK_S:
@@ -337,14 +337,17 @@ class _Forked:
         return -signal.SIGKILL if is_lost else None  # the server is gone, and took all along
 
     def send_signal(self, number: int) -> None:
-        self.poll()
-        if self.pid and b"\n" not in self._told:  # where the server is lost, it may live
-            for end in (os.kill, os.killpg):
-                with suppress(OSError):
-                    end(self.pid, number)
+        self._send(os.kill, number)
 
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        self._send(os.kill, signal.SIGKILL)
+        self._send(os.killpg, signal.SIGKILL)
+
+    def _send(self, send: Callable[[int, int], None], number: int) -> None:
+        self.poll()
+        if self.pid and b"\n" not in self._told:  # where the server is lost, it may live
+            with suppress(OSError):
+                send(self.pid, number)
 
 
 def _descendants(root: int) -> list[int]:
