@@ -242,7 +242,10 @@ def optimizer_of(row: Row) -> Factory:
     return OPTIMIZERS[row["optimizer"]] if device().type == "cpu" else ADAMW
 
 
-def plainly(row: Row, model: nn.Module) -> torch.optim.Optimizer:
+def plain_optimizer_of(row: Row) -> Factory:
     factory = optimizer_of(row)
-    factory = with_master_weights(factory) if row["precision"] == "master" else factory
-    return factory(weight_decay_groups(model))
+    return with_master_weights(factory) if row["precision"] == "master" else factory
+
+
+def plainly(row: Row, model: nn.Module) -> torch.optim.Optimizer:
+    return plain_optimizer_of(row)(weight_decay_groups(model))
