@@ -598,7 +598,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass",
         keeps="a write to what is on its way out is lost, or half of it",
         test=(
-            "tests/runtime/test_guards.py"
+            "tests/runtime/test_habits.py"
             "::test_a_write_to_a_saved_activation_is_refused_as_in_plain_pytorch[leaves]"
         ),
     ),
@@ -608,7 +608,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass",
         keeps="backward reads what was written after it was saved",
         test=(
-            "tests/runtime/test_guards.py"
+            "tests/runtime/test_habits.py"
             "::test_a_write_to_a_saved_activation_is_refused_as_in_plain_pytorch[stays]"
         ),
     ),
@@ -618,7 +618,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass",
         keeps="what a forward writes to a parameter is lost when that leaves the device",
         test=(
-            "tests/runtime/test_guards.py"
+            "tests/runtime/test_habits.py"
             "::test_a_forward_that_writes_to_a_parameter_that_leaves_is_refused"
         ),
     ),
