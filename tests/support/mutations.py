@@ -558,7 +558,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="chunk.offloaded_gradients",
         keeps="gradients of an update that runs on are dropped when its step ends",
         test=(
-            "tests/runtime/test_overlapping_steps.py"
+            "tests/runtime/test_running_on.py"
             "::test_updates_run_on_and_training_is_bitwise[in backward-late-emulated]"
         ),
     ),
@@ -568,7 +568,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="chunk.offloaded_gradients",
         keeps="an update ahead of the norm counts as made of the gradients that are left",
         test=(
-            "tests/runtime/test_clipping.py"
+            "tests/runtime/test_steps.py"
             "::test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such[ahead-removed]"
         ),
     ),
@@ -578,7 +578,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass  # the first of all leave",
         keeps="staging buffers are missing in the second step, whose updates read states",
         test=(
-            "tests/runtime/test_overlapping_steps.py"
+            "tests/runtime/test_running_on.py"
             "::test_updates_run_on_and_training_is_bitwise[in backward-late-cpu]"
         ),
     ),
@@ -588,7 +588,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass",
         keeps="what scaled a sum of micro-batches is applied once more when it is read",
         test=(
-            "tests/runtime/test_accumulation.py"
+            "tests/runtime/test_steps.py"
             "::test_sums_that_are_clipped_between_micro_batches_are_those_of_plain_pytorch[emulated]"
         ),
     ),

@@ -380,16 +380,20 @@ def offloads(tier: StateTier) -> tuple[Offload, ...]:
     return (*found, *(replace(one, update_on_device=True) for one in found))
 
 
-def speculative(plan: Plan) -> Plan:
-    """The plan with every update below the device speculative; of host memory, on the device."""
-    units: list[UnitPlan] = []
-    for unit in plan.units:
+def ahead(units: Iterable[UnitPlan]) -> tuple[UnitPlan, ...]:
+    """The units with every update below the device speculative; of host memory, on the device."""
+    found: list[UnitPlan] = []
+    for unit in units:
         if isinstance(states := unit.states, Offload):
             on_device = states.tier == "host"
-            ahead = replace(states, speculate=True, update_on_device=on_device)
-            unit = replace(unit, states=ahead)
-        units.append(unit)
-    return replace(plan, units=tuple(units))
+            early = replace(states, speculate=True, update_on_device=on_device)
+            unit = replace(unit, states=early)
+        found.append(unit)
+    return tuple(found)
+
+
+def speculative(plan: Plan) -> Plan:
+    return replace(plan, units=ahead(plan.units))
 
 
 def decisions(tier: TierName) -> list[tuple[Activations, Placement]]:

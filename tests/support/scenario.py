@@ -362,9 +362,10 @@ def restored(run: Run) -> None:
 
 
 def recorded(run: Run) -> None:
-    """One more step's recording has every move of the programme."""
+    """One more step's recording has every move of the programme, and has ended."""
     with record(run.model) as recorder:
         run.step(len(run.seen))
+        assert not run.engine._carried
         names = {event.name for event in recorder.recording().events}
     program = run.engine.program
     assert {program.move_name(number) for number in range(len(program.moves))} <= names
