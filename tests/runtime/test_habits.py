@@ -43,7 +43,6 @@ from tests.support.hostile_models import Stack, batch_of
 from tests.support.judging import is_refusal
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
-    ADAMW,
     Subject,
     assert_bitwise,
     decided,
@@ -120,7 +119,7 @@ def assert_plain_with(model: nn.Module, expected: dict[str, Tensor]) -> None:
     twin.load_state_dict(expected)
     found = []
     for each in (twin, model):
-        run = Run(STACK, each, ADAMW(each.parameters()))
+        run = tried().plain_run(each)
         run.step(0)
         found.append(run.values())
     assert list(differences(found[1], found[0], "values")) == []

@@ -271,8 +271,10 @@ class Scenario:
     def start(self, folder: Path | None = None, *, seed: int = 0) -> Run:
         """A run under the plan, which spills into `folder`; plainly, without one."""
         model = self.subject.build(seed)
-        if folder is not None:
-            return self.prepared(model, folder)
+        return self.plain_run(model) if folder is None else self.prepared(model, folder)
+
+    def plain_run(self, model: nn.Module) -> Run:
+        """A run of this model without a plan."""
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = self.groups(model) if self.groups is not None else trained
         return Run(self.subject, model, (self.plain_factory or self.factory)(groups))
