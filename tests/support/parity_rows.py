@@ -1,10 +1,8 @@
 """Rows of everything that a training run may combine, trained under a plan and plainly."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from protrain_runtime.contract.records.hardware import TierName
@@ -12,9 +10,7 @@ from protrain_runtime.contract.records.plan import Plan
 from tests.support.pairwise import Impossible, Row, covering_rows
 from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
-    CATALOGUE,
     RECOMPUTED,
-    Subject,
     assert_bitwise,
     delays,
     weight_decay_groups,
@@ -26,11 +22,10 @@ from tests.support.training_rows import (
     PACKED,
     PRECISIONS,
     SCHEDULES,
+    of_row,
     optimizer_of,
     plain_optimizer_of,
     plan_of_row,
-    uncompiled,
-    units,
 )
 
 NUM_STEPS, RESUMED_AT = 5, 3
@@ -93,23 +88,6 @@ ROWS = covering_rows(FACTORS, IMPOSSIBLE, costly=("compiled",))
 # --- from a row to a scenario ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OfRow(Subject):
-    """A row's model; in its precision, with what is trained, compiled if the row says so."""
-
-    row: tuple[tuple[str, str], ...] = ()
-
-    def build(self, seed: int = 0) -> nn.Module:
-        row = dict(self.row)
-        model = uncompiled(row, seed=seed)
-        if row["compiled"] != "no":
-            torch.compiler.reset()
-            for unit in units(row["model"], row["trained"]):
-                if unit.kind == "block":
-                    model.get_submodule(unit.name).compile(backend=row["compiled"])
-        return model
-
-
 def plan(row: Row, model: nn.Module, *, seed: int = 0) -> Plan:
     tiers: tuple[TierName, ...] = ("disk", "host")
     if row["tier"] != "both":
@@ -131,9 +109,8 @@ def scenario(row: Row, *, seed: int = 0) -> Scenario:
         if number == RESUMED_AT and row["resumed"] in HOW:
             go_on(run, scenario(row, seed=1), HOW[row["resumed"]])
 
-    own = CATALOGUE[row["model"]]
     return Scenario(
-        model=OfRow(own.make, own.batches, row=tuple(row.items())),
+        model=of_row(row),
         plan=partial(plan, row, seed=seed),
         factory=optimizer_of(row),
         plain_factory=plain_optimizer_of(row),
