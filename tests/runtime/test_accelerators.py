@@ -12,8 +12,8 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from itertools import permutations
 from pathlib import Path
@@ -26,13 +26,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from protrain_plan.commands.training import Run as Trained
 from protrain_plan.commands.training import train
-from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure
-from protrain_runtime import OutOfMemoryError, explain_memory, prepare, record, restore
+from protrain_runtime import OutOfMemoryError, explain_memory, record, restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes
@@ -58,37 +58,34 @@ from protrain_runtime.devices.memory_meter import reachable_bytes
 from protrain_runtime.devices.preflight import NoRoomError
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.checking import DifferenceError
-from protrain_runtime.model.prepared import below_device, engine_of
+from protrain_runtime.model.prepared import below_device
 from protrain_runtime.states.updates import spare_threads
-from tests.support import runtime_cases
 from tests.support.cards import CARDS, capped, card_called, host_waits
 from tests.support.pairwise import Row
 from tests.support.parity_rows import ROWS, assert_row
 from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import gpu
-from tests.support.programs import compile_units
 from tests.support.random_models import Shape
 from tests.support.random_training import assert_trains_like_plain, shapes, steady
 from tests.support.runtime_cases import (
-    ADAMW,
+    CATALOGUE,
+    Subject,
     assert_bitwise,
     attached,
-    batch,
-    build,
     copied,
     decided,
     decision_name,
-    described,
     described_by,
     device,
     differences,
     mixed,
-    plain,
     plan_for,
     plan_of,
-    step,
 )
+from tests.support.scenario import Loop, Run, Scenario, Units, refusal
 from tests.support.thinning import thinned
+
+HOST = Offload(tier="host")
 
 
 @pytest.fixture(autouse=True, params=CARDS)
@@ -97,6 +94,21 @@ def card(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     name: str = request.param
     with card_called(name, request.node.nodeid) as found:
         yield found
+
+
+def on_host(
+    activations: Activations = Keep(),  # noqa: B008
+    states: Placement = HOST,
+    schedule: Schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1),  # noqa: B008
+    *,
+    model: str | Subject = "llama",
+    **options: Any,
+) -> Scenario:
+    return Scenario(
+        model=model,
+        units=lambda units: decided(units, activations, states, schedule),
+        **options,
+    )
 
 
 # --- everything that a training run may combine ---------------------------------------------------
@@ -135,31 +147,24 @@ def test_a_hundred_random_models_train_like_plain_on_the_card(shape: Shape, seed
 
 def test_a_half_precision_model_is_scaled_like_plain_torch(tmp_path: Path) -> None:
     """float16 under autocast with torch.amp.GradScaler, from a scale that overflows at first."""
-    results: list[list[Tensor | float]] = []
-    for planned in (False, True):
-        model = build("llama-tied")
-        optimizer: torch.optim.Optimizer = ADAMW(model.parameters())
-        if planned:
-            units = decided(described("llama-tied"), Recompute(), Offload(tier="host"))
-            plan = with_settings(plan_for(model, units), updates="after backward")
-            model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-        scaler = torch.amp.GradScaler(device().type, init_scale=2.0**40, growth_interval=2)
-        seen: list[Tensor | float] = []
+
+    def script(run: Run) -> None:
+        scaler = torch.amp.GradScaler(
+            device().type, init_scale=2.0**40, backoff_factor=2.0**-14, growth_interval=4
+        )
         for number in range(6):
             with torch.autocast(device().type, dtype=torch.float16, cache_enabled=False):
-                loss = loss_of(call_model(model, batch("llama-tied", number)))
+                loss = run.loss(number)
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
+            scaler.step(run.optimizer)
             scaler.update()
-            optimizer.zero_grad()
-            seen += [loss.detach(), scaler.get_scale()]
-        results.append([*seen, *(value.clone() for value in model.state_dict().values())])
-    assert all(
-        torch.equal(one.cpu(), two.cpu())
-        if isinstance(one, Tensor) and isinstance(two, Tensor)
-        else one == two
-        for one, two in zip(*results, strict=True)
-    )
+            run.optimizer.zero_grad()
+            run.seen += [loss.detach(), scaler.get_scale()]
+
+    settings = {"updates": "after backward"}
+    asked = on_host(Recompute(), model="llama-tied", settings=settings, script=script)
+    run = asked.assert_like_plain(tmp_path)
+    assert run.seen[1] > run.seen[3] == run.seen[5], "two steps were skipped"
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -167,79 +172,51 @@ def test_training_on_a_stream_of_its_own_matches_plain_torch_bitwise(
     seed: int, tmp_path: Path
 ) -> None:
     """Lanes are ordered behind the stream that computes, which need not be the device's own."""
-    expected = plain("functional", num_steps=3)
+    asked = Scenario(
+        model="functional",
+        units=lambda given: mixed(given, random.Random(seed), "host", "disk"),
+        script=Loop(num_steps=3),
+    )
+    expected = asked.plain()
     devices.synchronize(device())
     with torch.Stream(device=device()):
-        model = build("functional")
-        units = mixed(described("functional"), random.Random(seed), "host", "disk")
-        plan = plan_for(model, units)
-        model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-        found = runtime_cases.train("functional", model, optimizer, num_steps=3)
+        found = asked.played(asked.start(tmp_path))
         devices.synchronize(device())  # what is compared outside is copied here
     assert_bitwise(found, expected)
 
 
 def test_adamw_on_the_host_takes_the_step_of_a_cpu(tmp_path: Path) -> None:
     """Bit for bit; the card's own AdamW may round the last bit otherwise, and not much more."""
-    factory = torch.optim.AdamW
-    plain = build("llama")
-    gradients = gradients_of(plain)
-    on_cpu = {name: value.detach().cpu().clone() for name, value in plain.named_parameters()}
-    for name, value in on_cpu.items():
-        value.requires_grad_()
-        value.grad = gradients[name].cpu()
-    factory(on_cpu.values(), lr=1e-3, fused=True).step()
-    on_card = factory(plain.parameters(), lr=1e-3, fused=True)
-    on_card.step()
-
-    model = build("llama")
-    units = decided(described("llama"), Keep(), Offload(tier="host"))
-    model, optimizer = prepare(
-        model,
-        plan_for(model, units),
-        optimizer=lambda groups: factory(groups, lr=1e-3, fused=True),
-        spill_directory=tmp_path,
-    )
-    step("llama", model, optimizer, 0)
-    for name, value in model.state_dict().items():
+    factory = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    asked = on_host(factory=factory)
+    plain, run = asked.start(), asked.start(tmp_path)
+    plain.backward(0)
+    on_cpu: dict[str, nn.Parameter] = {}
+    for name, value in plain.model.named_parameters():
+        assert value.grad is not None
+        on_cpu[name] = nn.Parameter(value.detach().cpu().clone())
+        on_cpu[name].grad = value.grad.cpu()
+    factory(on_cpu.values()).step()
+    plain.update()
+    run.step(0)
+    expected = plain.values()
+    for name, own in run.values().items():
         if name in on_cpu:
-            assert torch.equal(value.cpu(), on_cpu[name].detach()), name
-            torch.testing.assert_close(value.cpu(), plain.state_dict()[name].cpu())
-
-
-def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    loss_of(call_model(model, batch("llama", 0))).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            assert torch.equal(own.cpu(), on_cpu[name].detach()), name
+            torch.testing.assert_close(own.cpu(), expected[name].cpu())
 
 
 # --- state dicts in every order -------------------------------------------------------------------
 
 
-@dataclass
-class Handled:
-    """A model that steps, is read and is loaded, under a plan or without one."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    other: tuple[Any, Any]  # a model's and an optimizer's state dicts
-    seen: list[Any] = field(default_factory=list[Any])
-
-    def do(self, what: str) -> None:
-        match what:
-            case "step":
-                self.seen.append(step("functional", self.model, self.optimizer, len(self.seen)))
-            case "read":
-                self.seen.append(copied(self.model.state_dict()))
-                self.seen.append(copied(self.optimizer.state_dict()))
-            case "load model":
-                self.model.load_state_dict(self.other[0])
-            case "load optimizer":
-                self.optimizer.load_state_dict(copied(self.other[1]))
-            case _:
-                raise AssertionError(what)
-
-
-ACTS = ("step", "read", "load model", "load optimizer")
+ACTS: dict[str, Callable[[Run, tuple[Any, Any]], object]] = {
+    "step": lambda run, _: run.step(len(run.seen)),
+    "read": lambda run, _: run.seen.extend(
+        [copied(run.model.state_dict()), copied(run.optimizer.state_dict())]
+    ),
+    "load model": lambda run, other: run.model.load_state_dict(other[0]),
+    "load optimizer": lambda run, other: run.optimizer.load_state_dict(copied(other[1])),
+}
 
 
 @pytest.mark.parametrize(
@@ -251,55 +228,43 @@ def test_state_dicts_in_any_order_are_those_of_plain_torch(
     order: tuple[str, ...], tier: TierName, tmp_path: Path
 ) -> None:
     """Each act twice, with nothing in between that waits; then the plan is taken off."""
-    other = build("functional", seed=7)
-    trained = ADAMW(other.parameters())
-    step("functional", other, trained, 99)
-    given = copied(other.state_dict()), copied(trained.state_dict())
-    handled: list[Handled] = []
-    for planned in (False, True):
-        model = build("functional")
-        optimizer: torch.optim.Optimizer = ADAMW(model.parameters())
-        if planned:
-            units = decided(described("functional"), Swap(tier=tier), Offload(tier=tier))
-            model, optimizer = prepare(
-                model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
-            )
-        torch.manual_seed(1)
-        handled.append(Handled(model, optimizer, given))
+    asked = on_host(Swap(tier=tier), Offload(tier=tier), model="functional")
+    other = asked.start(seed=7)
+    other.step(99)
+    states = copied(other.model.state_dict()), copied(other.optimizer.state_dict())
+
+    def script(run: Run) -> None:
         for act in (*order, *order):
-            handled[-1].do(act)
-        if planned:
-            restore(model)
-        handled[-1].do("read")
-        handled[-1].do("step")
-    assert list(differences(handled[1].seen, handled[0].seen, "seen")) == []
+            ACTS[act](run, states)
+        if run.planned:
+            restore(run.model)
+        for act in ("read", "step"):
+            ACTS[act](run, states)
 
-
-def test_a_plan_may_take_all_that_is_free(tmp_path: Path) -> None:
-    """What is free is free beside the context; a byte more than there is, is too much."""
-    model = build("functional")
-    units = decided(described("functional"), Keep(), Offload(tier="host"))
-    plan = plan_for(model, units)
-    prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    restore(model)  # the context has grown to what kernels of `prepare` take
-    room, context = devices.room_bytes(device()), devices.context_bytes(device())
-    for more in (0, 1):
-        peaks = TierBytes(device=room + more, context=context, host=0, disk=0)
-        asked = replace(
-            plan,
-            workload=replace(plan.workload, device=device().type, deterministic=deterministic()),
-            prediction=replace(plan.prediction, peak_bytes=peaks),
-        )
-        if more:
-            with pytest.raises(NoRoomError):
-                prepare(model, asked, optimizer=ADAMW, spill_directory=tmp_path)
-        else:
-            prepare(model, asked, optimizer=ADAMW, spill_directory=tmp_path)
-            restore(model)
+    replace(asked, script=script).assert_like_plain(tmp_path)
 
 
 def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_plan_may_take_all_that_is_free(tmp_path: Path) -> None:
+    """What is free is free beside the context; a byte more than there is, is too much."""
+    asked = on_host(model="functional")
+    run = asked.start(tmp_path)
+    model = restore(run.model)  # the context has grown to what kernels of `prepare` take
+    room, context = devices.room_bytes(device()), devices.context_bytes(device())
+    plan = asked.planned_for(model)
+    workload = replace(plan.workload, device=device().type, deterministic=deterministic())
+
+    def taking(num_bytes: int) -> Scenario:
+        peaks = TierBytes(device=num_bytes, context=context, host=0, disk=0)
+        prediction = replace(plan.prediction, peak_bytes=peaks)
+        made = replace(plan, workload=workload, prediction=prediction)
+        return replace(asked, plan=lambda _: made)
+
+    restore(taking(room).prepared(model, tmp_path).model)
+    refusal(partial(taking(room + 1).prepared, model, tmp_path), NoRoomError)
 
 
 class Rounding(torch.optim.SGD):
@@ -318,48 +283,50 @@ class Rounding(torch.optim.SGD):
 def test_a_checked_run_updates_on_the_host_what_its_plan_updates_there(
     precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def trained() -> None:
-        model = build("functional").to(torch.bfloat16 if precision == "master" else torch.float32)
-        found = described("functional")
-        half = len(found) // 2
-        units = (
-            *decided(found[:half], Keep(), Offload(tier="host")),
-            *decided(found[half:], Keep(), Persistent()),
+    dtype = torch.bfloat16 if precision == "master" else torch.float32
+
+    def half(units: Units) -> Units:
+        half = len(units) // 2
+        return (
+            *decided(units[:half], Keep(), HOST),
+            *decided(units[half:], Keep(), Persistent()),
         )
-        plan = plan_for(model, units)
+
+    def plan(model: Any) -> Plan:
+        made = plan_for(model, half(CATALOGUE["functional"].units()))
         workload = replace(
-            plan.workload,
+            made.workload,
             device=device().type,
             deterministic=deterministic(),
             precision=precision,
             dtype="bfloat16" if precision == "master" else "float32",
         )
-        plan = replace(plan, workload=workload)
-        assert plan.graded == ("host rounding" if plan.host_updated else "bitwise")
-        model, optimizer = prepare(
-            model,
-            plan,
-            optimizer=partial(Rounding, lr=2**-7),
-            spill_directory=tmp_path,
-            check="bitwise",
-        )
-        for number in range(4):
-            step("functional", model, optimizer, number)
+        made = replace(made, workload=workload)
+        assert made.graded == ("host rounding" if made.host_updated else "bitwise")
+        return made
+
+    def trained() -> None:
+        Scenario(
+            model=replace(CATALOGUE["functional"], change=lambda model: model.to(dtype)),
+            plan=plan,
+            factory=partial(Rounding, lr=2**-7),
+            options={"check": "bitwise"},
+        ).start(tmp_path).step(0, 1, 2, 3)
 
     trained()
     monkeypatch.setattr(Plan, "host_updated", ())  # as if its updates were the device's own
-    with pytest.raises(DifferenceError):
-        trained()
+    refusal(trained, DifferenceError)
 
 
 # --- what only a card shows -----------------------------------------------------------------------
 
 DECISIONS: list[tuple[Activations, Placement]] = [
-    (Swap(tier="host"), Offload(tier="host")),
-    (SwapInput(tier="host"), Offload(tier="host")),
-    (Recompute(form="lite"), Offload(tier="host")),
+    (Swap(tier="host"), HOST),
+    (SwapInput(tier="host"), HOST),
+    (Recompute(form="lite"), HOST),
     (Keep(), Offload(tier="disk")),
 ]
+AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
 
 
 @pytest.mark.parametrize("decision", DECISIONS, ids=decision_name)
@@ -370,39 +337,31 @@ def test_steps_wait_for_the_card_no_more_often_than_plain_ones(
 
     Waits for a lane's thread, where bytes come from disk, are none for the card.
     """
-    ahead = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
-    plain, model = build("llama"), build("llama")
-    units = decided(described("llama"), *decision, ahead)
-    model, optimizer = prepare(
-        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
-    )
-    inputs = [batch("llama", number) for number in range(4)]
-    for number in range(3):
-        step("llama", model, optimizer, number)
+    asked = on_host(*decision, AHEAD)
+    given = asked.subject.batch(3)
+    asked = replace(asked, model=replace(asked.subject, batches=lambda _: given))
     found = []
-    for each in (plain, model):
+    plain, run = asked.start(), asked.start(tmp_path)
+    run.step(0, 1, 2)
+    for each in (plain, run):
         with host_waits() as waits:
-            loss_of(call_model(each, inputs[3])).backward()
+            each.loss(3).backward()
         found.append(waits)
-    optimizer.step()
+    run.optimizer.step()
     assert found[1] <= found[0]
 
 
 def test_another_number_of_update_threads_than_the_plans_is_told_once(tmp_path: Path) -> None:
-    model, spare = build("llama"), spare_threads(device())
-    plan = plan_for(model, decided(described("llama"), Keep(), Offload(tier="host")))
+    asked, spare = on_host(), spare_threads(device())
+    model = asked.subject.build()
+    plan = asked.planned_for(model)
 
     def said(threads: int) -> list[str]:
         promise = replace(plan.prediction, host_update_seconds=0.5, host_update_threads=threads)
+        made = replace(plan, prediction=promise)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            made = prepare(
-                model,
-                replace(plan, prediction=promise),
-                optimizer=ADAMW,
-                spill_directory=tmp_path,
-            )
-            step("llama", *made, 0)
+            replace(asked, plan=lambda _: made).prepared(model, tmp_path).step(0)
         restore(model)
         return [str(one.message) for one in caught if "host updates" in str(one.message)]
 
@@ -416,14 +375,11 @@ def test_another_number_of_update_threads_than_the_plans_is_told_once(tmp_path: 
 
 
 def test_unscaling_waits_for_the_card_once(tmp_path: Path) -> None:
-    model = build("llama")
-    units = decided(described("llama"), Keep(), Offload(tier="host"))
-    plan = with_settings(plan_for(model, units), updates="after backward")
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    run = on_host(settings={"updates": "after backward"}).start(tmp_path)
     scaler = torch.amp.GradScaler(device().type)
-    scaler.scale(loss_of(call_model(model, batch("llama", 0)))).backward()
+    run.backward(0, weigh=scaler.scale)
     with host_waits() as waits:
-        scaler.unscale_(optimizer)
+        scaler.unscale_(run.optimizer)
     assert waits.total() == 1
 
 
@@ -434,40 +390,37 @@ def test_memory_that_cannot_be_pinned_is_one_message(number: int, tmp_path: Path
         pytest.skip("what a driver lets a process pin is not ours to turn")
     from tests.emulated.device import few_pins
 
-    model = build("functional")
+    asked = on_host(model="functional")
+    model = asked.subject.build()
     before = copied(model.state_dict())
-    units = decided(described("functional"), Keep(), Offload(tier="host"))
-    with few_pins(number), pytest.raises(OutOfMemoryError) as caught:
-        prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
-    assert "of host memory cannot be pinned: emulated device error: out of memory" in str(
-        caught.value
-    )
-    assert "ulimit -l" in str(caught.value)
+    with few_pins(number):
+        error = refusal(partial(asked.prepared, model, tmp_path), OutOfMemoryError)
+    assert "of host memory cannot be pinned: emulated device error: out of memory" in str(error)
+    assert "ulimit -l" in str(error)
     assert list(differences(model.state_dict(), before, "parameters")) == []
-    step("functional", model, ADAMW(model.parameters()), 0)
+    asked.plain_run(model).step(0)
 
 
 STRAY = """
 import sys, tempfile, torch
+from pathlib import Path
 from tests.emulated.device import extension
 extension()
 from protrain_runtime.contract.records.plan import Offload, Swap
-from protrain_runtime import prepare, restore
-from tests.support.runtime_cases import ADAMW, build, decided, described, on_device, plan_for, step
+from protrain_runtime import restore
+from tests.support.runtime_cases import decided, on_device
+from tests.support.scenario import Scenario
+def units(given):
+    half = len(given) // 2
+    return (
+        *decided(given[:half], Swap(tier="host"), Offload(tier="host")),
+        *decided(given[half:], Swap(tier="disk"), Offload(tier="disk")),
+    )
 torch.accelerator.set_device_index(1)
 with on_device("emulated:1"):
-    units = described("functional")
-    half = len(units) // 2
-    units = (
-        *decided(units[:half], Swap(tier="host"), Offload(tier="host")),
-        *decided(units[half:], Swap(tier="disk"), Offload(tier="disk")),
-    )
-    model = build("functional")
-    plan = plan_for(model, units)
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tempfile.gettempdir())
-    for number in range(3):
-        step("functional", model, optimizer, number)
-    restore(model)
+    run = Scenario(model="functional", units=units).start(Path(tempfile.gettempdir()))
+    run.step(0, 1, 2)
+    restore(run.model)
 sys.exit(extension().has_context(0) or not extension().has_context(1))
 """
 
@@ -502,41 +455,40 @@ def test_a_type_that_lacks_something_is_refused(
     """Without this flag PyTorch recomputes dropout with other numbers, and says nothing."""
     if device().type == "cuda":
         pytest.skip("CUDA's own module asks for the flag, too")
-    model = build("gpt2")
+    asked = on_host(Recompute(), model="gpt2")
+    model = asked.subject.build()
     before = attached(model)
-    units = decided(described("gpt2"), Recompute(), Offload(tier="host"))
     monkeypatch.delattr(torch.get_device_module(device()), "_initialized")
-    with pytest.raises(ProtrainError) as caught:
-        prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
-    assert f"devices of type '{device().type}' have no flag" in str(caught.value)
-    assert caught.value.fix == "train on another device, or without a plan"
+    error = refusal(partial(asked.prepared, model, tmp_path), ProtrainError)
+    assert f"devices of type '{device().type}' have no flag" in str(error)
+    assert error.fix == "train on another device, or without a plan"
     assert attached(model) == before
 
 
 def test_python_takes_short_turns_while_a_plan_runs(tmp_path: Path) -> None:
     usual = sys.getswitchinterval()
-    model = build("functional")
-    units = decided(described("functional"), Keep(), Offload(tier="host"))
-    model, _ = prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
+    run = on_host(model="functional").start(tmp_path)
     assert sys.getswitchinterval() <= SWITCH_INTERVAL_S
-    restore(model)
+    restore(run.model)
     assert sys.getswitchinterval() == usual
 
 
-def test_host_memory_is_pinned(tmp_path: Path) -> None:
-    model = build("llama")
-    units = decided(described("llama"), Swap(tier="host"), Offload(tier="host"))
-    model, optimizer = prepare(
-        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
-    )
-    step("llama", model, optimizer, 0)
-    engine = engine_of(model)
-    assert engine
-    stores = {chunk.store for chunk in engine._offloaded}
+def test_host_memory_is_pinned_and_takes_what_is_swapped(tmp_path: Path) -> None:
+    run = on_host(Swap(tier="host")).start(tmp_path)
+    before, _ = below_device(run.model)
+    with record(run.model) as recorder:
+        run.step(0, 1)
+    lanes = {event.lane for event in recorder.recording().events}
+    assert {"compute", "fetch host", "spill host", "update host"} <= lanes
+    assert below_device(run.model)[0] > before
+    stores = {chunk.store for chunk in run.engine._offloaded}
     assert stores
     for store in stores:
         assert isinstance(store, HostStore)
         assert store.view(0, 1).is_pinned()
+
+
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -578,24 +530,42 @@ def bytes_of_others() -> int:
     return reachable_bytes(device())
 
 
-@pytest.mark.parametrize("seed", thinned(range(6), every=6))
-def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_path: Path) -> None:
-    """Of tensors, in every slot; and below the device, to the byte."""
-    units = mixed(described_by(profile), random.Random(seed), "host", "disk")
-    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    program = compile_units(units, profile, piece_bytes=plan.settings.piece_bytes)
+def ran(plan: Plan, spill: Path) -> Trained:
+    """A run, with the bytes that others have on the card taken off."""
     others = bytes_of_others()
-    run = train(
-        plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=device()
+    run = train(plan, num_steps=3, plain=False, text=None, spill_directory=spill, device=device())
+    peak = run.measured_peak_bytes
+    assert peak
+    return replace(
+        run,
+        slot_bytes=tuple(size - others for size in run.slot_bytes),
+        measured_peak_bytes=replace(peak, device=peak.device - others),
     )
+
+
+def assert_kept(plan: Plan, profile: Profile, spill: Path) -> tuple[int, int]:
+    """Of tensors, in every slot and in all steps; and below the device, to the byte."""
+    program, run = program_of(plan, profile), ran(plan, spill)
     predicted = [slot.total for slot in device_bytes(program)]
-    measured = [size - others for size in run.slot_bytes]
-    over = [(n, m - p) for n, (p, m) in enumerate(zip(predicted, measured, strict=True))]
-    assert [(number, more) for number, more in over if more > 0] == []
+    over = [(n, m - p) for n, (p, m) in enumerate(zip(predicted, run.slot_bytes, strict=True))]
+    assert [(slot, more) for slot, more in over if more > 0] == []
     peak = run.measured_peak_bytes
     assert peak
     assert peak.host <= program.tier_bytes("host")
     assert peak.disk <= program.tier_bytes("disk")
+    assert peak.device <= max(predicted)
+    return max(run.slot_bytes), max(predicted)
+
+
+def planned(profile: Profile, units: Units, **settings: Any) -> Plan:
+    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
+    return with_settings(plan, **settings)
+
+
+@pytest.mark.parametrize("seed", thinned(range(6), every=6))
+def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_path: Path) -> None:
+    units = mixed(described_by(profile), random.Random(seed), "host", "disk")
+    assert_kept(planned(profile, units), profile, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["apart", "overlapping", "ahead of the norm"])
@@ -603,29 +573,18 @@ def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
     profile: Profile, how: str, tmp_path: Path
 ) -> None:
     """Of the first step, in which the optimizer makes its states, and of those that follow."""
-    ahead, overlap = how == "ahead of the norm", how != "apart"
+    speculate = how == "ahead of the norm"
     schedule = Schedule(forward_lead=1, update_drain=1)
-    states = Offload(tier="host", update_on_device=True, speculate=ahead)
-    units = decided(described_by(profile), Recompute(), states, schedule)
-    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    plan = replace(
-        plan, settings=replace(plan.settings, piece_bytes=1 << 16, overlap_steps=overlap)
+    states = Offload(tier="host", update_on_device=True, speculate=speculate)
+    plan = planned(
+        profile,
+        decided(described_by(profile), Recompute(), states, schedule),
+        piece_bytes=1 << 16,
+        overlap_steps=how != "apart",
+        updates="after backward" if speculate else "in backward",
     )
-    if ahead:
-        plan = replace(plan, settings=replace(plan.settings, updates="after backward"))
-    predicted = [slot.total for slot in device_bytes(program_of(plan, profile))]
-    others = bytes_of_others()
-    run = train(
-        plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=device()
-    )
-    measured = [size - others for size in run.slot_bytes]
-    over = [(n, m - p) for n, (p, m) in enumerate(zip(predicted, measured, strict=True))]
-    assert [(slot, more) for slot, more in over if more > 0] == []
-    # Of all steps, the first one too.
-    assert run.measured_peak_bytes
-    assert run.measured_peak_bytes.device - others <= max(predicted)
-    assert max(measured) >= 0.9 * max(predicted)
-    assert run.measured_peak_bytes.host <= program_of(plan, profile).tier_bytes("host")
+    measured, predicted = assert_kept(plan, profile, tmp_path)
+    assert measured >= 0.9 * predicted
 
 
 def test_a_solved_plan_keeps_its_promise(profile: Profile, tmp_path: Path) -> None:
@@ -637,15 +596,11 @@ def test_a_solved_plan_keeps_its_promise(profile: Profile, tmp_path: Path) -> No
     besides = whole.on_device - whole.device
     besides += profile.fixed_bytes  # workspaces, those of threads of other tests too
     room = whole.device - profile.fixed_bytes
-    budgets = replace(ample, device=besides + round(0.75 * room))
-    solved = solve(profile, budgets)
+    solved = solve(profile, replace(ample, device=besides + round(0.75 * room)))
     assert isinstance(solved, Solved)
-    others = bytes_of_others()
-    run = train(
-        solved.plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=device()
-    )
-    assert run.measured_peak_bytes
-    assert run.measured_peak_bytes.device - others <= solved.plan.prediction.peak_bytes.device
+    peak = ran(solved.plan, tmp_path).measured_peak_bytes
+    assert peak
+    assert peak.device <= solved.plan.prediction.peak_bytes.device
 
 
 def filling(num_bytes: int) -> Iterator[Tensor]:
@@ -657,43 +612,22 @@ def filling(num_bytes: int) -> Iterator[Tensor]:
 
 def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) -> None:
     """A cap below what is planned, set by the allocator."""
-    units = decided(described_by(profile), Keep(), Offload(tier="host"))
-    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    model = load_source("tiny-llama").build(dtype="bfloat16", device=device())
-    model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    inputs = next(load_source("tiny-llama").batches(batch_size=4, seq_len=64, device=device()))
+    source = load_source("tiny-llama")
+    batches = source.batches(batch_size=4, seq_len=64, device=device())
+    run = Scenario(
+        model=Subject(lambda: source.build(dtype="bfloat16"), lambda _: next(batches)),
+        plan=lambda _: planned(profile, decided(described_by(profile), Keep(), HOST)),
+    ).start(tmp_path)
+    given = run.subject.batch(0)
+    run.subject = replace(run.subject, batches=lambda _: given)
     bytes_of_others()
     devices.free_cached(device())  # of other tests, blocks of sizes between those below
     held = [*filling(2**16), *filling(2**20), *filling(2**21)]  # small and large blocks
     with (
         capped(torch.accelerator.memory_reserved(device())),
         pytest.raises(OutOfMemoryError) as caught,
-        explain_memory(model, lambda: profile),
+        explain_memory(run.model, lambda: profile),
     ):
-        loss_of(call_model(model, inputs)).backward()
+        run.backward(0)
     held.clear()
     assert "out of memory" in str(caught.value)
-
-
-def test_a_recording_has_the_lanes_of_the_card(tmp_path: Path) -> None:
-    model = build("llama")
-    units = decided(described("llama"), Swap(tier="host"), Offload(tier="host"))
-    model, optimizer = prepare(
-        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
-    )
-    with record(model) as recorder:
-        for number in range(2):
-            step("llama", model, optimizer, number)
-    lanes = {event.lane for event in recorder.recording().events}
-    assert {"compute", "fetch host", "spill host", "update host"} <= lanes
-
-
-def test_what_is_swapped_stands_in_host_memory(tmp_path: Path) -> None:
-    model = build("llama")
-    units = decided(described("llama"), Swap(tier="host"), Offload(tier="disk"))
-    model, optimizer = prepare(
-        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
-    )
-    before, _ = below_device(model)
-    step("llama", model, optimizer, 0)
-    assert below_device(model)[0] > before
