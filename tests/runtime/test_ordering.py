@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,11 +21,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
-from protrain_plan.models.batches import call_model, loss_of
-from protrain_runtime import prepare, record, restore
-from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime import record, restore
 from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
@@ -36,7 +33,6 @@ from protrain_runtime.contract.records.plan import (
     Schedule,
     Swap,
     SwapInput,
-    UnitPlan,
 )
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices import lanes, stores
@@ -44,7 +40,6 @@ from protrain_runtime.devices.lanes import (
     Backend,
 )
 from protrain_runtime.devices.stores import DiskStore, HostStore
-from protrain_runtime.model.prepared import engine_of
 from tests.support.cards import card_called
 from tests.support.mutations import (
     AMONG_RANKS,
@@ -55,22 +50,16 @@ from tests.support.mutations import (
     mutate,
     names,
 )
-from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
-    ADAMW,
     BATCH,
     SEQUENCE,
-    Outcome,
     assert_bitwise,
-    batch,
     build,
     decided,
-    described,
     device,
     one_group,
-    outcome,
-    plan_for,
 )
+from tests.support.scenario import Loop, Run, Scenario
 
 pytestmark = pytest.mark.emulated
 
@@ -117,55 +106,7 @@ def late_threads(most_s: float = 0.01) -> Callable[[], float]:
 # --- scenarios ------------------------------------------------------------------------------------
 
 
-def planned(
-    units: tuple[UnitPlan, ...],
-    folder: str,
-    *,
-    lane_delay: Callable[[], float] | None = None,
-    **changes: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build(NAME)
-    return prepare(
-        model,
-        with_settings(plan_for(model, units), **changes),
-        optimizer=ADAMW,
-        param_groups=one_group(model),
-        spill_directory=folder,
-        wait_limit_s=LIMIT_S,
-        lane_delay=lane_delay,
-    )
-
-
-def steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: int = 1,
-    *,
-    clip: bool = False,
-) -> Outcome:
-    torch.manual_seed(1)
-    losses: list[Tensor] = []
-    for number in range(3):
-        for part in range(micro_batches):
-            loss = loss_of(call_model(model, batch(NAME, number * micro_batches + part)))
-            loss.backward()
-            losses.append(loss.detach())
-        if clip:
-            clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return outcome(model, optimizer, losses)
-
-
-@cache
-def plainly(micro_batches: int = 1, *, clip: bool = False) -> Outcome:
-    model = build(NAME)
-    return steps(model, ADAMW(one_group(model)), micro_batches, clip=clip)
-
-
-def trains(
-    lateness: Callable[[], Any],
-    tier: TierName,
+def tried(
     activations: Activations,
     states: Placement,
     schedule: Schedule = AHEAD,
@@ -173,19 +114,38 @@ def trains(
     micro_batches: int = 1,
     clip: bool = False,
     lane_delay: Callable[[], float] | None = None,
+    piece_bytes: int = 5_000,
+    **settings: Any,
+) -> Scenario:
+    return Scenario(
+        model=NAME,
+        units=lambda units: decided(units, activations, states, schedule),
+        settings={"micro_batches": micro_batches, **settings},
+        script=Loop(num_steps=3, micro_batches=micro_batches, clips=0.1 if clip else None),
+        piece_bytes=piece_bytes,
+        groups=one_group,
+        options={"wait_limit_s": LIMIT_S, "lane_delay": lane_delay},
+    )
+
+
+def trains(
+    lateness: Callable[[], Any],
+    activations: Activations,
+    states: Placement,
+    schedule: Schedule = AHEAD,
+    *,
     stream: torch.Stream | None = None,
-    **changes: Any,
+    **options: Any,
 ) -> None:
     """Three steps under a plan, on a stream of their own if one is given, have plain bits."""
-    expected = plainly(micro_batches, clip=clip)
-    units = decided(described(NAME), activations, states, schedule)
+    asked = tried(activations, states, schedule, **options)
+    expected = asked.plain()
     with TemporaryDirectory() as folder, lateness(), nullcontext() if stream is None else stream:
-        changes = {"micro_batches": micro_batches, "piece_bytes": 5_000, **changes}
-        model, optimizer = planned(units, folder, lane_delay=lane_delay, **changes)
+        run = asked.start(Path(folder))
         try:
-            assert_bitwise(steps(model, optimizer, micro_batches, clip=clip), expected)
+            assert_bitwise(asked.played(run), expected)
         finally:
-            given_up(model)
+            given_up(run.model)
 
 
 def given_up(model: nn.Module) -> None:
@@ -194,153 +154,114 @@ def given_up(model: nn.Module) -> None:
         restore(model)
 
 
+HOST, DISK = Offload(tier="host"), Offload(tier="disk")
+ON_DEVICE = Offload(tier="host", update_on_device=True)
+MANY_BYTES = 50_000  # a few pieces per chunk: each of them comes late
+LATER = replace(AHEAD, update_drain=None)
+
+
 def from_host_with_late_lanes() -> None:
-    trains(LATE_LANES, "host", Swap(tier="host"), Offload(tier="host"))
+    trains(LATE_LANES, Swap(tier="host"), HOST)
 
 
 def from_host_with_late_compute() -> None:
-    trains(LATE_COMPUTE, "host", Swap(tier="host"), Offload(tier="host"))
+    trains(LATE_COMPUTE, Swap(tier="host"), HOST)
 
 
 def from_disk_on_another_stream_with_late_streams() -> None:
     """Compute's stream comes late with the lanes': it is none of the device's own."""
-    late_streams = partial(late, lanes_us=400.0)
     stream = torch.Stream(device=device())
-    trains(late_streams, "disk", Swap(tier="disk"), Offload(tier="disk"), stream=stream)
+    trains(partial(late, lanes_us=400.0), Swap(tier="disk"), DISK, stream=stream)
 
 
 def from_disk_with_late_threads() -> None:
-    trains(
-        late,
-        "disk",
-        SwapInput(tier="disk"),
-        Offload(tier="disk", keep_gathered=True),
-        AT_ONCE,
-        lane_delay=late_threads(),
-    )
+    gathered = replace(DISK, keep_gathered=True)
+    trains(late, SwapInput(tier="disk"), gathered, AT_ONCE, lane_delay=late_threads())
 
 
 def micro_batches_with_late_threads() -> None:
-    trains(
-        late,
-        "host",
-        Recompute(),
-        Offload(tier="host"),
-        replace(AHEAD, update_drain=None),
-        micro_batches=2,
-        lane_delay=late_threads(0.04),
-    )
+    trains(late, Recompute(), HOST, LATER, micro_batches=2, lane_delay=late_threads(0.04))
 
 
 def overlapping_with_late_threads() -> None:
-    trains(
-        late,
-        "host",
-        Recompute(),
-        Offload(tier="host"),
-        lane_delay=late_threads(0.04),
-        overlap_steps=True,
-    )
+    trains(late, Recompute(), HOST, lane_delay=late_threads(0.04), overlap_steps=True)
 
 
 def micro_batches_with_late_lanes() -> None:
-    trains(LATE_LANES, "host", Recompute(), Offload(tier="host"), micro_batches=2)
-
-
-ON_DEVICE = Offload(tier="host", update_on_device=True)
-MANY_BYTES = 50_000  # a few pieces per chunk: each of them comes late
+    trains(LATE_LANES, Recompute(), HOST, micro_batches=2)
 
 
 def on_the_device_with_late_lanes() -> None:
-    trains(LATE_LANES, "host", Recompute(), ON_DEVICE, overlap_steps=True, piece_bytes=MANY_BYTES)
+    trains(LATE_LANES, Recompute(), ON_DEVICE, overlap_steps=True, piece_bytes=MANY_BYTES)
 
 
 def clipped_on_the_device_with_late_lanes() -> None:
-    trains(
-        LATE_LANES,
-        "host",
-        Recompute(),
-        ON_DEVICE,
-        clip=True,
-        updates="after backward",
-        overlap_steps=True,
-        piece_bytes=MANY_BYTES,
-    )
+    after: dict[str, Any] = {
+        "updates": "after backward",
+        "overlap_steps": True,
+        "piece_bytes": MANY_BYTES,
+    }
+    trains(LATE_LANES, Recompute(), ON_DEVICE, clip=True, **after)
 
 
 def micro_batches_on_the_device_with_late_threads() -> None:
-    trains(
-        late,
-        "host",
-        Recompute(),
-        ON_DEVICE,
-        replace(AHEAD, update_drain=None),
-        micro_batches=2,
-        lane_delay=late_threads(0.04),
-    )
+    trains(late, Recompute(), ON_DEVICE, LATER, micro_batches=2, lane_delay=late_threads(0.04))
 
 
 def ahead_of_the_norm_with_late_lanes() -> None:
-    trains(
-        LATE_LANES,
-        "host",
-        Recompute(),
-        replace(ON_DEVICE, speculate=True),
-        updates="after backward",
-        overlap_steps=True,
-        piece_bytes=MANY_BYTES,
-    )
+    after: dict[str, Any] = {
+        "updates": "after backward",
+        "overlap_steps": True,
+        "piece_bytes": MANY_BYTES,
+    }
+    trains(LATE_LANES, Recompute(), replace(ON_DEVICE, speculate=True), **after)
 
 
 def ahead_of_the_norm_from_disk_with_late_lanes() -> None:
-    trains(
-        LATE_LANES,
-        "disk",
-        Recompute(),
-        Offload(tier="disk", speculate=True),
-        replace(AHEAD, update_drain=None),
-        updates="after backward",
-        piece_bytes=MANY_BYTES,
-    )
+    after: dict[str, Any] = {"updates": "after backward", "piece_bytes": MANY_BYTES}
+    trains(LATE_LANES, Recompute(), replace(DISK, speculate=True), LATER, **after)
+
+
+@contextmanager
+def run_under(
+    lateness: Callable[[], Any], asked: Scenario, model: nn.Module | None = None
+) -> Iterator[Run]:
+    """A run with lateness, whose plan is taken off at the end."""
+    with TemporaryDirectory() as folder, lateness():
+        run = asked.prepared(model or asked.subject.build(), Path(folder))
+        yield run
+        given_up(run.model)
 
 
 def loaded_and_read() -> None:
     """What is loaded is what is read, while copies come late."""
-    units = decided(described(NAME), Keep(), Offload(tier="host"), AHEAD)
     weights = {name: value.cpu() for name, value in build(NAME, seed=5).state_dict().items()}
-    with TemporaryDirectory() as folder, LATE_COMPUTE():
-        model, _ = planned(units, folder)
-        model.load_state_dict(weights)
-        read = {name: value.cpu() for name, value in model.state_dict().items()}
-        given_up(model)
+    with run_under(LATE_COMPUTE, tried(Keep(), HOST)) as run:
+        run.model.load_state_dict(weights)
+        read = {name: value.cpu() for name, value in run.model.state_dict().items()}
     assert all(torch.equal(read[name], weights[name]) for name in weights)
 
 
 def evaluated_then_loaded() -> None:
     """An evaluation that nobody has looked at yet has the parameters of its time."""
-    first, second = build(NAME), build(NAME, seed=5)
-    with torch.no_grad():
-        expected = loss_of(call_model(first, batch(NAME, 0))).item()
-    states = ADAMW(one_group(second)).state_dict()
-    weights = {name: value.cpu() for name, value in second.state_dict().items()}
-    units = decided(described(NAME), Keep(), Offload(tier="host"), AHEAD)
-    with TemporaryDirectory() as folder, late(compute_us=1000.0):
-        model, optimizer = planned(units, folder)
+    asked = tried(Keep(), HOST)
+    first, second = asked.start(), asked.start(seed=5)
+    first.look(0)
+    states = second.optimizer.state_dict()
+    weights = {name: value.cpu() for name, value in second.model.state_dict().items()}
+    with run_under(partial(late, compute_us=1000.0), asked) as run:
         with torch.no_grad():
-            found = loss_of(call_model(model, batch(NAME, 0)))
-        store = next(chunk.store for chunk in engine_of(model)._offloaded)  # type: ignore[union-attr]
+            found = run.loss(0)
+        store = next(chunk.store for chunk in run.engine._offloaded)
         assert isinstance(store, HostStore)
-        for name, chunk, part in placed(model):
+        for name, chunk, part in placed(run):
             store.write(chunk.current.offset + part.offset, as_bytes(weights[name]))
-        assert found.item() == expected
-        optimizer.load_state_dict(states)
-        given_up(model)
+        assert found.item() == first.seen[0].item()
+        run.optimizer.load_state_dict(states)
 
 
-def placed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    engine = engine_of(model)
-    assert engine is not None
-    for chunk in engine._offloaded:
+def placed(run: Run) -> Iterator[tuple[str, Any, Any]]:
+    for chunk in run.engine._offloaded:
         for part in chunk.slices:
             yield part.name, chunk, part
 
@@ -351,112 +272,92 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def evaluated_then_dropped() -> None:
     """Pages stay pinned until the last copy from them, of an evaluation here, has ended."""
-    units = decided(described(NAME), Keep(), Offload(tier="host"), AHEAD)
     with TemporaryDirectory() as folder, late(compute_us=5000.0):
-        model, optimizer = planned(units, folder)
-        with torch.no_grad():
-            call_model(model, batch(NAME, 0))
-        del model, optimizer
+        run = tried(Keep(), HOST).start(Path(folder))
+        run.look(0)
+        del run
         gc.collect()
 
 
 def evaluated_between() -> None:
     """The model is evaluated between a forward and its backward, which wait for the same chunks."""
-    plain = build(NAME)
-    numbers = [loss_of(call_model(plain, batch(NAME, number))).item() for number in (0, 1)]
     ahead = replace(AHEAD, forward_lead=2, backward_lead=1000, swap_lead=1000)
-    units = decided(described(NAME), Swap(tier="host"), Offload(tier="host"), ahead)
-    with TemporaryDirectory() as folder, LATE_LANES():
-        for _ in range(2):
-            model, _ = planned(units, folder)
-            loss = loss_of(call_model(model, batch(NAME, 0)))
-            engine = engine_of(model)
-            assert engine is not None
-            for chunk in engine._offloaded:  # of the last units, on their way back for backward
-                engine._await_fetches(chunk)
+    asked = tried(Swap(tier="host"), HOST, ahead)
+    plain = asked.start()
+    numbers = [plain.loss(number).item() for number in (0, 1)]
+    for _ in range(2):
+        with run_under(LATE_LANES, asked) as run:
+            loss = run.loss(0)
+            for chunk in run.engine._offloaded:  # of the last units, on their way back for backward
+                run.engine._await_fetches(chunk)
             with torch.no_grad():
-                found = loss_of(call_model(model, batch(NAME, 1)))
+                found = run.loss(1)
             assert [loss.item(), found.item()] == numbers
-            given_up(model)
 
 
 def cut_short() -> None:
     """What is allocated after a forward that raised is nobody's any more."""
-    units = decided(described(NAME), Keep(), Offload(tier="host"), replace(AHEAD, forward_lead=2))
-    with TemporaryDirectory() as folder, LATE_LANES():
-        model, _ = planned(units, folder)
-        engine = engine_of(model)
-        assert engine is not None
 
-        def interrupt(what: str) -> None:
-            if what == "slot 3":
-                raise InterruptedError
+    def interrupt(what: str) -> None:
+        if what == "slot 3":
+            raise InterruptedError
 
+    with run_under(LATE_LANES, tried(Keep(), HOST, replace(AHEAD, forward_lead=2))) as run:
         for _ in range(3):
-            engine.observer = interrupt
+            run.engine.observer = interrupt
             with pytest.raises(InterruptedError):
-                call_model(model, batch(NAME, 0))
-            engine.observer = None
+                run.loss(0)
+            run.engine.observer = None
             fresh = [torch.full((2**12,), 7.0, device=device()) for _ in range(64)]
             devices.synchronize(device())
             assert all(tensor.eq(7.0).all() for tensor in fresh)
-        given_up(model)
 
 
 def aside_with_late_lanes() -> None:
     """What nobody needs any more comes back, and is dropped meanwhile: its room is compute's."""
-    ahead = replace(AHEAD, swap_lead=1000)
-    units = decided(described(NAME), Swap(tier="host"), Persistent(), ahead)
-    with TemporaryDirectory() as folder, LATE_LANES():
-        model = build(NAME)
-        block = model.get_submodule("blocks.0")
-        forward, aside, fresh = block.forward, list[Tensor](), list[Tensor]()
+    model = build(NAME)
+    block = model.get_submodule("blocks.0")
+    forward, aside, fresh = block.forward, list[Tensor](), list[Tensor]()
 
-        def both(hidden: Tensor) -> Tensor:
-            for _ in range(8):
-                aside.append(hidden.mul(2).sin().sum())
-            computed: Tensor = forward(hidden)
-            return computed
+    def both(hidden: Tensor) -> Tensor:
+        for _ in range(8):
+            aside.append(hidden.mul(2).sin().sum())
+        computed: Tensor = forward(hidden)
+        return computed
 
-        block.forward = both
-        model, _ = prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=folder)
-        engine = engine_of(model)
-        assert engine is not None
+    def drop(what: str) -> None:
+        if what == "slot 3" and aside:  # what block 0 swapped is on its way back
+            aside.clear()
+            shape = (BATCH, SEQUENCE, 96)  # of what was dropped
+            fresh.extend(torch.full(shape, 7.0, device=device()) for _ in range(16))
 
-        def drop(what: str) -> None:
-            if what == "slot 3" and aside:  # what block 0 swapped is on its way back
-                aside.clear()
-                shape = (BATCH, SEQUENCE, 96)  # of what was dropped
-                fresh.extend(torch.full(shape, 7.0, device=device()) for _ in range(16))
-
-        engine.observer = drop
-        loss_of(call_model(model, batch(NAME, 0))).backward()
+    block.forward = both
+    asked = tried(Swap(tier="host"), Persistent(), replace(AHEAD, swap_lead=1000))
+    with run_under(LATE_LANES, replace(asked, piece_bytes=20_000), model) as run:
+        run.engine.observer = drop
+        run.loss(0).backward()
         devices.synchronize(device())
         assert fresh and all(tensor.eq(7.0).all() for tensor in fresh)
-        given_up(model)
 
 
 def peaks_with_late_lanes() -> None:
     """What has to leave before a slot has left: no lateness makes the device hold more."""
-    units = decided(described(NAME), Swap(tier="host"), Offload(tier="host"), AT_ONCE)
-    prompt, delayed = (peak(units, lateness) for lateness in (late, LATE_LANES))
+    prompt, delayed = (peak(lateness) for lateness in (late, LATE_LANES))
     assert delayed <= prompt
 
 
-def peak(units: tuple[UnitPlan, ...], lateness: Callable[[], Any]) -> int:
-    with TemporaryDirectory() as folder, lateness():
-        model, optimizer = planned(units, folder)
-        engine = engine_of(model)
-        assert engine is not None
+def peak(lateness: Callable[[], Any]) -> int:
+    asked = tried(Swap(tier="host"), HOST, AT_ONCE)
+    with run_under(lateness, asked) as run:
+        lanes = run.engine.lanes.values()
         if lateness is late:  # everything has ended by the next slot
-            engine.observer = lambda _: [lane_ended(lane) for lane in engine.lanes.values()]  # type: ignore[assignment,func-returns-value]
-        steps(model, optimizer)
+            run.engine.observer = lambda _: [lane_ended(lane) for lane in lanes]  # type: ignore[assignment,func-returns-value]
+        asked.played(run)
+        run.seen.clear()
         torch.accelerator.reset_peak_memory_stats(device())
         before = torch.accelerator.memory_allocated(device())
-        steps(model, optimizer)
-        found = torch.accelerator.max_memory_allocated(device()) - before
-        given_up(model)
-    return found
+        asked.played(run)
+        return torch.accelerator.max_memory_allocated(device()) - before
 
 
 def lane_ended(lane: Any) -> None:
@@ -548,14 +449,11 @@ def a_closed_lane_has_ended() -> None:
 
 def recorded() -> None:
     """A step's record is there when the step has ended, whatever the streams are late with."""
-    units = decided(described(NAME), Swap(tier="host"), Persistent(), AHEAD)  # updated there
-    with TemporaryDirectory() as folder, late(compute_us=2000.0):
-        model, optimizer = planned(units, folder)
-        with record(model) as recorder:
-            loss_of(call_model(model, batch(NAME, 0))).backward()
-            optimizer.step()
-            assert recorder.recording().events
-        given_up(model)
+    asked = tried(Swap(tier="host"), Persistent())  # updated there
+    with run_under(partial(late, compute_us=2000.0), asked) as run, record(run.model) as recorder:
+        run.loss(0).backward()
+        run.optimizer.step()
+        assert recorder.recording().events
 
 
 def through_the_passage() -> None:
