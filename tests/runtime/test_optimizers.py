@@ -1,9 +1,13 @@
-"""Optimizers that look at more than one element: cut at their blocks, or whole, on the device."""
+"""Optimizers with every feature, wherever a plan may update: bitwise, or refused before a step.
+
+The oracle is the same optimizer in plain PyTorch. Those that look at more than one element are cut
+at their blocks, or stay whole on the device; those that look at several parameters stay together.
+"""
 
 import itertools
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,57 +17,320 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import KNOWN, OF_8_BITS, OF_MATRICES, optimizer_factory
 from protrain_plan.models.sources import load_source
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import cuts_of
 from protrain_plan.profiling.structure.faking import faking
-from protrain_runtime import prepare, save
-from protrain_runtime.checkpoint.loading import load
+from protrain_runtime import load, save, with_master_weights
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
     STEPPED,
+    Budgets,
     Keep,
     Offload,
     Persistent,
+    Placement,
     Recompute,
     Swap,
+    UnitPlan,
 )
-from protrain_runtime.contract.records.profile import OptimizerCost
+from protrain_runtime.contract.records.profile import OptimizerCost, Profile
 from protrain_runtime.states import update_rules
 from protrain_runtime.states.chunks import Cut
 from protrain_runtime.states.compositions import Composition, is_composed, taken_apart
 from protrain_runtime.states.update_rules import StateRule, UpdateRules
 from protrain_runtime.states.updates import ranges
-from tests.support import judging
+from tests.support import judging, odd_optimizers
 from tests.support.low_rank import LowRank
 from tests.support.messages import Speaker
+from tests.support.odd_optimizers import APART, TOGETHER, UNCOUNTED, WHOLE, odd
 from tests.support.runtime_cases import (
-    Trainer,
+    CATALOGUE,
+    Factory,
+    Outcome,
+    ahead,
     assert_bitwise,
     batch,
     build,
     decided,
     delays,
-    described,
     mixed,
-    outcome,
-    plain,
-    plan_for,
-    step,
-    train,
     weight_decay_groups,
 )
+from tests.support.scenario import Loop, Run, Scenario, Units
+from tests.support.thinning import thinned
+
+HOST, DISK = Offload(tier="host"), Offload(tier="disk")
+ON_DEVICE = Offload(tier="host", update_on_device=True)
+
+
+# --- odd features ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """Where updates run, and the loop that goes with it."""
+
+    states: tuple[Placement, ...]
+    clips: bool = False
+    speculates: bool = False
+    micro_batches: int = 1
+
+    def units(self, given: Units) -> Units:
+        own = decided(given, Recompute(), Persistent())
+        units = [
+            replace(unit, states=states)
+            for unit, states in zip(own, itertools.cycle(self.states), strict=False)
+        ]
+        return ahead(units) if self.speculates else units
+
+    def script(self, run: Run) -> None:
+        """Steps whose gradients differ in size, with the optimizer's modes where it has them."""
+        modes: Any = run.optimizer if hasattr(run.optimizer, "eval") else None
+        for number in range(5):
+            if modes is not None:
+                modes.train()
+            weigh = partial(torch.mul, 10.0 ** (3 * number % 5))
+            for part in range(self.micro_batches):
+                run.backward(10 * number + part, weigh=weigh)
+            if self.clips:
+                run.clip(1.0)
+            run.update()
+            if modes is not None:
+                modes.eval()
+                run.look(100 + number)
+
+    def scenario(self, factory: Factory, **options: Any) -> Scenario:
+        after = self.clips or self.micro_batches > 1
+        updates = "after backward" if after else "in backward"
+        given: dict[str, Any] = {
+            "groups": weight_decay_groups,
+            "settings": {"updates": updates, "micro_batches": self.micro_batches},
+        }
+        return Scenario(
+            model=ODD, units=self.units, script=self.script, factory=factory, **{**given, **options}
+        )
+
+
+WAYS = {
+    "host": Way((HOST,)),
+    "disk": Way((DISK,)),
+    "in backward": Way((STEPPED,)),
+    "on the device": Way((ON_DEVICE,)),
+    "ahead of the norm": Way((HOST, DISK), clips=True, speculates=True),
+    "micro-batches": Way((HOST,), micro_batches=2),
+    "everywhere": Way((HOST, Persistent(), STEPPED, DISK)),
+    "clipped": Way((DISK, Persistent()), clips=True),
+}
+STAYING = Way((Persistent(),))
+
+
+def forgetting(model: nn.Module) -> None:
+    """What trials have counted in a module is forgotten; some optimizers read parameters' own."""
+    odd_optimizers.COUNTS["calls"] = 0
+    for parameter in model.parameters():
+        parameter.slower_by = 1.0 / parameter.dim()  # type: ignore[attr-defined]
+
+
+ODD = replace(CATALOGUE["gpt2"], change=forgetting)
+
+
+def plainly(asked: Scenario) -> Outcome:
+    found = asked.plain()
+    odd_optimizers.COUNTS["calls"] = 0
+    return found
+
+
+@pytest.mark.parametrize(("feature", "way"), thinned(APART, [*WAYS]))
+def test_what_looks_at_one_parameter_at_a_time_trains_everywhere_bitwise(
+    feature: str, way: str, tmp_path: Path
+) -> None:
+    asked = WAYS[way].scenario(odd(feature))
+    expected = plainly(asked)
+    assert_bitwise(asked.played(asked.start(tmp_path)), expected)
+
+
+@pytest.mark.parametrize(("feature", "way"), thinned(TOGETHER, [*WAYS], every=6))
+def test_what_looks_at_all_parameters_is_refused_and_trains_where_all_stay(
+    feature: str, way: str, tmp_path: Path
+) -> None:
+    """What trials have counted in a class or a module is forgotten."""
+    own, other = odd(feature), odd(feature)
+    expected = plainly(STAYING.scenario(other))
+    with pytest.raises(ProtrainError, match=r"cannot update"):
+        WAYS[way].scenario(own).start(tmp_path)
+    staying = STAYING.scenario(own)
+    assert_bitwise(staying.played(staying.start(tmp_path)), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_looks_at_whole_parameters_trains_or_is_refused(way: str, tmp_path: Path) -> None:
+    """Parameters of this model that are cut are refused, by name."""
+    (feature,) = WHOLE
+    asked = WAYS[way].scenario(odd(feature))
+    expected = plainly(asked)
+    try:
+        run = asked.start(tmp_path)
+    except ProtrainError:
+        assert way != "in backward"
+        return
+    assert_bitwise(asked.played(run), expected)
+
+
+@dataclass(frozen=True)
+class OfFeature:
+    """A small model that an odd optimizer trains, for the profile's open decisions."""
+
+    feature: str
+    factory = None
+    gives_up = None
+
+    @property
+    def optimizer(self) -> str:
+        return f"tests.support.odd_optimizers:made(features={self.feature!r})"
+
+    def build(self) -> nn.Module:
+        odd_optimizers.COUNTS["calls"] = 0
+        odd_optimizers.forget()
+        return build("gpt2")
+
+    def batch(self, step: int) -> Batch:
+        return batch("gpt2", step)
+
+
+class JudgeOfOpen(judging.Judge):
+    """Of plans' decisions, those that the profile leaves open."""
+
+    def _profile(self) -> Profile:
+        self.profile = super()._profile()
+        return self.profile
+
+    def _decided(self, name: judging.PlanName, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
+        problem = Problem.of(self.profile, Budgets(device=2**40, host=2**40, disk=2**40))
+        kinds = [
+            {(type(one.decision), one.decision == STEPPED) for one in options.states}
+            for options in problem.options
+        ]
+        return tuple(
+            unit
+            if (type(unit.states), unit.states == STEPPED) in kind
+            else replace(unit, states=Persistent())
+            for unit, kind in zip(super()._decided(name, units), kinds, strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        pytest.param(feature, marks=() if number % 12 == 0 else pytest.mark.slow)
+        for number, feature in enumerate([*APART, *WHOLE, *TOGETHER])
+    ],
+)
+def test_what_a_profile_leaves_open_is_not_refused_and_trains_bitwise(
+    feature: str, tmp_path: Path
+) -> None:
+    for verdict in JudgeOfOpen(OfFeature(feature), 0, tmp_path).verdicts(judging.PLANS):
+        assert (verdict.kind, verdict.text) == ("like plain", "")
+
+
+@pytest.mark.parametrize("feature", UNCOUNTED)
+def test_a_profile_refuses_what_keeps_more_than_its_first_step_shows(
+    feature: str, tmp_path: Path
+) -> None:
+    (verdict,) = JudgeOfOpen(OfFeature(feature), 0, tmp_path).verdicts(judging.PLANS)
+    assert (verdict.under, verdict.kind) == ("profile", "refused")
+
+
+RULES = [
+    *((one, other, True) for one in TOGETHER for other in APART),
+    *((one, other, False) for one in (*APART, *WHOLE) for other in APART),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("groups", [[{}], [{}, {"lr": 2e-3}]], ids=["one group", "two groups"])
+def test_features_are_found_whatever_comes_with_them(
+    dtype: torch.dtype, groups: list[dict[str, Any]]
+) -> None:
+    wrong = [
+        (one, other, shape)
+        for number, (one, other, together) in enumerate(RULES)
+        for shape in ([300], [64, 48])
+        if number % 5 == len(groups) + len(shape)
+        if UpdateRules(odd(one, other), groups).of(dtype, torch.Size(shape)).together != together
+    ]
+    assert wrong == []
+
+
+IN_STATES = ("adamw", "counts in its states", "reads attributes of parameters")
+"""What a feature keeps is in the states of parameters alone."""
+
+
+@pytest.mark.parametrize("feature", [*APART, *WHOLE, *TOGETHER])
+def test_master_weights_are_for_what_keeps_all_in_states(feature: str) -> None:
+    """They are stepped on in batches, each by an optimizer that is made for it."""
+    rules = UpdateRules(with_master_weights(odd(feature)))
+    if feature in IN_STATES + WHOLE:
+        assert not rules.of(torch.bfloat16, torch.Size([300])).together
+        return
+    with pytest.raises(ProtrainError, match="cannot step on master weights"):
+        rules.of(torch.bfloat16, torch.Size([300]))
+
+
+@pytest.mark.parametrize("feature", APART)
+def test_a_plain_copy_is_stepped_as_the_plan_is(feature: str, tmp_path: Path) -> None:
+    """With what a step writes into groups, and in the modes that the loop chooses."""
+    asked = WAYS["everywhere"].scenario(odd(feature), options={"check": "bitwise"})
+    asked.played(asked.start(tmp_path))
+
+
+def test_master_weights_are_refused_where_all_states_stay(tmp_path: Path) -> None:
+    asked = STAYING.scenario(odd("clips"))
+    plan = asked.planned_for(asked.subject.build())
+    plan = replace(plan, workload=replace(plan.workload, precision="master"))
+    with pytest.raises(ProtrainError, match="master weights"):
+        replace(asked, plan=lambda _: plan).start(tmp_path)
+
+
+def test_groups_may_name_parameters_as_the_model_does(tmp_path: Path) -> None:
+    """An optimizer that goes by name has a name for each piece."""
+
+    def named(prefix: str) -> Scenario:
+        def groups(model: nn.Module) -> list[dict[str, Any]]:
+            return [{"params": [(prefix + name, p) for name, p in model.named_parameters()]}]
+
+        return WAYS["host"].scenario(odd("goes by name"), groups=groups)
+
+    named("").assert_like_plain(tmp_path)
+    with pytest.raises(ProtrainError, match="is called 'my"):
+        named("my.").start(tmp_path)
+
+
+@pytest.mark.parametrize("feature", UNCOUNTED)
+@pytest.mark.parametrize("shape", [[300], [64, 48]])
+def test_what_keeps_more_than_its_first_step_shows_is_refused(
+    feature: str, shape: list[int], assert_says: Speaker
+) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        UpdateRules(odd(feature)).of(torch.float32, torch.Size(shape))
+    assert_says(caught.value)
+
+
+# --- blocks, and states of eight bits -------------------------------------------------------------
 
 EIGHT_BITS = partial(OF_8_BITS["adamw8bit"], lr=1e-3, min_8bit_size=512)
 """Blocks of 256 in small models, too: with parameters of less than 512 elements beside them."""
 
-TRAINERS = {
-    "adamw8bit": Trainer(EIGHT_BITS, weight_decay_groups),
-    "lion8bit": Trainer(partial(OF_8_BITS["lion8bit"], min_8bit_size=512)),
+
+EIGHT: dict[str, tuple[Factory, Any]] = {
+    "adamw8bit": (EIGHT_BITS, weight_decay_groups),
+    "lion8bit": (partial(OF_8_BITS["lion8bit"], min_8bit_size=512), None),
 }
 
 
@@ -150,46 +417,47 @@ def test_pieces_between_two_cuts_are_never_too_small() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("kind", EIGHT)
 def test_five_steps_in_pieces_match_plain_training_bitwise(
-    trainer: str, tier: Any, tmp_path: Path
+    kind: str, tier: Any, tmp_path: Path
 ) -> None:
+    factory, groups = EIGHT[kind]
     for name, activations in (("llama-tied", Recompute()), ("gpt2", Swap(tier=tier))):
-        units = decided(described(name), activations, Offload(tier=tier))
-        expected = plain(name, TRAINERS[trainer])
-        model = build(name)
-        planned, optimizer = prepare(
-            model,
-            plan_for(model, units, piece_bytes=5_000),
-            optimizer=TRAINERS[trainer].factory,
-            param_groups=TRAINERS[trainer].groups(model),
-            spill_directory=tmp_path,
-            lane_delay=delays(1),
-        )
-        assert_bitwise(train(name, planned, optimizer), expected)
+        Scenario(
+            model=name,
+            units=partial(decided, activations=activations, states=Offload(tier=tier)),
+            factory=factory,
+            groups=groups,
+            piece_bytes=5_000,
+            options={"lane_delay": delays(1)},
+        ).assert_like_plain(tmp_path)
+
+
+def through_checkpoints(folder: Path, *scenarios: Scenario, plainly_last: bool = False) -> Run:
+    """Five steps in as many runs, each from the checkpoint of the one before."""
+    seen: list[Any] = []
+    for number, asked in enumerate(scenarios):
+        last = number + 1 == len(scenarios)
+        run = asked.start(None if last and plainly_last else folder, seed=number)
+        if number:
+            load(run.model, run.optimizer, folder / "saved")
+        else:
+            torch.manual_seed(1)
+        run.step(*range(number, 5 if last else number + 1))
+        seen += run.seen
+        save(run.model, run.optimizer, folder / "saved")
+    run.seen = seen
+    return run
 
 
 def test_states_of_eight_bits_go_through_checkpoints_bitwise(tmp_path: Path) -> None:
-    name, trainer = "llama", TRAINERS["adamw8bit"]
-    units = [mixed(described(name), random.Random(seed), "disk") for seed in (0, 1)]
-    expected = plain(name, trainer)
-    losses = []
-    for run, own in enumerate(units):
-        model = build(name, seed=run)
-        planned, optimizer = prepare(
-            model,
-            plan_for(model, own, piece_bytes=5_000),
-            optimizer=trainer.factory,
-            param_groups=trainer.groups(model),
-        )
-        if run:
-            load(planned, optimizer, tmp_path / "saved")
-        else:
-            torch.manual_seed(1)
-        numbers = range(3 * run, 3 + 2 * run)
-        losses += [step(name, planned, optimizer, number) for number in numbers]
-        save(planned, optimizer, tmp_path / "saved")
-    assert_bitwise(outcome(planned, optimizer, losses), expected)
+    factory, groups = EIGHT["adamw8bit"]
+    asked = Scenario(model="llama", factory=factory, groups=groups, piece_bytes=5_000)
+    ways = [
+        replace(asked, units=mixed(asked.subject.units(), random.Random(seed), "disk"))
+        for seed in (0, 1)
+    ]
+    assert_bitwise(through_checkpoints(tmp_path, *ways).outcome(), asked.plain())
 
 
 @pytest.mark.parametrize("kind", TORCHAO)
@@ -241,56 +509,27 @@ def test_states_made_of_tensors_train_in_pieces_bitwise(
     kind: str, tier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And through checkpoints: states that stay, such that leave, and plain ones at last."""
-    name, trainer = "llama-tied", Trainer(of_torchao(kind, lr=1e-3), weight_decay_groups)
-    units = described(name)
-    runs = [
-        decided(units, Recompute(), STEPPED),
-        decided(units, Recompute(), Offload(tier=tier)),
-        decided(units, Recompute(), Offload(tier="host", update_on_device=True)),
-        None,
+    asked = Scenario(factory=of_torchao(kind, lr=1e-3), groups=weight_decay_groups)
+    ways = [
+        replace(asked, units=partial(decided, activations=Recompute(), states=states))
+        for states in (STEPPED, Offload(tier=tier), ON_DEVICE)
     ]
-    losses = []
     with uncompiled(4096, monkeypatch):
-        expected = plain(name, trainer)
-        for run, own in enumerate(runs):
-            model = build(name, seed=run)
-            if own is None:
-                planned, optimizer = model, trainer.factory(trainer.groups(model))
-            else:
-                planned, optimizer = prepare(
-                    model,
-                    plan_for(model, own, piece_bytes=20_000),
-                    optimizer=trainer.factory,
-                    param_groups=trainer.groups(model),
-                    spill_directory=tmp_path,
-                )
-            if run:
-                load(planned, optimizer, tmp_path / "saved")
-            else:
-                torch.manual_seed(1)
-            numbers = range(run, run + 1 if own else 5)
-            losses += [step(name, planned, optimizer, number) for number in numbers]
-            save(planned, optimizer, tmp_path / "saved")
-        assert_bitwise(outcome(planned, optimizer, losses), expected)
+        run = through_checkpoints(tmp_path, *ways, asked, plainly_last=True)
+        assert_bitwise(run.outcome(), asked.plain())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", TORCHAO)
 def test_compiled_steps_in_pieces_match_plain_training_bitwise(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each length is compiled, as each shape is in plain training: minutes."""
     monkeypatch.setattr(update_rules, "COMPILED_SPAN", 4096)
-    name, trainer = "functional", Trainer(of_torchao(kind, lr=1e-3))
-    expected = plain(name, trainer)
-    model = build(name)
-    planned, optimizer = prepare(
-        model,
-        plan_for(model, decided(described(name), Keep(), Offload(tier="host")), piece_bytes=20_000),
-        optimizer=trainer.factory,
-    )
-    assert_bitwise(train(name, planned, optimizer), expected)
+    units = partial(decided, activations=Keep(), states=HOST)
+    factory = of_torchao(kind, lr=1e-3)
+    Scenario(model="functional", units=units, factory=factory).assert_like_plain(tmp_path)
 
 
 def test_a_state_is_put_together_by_listed_classes_alone() -> None:
@@ -311,27 +550,21 @@ def test_a_state_is_put_together_by_listed_classes_alone() -> None:
             Composition.read({**described_, **change})
 
 
-def test_steps_that_draw_random_numbers_persist(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "llama"
-    trainer = Trainer(of_torchao("AdamWFp8", bf16_stochastic_round=True))
+def test_steps_that_draw_random_numbers_persist(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = Scenario(
+        model=replace(CATALOGUE["llama"], change=lambda model: model.to(torch.bfloat16)),
+        factory=of_torchao("AdamWFp8", bf16_stochastic_round=True),
+        script=Loop(num_steps=2),
+    )
     with uncompiled(4096, monkeypatch):
-        for placement in (Offload(tier="host"), STEPPED):
-            model = build(name).to(torch.bfloat16)
-            units = decided(described(name), Keep(), placement)
+        for states in (HOST, STEPPED):
+            units = partial(decided, activations=Keep(), states=states)
             with pytest.raises(ProtrainError, match="its step draws random numbers"):
-                prepare(model, plan_for(model, units), optimizer=trainer.factory)
-        found = []
-        for planned in (False, True):
-            trained: Any = build(name).to(torch.bfloat16)
-            optimizer: Any = None
-            if planned:
-                units = decided(described(name), Recompute(), Persistent())
-                plan = plan_for(trained, units)
-                trained, optimizer = prepare(trained, plan, optimizer=trainer.factory)
-            else:
-                optimizer = trainer.factory(trained.parameters())
-            found.append(train(name, trained, optimizer, num_steps=2))
-        assert_bitwise(*found)
+                replace(asked, units=units).start(tmp_path)
+        units = partial(decided, activations=Recompute(), states=Persistent())
+        replace(asked, units=units).assert_like_plain(tmp_path)
 
 
 @dataclass(frozen=True)
@@ -342,7 +575,7 @@ class OfTorchao:
     factory: None = None
     gives_up: None = None
 
-    def build(self) -> torch.nn.Module:
+    def build(self) -> nn.Module:
         return build("llama-tied")
 
     def batch(self, step: int) -> Batch:
@@ -381,35 +614,41 @@ def test_a_compiled_step_is_profiled_where_it_runs(assert_says: Speaker) -> None
     assert_says(raised.value)
 
 
+# --- matrices -------------------------------------------------------------------------------------
+
+
+def matrices_alone(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+
+
 @pytest.mark.parametrize("kind", OF_MATRICES)
-def test_what_looks_at_matrices_is_refused_by_name_below_the_device(kind: str) -> None:
-    trainer = partial(OF_MATRICES[kind], lr=1e-2)
-    model = build("llama")
-    if kind == "muon":
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.dim() == 2)
+def test_what_looks_at_matrices_is_refused_by_name_below_the_device(
+    kind: str, tmp_path: Path
+) -> None:
+    own = CATALOGUE["llama"]
+    asked = Scenario(
+        model=replace(own, change=matrices_alone) if kind == "muon" else own,
+        units=partial(decided, activations=Keep(), states=HOST),
+        factory=partial(OF_MATRICES[kind], lr=1e-2),
+    )
+    model = asked.subject.build()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    units = decided(described("llama"), Keep(), Offload(tier="host"))
     with pytest.raises(ProtrainError, match=r"cannot update '.*weight' in pieces"):
-        prepare(model, plan_for(model, units), optimizer=trainer)
-    after: Mapping[str, torch.Tensor] = model.state_dict()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+        asked.prepared(model, tmp_path)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def staying(states: Placement, factory: Factory, groups: Any = None) -> Scenario:
+    units = partial(decided, activations=Recompute(), states=states)
+    return Scenario(model="gpt2", units=units, factory=factory, groups=groups)
 
 
 @pytest.mark.parametrize("placement", [Persistent(), STEPPED])
 def test_adafactor_trains_where_its_states_stay(placement: Any, tmp_path: Path) -> None:
     """Updated in backward, its gradients never stand together: LOMO's memory."""
-    trainer = Trainer(OF_MATRICES["adafactor"], weight_decay_groups)
-    units = decided(described("gpt2"), Recompute(), placement)
-    model = build("gpt2")
-    planned, optimizer = prepare(
-        model,
-        plan_for(model, tuple(replace(unit) for unit in units)),
-        optimizer=trainer.factory,
-        param_groups=trainer.groups(model),
-        spill_directory=tmp_path,
-    )
-    assert_bitwise(train("gpt2", planned, optimizer), plain("gpt2", trainer))
+    asked = staying(placement, OF_MATRICES["adafactor"], weight_decay_groups)
+    asked.assert_like_plain(tmp_path)
 
 
 class OfBlocks(torch.optim.Optimizer):
@@ -471,21 +710,12 @@ def test_groups_with_options_for_matrices_alone_are_asked_for_them_alone(tmp_pat
                 assert not wrong, "a vector has no rank"
             super().step(closure)
 
-    def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
         every = list(model.parameters())
         matrices = {"params": [p for p in every if p.dim() == 2], "matrices": True}
         return [matrices, {"params": [p for p in every if p.dim() != 2]}]
 
-    trainer = Trainer(OfGroups, groups)
-    model = build("gpt2")
-    planned, optimizer = prepare(
-        model,
-        plan_for(model, decided(described("gpt2"), Recompute(), Persistent())),
-        optimizer=trainer.factory,
-        param_groups=groups(model),
-        spill_directory=tmp_path,
-    )
-    assert_bitwise(train("gpt2", planned, optimizer), plain("gpt2", trainer))
+    staying(Persistent(), OfGroups, groups).assert_like_plain(tmp_path)
 
 
 def test_an_optimizer_of_the_users_own_is_seen_as_it_is(tmp_path: Path) -> None:
@@ -499,18 +729,9 @@ def test_an_optimizer_of_the_users_own_is_seen_as_it_is(tmp_path: Path) -> None:
     assert rules.of(torch.float32, torch.Size([4096])).states == {
         "momentum": StateRule(torch.float32)
     }
-    model = build("gpt2")
-    units = decided(described("gpt2"), Recompute(), Offload(tier="host"))
     with pytest.raises(ProtrainError, match="cannot update"):
-        prepare(model, plan_for(model, units), optimizer=LowRank)
-    trainer = Trainer(LowRank)
-    planned, optimizer = prepare(
-        model,
-        plan_for(model, decided(described("gpt2"), Recompute(), STEPPED)),
-        optimizer=trainer.factory,
-        spill_directory=tmp_path,
-    )
-    assert_bitwise(train("gpt2", planned, optimizer), plain("gpt2", trainer))
+        staying(HOST, LowRank).start(tmp_path)
+    staying(STEPPED, LowRank).assert_like_plain(tmp_path)
 
 
 def test_where_tensors_are_fake_a_step_is_seen_to_draw_nothing(
