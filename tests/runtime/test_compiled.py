@@ -4,6 +4,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import compiler_bytes, measure
@@ -32,13 +32,13 @@ from protrain_runtime.contract.records import (
 )
 from protrain_runtime.contract.records.forms import FORMS, exactness_of, leaves_of
 from protrain_runtime.contract.records.plan import (
+    Activations,
     Keep,
     Offload,
     Plan,
     Recompute,
     Swap,
     SwapInput,
-    UnitPlan,
     activations_in,
 )
 from protrain_runtime.contract.records.profile import Compilation, Compile, Profile, Unit
@@ -52,17 +52,18 @@ from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
 from tests.support.runtime_cases import (
     ADAMW,
-    Outcome,
+    CATALOGUE,
+    Subject,
     assert_bitwise,
     attached,
     batch,
     build,
     decided,
     described,
-    plan_for,
-    train,
 )
+from tests.support.scenario import Loop, Run, Scenario, refusal, restored
 from tests.support.thinning import thinned
+from tests.support.training_rows import workload
 
 BACKENDS = [
     "aot_eager",
@@ -83,10 +84,9 @@ DECISIONS: dict[str, Any] = {
 }
 
 
-def compiled(backend: str, *, wrapped: bool = False) -> nn.Module:
-    """A Llama whose layers are compiled, in place or as modules around them."""
+def compile_layers(model: nn.Module, *, backend: str, wrapped: bool = False) -> None:
+    """In place or as modules around them."""
     torch.compiler.reset()
-    model = build("llama")
     layers = model.get_submodule("model.layers")
     assert isinstance(layers, nn.ModuleList)
     for index, layer in enumerate(layers):
@@ -94,17 +94,45 @@ def compiled(backend: str, *, wrapped: bool = False) -> nn.Module:
             layers[index] = torch.compile(layer, backend=backend)  # type: ignore[assignment]
         else:
             layer.compile(backend=backend)
-    return model
 
 
-def compiled_plan(model: nn.Module, units: tuple[UnitPlan, ...]) -> Plan:
-    """A plan for compiled blocks."""
-    plan = plan_for(model, units)
-    return replace(plan, workload=replace(plan.workload, compile="blocks"))
+def compiled(backend: str = "aot_eager", *, wrapped: bool = False) -> Subject:
+    """A Llama whose layers a script has compiled."""
+    change = partial(compile_layers, backend=backend, wrapped=wrapped)
+    return replace(CATALOGUE["llama"], change=change)
 
 
-def trained(model: nn.Module) -> Outcome:
-    return train("llama", model, ADAMW(model.parameters()), num_steps=2)
+BLOCKS = {"workload": workload({"precision": "float32", "compiled": "blocks"})}
+
+
+def tried(
+    activations: Activations = Recompute(),  # noqa: B008
+    *,
+    model: str | Subject = "llama",
+    blocks: bool = True,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Scenario:
+    """Two steps of a plan for compiled blocks."""
+    return Scenario(
+        model=model,
+        units=decided(described("llama"), activations, Offload(tier="disk")),
+        settings={**(BLOCKS if blocks else {}), **settings},
+        script=Loop(num_steps=2),
+        options=options or {},
+    )
+
+
+def compiled_here(model: nn.Module) -> None:
+    """As `prepare` compiles it."""
+    compile_blocks(model, tried().planned_for(model))
+
+
+def refused(asked: Scenario, model: nn.Module | None = None) -> ProtrainError:
+    found: ProtrainError = refusal(
+        partial(asked.prepared, model or asked.subject.build(), None), ProtrainError
+    )
+    return found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -112,17 +140,7 @@ def trained(model: nn.Module) -> Outcome:
 def test_plans_of_compiled_blocks_compute_the_bits_of_the_compiled_model(
     decision: str, backend: str, tmp_path: Path
 ) -> None:
-    plain = trained(compiled(backend))
-    model = compiled(backend)
-    before = attached(model)
-    units = decided(described("llama"), DECISIONS[decision], Offload(tier="disk"))
-    model, optimizer = prepare(
-        model, compiled_plan(model, units), optimizer=ADAMW, spill_directory=tmp_path
-    )
-    found = train("llama", model, optimizer, num_steps=2)
-    assert_bitwise(found, plain)
-    restore(model)
-    assert attached(model) == before
+    tried(DECISIONS[decision], model=compiled(backend)).assert_like_plain(tmp_path, restored)
 
 
 @pytest.mark.usefixtures("quick_compiler")
@@ -130,21 +148,16 @@ def test_plans_of_compiled_blocks_compute_the_bits_of_the_compiled_model(
 def test_what_is_recomputed_in_the_graph_is_one_run_of_compiled_code(
     form: str, tmp_path: Path
 ) -> None:
-    units = decided(described("llama"), Recompute(form=form), Offload(tier="disk"))
-    plain = build("llama")
-    compile_blocks(plain, compiled_plan(plain, units))
-    expected = trained(plain)
-    model = build("llama")
-    plan = replace(compiled_plan(model, units), exact=form == "full", allowed=("rounding",))
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    asked = tried(Recompute(form=form), exact=form == "full", allowed=("rounding",))
+    expected = replace(asked, model=replace(asked.subject, change=compiled_here)).plain()
+    run = asked.start(tmp_path)
     with torch.profiler.profile() as recorded:
-        found = train("llama", model, optimizer, num_steps=2)
+        found = asked.played(run)
     runs = sum(event.name == "CompiledFunction" for event in recorded.events())
     assert runs == 2 * 4 * (2 if form == "full" else 1)  # steps, blocks, and runs in each
     assert_bitwise(found, expected)  # this compiler fuses nothing
-    model.eval()
-    with torch.no_grad():
-        loss_of(call_model(model, batch("llama", 0)))
+    run.model.eval()
+    run.look(0)
 
 
 @pytest.mark.parametrize("whole", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -158,7 +171,7 @@ def test_mlps_of_compiled_code_are_not_tiled(whole: bool) -> None:
         for layer in list(layers)[:2]:
             (layer if whole else layer.get_submodule("mlp")).compile(backend="aot_eager")
             wrap_forward(layer, form)
-        loss_of(call_model(model, batch("llama", 0))).backward()
+        Run(CATALOGUE["llama"], model, ADAMW(model.parameters())).loss(0).backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
     full, tiled = found("full"), found("tiled")
@@ -176,7 +189,7 @@ def forms(model: nn.Module) -> list[tuple[str, str, tuple[str, ...]]]:
 @pytest.mark.slow  # every form of activations compiles anew
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_profile_of_compiled_blocks_has_the_units_of_the_plain_model(wrapped: bool) -> None:
-    model = compiled("aot_eager", wrapped=wrapped)
+    model = compiled(wrapped=wrapped).build()
     before = attached(model)
     found = forms(model)
     assert [unit[:2] for unit in found] == [
@@ -191,20 +204,15 @@ def test_a_profile_of_compiled_blocks_has_the_units_of_the_plain_model(wrapped: 
 
 def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
     fix = "\n  fix: compile each block by itself: for block in ...: block.compile()"
+    asked = tried(blocks=False)
     for path in ("", "model"):
         model = build("llama")
-        plan = plan_for(model, every_unit_recomputed())
+        plan = asked.planned_for(model)
         model.get_submodule(path).compile(backend="eager")
-        with pytest.raises(ProtrainError) as caught:
-            prepare(model, plan, optimizer=ADAMW)
-        assert str(caught.value) == (
+        assert str(refused(replace(asked, plan=lambda _, own=plan: own), model)) == (  # type: ignore[misc]
             f"{path or 'the model'} is compiled as a whole, so that its blocks cannot be told"
             f" apart{fix}"
         )
-
-
-def every_unit_recomputed() -> tuple[UnitPlan, ...]:
-    return decided(described("llama"), Recompute(), Offload(tier="disk"))
 
 
 WARNING = (
@@ -214,31 +222,21 @@ WARNING = (
 
 
 def test_a_models_own_checkpointing_is_switched_off_under_a_plan(tmp_path: Path) -> None:
-    plain = build("llama")
-    expected = trained(plain)
+    asked = tried(blocks=False)
     model: Any = build("llama")
     model.gradient_checkpointing_enable()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        prepare(
-            model,
-            plan_for(model, every_unit_recomputed()),
-            optimizer=ADAMW,
-            spill_directory=tmp_path,
-        )
+        plan = asked.planned_for(model)
+        prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
     assert [str(warning.message) for warning in caught] == [WARNING]
     assert caught[0].filename == __file__
     assert not model.is_activation_checkpointing
     restore(model)
     assert model.is_activation_checkpointing
     with pytest.warns(UserWarning, match=WARNING):
-        _, optimizer = prepare(
-            model,
-            plan_for(model, every_unit_recomputed()),
-            optimizer=ADAMW,
-            spill_directory=tmp_path,
-        )
-    assert_bitwise(train("llama", model, optimizer, num_steps=2), expected)
+        run = asked.prepared(model, tmp_path)
+    assert_bitwise(asked.played(run), asked.plain())
 
 
 # --- the flag: profile, plan and prepare --------------------------------------------------------
@@ -254,100 +252,84 @@ def quick_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_prepare_compiles_equal_blocks_once_and_restore_takes_it_back(tmp_path: Path) -> None:
-    units = decided(described("llama"), Recompute(), Offload(tier="disk"))
-    plain = build("llama")
-    compile_blocks(plain, compiled_plan(plain, units))
-    expected = trained(plain)
-    model = build("llama")
-    before, names = attached(model), list(model.state_dict())
+    asked = tried()
+    expected = replace(asked, model=replace(asked.subject, change=compiled_here)).plain()
     torch.compiler.reset()
     counters.clear()
-    model, optimizer = prepare(
-        model, compiled_plan(model, units), optimizer=ADAMW, spill_directory=tmp_path
-    )
+    run = asked.start(tmp_path)
     before_step = compiled_so_far()
-    assert_bitwise(train("llama", model, optimizer, num_steps=2), expected)
+    assert_bitwise(asked.played(run), expected)
     assert counters["stats"]["unique_graphs"] == 1  # of four blocks
     found = compilation_since(before_step)
     assert found is not None
     assert (found.num_graphs, found.cache) == (1, "none")  # Inductor alone has a cache
     assert found.seconds > 0
     assert compilation_since(compiled_so_far()) is None
-    assert list(model.state_dict()) == names
-    restore(model)
-    assert attached(model) == before
+    assert list(run.model.state_dict()) == list(build("llama").state_dict())
+    restored(run)
 
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_a_plain_copy_is_compiled_like_the_model(tmp_path: Path) -> None:
-    model = build("llama")
-    plan = compiled_plan(model, every_unit_recomputed())
-    _, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path, check="bitwise")
+    run = tried(options={"check": "bitwise"}).start(tmp_path)
     counters.clear()
-    train("llama", model, optimizer, num_steps=1)
+    run.step(0)
     assert counters["stats"]["unique_graphs"] == 1  # which both run
 
 
-def test_a_copy_of_blocks_that_a_script_has_compiled_is_refused(assert_says: Speaker) -> None:
-    model = compiled("aot_eager")
-    plan = compiled_plan(model, every_unit_recomputed())
-    with pytest.raises(ProtrainError) as caught:
-        prepare(model, plan, optimizer=ADAMW, check="bitwise")
-    assert_says(caught.value)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_compiled_blocks_under_a_plan_for_plain_ones_are_refused(
-    wrapped: bool, assert_says: Speaker
-) -> None:
-    model = compiled("aot_eager", wrapped=wrapped)
-    before = attached(model)
-    with pytest.raises(ProtrainError) as caught:
-        prepare(model, plan_for(model, every_unit_recomputed()), optimizer=ADAMW)
-    assert_says(caught.value)
-    assert attached(model) == before
-
-
-def test_some_compiled_blocks_are_refused(assert_says: Speaker) -> None:
-    model = build("llama")
+def compile_one(model: nn.Module) -> None:
     model.get_submodule("model.layers.2").compile(backend="aot_eager")
-    with pytest.raises(ProtrainError) as caught:
-        prepare(model, compiled_plan(model, every_unit_recomputed()), optimizer=ADAMW)
-    assert_says(caught.value)
+
+
+MISMATCHED: dict[str, Scenario] = {
+    "a copy of blocks that a script has compiled": tried(
+        model=compiled(), options={"check": "bitwise"}
+    ),
+    "compiled, in a plan for plain ones": tried(model=compiled(), blocks=False),
+    "wrapped, in a plan for plain ones": tried(model=compiled(wrapped=True), blocks=False),
+    "some": tried(model=replace(CATALOGUE["llama"], change=compile_one)),
+}
+
+
+def test_blocks_that_are_compiled_otherwise_than_planned_are_refused(assert_says: Speaker) -> None:
+    for asked in MISMATCHED.values():
+        model = asked.subject.build()
+        before = attached(model)
+        assert_says(refused(asked, model))
+        assert attached(model) == before
+
+
+def edited(form: str) -> Plan:
+    exactness, allowed = exactness_of([form]), leaves_of([form])
+    exact = exactness == "bitwise"
+    asked = tried(activations_in(form), exact=exact, exactness=exactness, allowed=allowed)
+    return asked.planned_for(build("llama"))
 
 
 @pytest.mark.parametrize(
     "form", thinned([name for name, form in FORMS.items() if form.looks_inside])
 )
 def test_a_plan_edited_to_a_form_that_looks_inside_compiled_blocks_is_refused(form: str) -> None:
-    model = build("llama")
-    decided_by_hand = decided(described("llama"), activations_in(form), Offload(tier="disk"))
-    plan = compiled_plan(model, decided_by_hand)
-    exactness, allowed = exactness_of([form]), leaves_of([form])
-    plan = replace(plan, exact=exactness == "bitwise", exactness=exactness, allowed=allowed)
-    with pytest.raises(ProtrainError) as prepared:
-        prepare(model, plan, optimizer=ADAMW)
-    assert prepared.value.key == "units[1].activations"
-    with pytest.raises(ProtrainError) as read:  # as `prepare`, `run` and `check` read a file
-        loads_plan(dumps_plan(plan))
-    assert read.value.key == "units[1].activations"
-    assert prepared.value.fix == read.value.fix == "let the planner decide it: protrain plan"
-    for error in (prepared.value, read.value):
+    plan = edited(form)
+    errors = [
+        refused(replace(tried(), plan=lambda _: plan)),
+        # As `prepare`, `run` and `check` read a file.
+        refusal(lambda: loads_plan(dumps_plan(plan)), ProtrainError),
+    ]
+    for error in errors:
+        assert error.key == "units[1].activations"
+        assert error.fix == "let the planner decide it: protrain plan"
         assert "goes by the operators inside a block" in error.message
     plain = replace(plan, workload=replace(plan.workload, compile=""))
     assert loads_plan(dumps_plan(plain)) == plain
 
 
 def test_a_plan_for_plain_blocks_edited_to_a_form_of_a_graph_is_refused() -> None:
-    model = build("llama")
-    units = decided(described("llama"), Recompute(form="fused"), Offload(tier="disk"))
-    plan = plan_for(model, units)
-    plan = replace(plan, exact=False, exactness="rounding", allowed=("rounding",))
-    with pytest.raises(ProtrainError, match="these blocks are not compiled"):
-        prepare(model, plan, optimizer=ADAMW)
+    compiling = edited("fused")
+    plan = replace(compiling, workload=replace(compiling.workload, compile=""))
     with pytest.raises(ProtrainError, match="these blocks are not compiled"):
         loads_plan(dumps_plan(plan))
-    compiling = replace(plan, workload=replace(plan.workload, compile="blocks"))
+    assert "these blocks are not compiled" in str(refused(replace(tried(), plan=lambda _: plan)))
     assert loads_plan(dumps_plan(compiling)) == compiling
 
 
@@ -371,7 +353,7 @@ def test_a_profile_of_compiled_blocks_with_a_form_that_looks_inside_is_refused(
 def test_a_run_asked_to_compile_under_a_plan_for_plain_blocks_is_refused(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
-    write_plan(plan_for(build("llama"), every_unit_recomputed()), tmp_path / "plan.yaml")
+    write_plan(tried(blocks=False).planned_for(build("llama")), tmp_path / "plan.yaml")
     done = forked.protrain("run", "plan.yaml", "--compile", folder=tmp_path)
     assert done.returncode == 2
     assert_says(done.stderr)
@@ -464,19 +446,7 @@ def breaking() -> tuple[nn.Module, list[dict[str, object]]]:
 def test_a_graph_break_is_refused_with_its_place(tmp_path: Path) -> None:
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.endswith("# HERE"))
-    with pytest.raises(ProtrainError) as caught:
-        measure(
-            load_source(f"{__name__}:breaking"),
-            batch_size=1,
-            seq_len=1,
-            dtype="float32",
-            compile="blocks",
-            device="cpu",
-            num_steps=1,
-            spill_directory=tmp_path,
-            machine=load_hardware("cpu"),
-        )
-    error = caught.value
+    error = refusal(partial(profiled, "breaking", tmp_path, compile="blocks"), ProtrainError)
     assert error.source is not None
     assert (Path(error.source).resolve(), error.line) == (Path(__file__), line)
     assert error.message.startswith("the block 0 cannot be compiled as one graph: ")
