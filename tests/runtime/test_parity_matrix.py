@@ -7,11 +7,16 @@ with an optimizer, a schedule with a way to resume. Each row trains five steps.
 import itertools
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.pairwise import Row, allowed_pairs, covering_rows, pairs_of
 from tests.support.parity_rows import FACTORS, IMPOSSIBLE, ROWS, assert_row
+from tests.support.random_models import Shape
+from tests.support.random_training import assert_trains_like_plain, shapes, steady
 from tests.support.training_rows import PACKED
 
 
@@ -64,3 +69,21 @@ INDUCED = [
 @pytest.mark.parametrize("row", INDUCED, ids=[str(number) for number in range(len(INDUCED))])
 def test_rows_that_inductor_compiles_match_compiled_torch_bitwise(row: Row, tmp_path: Path) -> None:
     assert_row({**row, "compiled": "inductor"}, tmp_path)
+
+
+# --- random models, with lanes late at random -----------------------------------------------------
+
+
+@settings(steady, max_examples=20)
+@given(shapes(), st.integers(0, 2**32))
+def test_random_models_train_like_plain(shape: Shape, seed: int) -> None:
+    with TemporaryDirectory() as folder:
+        assert_trains_like_plain(shape, seed, Path(folder))
+
+
+@pytest.mark.slow
+@settings(steady, max_examples=400, derandomize=False, database=None)
+@given(shapes(), st.integers(0, 2**32))
+def test_hundreds_of_random_models_train_like_plain(shape: Shape, seed: int) -> None:
+    with TemporaryDirectory() as folder:
+        assert_trains_like_plain(shape, seed, Path(folder))

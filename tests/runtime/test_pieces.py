@@ -1,8 +1,21 @@
-"""Transfer pieces: groups of whole tensors, and shares that hold each of them once."""
+"""Transfer pieces, and the buffers that they lie in.
 
+Pieces are groups of whole tensors, and shares hold each of them once. Buffers are handed on for
+equal sizes, and never what somebody still looks into.
+"""
+
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.scheduling import ScheduleRule
 from protrain_runtime.contract.program.program import (
     MAX_PIECES,
@@ -14,8 +27,12 @@ from protrain_runtime.contract.program.program import (
     shares,
     written_share,
 )
+from protrain_runtime.contract.records.plan import Budgets, Keep, Offload, Placement, Schedule
+from protrain_runtime.devices.lanes import Backend, Buffers
 from tests.support.planning_cases import decoder, gpu
 from tests.support.random_problems import schedule
+from tests.support.runtime_cases import Subject, decided, decision_name
+from tests.support.scenario import Loop, Scenario
 
 SIZES = st.lists(st.integers(0, 10**10), min_size=1, max_size=40)
 
@@ -65,10 +82,6 @@ def test_pinned_memory_comes_in_pages() -> None:
 
 
 def test_pieces_take_the_room_that_a_whole_chunk_would_not_fit_in() -> None:
-    from protrain_plan.planning.model.problem import Problem
-    from protrain_plan.planning.search.choices import min_memory
-    from protrain_runtime.contract.records.plan import Budgets
-
     leads = []
     for pieces in (1, 7):
         profile = decoder(gpu(), blocks=4, pieces=pieces)
@@ -82,3 +95,87 @@ def test_pieces_take_the_room_that_a_whole_chunk_would_not_fit_in() -> None:
         leads.append(plans[3].schedule.backward_lead)
     assert leads[0] == 0
     assert 0 < leads[1] < 1
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+def buffers() -> Buffers:
+    return Buffers(Backend(torch.device("cpu")))
+
+
+def test_what_leaves_serves_a_fetch_of_its_size() -> None:
+    pool = buffers()
+    small, large = pool.new(64), pool.new(128)
+    places = small.data_ptr(), large.data_ptr()
+    pool.give_up([small, large])
+    del small, large
+    assert pool.new(128).data_ptr() == places[1]
+    assert pool.new(64).data_ptr() == places[0]
+
+
+def test_what_a_view_looks_into_is_left_to_the_view() -> None:
+    pool = buffers()
+    buffer = pool.new(64)
+    view = buffer[8:16].fill_(7)
+    pool.give_up([buffer])
+    del buffer
+    other = pool.new(64).fill_(1)
+    assert not other.eq(7).any()
+    assert view.eq(7).all()
+
+
+def test_what_no_fetch_of_the_boundary_takes_is_freed() -> None:
+    pool = buffers()
+    given = [pool.new(64), pool.new(64), pool.new(128)]
+    alive = [weakref.ref(buffer) for buffer in given]
+    pool.give_up(given)
+    del given
+    pool.keep_for([64, 256])
+    assert [buffer() is not None for buffer in alive] == [True, False, False]
+
+
+class Carrying(nn.Module):
+    """Layers that hand a view of a parameter on, which the next one multiplies with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(5))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The loss, from hidden [batch, 64]."""
+        carried = torch.ones(64)
+        for layer in self.layers:
+            hidden, carried = layer(hidden, carried)
+        return (hidden * carried).square().mean()
+
+
+class Layer(nn.Module):
+    """See `Carrying`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+        self.scale = nn.Parameter(torch.randn(2, 64))
+
+    def forward(self, hidden: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """The next hidden state, and a row of this layer's `scale`."""
+        return torch.tanh(hidden @ self.weight) * carried * self.scale[0], self.scale[1]
+
+
+def carried(_: int) -> Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "states", [Offload(tier="disk"), Offload(tier="disk", keep_gathered=True)], ids=decision_name
+)
+def test_a_view_of_a_parameter_that_is_handed_on_stays_what_it_was(
+    states: Placement, tmp_path: Path
+) -> None:
+    schedule = Schedule(forward_lead=1, backward_lead=1, update_drain=0)
+    Scenario(
+        model=Subject(Carrying, carried),
+        units=partial(decided, activations=Keep(), states=states, schedule=schedule),
+        script=Loop(num_steps=3),
+    ).assert_like_plain(tmp_path)

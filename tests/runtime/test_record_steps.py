@@ -1,18 +1,25 @@
-"""Recorded steps: all that a programme has, once each, in an order that the programme allows."""
+"""Steps that are recorded, and steps that are watched.
 
+A recording has all that a programme has, once each, in an order that the programme allows; the
+second step of a user's own loop is beside what its plan promises.
+"""
+
+import gc
 import random
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from weakref import ref
 
 import pytest
-import torch
-from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.presentation.report.step import read_step
-from protrain_runtime import prepare, record
+from protrain_runtime import record, restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import Program
 from protrain_runtime.contract.program.recording import Recording, check_recording, read_recording
@@ -20,33 +27,21 @@ from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
-    Persistent,
     Plan,
     Recompute,
     Swap,
+    TierBytes,
     Updates,
 )
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.diagnostics.recording import measure_step
-from protrain_runtime.model.prepared import engine_of
 from tests.support.cards import every_device
 from tests.support.forked import protrain
 from tests.support.messages import Speaker
-from tests.support.plan_settings import with_settings
-from tests.support.runtime_cases import (
-    ADAMW,
-    batch,
-    build,
-    decided,
-    described,
-    device,
-    mixed,
-    plan_for,
-    speculative,
-    step,
-)
+from tests.support.runtime_cases import ahead, assert_bitwise, decided, device, mixed
+from tests.support.scenario import Loop, Run, Scenario, Units, refusal
 
-NAME = "llama-tied"
+DISK = Offload(tier="disk")
 
 
 def assert_possible(recording: Recording, plan: Plan, program: Program) -> None:
@@ -74,8 +69,12 @@ def assert_possible(recording: Recording, plan: Plan, program: Program) -> None:
         assert all(moves[other].end_s <= moves[number].start_s + clocks_s for other in move.after)
 
 
-def micro_batch(model: nn.Module, number: int) -> None:
-    loss_of(call_model(model, batch(NAME, number))).backward()
+def assert_recorded(asked: Scenario, run: Run, recording: Recording) -> None:
+    assert_possible(recording, asked.planned_for(asked.subject.build()), run.engine.program)
+
+
+def at_random(units: Units) -> Units:
+    return mixed(units, random.Random(7), "disk", "host")
 
 
 @every_device
@@ -84,104 +83,78 @@ def micro_batch(model: nn.Module, number: int) -> None:
 def test_a_recorded_step_is_the_programme(
     updates: Updates, micro_batches: int, tmp_path: Path
 ) -> None:
-    model = build(NAME)
-    units = mixed(described(NAME), random.Random(7), "disk", "host")
-    plan = with_settings(plan_for(model, units), updates=updates, micro_batches=micro_batches)
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    engine = engine_of(model)
-    assert engine is not None
-    with record(model) as recorder:
-        for number in range(3 * micro_batches):
-            micro_batch(model, number)
-            if (number + 1) % micro_batches == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_possible(recorder.recording(), plan, engine.program)
-    assert engine.recorder is None
+    settings = {"updates": updates, "micro_batches": micro_batches}
+    script = Loop(num_steps=3, micro_batches=micro_batches)
+    asked = Scenario(units=at_random, settings=settings, script=script)
+    run = asked.start(tmp_path)
+    with record(run.model) as recorder:
+        script(run)
+    assert_recorded(asked, run, recorder.recording())
+    assert run.engine.recorder is None
 
 
 @pytest.mark.parametrize("norm", [1e6, 0.01])
 def test_a_recorded_step_has_what_ran_ahead_and_what_was_done_again(
     norm: float, tmp_path: Path
 ) -> None:
-    model = build(NAME)
-    units = mixed(described(NAME), random.Random(7), "disk", "host")
-    plan = speculative(with_settings(plan_for(model, units), updates="after backward"))
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    engine = engine_of(model)
-    assert engine is not None
-    with record(model) as recorder:
-        for number in range(3):
-            micro_batch(model, number)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
-            optimizer.step()
-            optimizer.zero_grad()
-    every, again = engine.program, engine.program.again
+    script = Loop(num_steps=3, clips=norm)
+    settings = {"updates": "after backward"}
+    asked = Scenario(units=lambda units: ahead(at_random(units)), settings=settings)
+    run = asked.start(tmp_path)
+    with record(run.model) as recorder:
+        script(run)
+    every, again = run.engine.program, run.engine.program.again
     if norm > 1:
         left = [number for number in range(len(every.moves)) if number not in again]
         assert left == list(range(len(left)))
         every = replace(every, moves=every.moves[: len(left)])
     assert again
-    assert_possible(recorder.recording(), plan, every)
+    assert_possible(recorder.recording(), asked.planned_for(asked.subject.build()), every)
 
 
 def test_steps_that_are_given_up_are_not_recorded(tmp_path: Path, assert_says: Speaker) -> None:
-    model = build(NAME)
-    plan = plan_for(model, decided(described(NAME), Swap(tier="disk"), Offload(tier="disk")))
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    engine = engine_of(model)
-    assert engine is not None
-    with record(model) as recorder:
-        call_model(model, batch(NAME, 0))  # no backward
-        with pytest.raises(RuntimeError) as caught:
-            recorder.recording()
-        assert_says(caught.value)
-        step(NAME, model, optimizer, 1)
-        call_model(model, batch(NAME, 2))
-        with torch.no_grad():
-            call_model(model, batch(NAME, 3))
-    assert_possible(recorder.recording(), plan, engine.program)
+    asked = Scenario(units=partial(decided, activations=Swap(tier="disk"), states=DISK))
+    run = asked.start(tmp_path)
+    with record(run.model) as recorder:
+        run.loss(0)  # no backward
+        assert_says(refusal(recorder.recording))
+        run.step(1)
+        run.loss(2)
+        run.look(3)
+    assert_recorded(asked, run, recorder.recording())
 
 
 @every_device
 def test_recording_changes_no_bit(tmp_path: Path) -> None:
-    results: list[list[torch.Tensor]] = []
-    for recorded in (False, True):
-        model = build(NAME)
-        plan = plan_for(model, decided(described(NAME), Recompute(), Offload(tier="host")))
-        model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-        if recorded:
-            with record(model):
-                losses = [step(NAME, model, optimizer, number) for number in range(2)]
-        else:
-            losses = [step(NAME, model, optimizer, number) for number in range(2)]
-        results.append([*losses, *(v.clone() for v in model.state_dict().values())])
-    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+    units = partial(decided, activations=Recompute(), states=Offload(tier="host"))
+    asked = Scenario(units=units, script=Loop(num_steps=2))
+    run = asked.start(tmp_path)
+    with record(run.model):
+        found = asked.played(run)
+    assert_bitwise(found, asked.plain())
 
 
 def test_bytes_are_those_of_a_measured_step(tmp_path: Path) -> None:
-    model = build(NAME)
-    plan = plan_for(model, decided(described(NAME), Keep(), Offload(tier="disk")))
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    engine = engine_of(model)
-    assert engine is not None
-    with record(model) as recorder:
-        step(NAME, model, optimizer, 0)
+    asked = Scenario(units=partial(decided, activations=Keep(), states=DISK))
+    run = asked.start(tmp_path)
+    with record(run.model) as recorder:
+        run.step(0)
 
     def observed(observe: Callable[[str], None]) -> None:
-        micro_batch(model, 1)
+        run.backward(1)
         observe("update")
-        optimizer.step()
+        run.optimizer.step()
 
-    memory = measure_step(model, observed)
+    memory = measure_step(run.model, observed)
     recording = recorder.recording(slot_bytes=memory.slot_bytes)
-    check_recording(recording, plan, engine.program)
+    plan = asked.planned_for(asked.subject.build())
+    check_recording(recording, plan, run.engine.program)
     assert recording.slot_bytes == memory.slot_bytes
-    assert len(recording.slot_bytes) == len(engine.program.slots) + 1
+    assert len(recording.slot_bytes) == len(run.engine.program.slots) + 1
 
 
 def test_what_cannot_be_recorded_is_one_message() -> None:
-    model = build(NAME)
+    model = Scenario().subject.build()
 
     def refused() -> str:
         with pytest.raises(ProtrainError) as caught, record(model):
@@ -189,7 +162,7 @@ def test_what_cannot_be_recorded_is_one_message() -> None:
         return str(caught.value)
 
     assert refused() == ("the model follows no plan\n  fix: call prepare(model, plan, ...) first")
-    prepare(model, plan_for(model, decided(described(NAME), Keep(), Persistent())), optimizer=ADAMW)
+    Scenario().prepared(model, None)
     assert refused() == (
         "nothing to record: this plan keeps everything on the device, so that plain PyTorch is what"
         " runs"
@@ -213,10 +186,76 @@ def test_run_writes_a_recording_that_lies_over_the_simulated_step(
 
 
 def test_a_plain_run_has_nothing_to_record(tmp_path: Path) -> None:
-    plan = plan_for(build(NAME), decided(described(NAME), Keep(), Persistent()))
-    write_plan(plan, tmp_path / "plan.yaml")
+    write_plan(Scenario().planned_for(Scenario().subject.build()), tmp_path / "plan.yaml")
     result = protrain("run", "plan.yaml", "--plain", "--record", "r.json", folder=tmp_path)
     assert (result.returncode, result.stderr) == (
         2,
         "error: --record is of a planned step\n  fix: leave --plain out\n",
     )
+
+
+# --- watched --------------------------------------------------------------------------------------
+
+
+def promising(num_bytes: int) -> Scenario:
+    """A plan that offloads and recomputes, and promises a peak; its second step is watched."""
+    asked = Scenario(
+        model="functional-relu",
+        units=partial(decided, activations=Recompute(), states=DISK),
+        options={"watch": True},
+    )
+    plan = asked.planned_for(asked.subject.build())
+    peak = TierBytes(device=num_bytes, context=0, host=0, disk=0)
+    plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=peak))
+    return replace(asked, plan=lambda _: plan)
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What is warned of inside."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(one.message) for one in found if one.category is RuntimeWarning]
+
+
+@every_device
+def test_a_step_above_its_promise_is_warned_of_once(tmp_path: Path) -> None:
+    with warned() as said:
+        run = promising(1).start(tmp_path)
+        run.step(0, 1, 2, 3)
+    assert len(said) == 1
+    assert said[0].startswith(
+        "step 2 took more memory than its plan promises, with all tensors of this process on"
+        f" {device()}: the step's peak of tensors, "
+    )
+    assert ": 1 B predicted, " in said[0]
+    restore(run.model)
+
+
+@every_device
+def test_a_step_within_its_promise_is_silent_and_nothing_stays_attached(tmp_path: Path) -> None:
+    with warned() as said:
+        run = promising(2**30).start(tmp_path)
+        run.step(0, 1, 2, 3)
+    assert said == []
+    assert not run.optimizer._optimizer_step_post_hooks
+    restore(run.model)
+
+
+def test_nothing_is_watched_beside_a_profiler(tmp_path: Path) -> None:
+    with warned() as said, profile(activities=[ProfilerActivity.CPU]):
+        run = promising(1).start(tmp_path)
+        run.step(0, 1, 2)
+    assert said == []
+    restore(run.model)
+
+
+def test_a_model_that_is_dropped_while_it_is_watched_is_freed(tmp_path: Path) -> None:
+    run = promising(1).start(tmp_path)
+    run.step(0)
+    dropped = ref(run.model)
+    del run
+    gc.collect()
+    assert dropped() is None

@@ -12,80 +12,65 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.simulation.timeline import simulated_seconds
-from protrain_runtime import prepare, restore
+from protrain_runtime import restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import peak_bytes
-from protrain_runtime.contract.records.plan import STEPPED, Budgets, Keep, Persistent, Plan
+from protrain_runtime.contract.records.plan import STEPPED, Budgets, Keep, Persistent
 from protrain_runtime.states.stand_ins import ConsumedGradient, hollow, plainly
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
-from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import decoder, gpu
-from tests.support.runtime_cases import (
-    ADAMW,
-    Factory,
-    attached,
-    batch,
-    build,
-    decided,
-    described,
-    differences,
-    plan_for,
-)
-
-NAME = "llama-tied"
+from tests.support.runtime_cases import attached, copied, decided, differences
+from tests.support.scenario import Run, Scenario, refusal
 
 
-def prepared(model: nn.Module, optimizer: Factory = ADAMW, **changes: Any) -> Any:
-    plan: Plan = plan_for(model, decided(described(NAME), Keep(), STEPPED))
-    return prepare(model, with_settings(plan, **changes), optimizer=optimizer)
+def tried(**options: Any) -> Scenario:
+    return Scenario(units=partial(decided, activations=Keep(), states=STEPPED), **options)
 
 
-def loss_on(model: nn.Module, number: int = 0) -> torch.Tensor:
-    return loss_of(call_model(model, batch(NAME, number)))
+def start() -> Run:
+    asked = tried()
+    return asked.prepared(asked.subject.build(), None)
+
+
+def up(model: nn.Module, layer: int) -> nn.Parameter:
+    return model.get_parameter(f"model.layers.{layer}.mlp.up_proj.weight")
 
 
 @every_device
 def test_gradients_are_gone_before_those_of_earlier_blocks_come() -> None:
-    model = build(NAME)
-    model, optimizer = prepared(model)
-    blocks = [model.get_submodule(f"model.layers.{number}") for number in range(2)]
+    run = start()
+    blocks = [run.model.get_submodule(f"model.layers.{number}") for number in range(2)]
     seen: list[bool] = []
 
     def look(*_: object) -> None:
         # What stands for a gradient has its shape and holds one element.
         seen.append(all(type(p.grad) is ConsumedGradient for p in blocks[1].parameters()))
 
-    first = next(blocks[0].parameters())
-    first.register_post_accumulate_grad_hook(look)
-    loss_on(model).backward()
+    next(blocks[0].parameters()).register_post_accumulate_grad_hook(look)
+    run.step(0)
     assert seen == [True]
-    optimizer.step()
 
 
 @every_device
 def test_stand_ins_are_made_once() -> None:
     """The same objects stand for gradients in every step, and for equal shapes."""
-    model, optimizer = prepared(build(NAME))
-    seen: list[list[int]] = []
-    made: list[int] = []
+    run, seen, made = start(), list[list[int]](), list[int]()
     for _ in range(3):
-        loss_on(model).backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
+        run.backward(0)
+        gradients = [parameter.grad for parameter in run.model.parameters()]
         taken = [one for one in gradients if isinstance(one, ConsumedGradient)]
         seen.append([id(one) for one in taken])
         with plainly():
             shapes = {one.shape for one in taken}
         assert len(set(seen[-1])) == len(shapes)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.update()
         made.append(hollow.cache_info().misses)
     assert seen[0] == seen[1] == seen[2] != []
     assert made[0] == made[2]
@@ -94,46 +79,31 @@ def test_stand_ins_are_made_once() -> None:
 @every_device
 def test_an_updated_parameter_cannot_be_read_before_the_step(assert_says: Speaker) -> None:
     """Plain PyTorch would show the value before the update, in a hook and after backward."""
-    model = build(NAME)
-    model, optimizer = prepared(model)
-    early, late = (
-        model.get_submodule(f"model.layers.{number}").get_parameter("mlp.up_proj.weight")
-        for number in range(2)
-    )
+    run = start()
+    early, late = (up(run.model, number) for number in range(2))
     said: list[str] = []
-
-    def read(*_: object) -> None:
-        with pytest.raises(RuntimeError) as caught:
-            late.sum()
-        said.append(str(caught.value))
-
-    early.register_post_accumulate_grad_hook(read)
+    early.register_post_accumulate_grad_hook(lambda _: said.append(str(refusal(late.sum))))
     before = late.detach().clone()
-    loss_on(model).backward()
-    with pytest.raises(RuntimeError) as caught:
-        early.sum()
-    assert_says([*said, str(caught.value)])
-    optimizer.step()
+    run.backward(0)
+    assert_says([*said, str(refusal(early.sum))])
+    run.optimizer.step()
     assert not torch.equal(late, before)
 
 
 def test_a_backward_that_fails_ends_the_training(assert_says: Speaker) -> None:
-    model, optimizer = prepared(build(NAME))
-    early = model.get_submodule("model.layers.0").get_parameter("mlp.up_proj.weight")
+    run = start()
 
     def fail(*_: object) -> None:
         raise ValueError("a hook of the user's")
 
-    handle = early.register_post_accumulate_grad_hook(fail)
+    handle = up(run.model, 0).register_post_accumulate_grad_hook(fail)
     with pytest.raises(ValueError, match="a hook of the user's"):
-        loss_on(model).backward()
+        run.backward(0)
     handle.remove()
-    for use in (lambda: loss_on(model), optimizer.step, lambda: restore(model)):
-        with pytest.raises(RuntimeError) as caught:
-            use()
-        assert_says(caught.value)
+    for use in (partial(run.loss, 0), run.optimizer.step, partial(restore, run.model)):
+        assert_says(refusal(use))
     # What there is can be looked at.
-    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in run.model.parameters())
 
 
 class Counting(torch.optim.SGD):
@@ -159,58 +129,38 @@ class Normed(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", [Counting, Normed])
-def test_optimizers_that_look_at_several_parameters_are_refused(
-    kind: type[torch.optim.SGD], assert_says: Speaker
-) -> None:
-    model = build(NAME)
-    before = attached(model)
-    with pytest.raises(ProtrainError) as caught:
-        prepared(model, partial(kind, lr=0.1))
-    assert_says(caught.value)
-    assert attached(model) == before
-
-
-@pytest.mark.parametrize("changes", [{"updates": "after backward"}, {"micro_batches": 2}])
-def test_plans_whose_gradients_are_needed_later_are_refused(
-    changes: dict[str, Any], assert_says: Speaker
-) -> None:
-    model = build(NAME)
-    before = attached(model)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ProtrainError) as caught:
-        prepared(model, **changes)
-    assert_says(caught.value)
-    assert attached(model) == before
-    assert list(differences(model.state_dict(), expected, "the model")) == []
-
-
-def test_a_parameter_in_no_group_is_refused(assert_says: Speaker) -> None:
+def one_left_out(model: nn.Module) -> list[dict[str, Any]]:
     """Plain PyTorch leaves its gradient, which this plan would use up."""
-    model = build(NAME)
-    before = attached(model)
-    plan = plan_for(model, decided(described(NAME), Keep(), STEPPED))
-    left_out = model.get_submodule("model.layers.1").get_parameter("mlp.up_proj.weight")
-    groups = [{"params": [p for p in model.parameters() if p is not left_out]}]
-    with pytest.raises(ProtrainError) as caught:
-        prepare(model, plan, optimizer=ADAMW, param_groups=groups)
-    assert_says(caught.value)
-    assert attached(model) == before
+    return [{"params": [p for p in model.parameters() if p is not up(model, 1)]}]
 
 
-def test_parameters_of_one_storage_in_several_units_are_refused(assert_says: Speaker) -> None:
+def of_one_storage(model: nn.Module) -> None:
     """The update of one would change what the other's backward reads."""
-    model = build(NAME)
-    weights = [
-        model.get_submodule(f"model.layers.{number}").get_parameter("mlp.up_proj.weight")
-        for number in range(2)
-    ]
+    weights = [up(model, number) for number in range(2)]
     together = torch.stack([weight.detach() for weight in weights])
     for weight, values in zip(weights, together, strict=True):
         weight.data = values
-    with pytest.raises(ProtrainError) as caught:
-        prepared(model)
-    assert_says(caught.value)
+
+
+REFUSED: dict[str, Scenario] = {
+    "counts": tried(factory=partial(Counting, lr=0.1)),
+    "norms": tried(factory=partial(Normed, lr=0.1)),
+    "after backward": tried(settings={"updates": "after backward"}),
+    "micro-batches": tried(settings={"micro_batches": 2}),
+    "no group": tried(groups=one_left_out),
+    "one storage": tried(model=replace(tried().subject, change=of_one_storage)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_updated_in_backward_is_refused(name: str, assert_says: Speaker) -> None:
+    """Optimizers that look at several parameters, gradients that are needed later."""
+    asked = REFUSED[name]
+    model = asked.subject.build()
+    before, values = attached(model), copied(model.state_dict())
+    assert_says(refusal(partial(asked.prepared, model, None), ProtrainError))
+    assert attached(model) == before
+    assert list(differences(model.state_dict(), values, "the model")) == []
 
 
 def test_the_planner_updates_in_backward_where_gradients_have_no_room_alone(
