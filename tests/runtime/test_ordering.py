@@ -114,7 +114,7 @@ def tried(
     micro_batches: int = 1,
     clip: bool = False,
     lane_delay: Callable[[], float] | None = None,
-    piece_bytes: int = 5_000,
+    piece_bytes: int = 20_000,
     **settings: Any,
 ) -> Scenario:
     return Scenario(
@@ -138,7 +138,7 @@ def trains(
     **options: Any,
 ) -> None:
     """Three steps under a plan, on a stream of their own if one is given, have plain bits."""
-    asked = tried(activations, states, schedule, **options)
+    asked = tried(activations, states, schedule, **{"piece_bytes": 5_000, **options})
     expected = asked.plain()
     with TemporaryDirectory() as folder, lateness(), nullcontext() if stream is None else stream:
         run = asked.start(Path(folder))
@@ -333,7 +333,7 @@ def aside_with_late_lanes() -> None:
 
     block.forward = both
     asked = tried(Swap(tier="host"), Persistent(), replace(AHEAD, swap_lead=1000))
-    with run_under(LATE_LANES, replace(asked, piece_bytes=20_000), model) as run:
+    with run_under(LATE_LANES, asked, model) as run:
         run.engine.observer = drop
         run.loss(0).backward()
         devices.synchronize(device())

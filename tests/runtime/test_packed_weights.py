@@ -3,7 +3,7 @@
 import copy
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.commands.training import Checkpoints, Run, train
+from protrain_plan.commands.training import Checkpoints, train
+from protrain_plan.commands.training import Run as Trained
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.batches import call_model
 from protrain_plan.models.building import seeded
 from protrain_plan.models.quantizing import as_made
-from protrain_plan.models.sources import load_source
+from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.measured import measure
-from protrain_runtime import load, prepare, restore, save
+from protrain_runtime import load, restore, save
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.plan import (
@@ -46,9 +47,17 @@ from protrain_runtime.states.quantized import (
 )
 from tests.support import quantized_models
 from tests.support.messages import Speaker
-from tests.support.peaks import SLACK_BYTES, bytes_of_others, without_freedom
+from tests.support.peaks import (
+    PIECE_BYTES,
+    SLACK_BYTES,
+    bytes_of_others,
+    profile_made,
+    without_freedom,
+)
 from tests.support.programs import compile_units
 from tests.support.runtime_cases import (
+    Subject,
+    assert_bitwise,
     decided,
     decision_name,
     described_by,
@@ -57,6 +66,7 @@ from tests.support.runtime_cases import (
     plan_of,
     units_of,
 )
+from tests.support.scenario import Loop, Run, Scenario, restored
 
 bitsandbytes: Any = pytest.importorskip("bitsandbytes")
 
@@ -64,7 +74,6 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 96, "intermediate_size": 176, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
 }  # fmt: skip
-PIECE_BYTES = 1 << 16
 ADAPTER = "lora r=4 dtype=float32"
 """As PEFT makes them by default, on a model of 16 bits."""
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
@@ -81,24 +90,30 @@ def kind(request: pytest.FixtureRequest) -> Quantize:
 @pytest.fixture(scope="module")
 def profile(kind: Quantize, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     """A measured profile of a small Llama in bfloat16, packed, with adapters."""
-    others = bytes_of_others()
-    record = measure(
-        load_source("packed", model_config=json.dumps(CONFIG)),
-        batch_size=BATCH,
-        seq_len=SEQUENCE,
-        dtype="bfloat16",
-        device="cpu",
-        adapter=ADAPTER,
-        quantize=kind,
-        num_steps=1,
-        spill_directory=tmp_path_factory.mktemp("spill"),
-        machine=load_hardware("cpu"),
+
+    def make(folder: Path) -> Profile:
+        return measured(
+            load_source("packed", model_config=json.dumps(CONFIG)),
+            folder,
+            batch_size=BATCH,
+            seq_len=SEQUENCE,
+            dtype="bfloat16",
+            adapter=ADAPTER,
+            quantize=kind,
+        )
+
+    return profile_made(tmp_path_factory, f"packed-{kind}", make)
+
+
+def measured(source: ModelSource, folder: Path, **options: Any) -> Profile:
+    machine = load_hardware("cpu")
+    return measure(
+        source, device="cpu", num_steps=1, spill_directory=folder, machine=machine, **options
     )
-    return replace(record, base_bytes=record.base_bytes - others)
 
 
 @pytest.fixture(scope="module")
-def plain(profile: Profile) -> Run:
+def plain(profile: Profile) -> Trained:
     """Five steps of plain PyTorch on the same packed model."""
     plan = planned(profile, Keep(), Persistent())
     return train(plan, num_steps=5, plain=True, text=None, spill_directory=None)
@@ -157,7 +172,7 @@ def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> No
 )
 def test_training_is_plain_pytorchs_bitwise_within_what_was_predicted(
     profile: Profile,
-    plain: Run,
+    plain: Trained,
     activations: Activations,
     states: Placement,
     tmp_path: Path,
@@ -195,35 +210,24 @@ def test_a_plain_run_takes_what_is_predicted_within_five_percent(
 
 
 def test_a_runs_checkpoint_goes_on_under_another_plan_and_plainly(
-    profile: Profile, plain: Run, tmp_path: Path
+    profile: Profile, plain: Trained, tmp_path: Path
 ) -> None:
-    offloaded = planned(profile, Recompute(), Offload(tier="disk"))
     saved, again = tmp_path / "saved", tmp_path / "again"
-    train(
-        offloaded,
-        num_steps=2,
-        plain=False,
-        text=None,
-        spill_directory=tmp_path,
-        checkpoints=Checkpoints(directory=saved),
-    )
     swapped = planned(profile, Swap(tier="disk"), Persistent())
-    train(
-        swapped,
-        num_steps=3,
-        plain=False,
-        text=None,
-        spill_directory=tmp_path,
-        checkpoints=Checkpoints(resume=saved, directory=again),
-    )
-    ended = train(
-        swapped,
-        num_steps=5,
-        plain=True,
-        text=None,
-        spill_directory=None,
-        checkpoints=Checkpoints(resume=again),
-    )
+    runs: list[tuple[Plan, int, Checkpoints]] = [
+        (planned(profile, Recompute(), Offload(tier="disk")), 2, Checkpoints(directory=saved)),
+        (swapped, 3, Checkpoints(resume=saved, directory=again)),
+        (swapped, 5, Checkpoints(resume=again)),
+    ]
+    for plan, num_steps, checkpoints in runs:
+        ended = train(
+            plan,
+            num_steps=num_steps,
+            plain=num_steps == 5,
+            text=None,
+            spill_directory=None if num_steps == 5 else tmp_path,
+            checkpoints=checkpoints,
+        )
     assert ended.losses == plain.losses[3:]
     assert ended.parameters_sha256 == plain.parameters_sha256
 
@@ -231,44 +235,35 @@ def test_a_runs_checkpoint_goes_on_under_another_plan_and_plainly(
 # --- models that a user has packed ----------------------------------------------------------------
 
 
-def user_model(seed: int = 0, kind: Quantize = "nf4") -> nn.Module:
-    with seeded(seed):
-        model: nn.Module = getattr(quantized_models, f"{kind}_factory")()[0]
-        return model.train()
+def made(kind: Quantize) -> nn.Module:
+    model: nn.Module = getattr(quantized_models, f"{kind}_factory")()[0]
+    return model
 
 
+def batch_at(number: int) -> Any:
+    batches = quantized_models.batches()
+    return batches[number % len(batches)]
+
+
+def of_kind(kind: Quantize) -> Subject:
+    return Subject(partial(made, kind), batch_at)
+
+
+FOUR = Loop(num_steps=4)
 USERS = pytest.mark.parametrize("users_kind", ["nf4", "int8"])
 
 
-def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Iterable[int]
-) -> list[float]:
-    batches = quantized_models.batches()
-    losses: list[float] = []
-    for number in numbers:
-        loss = loss_of(call_model(model, batches[number % len(batches)]))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def tried(kind: Quantize, seed: int = 0, **options: Any) -> Scenario:
+    """Decisions at random for every unit."""
+    options.setdefault("model", of_kind(kind))
+    options.setdefault("units", lambda units: mixed(units, random.Random(seed), "disk", "host"))
+    options.setdefault("script", FOUR)
+    return Scenario(factory=ADAMW, **options)
 
 
-def own_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return ADAMW([p for p in model.parameters() if p.requires_grad])
-
-
-def prepared(
-    model: nn.Module, seed: int, folder: Path, kind: Quantize = "nf4"
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model under decisions at random for every unit."""
-    first = quantized_models.batches()[0]
-    units = mixed(units_of(user_model(kind=kind), first), random.Random(seed), "disk", "host")
-    return prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=folder)
-
-
-def everything(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+def everything(run: Run) -> dict[str, torch.Tensor]:
+    """Parameters, packed bytes and scales."""
+    return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -281,14 +276,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_users_packed_model_trains_like_plain_pytorch_bitwise(
     users_kind: Quantize, seed: int, tmp_path: Path
 ) -> None:
-    model = user_model(kind=users_kind)
-    losses = steps(model, own_optimizer(model), range(4))
-    planned_model, optimizer = prepared(user_model(kind=users_kind), seed, tmp_path, users_kind)
-    assert steps(planned_model, optimizer, range(4)) == losses
-    assert same(everything(planned_model), everything(model))
+    run = tried(users_kind, seed).assert_like_plain(tmp_path, restored)
     own = "quant_state.bitsandbytes__nf4" if users_kind == "nf4" else ".SCB"
-    assert any(own in name for name in planned_model.state_dict())
-    assert same(everything(restore(planned_model)), everything(model))
+    assert any(own in name for name in run.model.state_dict())
 
 
 OPTIONS: dict[Quantize, dict[str, Any]] = {
@@ -312,7 +302,7 @@ def test_the_usual_script_trains_like_plain_pytorch_bitwise(
     with seeded(0):
         quantized_models.llama().save_pretrained(tmp_path / "base")
 
-    def made() -> nn.Module:
+    def scripted() -> nn.Module:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "base",
             dtype=torch.bfloat16,
@@ -327,37 +317,37 @@ def test_the_usual_script_trains_like_plain_pytorch_bitwise(
             adapted: nn.Module = peft.get_peft_model(model, config)
         return adapted.train()
 
-    model, sketched = made(), made()
-    losses = steps(model, own_optimizer(model), range(4))
+    plain, sketched = scripted(), scripted()
     sketched.gradient_checkpointing_disable()  # type: ignore[operator]
-    first = quantized_models.batches()[0]
+    asked = tried(users_kind)
+    expected = asked.plain_run(plain)
+    FOUR(expected)
+    spill = tmp_path / "spill"
+    spill.mkdir()
     for seed in range(2):
-        units = mixed(units_of(sketched, first), random.Random(seed), "disk", "host")
-        mine = made()
+        units = mixed(units_of(sketched, batch_at(0)), random.Random(seed), "disk", "host")
+        plan = plan_for(sketched, units)
         with pytest.warns(UserWarning, match="checkpoint"):
-            planned_model, optimizer = prepare(
-                mine, plan_for(sketched, units), optimizer=ADAMW, spill_directory=tmp_path
-            )
-        assert steps(planned_model, optimizer, range(4)) == losses
-        assert same(everything(planned_model), everything(model))
+            run = replace(asked, plan=lambda _, own=plan: own).prepared(scripted(), spill)  # type: ignore[misc]
+        FOUR(run)
+        assert_bitwise(run.outcome(), expected.outcome())
 
 
 @USERS
 def test_a_model_of_another_seed_takes_a_checkpoint_with_its_scales(
     users_kind: Quantize, tmp_path: Path
 ) -> None:
-    model = user_model(kind=users_kind)
-    optimizer = own_optimizer(model)
-    steps(model, optimizer, range(2))
-    save(model, optimizer, tmp_path / "saved")
-    other = user_model(seed=5, kind=users_kind)
-    assert not same(everything(other), everything(model))
-    planned_model, planned_optimizer = prepared(other, 1, tmp_path, users_kind)
-    load(planned_model, planned_optimizer, tmp_path / "saved")
-    assert same(everything(planned_model), everything(model))
-    assert steps(planned_model, planned_optimizer, range(2, 4)) == steps(
-        model, optimizer, range(2, 4)
-    )
+    asked = tried(users_kind, 1)
+    run, other = asked.start(), asked.start(tmp_path, seed=5)
+    run.step(0, 1)
+    save(run.model, run.optimizer, tmp_path / "saved")
+    assert not same(everything(other), everything(run))
+    load(other.model, other.optimizer, tmp_path / "saved")
+    assert same(everything(other), everything(run))
+    run.seen.clear()
+    for each in (run, other):
+        each.step(2, 3)
+    assert_bitwise(other.outcome(), run.outcome())
 
 
 @pytest.mark.parametrize(
@@ -368,7 +358,7 @@ def test_packed_bytes_are_saved_where_hooks_see_them_and_come_back_from_there(
     users_kind: Quantize, products: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """The library's own product keeps them in an attribute: a chunk's buffer would be held."""
-    model = user_model(kind=users_kind)
+    model = of_kind(users_kind).build()
     settle_quantized(model)
     with products():
         packed_bytes_come_back(model)
@@ -397,23 +387,17 @@ def packed_bytes_come_back(model: nn.Module) -> None:
 def test_a_copy_of_a_planned_model_has_weights_and_scales_of_its_own(
     users_kind: Quantize, tmp_path: Path
 ) -> None:
-    model = user_model(kind=users_kind)
-    losses = steps(model, own_optimizer(model), range(3))
-    units = decided(
-        units_of(user_model(kind=users_kind), quantized_models.batches()[0]),
-        Recompute(),
-        Offload(tier="disk"),
-    )
-    mine = user_model(kind=users_kind)
-    planned_model, optimizer = prepare(
-        mine, plan_for(mine, units), optimizer=ADAMW, spill_directory=tmp_path
-    )
-    copied = copy.deepcopy(planned_model)
-    for layer in (layer for _, layer in packed_layers(copied)):
-        for scale in scales_of(layer).values():
-            scale.zero_()
-        layer.weight.data.zero_()
-    assert steps(planned_model, optimizer, range(3)) == losses
+    def copies(run: Run, number: int) -> None:
+        if number == 0 and run.planned:
+            copied = copy.deepcopy(run.model)
+            for layer in (layer for _, layer in packed_layers(copied)):
+                for scale in scales_of(layer).values():
+                    scale.zero_()
+                layer.weight.data.zero_()
+
+    units = partial(decided, activations=Recompute(), states=Offload(tier="disk"))
+    script = Loop(num_steps=3, before=copies)
+    tried(users_kind, units=units, script=script).assert_like_plain(tmp_path)
 
 
 @USERS
@@ -424,50 +408,39 @@ def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(
 
     In 8 bits it runs other products than training does: inputs are quantised, too.
     """
-    batches = quantized_models.batches()
-    model = user_model(kind=users_kind)
     four = users_kind == "nf4"
-    for _, layer in packed_layers(model):
-        layer.support_avx512bf16_for_cpu = False
-    optimizer = own_optimizer(model)
-    mine = user_model(kind=users_kind)
-    for _, layer in packed_layers(mine):
-        layer.support_avx512bf16_for_cpu = four  # as on such a processor
-    planned_model, planned_optimizer = prepared(mine, 2, tmp_path, users_kind)
-    assert not any(layer.support_avx512bf16_for_cpu for _, layer in packed_layers(planned_model))
-    for number in range(2):
-        one, other = (
-            steps(model, optimizer, [number]),
-            steps(planned_model, planned_optimizer, [number]),
-        )
-        assert one == other
-        with torch.no_grad():
-            model.eval(), planned_model.eval()
-            expected: Any = call_model(model, batches[0])
-            found: Any = call_model(planned_model, batches[0])
-            assert torch.equal(found.logits, expected.logits)
-            model.train(), planned_model.train()
-    restore(planned_model)
-    assert all(
-        layer.support_avx512bf16_for_cpu == four for _, layer in packed_layers(planned_model)
-    )
+    asked = tried(users_kind, 2)
+
+    def model_with(*, avx512: bool) -> nn.Module:
+        model = asked.subject.build()
+        for _, layer in packed_layers(model):
+            layer.support_avx512bf16_for_cpu = avx512
+        return model
+
+    # As on such a processor, and as it is under a plan.
+    run, plain = asked.prepared(model_with(avx512=four), tmp_path), model_with(avx512=False)
+    assert not any(layer.support_avx512bf16_for_cpu for _, layer in packed_layers(run.model))
+    runs = (run, asked.plain_run(plain))
+    for each in runs:
+        for number in range(2):
+            each.step(number)
+            each.model.eval()
+            with torch.no_grad():
+                output: Any = call_model(each.model, batch_at(0))
+            each.seen.append(output.logits)
+            each.model.train()
+    assert_bitwise(*(each.outcome() for each in runs))
+    restore(run.model)
+    layers = packed_layers(run.model)
+    assert all(layer.support_avx512bf16_for_cpu == four for _, layer in layers)
 
 
 @pytest.mark.parametrize("factory", ["mixed_factory", "plain_scales_factory", "dora_factory"])
 def test_a_factorys_packed_model_is_profiled_planned_and_trained(
     factory: str, tmp_path: Path
 ) -> None:
-    name = f"tests.support.quantized_models:{factory}"
-    record = measure(
-        load_source(name),
-        batch_size=1,
-        seq_len=1,
-        dtype="float32",
-        device="cpu",
-        num_steps=1,
-        spill_directory=tmp_path,
-        machine=load_hardware("cpu"),
-    )
+    source = load_source(f"tests.support.quantized_models:{factory}")
+    record = measured(source, tmp_path, batch_size=1, seq_len=1, dtype="float32")
     assert all(unit.stays == "" and unit.runs_once == "" for unit in record.units)
     plan = planned(record, Recompute(), Offload(tier="disk"))
     found, plainly = (
@@ -541,7 +514,7 @@ def test_what_no_plan_can_follow_is_refused_by_name(name: str, assert_says: Spea
 
 def test_a_bias_that_a_forward_would_convert_is_refused_by_name(assert_says: Speaker) -> None:
     """Of a layer of 8 bits, in place: a plan has placed it."""
-    model = user_model(kind="int8")
+    model = of_kind("int8").build()
     settle_quantized(model)
     layer = next(layer for _, layer in packed_layers(model))
     with pytest.raises(ProtrainError) as raised:
