@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from benchmarks.processes import Found
 from benchmarks.published_models import AsRun, Logits
-from benchmarks.uniform import AMPLE, plan_of_units
+from benchmarks.uniform import AMPLE, decided, plan_of_units
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.models.presets import JsonObject, preset_names
 from protrain_plan.models.sources import ConfigSource, ModelSource, load_source
@@ -48,7 +47,6 @@ Loss = Literal["plain", "chunked"]
 MemoryKind = Literal["allocated", "active", "reserved", "not said"]
 
 Word = TypeVar("Word", bound=str)
-Decision = TypeVar("Decision")
 
 ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "Ampere": ("a100-40gb", "a100-80gb", "a10g", "rtx-3090"),
@@ -295,7 +293,7 @@ _PREFETCHED = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
 """As FSDP: one all-gather ahead, and a reduction beside the next block's backward."""
 
 
-def predicted(names: Sequence[str]) -> Found:
+def predicted(names: Sequence[str]) -> dict[str, Any]:
     """By name, the predictions of runs of one workload, of fake tensors."""
     published = read_published()
     runs = [published.runs[name] for name in names]
@@ -358,7 +356,7 @@ def source_of(run: Run, published: Published) -> ModelSource:
     )
 
 
-def _prediction(run: Run, profile: Profile) -> Found:
+def _prediction(run: Run, profile: Profile) -> dict[str, Any]:
     """Bytes of tensors on a device, tokens of one device per second, and what they consist of.
 
     `shares` are of the last micro-batch's seconds, with the update: `last part` is the head and the
@@ -414,22 +412,13 @@ def units_of(run: Run, problem: Problem) -> list[UnitPlan]:
     if run.sharding in ("full", "full in nodes", "states and gradients"):
         whole = run.sharding == "states and gradients"
         sharded = Offload(tier="device", keep_gathered=whole)
-    units = []
-    for index, options in enumerate(problem.options):
-        activations = [option.decision for option in options.activations]
-        states = [option.decision for option in options.states]
-        wanted: tuple[Activations, ...] = (Keep(),)
-        if run.loss == "chunked" and index == len(problem.options) - 1:
-            wanted = in_place
-        elif run.checkpointing == "full":
-            wanted = checkpointed
-        units.append(
-            problem.unit_plan(
-                index, _first(wanted, activations), _first((sharded,), states), _PREFETCHED
-            )
-        )
-    return units
+    last = len(problem.options) - 1
 
+    def wanted(index: int) -> tuple[Activations, ...]:
+        if run.loss == "chunked" and index == last:
+            return in_place
+        return checkpointed if run.checkpointing == "full" else (Keep(),)
 
-def _first(wanted: Sequence[Decision], open_to_unit: Sequence[Decision]) -> Decision:
-    return next((one for one in wanted if one in open_to_unit), open_to_unit[0])
+    return [
+        decided(problem, index, wanted(index), sharded, _PREFETCHED) for index in range(last + 1)
+    ]

@@ -9,7 +9,6 @@ from itertools import chain, zip_longest
 from typing import Literal, get_args
 
 from benchmarks.gpu.suites import Suite
-from benchmarks.peers.cells import Cell
 from benchmarks.peers.comparing import (
     file_of,
     largest_batch_cells,
@@ -25,7 +24,9 @@ from benchmarks.peers.comparing import (
 from benchmarks.peers.plain import PLAIN
 from benchmarks.peers.planned import PLANNED
 from benchmarks.peers.registry import ADAPTERS, PEERS
+from benchmarks.peers.testing import unseen
 from benchmarks.peers.work import Work
+from benchmarks.runner import Cell
 
 Part = Literal["tests", "updates", "truth", "timeline", "parity", "peers", "size", "sanitizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -65,11 +66,8 @@ def _sanitizer(suite: Suite) -> Cell:
         key="tests/sanitizer",
         part="sanitizer",
         task="sanitized",
-        arguments={
-            "device": suite.base.device,
-            "arguments": list(suite.sanitized),
-            "limit_s": SANITIZED_S,
-        },
+        arguments={"arguments": list(suite.sanitized), "limit_s": SANITIZED_S},
+        skipped=unseen(suite.base.device) or "",
     )
 
 

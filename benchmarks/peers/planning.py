@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.outcomes import Refused
 from benchmarks.peers import accelerators
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
-from benchmarks.peers.outcomes import Refused
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.objectives import Objective, Question, ask

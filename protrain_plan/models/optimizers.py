@@ -163,7 +163,7 @@ def works_in_place(name: str) -> bool:
 
 
 _HOST_SHARES = {"adamw8bit": 0.0626, "lion8bit": 0.1142}
-"""Of float32, on one thread each (`benchmarks/results/updates-8bit.md`)."""
+"""Of float32, on one thread each (`docs/decisions/optimizer.md`)."""
 
 
 def host_share(name: str) -> float:
