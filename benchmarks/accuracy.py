@@ -19,9 +19,9 @@ from protrain_runtime.contract.units import format_bytes
 
 MIB = 2**20
 OVER_SHARE, OVER_BYTES = 0.02, MIB
-"""What a peak may be over-predicted by: the larger of the two."""
+"""The most that a peak may be over-predicted by: the larger of the two."""
 SYSTEM_SHARE = 0.05
-"""What the system's peak may differ from the ledger's by."""
+"""The most that the system's peak may differ from the ledger's by."""
 TIME_MEDIAN, TIME_MOST, TIME_SHARE = 0.05, 0.15, 0.9
 """Measured over predicted seconds: the median's distance from 1, and that of a share of all."""
 
@@ -107,7 +107,7 @@ def estimate_ratios(document: Document) -> list[float]:
 
 
 def bars(document: Document) -> list[Bar]:
-    """Those that there are results for."""
+    """The bars that there are results for."""
     bars: list[Bar] = []
     if memory := memory_results(document):
         bars += _memory_bars(memory)
@@ -306,7 +306,7 @@ def _seconds(document: Document) -> Iterator[str]:
 
 
 def in_short(document: Document) -> Iterator[str]:
-    """What a page quotes."""
+    """The sentences that a page quotes."""
     memory, profiles = memory_results(document), profiled(document)
     forms = sum(one["num_forms"] for one in profiles.values())
     unequal = sum(bool(off["kept"]) for one in profiles.values() for off in one["differences"])

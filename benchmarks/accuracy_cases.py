@@ -1,4 +1,4 @@
-"""What the accuracy benchmark tries: specimens of the zoo, wider, and plans of five kinds."""
+"""Cases of the accuracy benchmark: specimens of the zoo, wider, and plans of five kinds."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What the accuracy benchmark's processes do: profile a specimen, count a plan's bytes, time plans.
+"""The accuracy benchmark's processes: profile a specimen, count a plan's bytes, time plans.
 
 Each is a process of its own, so that what one leaves behind does not count in another.
 """
@@ -280,7 +280,7 @@ def _read_estimate(folder: Path, planned: Plan) -> Profile | None:
 
 
 def _live_bytes() -> int:
-    """Of all tensors that Python can reach."""
+    """Bytes of all tensors that Python can reach."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     return storage_bytes(found for found in tensors if not isinstance(found, ConsumedGradient))

@@ -42,7 +42,7 @@ CARDS = {
     "rtx-3090": "1.77-2.71 times DeepSpeed, Colossal-AI and FSDP; up to 34 B on one card",
     "a100-80gb": "1.85 times DeepSpeed, 1.43 Colossal-AI, 2.22 FSDP; up to 75 B on one card",
 }
-"""What the paper published, of four cards; the largest model is of one."""
+"""The paper's figures, of four cards; the largest model is of one."""
 HOST_BYTES = 2 * 2**40
 """Assumed beside either of its cards, and more than any model here needs; and no disk."""
 
@@ -97,7 +97,7 @@ def answered(
     share: float,
     host: int,
 ) -> Document:
-    """What the planner and the baselines make of a question; `host` bytes in place of all tiers."""
+    """The plan for a question, and the baselines; `host` bytes in place of all tiers."""
     profile = estimate(model, machine, tokens, adapter)
     tiers = {tier.name: tier.capacity_bytes for tier in profile.hardware.tiers}
     if host:
@@ -175,7 +175,7 @@ def ratios_of(one: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def baselines_in_short(solved: Mapping[str, Document]) -> str:
-    """What the baselines take of our seconds, as a sentence."""
+    """The baselines' multiples of our seconds, as a sentence."""
     told = []
     for name in BASELINES:
         ratios = [ratio for one in solved.values() if (ratio := ratios_of(one)[name])]

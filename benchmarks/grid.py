@@ -41,7 +41,7 @@ SMALLEST = 1.01
 """The smallest budget, in times what the leanest plan needs."""
 
 SETUPS = 4
-"""Of every machine."""
+"""Setups of every machine."""
 
 MODELS = (
     *("gpt2-xl", "llama-3.1-8b", "llama-2-13b", "mistral-7b", "gemma-2-27b", "opt-30b", "t5-11b"),
@@ -58,7 +58,7 @@ DRAWN = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is trained where; `tokens` is one sequence, which is the micro-batch."""
+    """A model, trained on a machine; `tokens` is one sequence, which is the micro-batch."""
 
     machine: str
     model: str

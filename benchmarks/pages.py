@@ -1,4 +1,4 @@
-"""What pages of results have in common: tables, what was asked and found, and where a run was."""
+"""Parts of all pages of results: tables, what was asked and found, and where a run was."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from protrain_runtime.contract.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What the project asks for, and what came."""
+    """A figure that the project asks for, and what came."""
 
     name: str
     asked: str

@@ -104,7 +104,7 @@ def page(document: Document) -> str:
 
 
 def in_short(results: dict[str, Document]) -> Iterator[str]:
-    """What a run amounts to, in sentences."""
+    """A run in sentences."""
     cases = [case for case in results.values() if case["status"] != "infeasible"]
     if not cases:
         yield "no case was solved"

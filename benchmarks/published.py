@@ -35,7 +35,7 @@ def cells() -> list[Cell]:
 
 
 def answers(document: Document) -> dict[str, Document]:
-    """What is predicted, by run."""
+    """Predictions by run."""
     return {name: one for shared in found(document).values() for name, one in shared.items()}
 
 

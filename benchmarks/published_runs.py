@@ -112,7 +112,7 @@ class Run:
 
     @property
     def architecture(self) -> str:
-        """Of its GPU; empty where the catalogue lacks that."""
+        """The architecture of its GPU; empty where the catalogue lacks that."""
         return next((name for name, gpus in ARCHITECTURES.items() if self.gpu in gpus), "")
 
     @property
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def workload(self) -> tuple[object, ...]:
-        """What profiles of several machines are estimated from at once."""
+        """The key of runs whose profiles are estimated at once."""
         shape = (self.model, self.seq, self.batch, self.dtype, self.precision)
         attention = (self.expanded_heads, self.one_product, self.joint_adapters)
         model = (self.logits, self.logits_held, *attention, self.inputs_kept, self.float32_norms)
@@ -204,7 +204,7 @@ _REQUIRED = (
 
 
 def read_published(text: str | None = None, where: str = "published.yaml") -> Published:
-    """What the file holds; RecordError for a key that is unknown, missing or of another kind."""
+    """The file's content; RecordError for a key that is unknown, missing or of another kind."""
     text = PUBLISHED.read_text(encoding="utf-8") if text is None else text
     top = root(text, where).mapping(("models", "sources", "unused"))
     models = {name: _config(node) for name, node in top["models"].any_mapping().items()}
@@ -335,7 +335,7 @@ def machine_of(run: Run, gpu: str) -> Hardware:
 
 
 def source_of(run: Run, published: Published) -> ModelSource:
-    """What builds the run's model: a configuration of the file, or of the catalogue."""
+    """The source of the run's model: a configuration of the file, or of the catalogue."""
     if run.model in published.models:
         stated = published.models[run.model]
         config = {k: v for k, v in stated.items() if not k.startswith("_")}
@@ -402,7 +402,7 @@ def problem_of(run: Run, profile: Profile) -> Problem:
 
 
 def units_of(run: Run, problem: Problem) -> list[UnitPlan]:
-    """What plain PyTorch does with every unit.
+    """The decisions of plain PyTorch for every unit.
 
     A unit that has no such option keeps its activations, and its states on the device.
     """

@@ -1,4 +1,4 @@
-"""What README and documentation quote of the benchmarks: `python -m benchmarks.quotes` writes it.
+"""Quotes of the benchmarks in README and documentation: `python -m benchmarks.quotes` writes it.
 
 A page marks the place, and everything between the marks is made from benchmarks/results/*.json:
 
@@ -103,7 +103,7 @@ def _planner_in_short(document: Document) -> Lines:
 
 
 def _accuracy(document: Document) -> Lines:
-    """What was asked, and what came."""
+    """The bars, and what came."""
     yield from bars_table(accuracy.bars(document))
     yield ""
     yield f"({_source('accuracy', document)})"
@@ -169,7 +169,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Document], Lines]]] = {
     "peers on a CPU": ("cpu", _cpu),
     "the paper's models": ("front", _paper),
 }
-"""What a page may quote: the file of results, and what makes lines of it."""
+"""Blocks that a page may quote: the file of results, and what makes lines of it."""
 
 
 def _source(stem: str, document: Document) -> str:

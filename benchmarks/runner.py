@@ -67,7 +67,7 @@ class Results:
 
     @classmethod
     def at(cls, path: Path) -> "Results":
-        """What is in the file; empty where there is none."""
+        """The results in the file; empty where there is none."""
         if not path.exists():
             return cls(path=path)
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ TASKS = {
     "bytes": "benchmarks.accuracy_runs:counted",
     "seconds": "benchmarks.accuracy_runs:timed",
 }
-"""What a cell can ask for, and the function that does it, with the cell's arguments."""
+"""Tasks of cells, and the function that does each, with the cell's arguments."""
 
 
 def _as_it_is(value: Any) -> Any:

@@ -33,7 +33,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def cells(parts: Sequence[Part], suite: Suite) -> list[Cell]:
-    """What the parts run, in turns."""
+    """The cells of the parts, in turns."""
 
     def trials(work: Work, num_batches: int) -> list[Cell]:
         return peer_cells("peers", [work], batches=suite.batches[:num_batches])
@@ -72,7 +72,7 @@ def _sanitizer(suite: Suite) -> Cell:
 
 
 SANITIZED_S = 150.0
-"""Of a first run of nine minutes: the sanitizer slows every operator down."""
+"""Seconds, of a first run of nine minutes: the sanitizer slows every operator down."""
 
 
 def _size(suite: Suite) -> Iterator[list[Cell]]:
@@ -142,7 +142,7 @@ def _tests(suite: Suite, name: str) -> Cell:
 
 
 TESTED_S = 150.0
-"""Of a first run of nine minutes: on an H200 beside 16 processors all of them take 140 s."""
+"""Seconds, of nine minutes: on an H200 beside 16 processors all of them take 140 s."""
 
 
 def _updates(suite: Suite) -> Cell:

@@ -164,7 +164,7 @@ def _too_large(cell: Outcome) -> str:
 
 
 def _settings(cells: dict[str, Outcome]) -> list[list[str]]:
-    """What was set for each that took part, also where it did not run."""
+    """The settings of each that took part, also where it did not run."""
     used = {cell["arguments"]["adapter"]: work["device"] for _, cell, work in _trained(cells)}
     rows = [["trained by", "settings"]]
     for name, device in used.items():
@@ -208,7 +208,7 @@ def _sanitized(cells: dict[str, Outcome]) -> list[list[str]]:
 
 
 def _passed(found: dict[str, Any]) -> str:
-    """Of pytest."""
+    """The outcome of pytest."""
     return {0: "passed", None: "cut off"}.get(found["exit_code"], "FAILED")
 
 

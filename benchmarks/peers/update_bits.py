@@ -56,7 +56,7 @@ class _Stepper:
         self._optimizer.step()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the step has changed, on the host."""
+        """The tensors that the step has changed, on the host."""
         state = self._optimizer.state[self._parameter]
         moments = {name: state[name].cpu() for name in ("exp_avg", "exp_avg_sq")}
         return {"parameters": self._parameter.detach().cpu(), **moments}
