@@ -67,6 +67,7 @@ class CoveredBy:
 
 TINY = {"llama-3.2-1b": "tiny-llama"}
 SCRIPTS: dict[str, Runs | CoveredBy] = {
+    "README.md#does-it-fit": Runs(),
     "README.md#three-commands": Runs(smaller={"--steps 10": "--steps 2"}),
     "docs/tutorial.md#without-a-gpu-would-it-fit": Runs(),
     "docs/tutorial.md#on-this-machine-train-under-a-limit": Runs(
