@@ -60,7 +60,7 @@ a text such as `1.5GiB`. What machines cost is a list without such a head, for o
 
 The tables are made from the JSON Schemas in `schemas/` and the texts from the code that reads the
 files. Editors check a file as it is written when its first line is
-`# yaml-language-server: $schema=PATH`. A key that is *optional* may be left out. Units that are
+`# yaml-language-server: $schema=PATH`. Units that are
 equal and stand in a row are one entry with `names: layers.0-11` in the place of `name`.
 
 ## Limits
@@ -216,7 +216,7 @@ def _fields(schema: Json, comments: Mapping[str, str]) -> Iterator[str]:
     yield "| Key | Value |" + " Meaning |" * explained
     yield "| --- | --- |" + " --- |" * explained
     for key in keys:
-        allowed = _value(schema["properties"][key]) + ("" if key in required else "; optional")
+        allowed = _value(schema["properties"][key]) + ("" if key in required else " (optional)")
         meaning = f" {_cell(comments.get(key))} |" if explained else ""
         yield f"| `{key}` | {allowed} |{meaning}"
     yield ""
@@ -230,22 +230,22 @@ def _value(schema: Json) -> str:
         case {"const": value}:
             return f"`{value}`"
         case {"enum": values}:
-            return ", ".join(f"`{value}`" if value else "an empty text" for value in values)
+            return ", ".join(f"`{value}`" if value else "empty" for value in values)
         case {"type": "array", "items": items}:
-            return f"a list: {_value(items)}"
+            return f"list of {_value(items)}"
         case {"oneOf": [{"type": "integer"}, {"type": "string"}]}:
-            return "a size"
+            return "size"
         case {"oneOf": choices}:
             return " or ".join(_value(choice) for choice in choices)
         case {"type": "integer"}:
-            return "a whole number"
+            return "integer"
         case {"type": "number"}:
-            return "a number"
+            return "number"
         case {"type": "string", "pattern": str(pattern)}:
             forms = {f"^{form}$": words for form, words in PATTERNS.values()}
-            return forms.get(pattern, "a percentage" if "%" in pattern else "a text")
+            return forms.get(pattern, "percentage" if "%" in pattern else "text")
         case {"type": str(kind)}:
-            return {"string": "a text", "boolean": "`true` or `false`"}[kind]
+            return {"string": "text", "boolean": "boolean"}[kind]
         case _:
             raise ValueError(schema)
 
