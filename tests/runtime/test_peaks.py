@@ -570,8 +570,6 @@ FORMS: list[tuple[Activations, Keep]] = [  # of blocks, and of the last part
     (Keep(form="int8"), Keep(form="64 tiles")),
 ]
 
-QUICK = [FORMS[0], FORMS[4], FORMS[6]]
-
 
 def profile_by_leave(factory: Profiles, kind: Kind) -> Profile:
     def make(folder: Path) -> Profile:
@@ -615,13 +613,12 @@ def _cases() -> Iterator[object]:
             continue  # its MLP ends in dropout, which draws numbers: it is no form there
         for place in (number, 3 * number + 5):
             step, states = steps[place % len(steps)]
-            quick = kind is KINDS[0] and place == number and forms in QUICK
-            marks = () if quick else pytest.mark.slow
             activations = " and ".join(map(activations_text, forms))
             name = f"{kind}, {activations}, {step[0]} {step[1]}, {decision_name(states)}"
-            yield pytest.param(kind, forms, step, states, id=name, marks=marks)
+            yield pytest.param(kind, forms, step, states, id=name)
 
 
+@pytest.mark.slow  # each form is asked for every change by test_compressed and test_tiles
 @pytest.mark.parametrize(("kind", "forms", "step", "states"), [*_cases()])
 def test_measured_bytes_of_forms_by_leave_never_exceed_predicted_and_are_near(
     kind: Kind,

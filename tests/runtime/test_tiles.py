@@ -970,7 +970,7 @@ def test_a_tight_budget_takes_it_and_stays_within_the_peak(
 
 def test_estimates_have_the_forms_that_round() -> None:
     """Of tensors without values, too: an MLP is told by operators, not by numbers."""
-    sizes: Any = {"batch_size": 2, "seq_len": 256, "dtype": "float32"}
+    sizes: Any = {"batch_size": 1, "seq_len": 128, "dtype": "float32"}
     machine, source = load_hardware("cpu"), load_source("tiny-llama")
     found = estimate(source, **sizes, hardware=machine, allow=("rounding",))
     for unit in found.units:
