@@ -1,19 +1,33 @@
-"""A plan that meets another model says what changed, unit by unit; the edit is the oracle."""
+"""A plan that meets another model or larger batches says what changed; the edit is the oracle."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from protrain_runtime import prepare
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.estimated import estimate
+from protrain_runtime import restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import dumps_plan, loads_plan
-from protrain_runtime.contract.records.plan import Keep, Offload, Plan
-from protrain_runtime.diagnostics.matching import model_changes, model_tensors
-from tests.support.runtime_cases import ADAMW, MODELS, build, decided, described, plan_for
+from protrain_runtime.contract.records.plan import Keep, Offload, Plan, Recompute
+from protrain_runtime.contract.records.profile import Workload
+from protrain_runtime.diagnostics.matching import model_changes, model_tensors, with_batch_sizes
+from tests.support.runtime_cases import (
+    MODELS,
+    build,
+    decided,
+    described,
+    described_by,
+    plan_for,
+    plan_of,
+)
+from tests.support.scenario import Scenario, refusal
 
 NAME = "llama-tied"
 
@@ -25,9 +39,8 @@ def planned() -> Plan:
 
 
 def refused(model: nn.Module, plan: Plan, folder: Path) -> str:
-    with pytest.raises(ProtrainError) as caught:
-        prepare(model, plan, optimizer=ADAMW, spill_directory=folder)
-    return str(caught.value)
+    asked = Scenario(plan=lambda _: plan)
+    return str(refusal(partial(asked.prepared, model, folder), ProtrainError))
 
 
 def message(*lines: str) -> str:
@@ -142,3 +155,55 @@ def test_lines_that_somebody_edited_do_not_fill_the_memory() -> None:
         " 0-99999.0-99999.bias: missing (1); , x: missing ();"
         " weight: new (1x1 float32 trainable); bias: new (1 float32 trainable)"
     ]
+
+
+# --- larger batches than those that were profiled -------------------------------------------------
+
+
+def test_a_factorys_larger_batch_is_refused_and_a_smaller_one_trains(tmp_path: Path) -> None:
+    source = load_source("tests.support.functional_model:relu_factory")
+    profile = estimate(
+        source, hardware=load_hardware("cpu"), batch_size=1, seq_len=1, dtype="float32"
+    )
+    assert profile.workload.inputs == ("tokens 4x64",)
+    units = decided(described_by(profile), Recompute(), Offload(tier="disk"))
+    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
+    run = Scenario(plan=lambda _: plan).prepared(source.build(), tmp_path)
+    for sizes in [(4, 64), (1, 64), (4, 8)]:
+        run.model(torch.zeros(sizes, dtype=torch.int64)).backward()
+        run.update()
+    for sizes in [(5, 8), (1, 65)]:
+        tokens = torch.zeros(sizes, dtype=torch.int64)
+        assert str(refusal(partial(run.model, tokens=tokens))) == (
+            f"the batch has {sizes[0]} x {sizes[1]} in 'tokens', and the plan was made for at most"
+            " 4 x 64: it would take more memory than planned. Profile and plan the largest batch"
+        )
+        with torch.no_grad():
+            run.model(tokens)
+    restore(run.model)(torch.zeros((5, 8), dtype=torch.int64))  # plain again
+
+
+class Several(nn.Module):
+    """Inputs of every kind: by position, by name, nested, no tensor, a single number."""
+
+    def forward(self, image: object, *more: object, scale: object = None, **rest: object) -> None:
+        """Nothing is computed."""
+
+
+def test_inputs_are_known_by_argument() -> None:
+    workload = Workload(
+        model="a.b:c", model_config="", batch_size=1, seq_len=1, dtype="float32", device="cpu",
+        seed=0,
+    )  # fmt: skip
+    pair, single = torch.zeros(2, 3), torch.zeros(())
+    given = {"image": [pair, {"mask": torch.zeros(7)}], "scale": single, "deep": pair, "flag": True}
+    assert with_batch_sizes(workload, Several(), given).inputs == (
+        "image[0] 2x3",
+        "image[1]['mask'] 7",
+        "rest['deep'] 2x3",
+    )
+    assert with_batch_sizes(workload, Several(), (pair, pair)).inputs == (
+        "image 2x3",
+        "more[0] 2x3",
+    )
+    assert with_batch_sizes(workload, Several(), pair).inputs == ("image 2x3",)

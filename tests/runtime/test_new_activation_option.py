@@ -6,19 +6,18 @@ training up to a tolerance; its bytes are held to the plan's, like any other's.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from protrain_plan.commands.options import leaves_named
-from protrain_plan.commands.training import train as train_plan
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
-from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records import (
     dumps_plan,
@@ -28,19 +27,12 @@ from protrain_runtime.contract.records import (
     register_form,
 )
 from protrain_runtime.contract.records.decisions import ACTIVATIONS
-from protrain_runtime.contract.records.plan import Budgets, Keep, Plan, Swap
+from protrain_runtime.contract.records.plan import Budgets, Keep, Persistent, Plan, Swap
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.half_activations import HALF
-from tests.support.peaks import assert_disk_within, bytes_of_others
-from tests.support.runtime_cases import (
-    ADAMW,
-    build,
-    described,
-    plain,
-    plan_for,
-    profiled_here,
-    train,
-)
+from tests.support.peaks import assert_disk_within, profile_made, trained
+from tests.support.runtime_cases import decided, profiled_here
+from tests.support.scenario import Scenario
 
 AMPLE = 10**12
 LEAVE = ("half-activations",)
@@ -56,12 +48,8 @@ def registered() -> Iterator[Callable[[], None]]:
 
 @pytest.fixture(scope="module")
 def profile(registered: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    others = bytes_of_others()  # of other tests, as a script's data would be
-    record = profiled_here(
-        "tiny-llama", tmp_path_factory.mktemp("profile"), num_steps=2, allow=LEAVE
-    )
-    record = replace(record, base_bytes=record.base_bytes - others)
-    return loads_profile(dumps_profile(record))
+    make = partial(profiled_here, "tiny-llama", allow=LEAVE)
+    return profile_made(tmp_path_factory, "half-activations", make)
 
 
 def planned(profile: Profile, *pins: str, allow: tuple[str, ...] = ()) -> Plan:
@@ -105,10 +93,9 @@ def test_a_plan_with_it_stays_below_its_predicted_peak(
     assert f"activations: {decision}," in dumps_plan(plan)
     assert loads_plan(dumps_plan(plan)) == plan
 
-    others = bytes_of_others()
-    run = train_plan(plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path)
+    run = trained(plan, tmp_path)
     assert run.measured_peak_bytes is not None
-    assert run.measured_peak_bytes.device - others <= plan.prediction.peak_bytes.device
+    assert run.measured_peak_bytes.device <= plan.prediction.peak_bytes.device
     promised, slots = plan.prediction.peak_bytes.disk, 2 * len(plan.units) + 1
     assert_disk_within(promised, run.measured_peak_bytes.disk, num_slots=slots)
 
@@ -116,14 +103,12 @@ def test_a_plan_with_it_stays_below_its_predicted_peak(
 def test_losses_are_close_to_plain_training_and_not_equal_in_every_bit(
     registered: Callable[[], None], tmp_path: Path
 ) -> None:
-    model = build("llama")
-    units = tuple(
-        replace(unit, activations=Keep(form="half") if unit.kind == "block" else Keep())
-        for unit in described("llama")
+    asked = Scenario(
+        model="llama",
+        units=partial(decided, activations=Keep(form="half"), states=Persistent()),
+        settings={"exact": False, "exactness": "approximate", "allowed": LEAVE},
     )
-    plan = replace(plan_for(model, units), exact=False, exactness="approximate", allowed=LEAVE)
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    found, expected = train("llama", model, optimizer), plain("llama")
+    found, expected = asked.played(asked.start(tmp_path)), asked.plain()
     torch.testing.assert_close(found.losses, expected.losses, rtol=1e-2, atol=0.0)
     assert torch.equal(found.losses[0], expected.losses[0])  # the first forward is plain
     assert not torch.equal(found.losses[-1], expected.losses[-1])

@@ -3,8 +3,8 @@
 And the bytes that were predicted: an upper bound in every slot of a step that ran.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.profiling.memory.unit_bytes import ModelStructure, analyze_units
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime import prepare, restore
-from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.plan import (
     STEPPED,
@@ -38,11 +37,17 @@ from protrain_runtime.contract.records.profile import Precision, Profile
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.diagnostics.recording import measure_step
 from tests.support.by_peft import by_peft
-from tests.support.peaks import SLACK_BYTES, bytes_of_others, without_freedom
-from tests.support.programs import compile_units
+from tests.support.peaks import (
+    SLACK_BYTES,
+    bytes_of_others,
+    peaks,
+    profile_made,
+    without_freedom,
+)
 from tests.support.runtime_cases import (
     BATCH,
     SEQUENCE,
+    Subject,
     decided,
     described_by,
     open_to,
@@ -50,6 +55,7 @@ from tests.support.runtime_cases import (
     profiled_here,
     units_of,
 )
+from tests.support.scenario import Run
 
 PIECE_BYTES = 1 << 15
 NUM_STEPS = 4
@@ -136,16 +142,15 @@ def plainly(name: str) -> tuple[list[float], str]:
     factory = optimizer_factory("adamw", case.precision)
     optimizer = factory(p for p in model.parameters() if p.requires_grad)
     _, batches = specimen.make()
+    run = Run(Subject(lambda: model, lambda _: next(batches)), model, optimizer)
     torch.manual_seed(0)
-    losses = []
-    for _ in range(NUM_STEPS):
+    for number in range(NUM_STEPS):
         with autocast():
-            loss = loss_of(call_model(model, next(batches)))
+            loss = run.loss(number)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, digest(model)
+        run.update()
+        run.seen.append(loss.item())
+    return run.seen, digest(model)
 
 
 @pytest.mark.parametrize("decisions", DECISIONS)
@@ -205,21 +210,12 @@ OPTIONS = (
 )
 
 
-@contextmanager
-def nothing_else() -> Iterator[Callable[[int], int]]:
-    """Inside, bytes of this process less those of tensors that were there before."""
-    others = bytes_of_others()
-    yield lambda num_bytes: num_bytes - others
-
-
 @pytest.fixture(scope="module", params=OPTIONS)
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     """A measured profile of a small Llama in bfloat16 with an adapter."""
-    with nothing_else() as own:
-        adapter = str(parse_lora(request.param))
-        folder = tmp_path_factory.mktemp("spill")
-        record = profiled_here("tiny-llama", folder, dtype="bfloat16", num_steps=2, adapter=adapter)
-        return replace(record, base_bytes=own(record.base_bytes))
+    adapter = str(parse_lora(request.param))
+    make = partial(profiled_here, "tiny-llama", dtype="bfloat16", adapter=adapter)
+    return profile_made(tmp_path_factory, f"adapters-{request.param}", make)
 
 
 @pytest.mark.parametrize(
@@ -229,19 +225,8 @@ def test_bytes_of_adapters_are_those_predicted(
     measured: Profile, decisions: str, tmp_path: Path
 ) -> None:
     units = decided(described_by(measured), *DECISIONS[decisions])
-    units = without_freedom(open_to(measured, units))
-    plan = plan_of(
-        units,
-        fingerprint=measured.model_fingerprint,
-        workload=measured.workload,
-        piece_bytes=PIECE_BYTES,
-    )
-    with nothing_else() as own:
-        found = train(plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path)
-        program = compile_units(units, measured, piece_bytes=PIECE_BYTES)
-        predicted = [slot.total for slot in device_bytes(program)]
-        taken = [own(num_bytes) for num_bytes in found.slot_bytes]
-    above = [most - size for most, size in zip(predicted, taken, strict=True)]
+    found = peaks(measured, without_freedom(open_to(measured, units)), tmp_path)
+    above = [most - size for most, size in zip(found.predicted, found.measured, strict=True)]
     assert min(above) >= 0
     assert max(above) <= SLACK_BYTES + FIRST_INPUT_BYTES + LAST_PART_BYTES
     inner = above[: LAYERS + 1] + above[LAYERS + 3 :]
