@@ -1,0 +1,440 @@
+"""Kills and hard memory limits: real processes, and messages of what ran out where."""
+
+import copy
+import json
+import os
+import random
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.long_context_model import short_factory
+from protrain_plan.commands.training import Run, train
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.sources import load_source
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.planner import solve_problem
+from protrain_plan.profiling.estimated import estimate
+from protrain_runtime import prepare
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.records import read_plan, read_profile, write_plan, write_profile
+from protrain_runtime.contract.records.plan import (
+    Budgets,
+    Keep,
+    Offload,
+    Persistent,
+    Plan,
+    Recompute,
+    Swap,
+    TierBytes,
+)
+from protrain_runtime.contract.records.profile import Profile, Workload
+from protrain_runtime.devices.memory_meter import process_memory
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.commands import MODEL, PROTRAIN, bash, protrain
+from tests.support.peaks import bytes_of_others, profile_file
+from tests.support.planning_cases import cpu, decoder
+from tests.support.runtime_cases import (
+    ADAMW,
+    build,
+    decided,
+    described,
+    described_by,
+    plan_for,
+    plan_of,
+    units_of,
+)
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and /proc")
+
+# --- killed ---------------------------------------------------------------------------------------
+
+
+def plan_file(folder: Path) -> Path:
+    """A plan that spills everything of a model, which runs in the repository's root."""
+    path = folder / "plan.yaml"
+    plan = plan_of(
+        decided(described("functional"), Swap(tier="disk"), Offload(tier="disk")),
+        fingerprint=model_fingerprint(build("functional")),
+        workload=Workload(
+            model="tests.support.functional_model:factory",
+            model_config="",
+            batch_size=4,
+            seq_len=64,
+            dtype="float32",
+            device="cpu",
+            seed=0,
+        ),
+    )
+    write_plan(plan, path)
+    return path
+
+
+def spill_files(pid: int, folder: Path) -> list[Path]:
+    """The process's open files in the folder, which have no names any more."""
+    found = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except OSError:
+            continue  # closed meanwhile
+        if target.startswith(str(folder)) and target.endswith(" (deleted)"):
+            found.append(descriptor)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_killed_run_leaves_no_file(seed: int, tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    plan = plan_file(tmp_path)
+    process = subprocess.Popen(
+        [PROTRAIN, "run", str(plan), "--steps", "1000000", "--spill-directory", str(spill)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        written = 0  # bytes: how far the spill file reaches when steps swap
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            for descriptor in spill_files(process.pid, spill):
+                written = descriptor.stat().st_size
+            if written > 4 * 700_000:  # more than the states: steps are running
+                break
+            time.sleep(0.01)
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert written > 0
+        time.sleep(random.Random(seed).random() * 0.3)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+        assert process.stderr is not None
+        process.stderr.close()
+    assert process.returncode == -signal.SIGKILL
+    assert list(spill.iterdir()) == []
+
+
+STOPS_WHILE_WRITING = """
+import os, sys, time
+def stop(descriptor):
+    print("in the middle", flush=True)
+    time.sleep(60)
+os.fsync = stop
+from protrain_plan.cli import main
+main()
+"""
+
+
+def test_planning_killed_while_it_writes_leaves_the_old_plan(tmp_path: Path) -> None:
+    write_profile(decoder(cpu(), blocks=3), tmp_path / "profile.yaml")
+    assert protrain("plan", "profile.yaml", folder=tmp_path).returncode == 0
+    plan = tmp_path / "plan.yaml"
+    before, read = plan.read_bytes(), read_plan(plan)
+    arguments = ["plan", "profile.yaml", "--solver", "offload-all"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPS_WHILE_WRITING, *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "in the middle\n"
+    process.kill()
+    process.wait(timeout=30)
+    process.stdout.close()
+    assert plan.read_bytes() == before
+    assert protrain(*arguments, folder=tmp_path).returncode == 0
+    assert read_plan(plan) != read
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.yaml", "profile.yaml"]
+
+
+@pytest.mark.slow
+def test_under_a_hard_limit_plain_torch_dies_and_the_plan_trains(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+    def answer(*arguments: object, code: int = 0) -> Any:
+        result = protrain(*arguments, "--json", folder=tmp_path)
+        assert result.returncode == code, result.stderr
+        return json.loads(result.stdout)
+
+    answer("profile", "config.json", "--batch-size", 2, "--seq-len", 128, "--steps", 1)
+    peak = answer("plan", "profile.yaml")["peak_bytes"]
+    least = answer("plan", "profile.yaml", "--device-memory", "1MiB", code=3)
+    smallest = least["smallest_budget_bytes"]
+    ample = peak["device"] + peak["context"]
+    assert smallest < 0.7 * ample
+    limit = smallest + (ample - smallest) // 4
+    solved = answer("plan", "profile.yaml", "--device-memory", limit)
+    assert solved["peak_bytes"]["device"] + solved["peak_bytes"]["context"] <= limit
+
+    run = ("run", "plan.yaml", "--steps", 3)
+    plain = answer(*run, "--plain")
+    killed = protrain(*run, "--plain", "--memory-limit", limit, folder=tmp_path)
+    assert killed.returncode == 4
+    assert killed.stdout == ""
+    assert re.fullmatch(
+        r"error: out of memory: .*\n"
+        r"  fix: plan this workload for the memory there is, and run the plan\n",
+        killed.stderr,
+    ), killed.stderr
+    planned = answer(*run, "--memory-limit", limit)
+    assert planned["losses"] == plain["losses"]
+    assert planned["parameters_sha256"] == plain["parameters_sha256"]
+
+
+# --- out of memory in a step ----------------------------------------------------------------------
+
+SCRIPT = """
+import resource
+import torch
+import protrain_runtime
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.models.sources import load_source
+from protrain_runtime.contract.records import read_plan
+from protrain_runtime.devices.memory_meter import return_freed_memory
+from protrain_runtime.model.prepared import engine_of
+
+return_freed_memory()
+plan = read_plan(@plan)
+source = load_source(plan.workload.model, model_config=plan.workload.model_config)
+model = source.build(dtype="float32", seed=0)
+batches = source.batches(batch_size=4, seq_len=64, dtype="float32", seed=0)
+model, optimizer = protrain_runtime.prepare(model, plan, optimizer=optimizer_factory("adamw"))
+
+def step():
+    loss_of(call_model(model, next(batches))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def limit(what):
+    if what == @slot:
+        lines = open("/proc/self/status").read().splitlines()
+        held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith(@counted))
+        resource.setrlimit(resource.@limit, (held + 65536, -1))
+
+step()
+step()
+hog = torch.ones(@hog)
+engine_of(model).observer = limit
+try:
+    with protrain_runtime.explain_memory(model, @profile):
+        step()
+except protrain_runtime.OutOfMemoryError as error:
+    print(error)
+"""
+
+SIZE = r"\d[\d.]* (?:[KMG]i)?B"
+
+
+@pytest.fixture(scope="module")
+def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return profile_file(tmp_path_factory, "tiny-llama")
+
+
+def offloading(profile: Profile, *, context_bytes: int) -> Plan:
+    plan = plan_of(
+        decided(described_by(profile), Swap(tier="disk"), Offload(tier="disk")),
+        fingerprint=profile.model_fingerprint,
+        workload=profile.workload,
+    )
+    peak = TierBytes(device=30 * MIB, context=context_bytes, host=0, disk=0)
+    return replace(plan, prediction=replace(plan.prediction, peak_bytes=peak))
+
+
+def message(
+    folder: Path, plan: Plan, profile: Path | None, *, slot: str, data: bool = True, hog: int = 1
+) -> str:
+    """What is said when no memory is left in `slot`."""
+    write_plan(plan, folder / "plan.yaml")
+    script = (
+        SCRIPT.replace("@plan", repr(str(folder / "plan.yaml")))
+        .replace("@profile", repr(str(profile) if profile else None))
+        .replace("@slot", repr(slot))
+        .replace("@limit", "RLIMIT_DATA" if data else "RLIMIT_AS")
+        .replace("@counted", repr("VmData" if data else "VmSize"))
+        .replace("@hog", str(hog))
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+REFUSED = r"(?:.*can't allocate memory: you tried to allocate \d+ bytes\..*|MemoryError)"
+TABLE = rf"""
+ {{33}}planned {{7}}there
+    states +0 B +0 B
+    gradients +{SIZE} +{SIZE}
+    chunks, swaps +{SIZE} +{SIZE}
+    staging +{SIZE} +{SIZE}
+    activations, all else +{SIZE} +{SIZE}
+    in all +{SIZE} +{SIZE}"""
+
+
+def test_more_than_planned(profile_path: Path, tmp_path: Path) -> None:
+    plan = offloading(read_profile(profile_path), context_bytes=MIB)
+    said = message(tmp_path, plan, profile_path, slot="slot 2", hog=10_000_000)
+    assert re.fullmatch(
+        rf"out of memory in forward of model.layers.1: {REFUSED}{TABLE}\n"
+        rf"    likely: {SIZE} more than planned are asked for here: the batch is larger than the"
+        " profiled one, the script or a library holds memory besides, or memory that was freed was"
+        r" not given back\n"
+        "  fix: profile what is trained, with its largest batch, and plan again; on a CPU call"
+        r" protrain_runtime.return_freed_memory\(\) before the model is built\n",
+        said,
+    ), said
+
+
+@pytest.mark.slow
+def test_a_limit_below_the_plans_peak(profile_path: Path, tmp_path: Path) -> None:
+    plan = offloading(read_profile(profile_path), context_bytes=3 * 1024 * MIB)
+    said = message(tmp_path, plan, profile_path, slot="slot 8")
+    assert re.fullmatch(
+        rf"out of memory in backward of model.layers.2: {REFUSED}{TABLE}\n"
+        rf"    likely: the process may have {SIZE} \(RLIMIT_DATA\), and the plan's step takes up to"
+        r" 3.03 GiB\n"
+        r"  fix: plan with a smaller --device-memory than the limit, and run that plan\n",
+        said,
+    ), said
+
+
+@pytest.mark.slow
+def test_memory_that_is_not_there_and_no_profile(profile_path: Path, tmp_path: Path) -> None:
+    """Address space is refused, which is no limit of the kind that plans are made for."""
+    plan = offloading(read_profile(profile_path), context_bytes=3 * 1024 * MIB)
+    said = message(tmp_path, plan, None, slot="slot 2", data=False)
+    assert re.fullmatch(
+        rf"out of memory in forward of model.layers.1: {REFUSED}\n"
+        rf"    there: states 0 B, gradients {SIZE}, chunks, swaps {SIZE}, staging {SIZE},"
+        rf" activations, all else {SIZE}; planned for the whole step: 3.03 GiB at most\n"
+        r"    likely: all that stands here was planned: other processes have taken memory that was"
+        r" free when the run began, or \(CUDA\) what is free is in pieces too small\n"
+        r"  fix: end them, or plan with a smaller --device-memory, and run that plan\n",
+        said,
+    ), said
+
+
+# --- long texts, under a limit that only a plan with leave stays in -------------------------------
+
+EXAMPLES = ROOT / "examples"
+ROUNDING = ("rounding",)
+ROOM = 64 * MIB  # one tensor of the logits' size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_131072_tokens_train_where_nothing_exact_does(tmp_path: Path) -> None:
+    """Plain PyTorch, checkpointing and the exact plan are run under the same limit, and fail."""
+    script = shlex.quote(str(EXAMPLES / "long_contexts.py"))
+    result = bash(f"{shlex.quote(sys.executable)} {script}", folder=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "everything held"
+
+
+@contextmanager
+def at_most(num_bytes: int) -> Iterator[None]:
+    """This process may hold so many private bytes inside."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_tiles_train_under_a_limit_that_plain_pytorch_cannot_meet(tmp_path: Path) -> None:
+    """In this process, which may take so much more than it holds."""
+
+    def step(model: Any, *, checkpointing: bool = False) -> float:
+        model.checkpointing = checkpointing
+        loss: torch.Tensor = model(next(iter(texts)))
+        loss.backward()
+        return loss.item()
+
+    torch.manual_seed(0)
+    model, texts = short_factory()
+    expected = step(copy.deepcopy(model))  # and makes what a process makes once
+    found = units_of(model, next(iter(texts)))
+    before, *blocks, last = decided(found, Recompute(form="tiled"), Persistent())
+    units = (before, *blocks, replace(last, activations=Keep(form="64 tiles")))
+    plan = replace(plan_for(model, units), exact=False, exactness="rounding", allowed=ROUNDING)
+    planned, _ = prepare(copy.deepcopy(model), plan, optimizer=ADAMW, spill_directory=tmp_path)
+    with at_most(process_memory().data_bytes + ROOM):
+        for checkpointing in (False, True):
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                step(copy.deepcopy(model), checkpointing=checkpointing)
+        assert step(planned) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_4096_tokens_train_where_nothing_exact_does(tmp_path: Path) -> None:
+    """In this process, which may take so much more than it holds."""
+    model, texts = short_factory()
+    first = model(next(iter(texts)))
+    first.backward()  # makes what a process makes once
+    del first, model
+    held = process_memory().data_bytes
+    machine = load_hardware("cpu")
+    hardware = replace(machine, device=replace(machine.device, context_bytes=held))
+    source = load_source(f"{EXAMPLES / 'long_context_model.py'}:short_factory")
+    profile = estimate(
+        source, hardware=hardware, batch_size=1, seq_len=512, dtype="float32", allow=ROUNDING
+    )
+    budgets = Budgets(device=held + ROOM, host=0, disk=0)
+    problems = [Problem.of(profile, budgets, allow=allow) for allow in ((), ROUNDING)]
+    refused, solved = (solve_problem(problem, budgets) for problem in problems)
+    assert isinstance(refused, Infeasible) and isinstance(solved, Solved)
+    plan = solved.plan
+    assert plan.exactness == "rounding"
+    ample = replace(budgets, device=refused.smallest_budget_bytes)
+    exact = solve_problem(replace(problems[0], device=10**12), ample)
+    assert isinstance(exact, Solved)
+
+    def run(plan: Plan, *, plain: bool) -> Run:
+        return train(plan, num_steps=2, plain=plain, text=None, spill_directory=tmp_path)
+
+    def checkpointing() -> None:
+        model, texts = short_factory()
+        model.checkpointing = True
+        model(next(iter(texts))).backward()
+
+    others = bytes_of_others()
+    with at_most(held + ROOM):
+        found = run(plan, plain=False)
+        with pytest.raises(ProtrainError, match="out of memory"):
+            run(plan, plain=True)
+        with pytest.raises(ProtrainError, match="RLIMIT_DATA"):
+            run(exact.plan, plain=False)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            checkpointing()
+    promised = device_bytes(problems[1].program(plan.units))
+    pairs = zip(promised, found.slot_bytes, strict=True)
+    assert all(measured - others <= slot.total for slot, measured in pairs)
+    assert len(found.losses) == 2
