@@ -28,6 +28,7 @@ from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure, measure_model, workspace
+from protrain_plan.simulation.wear import wear
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes, evaluation_bytes
 from protrain_runtime.contract.records import read_profile
@@ -52,6 +53,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import DType, Precision, Profile, Workload
 from protrain_runtime.devices.device import HOST
 from protrain_runtime.devices.memory_meter import MemoryMeter, reachable, storage_bytes
+from protrain_runtime.devices.stores import DiskStore
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device
@@ -71,6 +73,7 @@ from tests.support.peaks import (
     trained,
     without_freedom,
 )
+from tests.support.plan_settings import with_settings
 from tests.support.programs import compile_units
 from tests.support.runtime_cases import (
     FRACTIONAL,
@@ -523,6 +526,73 @@ def test_solved_plans_stay_within_their_promise_and_budget(
     if len(run.slot_bytes) > 1:  # else the plan keeps everything, and no slots are told apart
         slots = zip(run.slot_bytes, predicted, strict=True)
         assert [slot for slot, (seen, most) in enumerate(slots) if seen > most] == []
+
+
+# --- what a step writes to disk -------------------------------------------------------------------
+
+
+def with_a_disk(profile: Profile, units: Sequence[UnitPlan], **settings: Any) -> Plan:
+    """As if it had been planned: with bytes on disk, and a step of two seconds."""
+    plan = with_settings(plan_for_profile(profile, units, PIECE_BYTES), **settings)
+    peaks = replace(plan.prediction.peak_bytes, disk=1)
+    return replace(plan, prediction=replace(plan.prediction, peak_bytes=peaks, step_seconds=2.0))
+
+
+WRITES: list[tuple[int | None, Updates, int]] = [
+    (None, "in backward", 1),
+    (None, "after backward", 1),
+    (None, "in backward", 3),
+    (7, "in backward", 1),
+    (8, "after backward", 2),
+]
+"""Everything on disk, or mixed decisions by a seed; when updates come; micro-batches."""
+
+
+@pytest.mark.parametrize(("seed", "updates", "micro_batches"), WRITES)
+def test_a_step_writes_what_is_said(
+    seed: int | None,
+    updates: Updates,
+    micro_batches: int,
+    tmp_path_factory: Profiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profile = read_profile(profile_file(tmp_path_factory, "tiny-llama"))
+    alone = updates == "in backward" and micro_batches == 1
+    units = (
+        decided(described_by(profile), Swap(tier="disk"), DISK)
+        if seed is None
+        else mixed(described_by(profile), random.Random(seed), "disk", stepped=alone)
+    )
+    plan = with_a_disk(profile, units, updates=updates, micro_batches=micro_batches)
+    run = started(profile, units, tmp_path, piece_bytes=PIECE_BYTES, plan=plan)
+    usual, written = DiskStore._write, 0
+
+    def counting(store: DiskStore, offset: int, data: torch.Tensor) -> None:
+        nonlocal written
+        written += data.numel()
+        usual(store, offset, data)
+
+    monkeypatch.setattr(DiskStore, "_write", counting)
+    for _ in range(3):  # the first ones make the optimizer's states
+        written = 0
+        for _ in range(micro_batches):
+            run.backward(0)
+        run.update()
+    said = wear(plan, profile)
+    assert said is not None
+    assert said.step_bytes == written
+    assert said.day_bytes == said.step_bytes * 43_200
+
+
+def test_what_is_not_on_a_disk_or_not_written_wears_nothing(tmp_path_factory: Profiles) -> None:
+    profile = read_profile(profile_file(tmp_path_factory, "tiny-llama"))
+    units = described_by(profile)
+    plan = plan_for_profile(profile, decided(units, Keep(), DISK), PIECE_BYTES)
+    none = replace(plan.prediction.peak_bytes, disk=0)
+    in_memory = replace(plan, prediction=replace(plan.prediction, peak_bytes=none))
+    assert wear(in_memory, profile) is None
+    assert wear(with_a_disk(profile, decided(units, Keep(), Persistent())), profile) is None
 
 
 # --- forms by leave -------------------------------------------------------------------------------
