@@ -549,18 +549,6 @@ ADAMW: Factory = _adamw
 """AdamW; see `on_device`."""
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """An optimizer, its groups and its schedule: the part of a loop that users choose."""
-
-    factory: Factory = ADAMW
-    groups: Groups = one_group
-    scheduler: Scheduler | None = None
-
-
-PLAIN_ADAMW = Trainer()
-
-
 @dataclass
 class Outcome:
     """What training computed: compared bit by bit."""
@@ -605,43 +593,6 @@ def copied(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(copied(value) for value in tree)
     return tree
-
-
-def train(
-    name: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    scheduler: Scheduler | None = None,
-    num_steps: int = 5,
-) -> Outcome:
-    """Steps 0, 1, ... with dropout from a known state."""
-    torch.manual_seed(1)
-    rates = scheduler(optimizer) if scheduler else None
-    losses = []
-    for number in range(num_steps):
-        losses.append(step(name, model, optimizer, number))
-        if rates is not None:
-            rates.step()
-    return outcome(model, optimizer, losses)
-
-
-def plain(name: str, trainer: Trainer = PLAIN_ADAMW, num_steps: int = 5) -> Outcome:
-    """What plain PyTorch computes."""
-    return _plain_on(name, trainer, num_steps, str(device()), _WHERE.exact_optimizer)
-
-
-@cache
-def _plain_on(
-    name: str,
-    trainer: Trainer,
-    num_steps: int,
-    _device: str,
-    _exact: bool,
-) -> Outcome:
-    model = build(name)
-    optimizer = trainer.factory(trainer.groups(model))
-    return train(name, model, optimizer, scheduler=trainer.scheduler, num_steps=num_steps)
 
 
 def assert_bitwise(found: Outcome, expected: Outcome) -> None:
