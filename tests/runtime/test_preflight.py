@@ -2,18 +2,20 @@
 
 import resource
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Keep, Offload, Plan, TierBytes
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.devices.preflight import NoRoomError, Room, check_room, room_here, slow_disk
+from tests.support.messages import Speaker
 from tests.support.plan_settings import with_settings
-from tests.support.runtime_cases import ADAMW, attached, build, decided, described, plan_for
+from tests.support.runtime_cases import attached, build, decided, described, plan_for
+from tests.support.scenario import Scenario, refusal
 
 NAME = "functional"
 MIB = 2**20
@@ -29,74 +31,35 @@ def plan(*, device: str = "cpu") -> Plan:
     return replace(made, workload=workload, prediction=replace(made.prediction, peak_bytes=peaks))
 
 
-SMALLER = "\n  fix: plan with a smaller --device-memory, and run that plan"
+LITTLE: list[tuple[str, Room]] = [
+    ("cpu", Room(data_limit=180 * MIB - 1)),
+    ("cpu", Room(memory_bytes=100 * MIB, resident_bytes=50 * MIB, swap_bytes=20 * MIB)),
+    ("cpu", Room(memory_bytes=500 * MIB, disk_is_memory=True)),
+    ("cuda", Room(device_bytes=99 * MIB)),
+    ("cuda", Room(memory_bytes=29 * MIB, swap_bytes=500 * MIB)),
+    ("cpu", Room(disk_bytes=399 * MIB)),
+    ("cpu", Room(file_limit=1 * MIB)),
+]
 
 
-@pytest.mark.parametrize(
-    ("device", "room", "message"),
-    [
-        (
-            "cpu",
-            Room(data_limit=180 * MIB - 1),
-            "the plan takes up to 180.00 MiB of this process, and the system lets it have"
-            " 180.00 MiB (RLIMIT_DATA)" + SMALLER,
-        ),
-        (
-            "cpu",
-            Room(memory_bytes=100 * MIB, resident_bytes=50 * MIB, swap_bytes=20 * MIB),
-            "the plan takes up to 180.00 MiB of this process, and the machine has 170.00 MiB left"
-            " for it" + SMALLER,
-        ),
-        (
-            "cpu",
-            Room(memory_bytes=500 * MIB, disk_is_memory=True),
-            "the plan takes up to 580.00 MiB of this process, and the machine has 500.00 MiB left"
-            " for it" + SMALLER,
-        ),
-        (
-            "cuda",
-            Room(device_bytes=99 * MIB),
-            "the plan takes up to 100.00 MiB of the device, and it has room for 99.00 MiB"
-            + SMALLER,
-        ),
-        (
-            "cuda",
-            Room(memory_bytes=29 * MIB, swap_bytes=500 * MIB),
-            "the plan takes up to 30.00 MiB of host memory, and the machine has 29.00 MiB left for"
-            " pinned memory\n  fix: plan with a smaller --host-memory, and run that plan",
-        ),
-        (
-            "cpu",
-            Room(disk_bytes=399 * MIB),
-            "/spill: the plan keeps up to 400.00 MiB on disk, and 399.00 MiB are free\n"
-            "  fix: free some space there, or name another spill directory",
-        ),
-        (
-            "cpu",
-            Room(file_limit=1 * MIB),
-            "/spill: the plan keeps up to 400.00 MiB in one file on disk, and this process may"
-            " write 1.00 MiB (RLIMIT_FSIZE)\n  fix: raise the limit (ulimit -f)",
-        ),
-    ],
-)
-def test_too_little_room_is_one_message(device: str, room: Room, message: str) -> None:
-    with pytest.raises(ProtrainError) as caught:
+def test_too_little_room_is_one_message(assert_says: Speaker) -> None:
+    for device, room in LITTLE:
+        use = partial(check_room, plan(device=device), room, FOLDER)
+        assert_says(refusal(use, ProtrainError))
+
+
+ENOUGH: list[tuple[str, Room]] = [
+    ("cpu", Room()),
+    ("cpu", Room(memory_bytes=150 * MIB, resident_bytes=30 * MIB, data_limit=180 * MIB)),
+    # The context is there before anybody asks, so that what is free is free beside it.
+    ("cuda", Room(memory_bytes=30 * MIB, device_bytes=100 * MIB, data_limit=1)),
+    ("cpu", Room(disk_bytes=400 * MIB, file_limit=400 * MIB)),
+]
+
+
+def test_as_much_room_as_the_plan_takes_is_enough() -> None:
+    for device, room in ENOUGH:
         check_room(plan(device=device), room, FOLDER)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("device", "room"),
-    [
-        ("cpu", Room()),
-        ("cpu", Room(memory_bytes=150 * MIB, resident_bytes=30 * MIB, data_limit=180 * MIB)),
-        # The context is there before anybody asks, so that what is free is free beside it.
-        ("cuda", Room(memory_bytes=30 * MIB, device_bytes=100 * MIB, data_limit=1)),
-        ("cpu", Room(disk_bytes=400 * MIB, file_limit=400 * MIB)),
-    ],
-)
-def test_as_much_room_as_the_plan_takes_is_enough(device: str, room: Room) -> None:
-    check_room(plan(device=device), room, FOLDER)
 
 
 def test_the_page_cache_of_a_plan_is_memory_that_has_to_be_there() -> None:
@@ -133,10 +96,9 @@ def test_prepare_allocates_nothing_where_there_is_no_room(tmp_path: Path) -> Non
     before = attached(model)
     much = TierBytes(device=2**60, context=0, host=0, disk=0)
     made = replace(plan(), prediction=replace(plan().prediction, peak_bytes=much))
-    with pytest.raises(NoRoomError) as caught:
-        prepare(model, made, optimizer=ADAMW, spill_directory=tmp_path)
-    assert caught.value.message.startswith("the plan takes up to 1024.00 PiB of this process, and ")
-    assert caught.value.exit_code == 4
+    error = refusal(partial(Scenario(plan=lambda _: made).prepared, model, tmp_path), NoRoomError)
+    assert error.message.startswith("the plan takes up to 1024.00 PiB of this process, and ")
+    assert error.exit_code == 4
     assert attached(model) == before
     assert list(tmp_path.iterdir()) == []
 
