@@ -288,7 +288,9 @@ def test_forwards_and_backwards_out_of_order_are_refused(
 
 
 @every_device
-def test_a_smaller_batch_trains_and_a_larger_one_is_refused(tmp_path: Path) -> None:
+def test_a_smaller_batch_trains_and_a_larger_one_is_refused(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
     def plan(model: nn.Module) -> Any:
         made = plan_for(model, mixture("disk", CATALOGUE["llama-tied"].units()))
         return replace(made, workload=replace(made.workload, model_config="{}"))
@@ -300,11 +302,7 @@ def test_a_smaller_batch_trains_and_a_larger_one_is_refused(tmp_path: Path) -> N
         run.update()
     for sizes in [(BATCH + 1, 8), (1, SEQUENCE + 1)]:
         tokens = torch.zeros(sizes, dtype=torch.int64, device=device())
-        assert str(refusal(partial(run.model, input_ids=tokens, labels=tokens))) == (
-            f"the batch is {sizes[0]} x {sizes[1]} tokens, and the plan was made for at most"
-            f" {BATCH} x {SEQUENCE}: it would take more memory than planned. Profile and plan the"
-            " largest batch"
-        )
+        assert_says(refusal(partial(run.model, input_ids=tokens, labels=tokens)))
         with torch.no_grad():
             run.model(input_ids=tokens)
 
@@ -534,12 +532,6 @@ def test_parameters_without_gradients_are_left_alone_bitwise(
 
 # --- several forwards -----------------------------------------------------------------------------
 
-ONE_BACKWARD = (
-    "backward ran through a forward that was not the last one: under a plan every forward has its"
-    " backward before the next begins. Where one loss compares several inputs, give them to one"
-    " forward, as one batch"
-)
-
 
 def swapping(
     activations: Activations = Swap(tier="disk"),  # noqa: B008
@@ -589,11 +581,14 @@ def failed_in_between(run: Run) -> None:
 
 @every_device
 @pytest.mark.parametrize("use", [contrasted, failed_in_between])
-def test_a_backward_of_several_forwards_is_one_error(use: Script, tmp_path: Path) -> None:
+def test_a_backward_of_several_forwards_is_one_error(
+    use: Script, tmp_path: Path, assert_says: Speaker
+) -> None:
     asked = tried(lambda run: run.step(0, 1), units=swapping())
     run = asked.start(tmp_path)
+    torch.manual_seed(1)
     run.step(0)
-    assert str(refusal(partial(use, run))) == ONE_BACKWARD
+    assert_says(refusal(partial(use, run)))
     run.optimizer.zero_grad()
     run.step(1)
     assert_bitwise(run.outcome(), asked.plain())
