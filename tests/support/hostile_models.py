@@ -21,11 +21,15 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import seeded
+from protrain_runtime.contract.records.profile import Workload
 from tests.support.peaks import SLACK_BYTES
 
 WIDTH, BATCH, SEQUENCE, VOCABULARY = 32, 4, 40, 48
 """A hidden state is 20 KiB: above what a swap leaves on the device."""
 
+WORKLOAD = Workload(
+    model="", model_config="", batch_size=1, seq_len=1, dtype="float32", device="cpu", seed=0
+)
 Make = Callable[[], nn.Module]
 
 
@@ -63,6 +67,7 @@ class Hostile:
     optimizer: str = "adamw"
     factory: Callable[..., torch.optim.Optimizer] | None = None
     batch: Callable[[int], Batch] = batch_of
+    workload: Workload = WORKLOAD
     seed: int = 0
 
     def build(self) -> nn.Module:

@@ -40,7 +40,7 @@ from protrain_runtime.contract.records.plan import (
     Swap,
     UnitPlan,
 )
-from protrain_runtime.contract.records.profile import OptimizerCost, Profile, Workload
+from protrain_runtime.contract.records.profile import OptimizerCost, Profile
 from protrain_runtime.devices.lanes import LaneError
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
@@ -96,7 +96,7 @@ def judged(
             target=_answer, args=(find, arguments, plans, seed, Path(folder), answers, errors)
         )
         process.start()
-        process.join(100)
+        process.join(300)
         ended = process.exitcode
         if ended is None:
             process.kill()
@@ -236,7 +236,8 @@ class Judge:
             case "offloaded":
                 return without_freedom(decided(units, Swap(tier="disk"), Offload(tier="disk")))
             case "recomputed":
-                return without_freedom(decided(units, Recompute(), Persistent()))
+                gathered = Offload(tier="disk", keep_gathered=True)
+                return without_freedom(decided(units, Recompute(), gathered))
             case "mixed":
                 rng = random.Random(self._seed)
                 return without_freedom(mixed(units, rng, "disk", stepped=not self._waits))
@@ -322,15 +323,7 @@ def profiled(
     profile = measure_model(
         model,
         batches() if batches else seen,
-        workload=Workload(
-            model="",
-            model_config="",
-            batch_size=1,
-            seq_len=1,
-            dtype="float32",
-            device="cpu",
-            seed=0,
-        ),
+        workload=subject.workload,
         num_steps=1,
         spill_directory=folder,
         progress=lambda *_: None,
