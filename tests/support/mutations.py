@@ -558,7 +558,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="chunk.offloaded_gradients",
         keeps="gradients of an update that runs on are dropped when its step ends",
         test=(
-            "tests/runtime/test_overlapping_steps.py"
+            "tests/runtime/test_running_on.py"
             "::test_updates_run_on_and_training_is_bitwise[in backward-late-emulated]"
         ),
     ),
@@ -568,7 +568,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="chunk.offloaded_gradients",
         keeps="an update ahead of the norm counts as made of the gradients that are left",
         test=(
-            "tests/runtime/test_clipping.py"
+            "tests/runtime/test_steps.py"
             "::test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such[ahead-removed]"
         ),
     ),
@@ -578,7 +578,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass  # the first of all leave",
         keeps="staging buffers are missing in the second step, whose updates read states",
         test=(
-            "tests/runtime/test_overlapping_steps.py"
+            "tests/runtime/test_running_on.py"
             "::test_updates_run_on_and_training_is_bitwise[in backward-late-cpu]"
         ),
     ),
@@ -588,7 +588,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass",
         keeps="what scaled a sum of micro-batches is applied once more when it is read",
         test=(
-            "tests/runtime/test_accumulation.py"
+            "tests/runtime/test_steps.py"
             "::test_sums_that_are_clipped_between_micro_batches_are_those_of_plain_pytorch[emulated]"
         ),
     ),
@@ -598,7 +598,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass",
         keeps="a write to what is on its way out is lost, or half of it",
         test=(
-            "tests/runtime/test_guards.py"
+            "tests/runtime/test_habits.py"
             "::test_a_write_to_a_saved_activation_is_refused_as_in_plain_pytorch[leaves]"
         ),
     ),
@@ -608,7 +608,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass",
         keeps="backward reads what was written after it was saved",
         test=(
-            "tests/runtime/test_guards.py"
+            "tests/runtime/test_habits.py"
             "::test_a_write_to_a_saved_activation_is_refused_as_in_plain_pytorch[stays]"
         ),
     ),
@@ -618,7 +618,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass",
         keeps="what a forward writes to a parameter is lost when that leaves the device",
         test=(
-            "tests/runtime/test_guards.py"
+            "tests/runtime/test_habits.py"
             "::test_a_forward_that_writes_to_a_parameter_that_leaves_is_refused"
         ),
     ),
