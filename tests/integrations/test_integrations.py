@@ -176,13 +176,12 @@ def of_blocks(name: str) -> Plan:
 
 
 def case(name: str, settings: dict[str, Any] | None = None, **planned: Any) -> Case:
-    settings = {"eval_strategy": "steps", "eval_steps": 2} | (settings or {})
-    made = partial(trainer, name, **settings)
-    return Case(make=made, plan=partial(plan, name, **planned))
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, **(settings or {})}
+    return Case(make=partial(trainer, name, **given), plan=partial(plan, name, **planned))
 
 
 ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-EPOCHS = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 1}
+EPOCHS: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 1}
 TIED = partial(build, "llama-tied")
 GPT2 = partial(trainer, "gpt2")
 TIED_PLAN, GPT2_PLAN = partial(plan, "llama-tied"), partial(plan, "gpt2")
@@ -462,12 +461,13 @@ def test_autocast_is_taken_off_and_the_plan_stays(tmp_path: Path) -> None:
 def test_settings_of_accelerate_that_the_plan_is_not_for_are_refused(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
-    for settings in (
+    wrong: tuple[dict[str, Any], ...] = (
         {"gradient_accumulation_steps": 3},
         {"mixed_precision": "bf16"},
         {"dynamo_plugin": TorchDynamoPlugin(backend="eager")},
-    ):
-        assert_says(refused(lambda: Loop(plan("gpt2"), tmp_path, **settings)))  # noqa: B023
+    )
+    for settings in wrong:
+        assert_says(refused(partial(Loop, plan("gpt2"), tmp_path, **settings)))
 
 
 def test_optimizers_that_are_not_of_the_model_or_were_used_are_refused(
@@ -479,9 +479,9 @@ def test_optimizers_that_are_not_of_the_model_or_were_used_are_refused(
     model(**default_collate(rows(4, seed=0))).loss.backward()
     used.step()
     compiled: Any = torch.compile(build("gpt2"))
-    pairs = ((model, both), (model, used), (compiled, ADAMW(compiled.parameters())))
-    for pair in pairs:
-        assert_says(refused(lambda: in_accelerate.use_plan(accelerator(), *pair, plan("gpt2"))))  # noqa: B023
+    for of, optimizer in ((model, both), (model, used), (compiled, ADAMW(compiled.parameters()))):
+        attach = partial(in_accelerate.use_plan, accelerator(), of, optimizer, plan("gpt2"))
+        assert_says(refused(attach))
 
 
 # --- optimizers that are adopted ------------------------------------------------------------------

@@ -20,63 +20,11 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.profile import DType
 from tests.support.messages import Speaker
 
-PUBLISHED = {  # millions, as model cards and papers say, which round
-    "bert-base": 110,
-    "bert-large": 340,
-    "clip-vit-base": 151,
-    "gemma-2-27b": 27_200,
-    "gemma-2-2b": 2_610,
-    "gemma-2-9b": 9_240,
-    "gemma-2b": 2_510,
-    "gemma-3-1b": 1_000,
-    "gemma-7b": 8_540,
-    "gpt2": 124,
-    "gpt2-large": 774,
-    "gpt2-medium": 355,
-    "gpt2-xl": 1_558,
-    "llama-2-13b": 13_000,
-    "llama-2-70b": 69_000,
-    "llama-2-7b": 6_740,
-    "llama-3.1-405b": 405_000,
-    "llama-3.1-70b": 70_600,
-    "llama-3.1-8b": 8_030,
-    "llama-3.2-1b": 1_240,
-    "llama-3.2-3b": 3_210,
-    "mistral-7b": 7_240,
-    "mixtral-8x7b": 46_700,
-    "opt-1.3b": 1_300,
-    "opt-13b": 13_000,
-    "opt-30b": 30_000,
-    "phi-2": 2_780,
-    "phi-3-mini": 3_820,
-    "phi-4": 14_700,
-    "pythia-1.4b": 1_414.6,
-    "pythia-12b": 11_846,
-    "qwen2.5-0.5b": 490,
-    "qwen2.5-1.5b": 1_540,
-    "qwen2.5-14b": 14_700,
-    "qwen2.5-32b": 32_500,
-    "qwen2.5-72b": 72_700,
-    "qwen2.5-7b": 7_610,
-    "qwen3-0.6b": 600,
-    "qwen3-14b": 14_800,
-    "qwen3-30b-a3b": 30_500,
-    "qwen3-32b": 32_800,
-    "qwen3-4b": 4_000,
-    "qwen3-8b": 8_200,
-    "smollm2-1.7b": 1_710,
-    "smollm2-135m": 135,
-    "smollm2-360m": 362,
-    "t5-11b": 11_300,
-    "t5-3b": 2_850,
-    "t5-base": 223,
-    "t5-small": 60.5,
-    "vit-base": 86,
-    "vit-huge": 632,
-    "vit-large": 307,
-    "whisper-large-v3": 1_550,
-    "whisper-small": 244,
-}
+PUBLISHED: dict[str, float] = json.loads(
+    Path(__file__).with_name("published_sizes.json").read_text()
+)
+"""Millions of parameters, as model cards and papers say, which round."""
+
 OURS = {"tiny-gpt2", "tiny-llama"}
 
 
