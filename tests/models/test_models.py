@@ -40,14 +40,8 @@ def test_presets_have_the_published_number_of_parameters(preset: Preset) -> None
 def test_every_preset_says_where_it_comes_from() -> None:
     assert {*PUBLISHED, *OURS} == set(preset_names())
     assert all(preset.source for preset in presets())
-    llama = next(preset for preset in presets() if preset.name == "llama-3.1-8b")
-    assert (llama.num_layers, llama.hidden_size) == (32, 4096)
-    assert llama.source == (
-        "https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json"
-        " (sizes only; no weights)"
-    )
-    clip = next(preset for preset in presets() if preset.name == "clip-vit-base")
-    assert (clip.num_layers, clip.hidden_size) == (12, 512)
+    sizes = {preset.name: (preset.num_layers, preset.hidden_size) for preset in presets()}
+    assert (sizes["llama-3.1-8b"], sizes["clip-vit-base"]) == ((32, 4096), (12, 512))
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
@@ -246,25 +240,18 @@ def test_a_config_that_transformers_refuses_names_the_file(tmp_path: Path) -> No
 
 
 def test_batches_that_cannot_be_are_refused(assert_says: Speaker) -> None:
-    llama = preset_config("tiny-llama")
-    small = load_source("small", model_config=json.dumps(llama | {"vocab_size": 100}))
-    with pytest.raises(ProtrainError) as caught:
-        small.batches(batch_size=1, seq_len=8)
-    assert_says(caught.value)
-    with pytest.raises(ProtrainError) as caught:
-        load_source("tiny-gpt2").batches(batch_size=1, seq_len=257)
-    assert_says(caught.value)
+    small = preset_config("tiny-llama") | {"vocab_size": 100}
     speech = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}
-    wav2vec = load_source("sound", model_config=json.dumps(speech))
-    with pytest.raises(ProtrainError) as caught:
-        wav2vec.batches(batch_size=1, seq_len=8)
-    assert_says(caught.value)
-    with pytest.raises(ProtrainError) as caught:
-        ZOO["clip"].source.batches(batch_size=1, seq_len=8)
-    assert_says(caught.value)
-    with pytest.raises(ProtrainError) as caught:
-        ZOO["whisper"].source.batches(batch_size=1, seq_len=65)
-    assert_says(caught.value)
+    for source, seq_len in (
+        (load_source("small", model_config=json.dumps(small)), 8),
+        (load_source("tiny-gpt2"), 257),
+        (load_source("sound", model_config=json.dumps(speech)), 8),
+        (ZOO["clip"].source, 8),
+        (ZOO["whisper"].source, 65),
+    ):
+        with pytest.raises(ProtrainError) as caught:
+            source.batches(batch_size=1, seq_len=seq_len)
+        assert_says(caught.value)
 
 
 def first_batch(name: str, *, dtype: DType = "float32", seed: int = 0) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from protrain_runtime.contract.records.plan import (
     Schedule,
 )
 from protrain_runtime.devices.preflight import Room, for_each
+from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.messages import Speaker
 from tests.support.ranks_cases import (
     end_ranks,
@@ -184,27 +185,10 @@ def test_a_rank_that_does_not_come_is_told_by_its_number(
     assert_says(ended[0].error)
 
 
-def of_another_number(rank: int, count: int) -> None:
-    made(rank, count + 1, SHARED)
-
-
-def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    message = (
-        "settings.group.num_devices: the plan is for 3 devices, and 2 run"
-        "\n  fix: plan with --num-devices 2"
-    )
-    assert [end.error for end in end_ranks(of_another_number, 2, tmp_path)] == [message] * 2
-
-
-def test_a_plan_for_several_devices_needs_a_launcher(assert_says: Speaker) -> None:
+@pytest.mark.parametrize("count", [1, 2], ids=["one device", "no launcher"])
+def test_who_is_alone_shares_with_nobody(count: int, assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
-        made(0, 2, SHARED)
-    assert_says(caught.value)
-
-
-def test_one_device_shares_with_nobody(assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as caught:
-        made(0, 1, SHARED)
+        made(0, count, SHARED)
     assert_says(caught.value)
 
 
@@ -213,13 +197,7 @@ def in_tensor_parallel(rank: int, count: int) -> None:
     plan = plan_of(model, count, SHARED)
     mesh = init_device_mesh("cpu", (count,))
     parallelize_module(model.head, mesh, ColwiseParallel())
-    prepare(model, replace(plan, model_fingerprint=of(model)), optimizer=ADAMW)
-
-
-def of(model: nn.Module) -> str:
-    from protrain_runtime.diagnostics.matching import model_fingerprint
-
-    return model_fingerprint(model)
+    prepare(model, replace(plan, model_fingerprint=model_fingerprint(model)), optimizer=ADAMW)
 
 
 def test_tensor_parallel_parameters_are_refused(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Recompute,
     Swap,
+    SwapInput,
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import OptimizerCost, Profile
@@ -63,7 +64,7 @@ NUM_STEPS = 6
 """The last is measured, and is an odd one: steps that take turns are not all the profiled one."""
 PIECE_BYTES = 1 << 15
 
-PlanName = Literal["kept", "offloaded", "recomputed", "mixed"]
+PlanName = Literal["kept", "offloaded", "recomputed", "mixed", "lite", "mlp", "attn", "swap lite"]
 PLANS: tuple[PlanName, ...] = ("kept", "offloaded", "recomputed", "mixed")
 
 
@@ -238,6 +239,11 @@ class Judge:
             case "recomputed":
                 gathered = Offload(tier="disk", keep_gathered=True)
                 return without_freedom(decided(units, Recompute(), gathered))
+            case "lite" | "mlp" | "attn" as form:
+                return without_freedom(decided(units, Recompute(form=form), Persistent()))
+            case "swap lite":
+                swapped = SwapInput(tier="disk", form="lite")
+                return without_freedom(decided(units, swapped, Persistent()))
             case "mixed":
                 rng = random.Random(self._seed)
                 return without_freedom(mixed(units, rng, "disk", stepped=not self._waits))
@@ -304,12 +310,15 @@ class Judge:
         over, above = self._subject.over, self._subject.above
         if found.device_bytes > most + over:
             wrong.append(f"peak {found.device_bytes} above the predicted {most}")
-        if above is not None and (less := most - found.device_bytes) > above:
-            wrong.append(f"peak {less} below the predicted {most}")
+        if above is not None and most - found.device_bytes > above:
+            wrong.append(f"peak {most - found.device_bytes} below the predicted {most}")
         if len(found.slot_bytes) > 1:  # else nothing is installed
-            slots = enumerate(zip(found.slot_bytes, predicted, strict=True))
+            slots = list(enumerate(zip(found.slot_bytes, predicted, strict=True)))
             more = [(slot, seen - said) for slot, (seen, said) in slots if seen > said + over]
             wrong += [f"(slot, bytes above the prediction): {more}"] if more else []
+            above = self._subject.above_slots
+            less = [(n, said - seen) for n, (seen, said) in slots if said - seen > (above or 0)]
+            wrong += [f"(slot, bytes below the prediction): {less}"] if less and above else []
         return wrong
 
 

@@ -2,9 +2,9 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from protrain_plan.models.batches import call_model, loss_of
 from protrain_runtime import prepare, restore
 from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.contract.records.plan import (
@@ -25,22 +24,26 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.diagnostics.compiling import compiled_whole
+from tests.support import scenario
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (
     ADAMW,
+    CATALOGUE,
     Factory,
+    Groups,
     Outcome,
-    batch,
-    build,
+    Subject,
     copied,
     described,
     differences,
+    one_group,
+    outcome,
     plan_for,
 )
+from tests.support.scenario import Run, Script
 
 STEPS = 5
-
 
 TIERS: tuple[StateTier, ...] = ("device", "host", "disk")
 
@@ -63,73 +66,141 @@ class Loop:
     double: bool = False  # everything in float64
     compiled: str = ""  # a backend of torch.compile's, for the blocks; empty: they are plain
 
+    @property
+    def subject(self) -> Subject:
+        own = CATALOGUE[self.name]
+        return replace(own, change=nn.Module.double) if self.double else own
 
-def built(loop: Loop, seed: int = 0) -> nn.Module:
-    model = build(loop.name, seed=seed)
-    return model.double() if loop.double else model
+    @property
+    def script(self) -> scenario.Loop:
+        clips = 0.05 if self.clips else None
+        return scenario.Loop(num_steps=STEPS, micro_batches=self.micro_batches, clips=clips)
 
 
-def train(
-    loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int
-) -> list[Tensor]:
-    """Losses and norms of a plain loop on this rank's batches; in modes, where there are some."""
-    modes: Any = optimizer if hasattr(optimizer, "eval") else None
-    torch.manual_seed(1 + rank)
-    seen: list[Tensor] = []
-    numbers = itertools.count(rank, count)
-    for _ in range(STEPS):
-        if modes is not None:
-            modes.train()
-        for number in range(loop.micro_batches):
-            ddp = model if isinstance(model, DistributedDataParallel) else None
-            waits = number + 1 < loop.micro_batches
-            with ddp.no_sync() if ddp is not None and waits else nullcontext():
-                loss = loss_of(call_model(model, batch(loop.name, next(numbers))))
-                (loss / loop.micro_batches).backward()
-            seen.append(loss.detach())
-        if loop.clips:
-            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        if modes is not None:
-            modes.eval()
-    return seen
+@dataclass
+class RanksRun(Run):
+    """A run on one rank of several: under a plan, or in DistributedDataParallel."""
+
+    factor: float = 1.0  # of the losses
+    clips_by: Sequence[Tensor] | None = None  # norms of others; its own, without them
+    norms: list[Tensor] = field(default_factory=list[Tensor])
+
+    def backward(
+        self,
+        number: int,
+        *,
+        weigh: Callable[[Tensor], Tensor] | None = None,
+        between: Callable[[], object] | None = None,
+        last: bool = True,
+    ) -> None:
+        def weighed(loss: Tensor) -> Tensor:
+            return (loss * self.factor) if weigh is None else weigh(loss * self.factor)
+
+        ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
+        with ddp.no_sync() if ddp is not None and not last else nullcontext():
+            super().backward(number, weigh=weighed, between=between, last=last)
+
+    def clip(self, max_norm: float, **options: Any) -> None:
+        parameters = list(self.model.parameters())
+        if self.clips_by is None:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options)
+        else:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            by = self.clips_by[len(self.norms)]
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, by)
+        self.norms.append(norm.detach().clone())
+
+    def outcome(self) -> Outcome:
+        ddp = isinstance(self.model, DistributedDataParallel)
+        plain = self.model.module if ddp else self.model
+        return outcome(plain, self.optimizer, self.seen)  # type: ignore[arg-type]
+
+
+def in_ddp(
+    subject: Subject,
+    rank: int,
+    count: int,
+    factory: Factory,
+    *,
+    groups: Groups = one_group,
+    clips_by: Sequence[Tensor] | None = None,
+) -> RanksRun:
+    model = DistributedDataParallel(subject.build())
+    run = RanksRun(subject, model, factory(groups(model)), rank=rank, num_ranks=count)
+    return replace(run, clips_by=clips_by)
+
+
+def under_plan(
+    subject: Subject,
+    rank: int,
+    count: int,
+    plan: Callable[[nn.Module], Plan],
+    *,
+    folder: Path,
+    seed: int = 0,
+    groups: Groups = one_group,
+    **options: Any,
+) -> RanksRun:
+    # Rank 0's weights are everybody's, as with DistributedDataParallel.
+    model = subject.build(seed if rank == 0 else 5)
+    rng = random.Random(rank)
+    made = prepare(
+        model,
+        plan(model),
+        param_groups=groups(model),
+        spill_directory=folder,
+        wait_limit_s=60,
+        lane_delay=lambda: rng.random() * 0.0005,
+        **options,
+    )
+    return RanksRun(subject, *made, folder=folder, rank=rank, num_ranks=count)
+
+
+def played(run: RanksRun, script: Script) -> Outcome:
+    """What a script computes, with dropout from a state of this rank's."""
+    torch.manual_seed(1 + run.rank)
+    script(run)
+    return run.outcome()
+
+
+def built(loop: Loop) -> nn.Module:
+    return loop.subject.build()
+
+
+def with_norms(run: RanksRun, loop: Loop) -> Outcome:
+    run.factor = 1 / loop.micro_batches
+    found = played(run, loop.script)
+    return replace(found, losses=[*found.losses, *run.norms])
 
 
 def ddp(rank: int, count: int, loop: Loop) -> Outcome:
     """What DistributedDataParallel computes."""
-    plain = built(loop)
-    if loop.compiled:
-        units = described(loop.name)
-        blocks = {u.name: plain.get_submodule(u.name) for u in units if u.kind == "block"}
-        compile_each(blocks, backend=loop.compiled)
-    model = DistributedDataParallel(plain)
-    optimizer = loop.factory(list(model.parameters()))
-    losses = train(loop, model, optimizer, rank, count)
-    return Outcome(losses, copied(model.module.state_dict()), copied(optimizer.state_dict()))
+
+    def build(model: nn.Module) -> None:
+        if loop.double:
+            model.double()
+        units = described(loop.name) if loop.compiled else ()
+        blocks = {u.name: model.get_submodule(u.name) for u in units if u.kind == "block"}
+        if blocks:
+            compile_each(blocks, backend=loop.compiled)
+
+    subject = replace(loop.subject, change=build)
+    return with_norms(in_ddp(subject, rank, count, loop.factory), loop)
 
 
 def planned(
     rank: int, count: int, loop: Loop, plan: Plan, spill: Path, *, checked: bool = False
 ) -> Outcome:
-    # Rank 0's weights are everybody's, as with DistributedDataParallel.
-    model = built(loop, seed=0 if rank == 0 else 5)
     spill = spill / str(rank)
     spill.mkdir(exist_ok=True)
-    rng = random.Random(rank)
-    model, optimizer = prepare(
-        model,
-        plan,
-        optimizer=loop.factory,
-        spill_directory=spill,
-        check="spills" if checked else None,
-        wait_limit_s=60,
-        lane_delay=lambda: rng.random() * 0.0005,
-    )
-    losses = train(loop, model, optimizer, rank, count)
-    found = Outcome(losses, copied(model.state_dict()), copied(optimizer.state_dict()))
-    restore(model)
-    assert list(differences(copied(model.state_dict()), found.parameters, "restored")) == []
+    check: Any = "spills" if checked else None
+    options = {"optimizer": loop.factory, "check": check}
+    run = under_plan(loop.subject, rank, count, lambda _: plan, folder=spill, **options)
+    found = with_norms(run, loop)
+    restore(run.model)
+    restored = copied(run.model.state_dict())
+    assert list(differences(restored, found.parameters, "restored")) == []
     return found
 
 
