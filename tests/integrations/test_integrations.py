@@ -421,15 +421,6 @@ def test_an_accelerated_loop_under_a_plan_equals_the_loop_bitwise(
     assert_same_loop(found, expected)
 
 
-def test_an_accelerated_loop_with_states_of_eight_bits_equals_the_loop_bitwise(
-    tmp_path: Path,
-) -> None:
-    with without_overrides():
-        expected = Loop(None, tmp_path, make=eight_bits).run(clips=True)
-        found = Loop(plan("gpt2"), tmp_path, make=eight_bits).run(clips=True)
-        assert_same_loop(found, expected)
-
-
 @pytest.mark.parametrize("make", [FUSED, eight_bits], ids=["float32 states", "8 bits"])
 def test_accelerates_checkpoints_resume_bitwise(
     make: Callable[..., torch.optim.Optimizer], tmp_path: Path

@@ -105,23 +105,6 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path) -> 
         assert by_plan == [([512.0, 512.0, 256.0, 128.0, 128.0, 64.0], [])] * len(places)
 
 
-def evaluated(rank: int, count: int) -> bool:
-    model, optimizer = made(rank, count, SHARED)
-    step(model, optimizer, 0, rank)
-    tokens = torch.arange(16, device=device())
-    model.eval()
-    with torch.no_grad():
-        here = model(tokens, 0)
-    plain = built()
-    plain.load_state_dict(copied(model.state_dict()))
-    return torch.equal(here, plain.eval()(tokens, 0)) and bool(here.requires_grad) is False
-
-
-@ranks_on_every_device
-def test_ranks_evaluate_together(tmp_path: Path) -> None:
-    assert run_ranks(evaluated, 2, tmp_path) == [True, True]
-
-
 def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
     """What differs from DistributedDataParallel, evaluated between forwards and backwards too."""
     results = []
@@ -143,6 +126,7 @@ def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
             plain.eval()
             with torch.no_grad():
                 seen.append(plain(tokens.flip(0), 1))
+            assert not seen[-1].requires_grad
             plain.train()
             (loss - seen[-1]).square().backward()
             optimizer.step()
@@ -151,8 +135,10 @@ def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
     return list(differences(results[1], results[0], ""))
 
 
-@ranks_on_every_device_at_night
-@pytest.mark.parametrize("lead", [0, 1, LARGE])
+@ranks_on_every_device
+@pytest.mark.parametrize(
+    "lead", [1, *(pytest.param(lead, marks=pytest.mark.slow) for lead in (0, LARGE))]
+)
 def test_ranks_evaluate_between_a_forward_and_its_backward(lead: int, tmp_path: Path) -> None:
     assert run_ranks(evaluated_between, 2, tmp_path, lead) == [[], []]
 
