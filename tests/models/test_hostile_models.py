@@ -147,17 +147,18 @@ def test_what_a_context_or_an_attribute_holds_does_not_swap(tmp_path: Path) -> N
     assert found == {"peaks: kept on ctx": -40_960, "peaks: inner kept": -40_960}
 
 
-def test_a_block_that_draws_may_be_recomputed_and_one_that_counts_not(tmp_path: Path) -> None:
+def test_a_block_that_draws_may_be_recomputed_and_one_that_differs_not(tmp_path: Path) -> None:
     drawing = block_of("random: generators of its own", tmp_path)
     assert (drawing.runs_once, drawing.forms[-1].form) == ("", "full")
-    profile = profiled(HOSTILE["once: counts"], tmp_path)
+    profile = profiled(HOSTILE["once: reads a global"], tmp_path)
     assert [cost.form for cost in profile.units[2].forms] == ["keep"]
     budgets = Budgets(device=10**12, host=0, disk=10**12)
     problem = Problem.of(profile, budgets, replace(OVERLAPPING, piece_bytes=1 << 20))
     with pytest.raises(ProtrainError) as raised:
         pinned_options(problem.implied, [parse_pin("blocks.1: recompute")])
     assert raised.value.message == (
-        "blocks.1 cannot take 'recompute': its forward changes its attribute 'calls'"
+        "blocks.1 cannot take 'recompute': its forward gave another result when it ran again on the"
+        " same inputs"
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.mutations import AMONG_RANKS, SAID_AMONG_RANKS, assert_page, names
 from tests.support.ranks_cases import ranks_on_emulated, run_ranks
-from tests.support.ranks_scenarios import PAGE, TRIES, assert_none_holds, holding
+from tests.support.ranks_scenarios import PAGE, SCENARIOS, TRIES, assert_none_holds, holding
 
 pytestmark = pytest.mark.emulated
 
@@ -24,11 +24,8 @@ def cards() -> Iterator[None]:
         yield
 
 
-SCENARIOS = tuple(dict.fromkeys(one.scenario for one in AMONG_RANKS))
-
-
 def test_scenarios_hold(tmp_path: Path) -> None:
-    assert run_ranks(holding, 2, tmp_path, SCENARIOS) == [[], []]
+    assert run_ranks(holding, 2, tmp_path, [*SCENARIOS]) == [[], []]
 
 
 @pytest.mark.slow

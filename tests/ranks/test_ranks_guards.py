@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError
@@ -21,6 +20,7 @@ from protrain_runtime.contract.records.plan import (
     Offload,
     Persistent,
     Placement,
+    Plan,
     Schedule,
 )
 from protrain_runtime.devices.preflight import Room, for_each
@@ -32,8 +32,18 @@ from tests.support.ranks_cases import (
     ranks_on_every_device_at_night,
     run_ranks,
 )
-from tests.support.routed_model import SHARED, Routed, batch, built, made, plan_of, routed, step
-from tests.support.runtime_cases import ADAMW, LARGE, copied, device, differences
+from tests.support.routed_model import (
+    SHARED,
+    Routed,
+    against_ddp,
+    batch,
+    built,
+    made,
+    plan_of,
+    routed,
+    step,
+)
+from tests.support.runtime_cases import ADAMW, LARGE, device
 
 # --- what only some ranks do ------------------------------------------------------------------
 
@@ -62,25 +72,17 @@ OVERFLOWS = [(0, 0), (None, 3), (1, 0), (0, 15), (None, 9), (1, 15)]
 is in. Of two ranks that share an embedding of 16 rows, one has row 0 and the other row 15."""
 
 
-def scaled(
-    rank: int, count: int, places: Sequence[tuple[Placement, ...]]
-) -> list[tuple[list[float], list[str]]]:
-    """By plan the loss scale after each step, and what differs from DistributedDataParallel."""
-    results: list[tuple[list[float], list[Tensor], dict[str, Any], dict[str, Any]]] = []
-    for place in (None, *places):
-        torch.manual_seed(0)
-        plain = Overflowing().to(device())
-        model: nn.Module = plain
-        optimizer: torch.optim.Optimizer
-        if place is None:
-            # The experts that no batch goes to.
-            model = DistributedDataParallel(plain, find_unused_parameters=True)
-            optimizer = ADAMW(list(plain.parameters()))
-        else:
-            plan = plan_of(plain, count, place, updates="after backward")
-            model, optimizer = prepare(plain, plan, optimizer=ADAMW, wait_limit_s=60)
+def overflowing() -> nn.Module:
+    torch.manual_seed(0)
+    return Overflowing().to(device())
+
+
+def scaled(rank: int, count: int, places: Sequence[tuple[Placement, ...]]) -> list[list[str]]:
+    """By plan, where losses, states and loss scales differ from DistributedDataParallel's."""
+
+    def play(model: nn.Module, _: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         scaler = torch.amp.GradScaler(device().type, init_scale=1024.0, growth_interval=10)
-        scales, losses = list[float](), list[Tensor]()
+        seen: list[Any] = []
         for number, (who, token) in enumerate(OVERFLOWS):
             tokens = batch(10 * number + rank)
             tokens[0] = token
@@ -90,35 +92,33 @@ def scaled(
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-            losses.append(loss.detach())
-        states = copied(plain.state_dict()), copied(optimizer.state_dict())
-        results.append((scales, losses, *states))
-    return [(found[0], list(differences(found, results[0], ""))) for found in results[1:]]
+            seen += [loss.detach(), scaler.get_scale()]
+        assert seen[1::2] == [512.0, 512.0, 256.0, 128.0, 128.0, 64.0]
+        return seen
+
+    plans = [
+        lambda plain, place=place: plan_of(plain, count, place, updates="after backward")
+        for place in places
+    ]
+    return against_ddp(plans, play, overflowing)
 
 
 @ranks_on_every_device_at_night
 def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     """Whichever rank has the part in which it overflows; bitwise what DDP and its scaler do."""
     places = [(place,) for place in (*SHARED, Offload(tier="host"))]
-    for by_plan in run_ranks(scaled, 2, tmp_path, places):
-        assert by_plan == [([512.0, 512.0, 256.0, 128.0, 128.0, 64.0], [])] * len(places)
+    assert run_ranks(scaled, 2, tmp_path, places) == [[[]] * len(places)] * 2
 
 
-def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
+def evaluated_between(rank: int, count: int, lead: int) -> list[list[str]]:
     """What differs from DistributedDataParallel, evaluated between forwards and backwards too."""
-    results = []
-    for planned in (False, True):
-        plain = built()
-        optimizer: torch.optim.Optimizer
-        if planned:
-            plan = plan_of(plain, count, (*SHARED, Offload(tier="host")))
-            schedule = Schedule(forward_lead=lead, backward_lead=lead)
-            units = tuple(replace(unit, schedule=schedule) for unit in plan.units)
-            model, optimizer = prepare(plain, replace(plan, units=units), optimizer=ADAMW)
-        else:
-            model = DistributedDataParallel(plain, find_unused_parameters=True)
-            optimizer = ADAMW(list(plain.parameters()))
+
+    def plan(plain: nn.Module) -> Plan:
+        made = plan_of(plain, count, (*SHARED, Offload(tier="host")))
+        schedule = Schedule(forward_lead=lead, backward_lead=lead)
+        return replace(made, units=tuple(replace(unit, schedule=schedule) for unit in made.units))
+
+    def play(model: nn.Module, plain: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         seen: list[Tensor] = []
         for number in range(3):
             tokens = batch(rank + number)
@@ -131,8 +131,9 @@ def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
             (loss - seen[-1]).square().backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append((seen, copied(plain.state_dict()), copied(optimizer.state_dict())))
-    return list(differences(results[1], results[0], ""))
+        return seen
+
+    return against_ddp([plan], play)
 
 
 @ranks_on_every_device
@@ -140,7 +141,7 @@ def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
     "lead", [1, *(pytest.param(lead, marks=pytest.mark.slow) for lead in (0, LARGE))]
 )
 def test_ranks_evaluate_between_a_forward_and_its_backward(lead: int, tmp_path: Path) -> None:
-    assert run_ranks(evaluated_between, 2, tmp_path, lead) == [[], []]
+    assert run_ranks(evaluated_between, 2, tmp_path, lead) == [[[]], [[]]]
 
 
 # --- before the first collective --------------------------------------------------------------
