@@ -44,6 +44,7 @@ from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import cpu, decoder
 from tests.support.runtime_cases import (
     BATCH,
+    CATALOGUE,
     SEQUENCE,
     Factory,
     Outcome,
@@ -62,6 +63,8 @@ from tests.support.runtime_cases import (
     plan_of,
     weight_decay_groups,
 )
+from tests.support.scenario import Run as TrainingRun
+from tests.support.scenario import Scenario
 
 ROOT = Path(__file__).parents[2]
 SIDES = ("plain", "plan", "another plan")
@@ -71,12 +74,37 @@ Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained, and in which precision."""
+    """A model, its optimizer and its precision."""
 
     factory: Factory
     dtype: torch.dtype = torch.float32
     precision: Precision = "pure"
     name: str = "gpt2"  # with dropout: random states matter
+
+    def planned(self, seed: int, model: nn.Module) -> Plan:
+        workload = Workload(
+            model="",
+            model_config="",
+            batch_size=BATCH,
+            seq_len=SEQUENCE,
+            dtype="float32" if self.dtype == torch.float32 else "bfloat16",
+            precision=self.precision,
+            device="cpu",
+            seed=0,
+        )
+        units = mixed(described(self.name), random.Random(seed), "disk", "host")
+        return plan_of(units, fingerprint=model_fingerprint(model), workload=workload)
+
+    def start(self, side: str, folder: Path, *, seed: int = 0) -> TrainingRun:
+        own, masters = CATALOGUE[self.name], self.precision == "master"
+        made = Scenario(
+            model=replace(own, change=lambda model: model.to(self.dtype)),
+            plan=partial(self.planned, 3 if side == "plan" else 5),
+            factory=self.factory,
+            plain_factory=with_master_weights(self.factory) if masters else None,
+            groups=weight_decay_groups,
+        )
+        return made.start(None if side == "plain" else folder, seed=seed)
 
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -92,51 +120,13 @@ KINDS = {
 }
 
 
-def planned(kind: Kind, seed: int) -> Plan:
-    model = build(kind.name).to(kind.dtype)
-    workload = Workload(
-        model="",
-        model_config="",
-        batch_size=BATCH,
-        seq_len=SEQUENCE,
-        dtype="float32" if kind.dtype == torch.float32 else "bfloat16",
-        precision=kind.precision,
-        device="cpu",
-        seed=0,
-    )
-    units = mixed(described(kind.name), random.Random(seed), "disk", "host")
-    return plan_of(units, fingerprint=model_fingerprint(model), workload=workload)
-
-
-def made(kind: Kind, side: str, folder: Path, *, seed: int = 0) -> Pair:
-    model = build(kind.name, seed=seed).to(kind.dtype)
-    groups = weight_decay_groups(model)
-    if side == "plain":
-        masters = kind.precision == "master"
-        factory = with_master_weights(kind.factory) if masters else kind.factory
-        return model, factory(groups)
-    plan = planned(kind, 3 if side == "plan" else 5)
-    return prepare(model, plan, optimizer=kind.factory, param_groups=groups, spill_directory=folder)
-
-
-def steps(kind: Kind, pair: Pair, numbers: range) -> list[torch.Tensor]:
-    model, optimizer = pair
-    losses = []
-    for number in numbers:
-        loss = loss_of(call_model(model, batch(kind.name, number)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
 @cache
 def uninterrupted(kind: Kind) -> Outcome:
     """Steps 0 to 3 in plain PyTorch."""
     torch.manual_seed(1)
-    pair = made(kind, "plain", Path())
-    return outcome(*pair, steps(kind, pair, range(4)))
+    run = kind.start("plain", Path())
+    run.step(*range(4))
+    return run.outcome()
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -157,22 +147,24 @@ def test_training_continues_bitwise_from_anywhere_to_anywhere(kind: Kind, tmp_pa
     """Saving changes nothing; what is saved does not depend on the plan; loading changes all."""
     for first in SIDES:
         torch.manual_seed(1)
-        pair = made(kind, first, tmp_path)
-        unused = copied(pair[1].state_dict())
-        losses = steps(kind, pair, range(2))
-        save(*pair, tmp_path / first, extra={"step": 2}, shard_bytes=200_000)
+        run = kind.start(first, tmp_path)
+        unused = copied(run.optimizer.state_dict())
+        run.step(0, 1)
+        seen = list(run.seen)
+        save(run.model, run.optimizer, tmp_path / first, extra={"step": 2}, shard_bytes=200_000)
         drawn = random.random()
-        on = losses + steps(kind, pair, range(2, 4))
-        assert_bitwise(outcome(*pair, on), uninterrupted(kind))
+        run.step(2, 3)
+        assert_bitwise(run.outcome(), uninterrupted(kind))
         for second in SIDES:
-            pair = made(kind, second, tmp_path, seed=99)  # other weights
-            steps(kind, pair, range(1))  # and states to be replaced
-            pair[1].load_state_dict(unused)  # takes states away
-            assert pair[1].state_dict()["state"] == {}
-            assert load(*pair, tmp_path / first) == {"step": 2}
+            run = kind.start(second, tmp_path, seed=99)  # other weights
+            run.step(0)  # and states to be replaced
+            run.optimizer.load_state_dict(unused)  # takes states away
+            assert run.optimizer.state_dict()["state"] == {}
+            assert load(run.model, run.optimizer, tmp_path / first) == {"step": 2}
             assert random.random() == drawn
-            on = losses + steps(kind, pair, range(2, 4))
-            assert_bitwise(outcome(*pair, on), uninterrupted(kind))
+            run.seen = list(seen)
+            run.step(2, 3)
+            assert_bitwise(run.outcome(), uninterrupted(kind))
     files = [files_of(tmp_path / first) for first in SIDES]
     assert len(files[0]) > 4
     assert files[0] == files[1] == files[2]
@@ -181,20 +173,21 @@ def test_training_continues_bitwise_from_anywhere_to_anywhere(kind: Kind, tmp_pa
 def test_a_restored_model_saves_and_an_unused_optimizer_too(tmp_path: Path) -> None:
     kind = KINDS["adamw-float32"]
     torch.manual_seed(1)
-    pair = made(kind, "plan", tmp_path)
-    save(*pair, tmp_path / "start")
-    losses = steps(kind, pair, range(2))
-    restore(pair[0])
-    save(*pair, tmp_path / "saved")
-    losses += steps(kind, pair, range(2, 4))
-    assert_bitwise(outcome(*pair, losses), uninterrupted(kind))
+    run = kind.start("plan", tmp_path)
+    save(run.model, run.optimizer, tmp_path / "start")
+    run.step(0, 1)
+    restore(run.model)
+    save(run.model, run.optimizer, tmp_path / "saved")
+    run.step(2, 3)
+    assert_bitwise(run.outcome(), uninterrupted(kind))
     for side in SIDES:
-        pair = made(kind, side, tmp_path, seed=99)
-        steps(kind, pair, range(1))
-        load(*pair, tmp_path / "start")  # states go away again
-        assert pair[1].state_dict()["state"] == {}
-        losses = steps(kind, pair, range(4))
-        assert_bitwise(outcome(*pair, losses), uninterrupted(kind))
+        run = kind.start(side, tmp_path, seed=99)
+        run.step(0)
+        load(run.model, run.optimizer, tmp_path / "start")  # states go away again
+        assert run.optimizer.state_dict()["state"] == {}
+        run.seen.clear()
+        run.step(*range(4))
+        assert_bitwise(run.outcome(), uninterrupted(kind))
 
 
 class Odd(nn.Module):
@@ -250,27 +243,29 @@ def test_odd_tensors_and_modules_continue_bitwise(tmp_path: Path) -> None:
         assert strides[0] == strides[1]
 
 
-def test_an_offloaded_parameter_need_not_be_row_major(tmp_path: Path) -> None:
-    def transposed(planned: bool, seed: int) -> Pair:
-        model = build("functional", seed=seed)
-        for name, parameter in model.named_parameters():
-            if name.endswith("qkv"):
-                parameter.data = parameter.detach().t().contiguous().t()
-        if not planned:
-            return model, ADAMW(model.parameters())
-        plan = plan_for(model, decided(described("functional"), Keep(), Offload(tier="disk")))
-        return prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+def transposed(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith("qkv"):
+            parameter.data = parameter.detach().t().contiguous().t()
 
-    kind = Kind(ADAMW, name="functional")
-    for first in (False, True):
-        pair = transposed(first, seed=0)
-        steps(kind, pair, range(1))
-        save(*pair, tmp_path / "saved")
-        expected = outcome(*pair, steps(kind, pair, range(1, 2)))
-        for second in (False, True):
-            pair = transposed(second, seed=9)
-            load(*pair, tmp_path / "saved")
-            assert_bitwise(outcome(*pair, steps(kind, pair, range(1, 2))), expected)
+
+def test_an_offloaded_parameter_need_not_be_row_major(tmp_path: Path) -> None:
+    made = Scenario(
+        model=replace(CATALOGUE["functional"], change=transposed),
+        units=lambda units: decided(units, Keep(), Offload(tier="disk")),
+        factory=ADAMW,
+    )
+    for first in (None, tmp_path):
+        run = made.start(first)
+        run.step(0)
+        save(run.model, run.optimizer, tmp_path / "saved")
+        run.seen.clear()
+        run.step(1)
+        for second in (None, tmp_path):
+            again = made.start(second, seed=9)
+            load(again.model, again.optimizer, tmp_path / "saved")
+            again.step(1)
+            assert_bitwise(again.outcome(), run.outcome())
 
 
 # --- other readers and writers --------------------------------------------------------------------
@@ -279,11 +274,11 @@ def test_an_offloaded_parameter_need_not_be_row_major(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_hugging_face_and_safetensors_read_what_is_saved(tied: bool, tmp_path: Path) -> None:
     kind = Kind(ADAMW, name="llama-tied" if tied else "llama")
-    pair = made(kind, "plan", tmp_path)
-    steps(kind, pair, range(2))
+    run = kind.start("plan", tmp_path)
+    run.step(0, 1)
     directory = tmp_path / "saved"
-    save(*pair, directory, shard_bytes=100_000)
-    model = pair[0]
+    save(run.model, run.optimizer, directory, shard_bytes=100_000)
+    model = run.model
     model.config.save_pretrained(directory)  # type: ignore[operator, union-attr]
     read, info = type(model).from_pretrained(directory, output_loading_info=True)  # type: ignore[attr-defined]
     assert not any(info.values()), info
@@ -307,7 +302,8 @@ def test_parameters_of_hugging_face_load_into_a_plan(
     kind = Kind(ADAMW, name="llama-tied")
     other = build(kind.name, seed=7)
     other.save_pretrained(tmp_path / "theirs", max_shard_size=size)  # type: ignore[operator]
-    model, optimizer = made(kind, side, tmp_path)
+    run = kind.start(side, tmp_path)
+    model, optimizer = run.model, run.optimizer
     assert load(model, None, tmp_path / "theirs") == {}
     assert list(differences(model.state_dict(), copied(other.state_dict()), "parameters")) == []
     with pytest.raises(ProtrainError) as caught:
@@ -458,9 +454,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused(
 
 def test_offloaded_states_have_no_room_for_others(tmp_path: Path, assert_says: Speaker) -> None:
     kind = Kind(partial(torch.optim.AdamW, lr=1e-3, amsgrad=True, fused=True))
-    pair = made(kind, "plain", tmp_path)
-    steps(kind, pair, range(1))
-    save(*pair, tmp_path / "saved")
+    run = kind.start("plain", tmp_path)
+    run.step(0)
+    save(run.model, run.optimizer, tmp_path / "saved")
     model, optimizer = offloaded("gpt2", tmp_path, param_groups=weight_decay_groups)
     assert_says(message(lambda: load(model, optimizer, tmp_path / "saved")))
 

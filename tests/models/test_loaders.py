@@ -61,7 +61,7 @@ class Again:
 
 
 def rows(count: int, more: int) -> DataLoader[Any]:
-    """Of which the last batch has `more` rows, where that is not 0."""
+    """Batches, the last one of `more` rows, where that is not 0."""
     return DataLoader(TensorDataset(torch.randn(ROWS * count + more, WIDTH)), batch_size=ROWS)
 
 
@@ -108,7 +108,7 @@ def bytes_of(profile: Profile) -> list[object]:
 
 @pytest.fixture(scope="module")
 def solved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Plan]:
-    """Of a list, which never ends."""
+    """A plan for batches of a list, which never ends."""
     profile = profiled_here(source_of("list", 1), tmp_path_factory.mktemp("spill"))
     answer = plan(profile, PLENTY)
     assert isinstance(answer, Solved)

@@ -24,7 +24,7 @@ PUBLISHED: dict[str, Config] = CONFIGS["published"]
 """The keys that say what is computed, of published files. Nested ones are partial there, too."""
 
 SMALL: Config = CONFIGS["small"]
-"""What their numbers become in a small model."""
+"""Their numbers in a small model."""
 
 BY_DEFAULT = (
     *("idefics3", "internvl", "llava_next", "llava_onevision", "paligemma"),

@@ -25,7 +25,7 @@ bitsandbytes: Any = pytest.importorskip("bitsandbytes")
 
 
 def of_the_base(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model of packed layers holds, by the names that it has without adapters."""
+    """Tensors of a model of packed layers, by the names that they have without adapters."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "lora_" not in name:

@@ -33,7 +33,7 @@ RANK = LARGEST_RANK
 
 
 class Told(TorchDispatchMode):
-    """What is said of every product that runs inside."""
+    """Whether every product that runs inside is one of low rank."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

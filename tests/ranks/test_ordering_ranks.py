@@ -1,4 +1,4 @@
-"""What keeps collectives in their place, taken away: what it keeps from happening does happen.
+"""Without the lines that keep collectives in their place, they do go wrong.
 
 As `test_ordering`, of what only several ranks have: two of them, each on an emulated device, whose
 streams come late to their work. A scenario returns where a rank's training differs from

@@ -16,8 +16,7 @@ from protrain_runtime.contract.records.plan import DeviceGroup, Offload, Persist
 from tests.support import quantized_models
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
-from tests.support.ranks_loops import RanksRun, differing, in_ddp, played, under_plan
-from tests.support.ranks_rows import resume
+from tests.support.ranks_loops import RanksRun, differing, in_ddp, played, resume, under_plan
 from tests.support.runtime_cases import Subject, copied, decided, differences, plan_for
 from tests.support.scenario import Loop, Run
 

@@ -39,8 +39,18 @@ from protrain_runtime.diagnostics.compiling import compiled_whole
 from tests.support import odd_optimizers
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
-from tests.support.ranks_loops import PLACES, ROUNDING, TIERS, Loop, assert_as_ddp, in_turn, several
-from tests.support.ranks_rows import FACTORS, assert_rows, numbered
+from tests.support.ranks_loops import (
+    FACTORS,
+    PLACES,
+    ROUNDING,
+    TIERS,
+    Loop,
+    assert_as_ddp,
+    assert_rows,
+    in_turn,
+    numbered,
+    several,
+)
 from tests.support.runtime_cases import (
     FRACTIONAL,
     activation_decisions,

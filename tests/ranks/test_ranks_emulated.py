@@ -25,8 +25,15 @@ from protrain_runtime.devices.lanes import StreamTicket
 from tests.support import routed_model
 from tests.support.cards import host_waits
 from tests.support.ranks_cases import ranks_on_emulated, run_ranks
-from tests.support.ranks_loops import PLACES, Loop, assert_as_ddp, in_turn, several
-from tests.support.ranks_rows import assert_rows, numbered
+from tests.support.ranks_loops import (
+    PLACES,
+    Loop,
+    assert_as_ddp,
+    assert_rows,
+    in_turn,
+    numbered,
+    several,
+)
 from tests.support.runtime_cases import ADAMW, FRACTIONAL, batch, build, decided, described
 
 pytestmark = pytest.mark.emulated
@@ -96,7 +103,7 @@ def test_steps_wait_for_the_device_no_more_often_than_ddps(tmp_path: Path) -> No
 
 
 def hanging(rank: int, count: int) -> tuple[list[str], str]:
-    """What rank 0 is told while a collective waits in a stream, and by the next one."""
+    """Words to rank 0 while a collective waits in a stream, and by the next one."""
     places = (Persistent(), Offload(tier="device"))
     model, optimizer = routed_model.made(rank, count, places, limit_s=2)
     routed_model.step(model, optimizer, 0, rank)

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks ends with a message, on all of them, within a time limit."""
+"""Faults between ranks end with a message, on all of them, within a time limit."""
 
 import os
 import re
@@ -111,7 +111,7 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path) -> 
 
 
 def evaluated_between(rank: int, count: int, lead: int) -> list[list[str]]:
-    """What differs from DistributedDataParallel, evaluated between forwards and backwards too."""
+    """Differences from DistributedDataParallel, evaluated between forwards and backwards."""
 
     def plan(plain: nn.Module) -> Plan:
         made = plan_of(plain, count, (*SHARED, Offload(tier="host")))

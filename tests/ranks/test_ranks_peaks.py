@@ -125,7 +125,7 @@ def assert_within_the_promise(
 
 
 def explained(rank: int, _: int, plan: Plan, profile: Profile) -> str:
-    """What is said where a rank asks for more than any machine has, in a backward."""
+    """The message where a rank asks for more than any machine has, in a backward."""
     workload = plan.workload
     source = load_source(workload.model, model_config=workload.model_config)
     model = source.build(dtype="float32", seed=0)

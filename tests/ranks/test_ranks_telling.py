@@ -50,7 +50,7 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def said(work: Callable[[], object]) -> str:
-    """What the call raises, as its type and the whole text."""
+    """The call's error, as its type and the whole text."""
     try:
         work()
     except BaseException as error:  # noqa: BLE001 (an interruption too)
@@ -78,7 +78,7 @@ def raising(owner: Any, name: str, error: BaseException, calls: int = 1) -> Iter
 # --- prepare --------------------------------------------------------------------------------------
 
 Prepares = Callable[[nn.Module, Path], object]
-"""What a rank that fails does in place of `prepared`; gets a folder that exists."""
+"""Called by a rank that fails in place of `prepared`, with a folder that exists."""
 
 
 def prepared(model: nn.Module, **options: Any) -> Trained:

@@ -196,7 +196,7 @@ _AROUND = (
     (1, "if not self.training or random.random() < 0.7:\n    {call}"),
     (1, "if torch.rand(()).item() < 0.7:\n    {call}"),
 )
-"""What a call of a block stands in."""
+"""Code around the call of a block."""
 
 _OUTSIDE = (
     (12, ""),
@@ -215,7 +215,7 @@ _CALLED = (
     (1, "partial(checkpoint, {block}, use_reentrant=False)"),
     (1, "partial(checkpoint, {block}, use_reentrant=True)"),
 )
-"""What is called in a block's place, in all of a model."""
+"""Callables in a block's place, in all of a model."""
 
 _STYLES: dict[str, tuple[str, str, str, str]] = {
     # signature of the block, what it unpacks, what it returns, how it is called

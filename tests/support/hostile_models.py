@@ -441,7 +441,7 @@ def dense(stack: Stack, hidden: Tensor, step: int) -> Tensor:
 
 
 def u_net(stack: Any, hidden: Tensor, step: int) -> Tensor:
-    """What every encoder gives waits for a decoder, the last for the first."""
+    """Results of encoders wait for decoders, the last for the first."""
     skips: list[Tensor] = []
     for block in stack.blocks:
         hidden = block(hidden)
@@ -520,7 +520,7 @@ def read_between(stack: Any, hidden: Tensor, step: int) -> Tensor:
 
 
 def first_to_last(stack: Stack, hidden: Tensor, step: int) -> Tensor:
-    """What the first of equal blocks gave is added after the last."""
+    """The result of the first of equal blocks is added after the last."""
     first: Tensor = stack.blocks[0](hidden)
     hidden = first
     for block in stack.blocks[1:]:
@@ -695,7 +695,7 @@ class Averaging(Stack):
 
 
 def scaled(draw: Callable[[], float]) -> Make:
-    """What the block computes is scaled by a number that is drawn when it runs."""
+    """The block scales its result by a number that is drawn when it runs."""
     return does(lambda b, x: x + draw() * b.computed(x))
 
 
@@ -1347,7 +1347,7 @@ def batches() -> list[Batch]:
 
 
 def factory(name: str) -> Callable[[], tuple[nn.Module, list[Batch]]]:
-    """What `protrain profile` takes."""
+    """A factory for `protrain profile`."""
     return lambda: (HOSTILE[name].make(), batches())
 
 

@@ -70,7 +70,7 @@ PLANS: tuple[PlanName, ...] = ("kept", "offloaded", "recomputed", "mixed")
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a model under one plan, or in the profile.
+    """The end of a model under one plan, or in the profile.
 
     `discarded` is a model that plain PyTorch does not train the same way twice.
     """
@@ -134,7 +134,7 @@ def _answer(
 
 @dataclass
 class Trained:
-    """What training computed, and the bytes of the last step."""
+    """The results of training, and the bytes of the last step."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, str]] = field(default_factory=list)  # digests, of each step
@@ -354,7 +354,7 @@ def _cost(optimizer: str, dtypes: frozenset[torch.dtype]) -> OptimizerCost:
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    """Of the gradients that can be seen: after updates in backward there are none."""
+    """Digests of visible gradients: after updates in backward there are none."""
 
     def digest(gradient: Tensor) -> str:
         dense = gradient.to_dense().contiguous().view(-1)

@@ -686,7 +686,7 @@ def asked(tree: Path, *tests: str) -> subprocess.CompletedProcess[str]:
 
 
 def verdict(mutation: Mutation, tree: Path) -> str:
-    """What its test says in a copy of the tree that has the mutation."""
+    """The end of its test in a copy of the tree that has the mutation."""
     file = tree / mutation.file.relative_to(ROOT)
     text = file.read_text(encoding="utf-8")
     file.write_text(mutated_text(mutation, text), encoding="utf-8")

@@ -47,7 +47,7 @@ TOGETHER = (
     "draws",
 )
 UNCOUNTED = ("keeps more and more", "keeps more later", "keeps copies beside")
-"""What they keep is not told by a first step."""
+"""A first step does not tell what they keep."""
 
 
 class Odd(torch.optim.AdamW):
@@ -141,7 +141,7 @@ def _of_groups(change: Callable[[dict[str, Any]], object]) -> Before:
 
 
 def _of_stepped(change: Callable[[Odd, Any], object]) -> Before:
-    """Of parameters that have a gradient."""
+    """The change, for parameters that have a gradient."""
     return lambda optimizer, every: [change(optimizer, p) for p in every if p.grad is not None]
 
 

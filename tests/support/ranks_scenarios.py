@@ -1,4 +1,4 @@
-"""What keeps collectives in their place, and on every rank the scenarios that fail without it."""
+"""Scenarios, on every rank, that fail without a line that keeps collectives in their place."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -125,7 +125,7 @@ def holding(rank: int, count: int, scenarios: Sequence[str]) -> list[tuple[str, 
 
 
 def mutants(rank: int, count: int, chosen: Sequence[int]) -> list[int]:
-    """Of these mutations, those without which a scenario held, with several delays."""
+    """The chosen mutations under which a scenario held, with several delays."""
     from tests.emulated.device import longer
 
     hosts, left = dist.new_group(backend="gloo"), list[int]()
