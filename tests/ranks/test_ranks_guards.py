@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from protrain_runtime import prepare
+from protrain_runtime import load, prepare, save
+from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
     Offload,
@@ -35,12 +38,15 @@ from tests.support.ranks_cases import (
 from tests.support.routed_model import (
     SHARED,
     Routed,
+    State,
     against_ddp,
     batch,
     built,
     made,
     plan_of,
     routed,
+    same,
+    state_of,
     step,
 )
 from tests.support.runtime_cases import ADAMW, LARGE, device
@@ -284,3 +290,70 @@ def test_loops_that_would_compute_something_else_are_refused(misuse: str, tmp_pa
 def test_ranks_of_a_machine_share_its_memory_and_its_disk() -> None:
     room = Room(memory_bytes=101, swap_bytes=10, disk_bytes=50, data_limit=40, device_bytes=30)
     assert for_each(room, 2) == replace(room, memory_bytes=50, swap_bytes=5, disk_bytes=25)
+
+
+# --- a rank that is killed: all are started anew, and nothing is lost or changed ------------------
+
+ALL_PLACES: tuple[Placement, ...] = (
+    Persistent(),
+    Offload(tier="device"),
+    Offload(tier="host", keep_gathered=True),
+    Offload(tier="disk"),
+)
+NUM_STEPS, EVERY, KILLED_AT = 7, 2, 4
+
+
+def training(rank: int, count: int, folder: Path, killed: str) -> State:
+    """Seven steps, from the last checkpoint on, saved after every second one."""
+    model, optimizer = made(rank, count, ALL_PLACES, limit_s=10)
+    first = 0
+    if (folder / INDEX).exists():
+        first = load(model, optimizer, folder)["step"]
+        assert first == KILLED_AT
+    for number in range(first, NUM_STEPS):
+        if killed == "in backward" and (number, rank) == (KILLED_AT, 1):
+            model.get_submodule("blocks.0").register_full_backward_hook(lambda *_: kill())
+        step(model, optimizer, number, rank)
+        if (number + 1) % EVERY == 0:
+            if killed == "while it saves" and (number, rank) == (KILLED_AT + 1, 1):
+                kill_on_opening(".safetensors")
+            save(model, optimizer, folder, extra={"step": number + 1})
+    return state_of(model, optimizer)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_on_opening(part: str) -> None:
+    """Let this process end when it opens a file to write it, with this in its name."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and part in str(arguments[0]):
+            _, mode, flags = arguments  # of `open`, and of `os.open`
+            if "w" in str(mode) or flags & (os.O_WRONLY | os.O_RDWR):
+                kill()
+
+    sys.addaudithook(hook)
+
+
+LAST_WORDS = {
+    "in backward": r"reduce-scatter \d @\d failed on lane 'collect': ",
+    "while it saves": "",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", LAST_WORDS)
+def test_a_rank_is_killed_and_all_resume_bitwise(killed: str, tmp_path: Path) -> None:
+    undisturbed = run_ranks(training, 2, tmp_path / "a", tmp_path / "undisturbed", "never")
+    ended = end_ranks(training, 2, tmp_path / "b", tmp_path / "saved", killed)
+    assert (ended[1].exit_code, ended[1].error) == (-signal.SIGKILL, "")
+    assert re.fullmatch(
+        rf"{LAST_WORDS[killed]}rank 0 of 2 waited for the others, and rank 1 ended or hangs\n"
+        r"  fix: see what that rank said last; start all ranks again, from a checkpoint",
+        ended[0].error,
+    ), ended[0].error
+    resumed = run_ranks(training, 2, tmp_path / "c", tmp_path / "saved", "never")
+    for found, expected in zip(resumed, undisturbed, strict=True):
+        same(found, expected)
