@@ -1,6 +1,7 @@
 """Batches that end: what every kind of iterable that a factory may return is to each command."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from protrain_plan.profiling.estimated import estimates
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Budgets, Plan
 from protrain_runtime.contract.records.profile import Profile
+from tests.support.hostile_models import WORKLOAD, Hostile
+from tests.support.judging import profiled
 from tests.support.runtime_cases import profiled_here
 from tests.support.thinning import thinned
 
@@ -109,7 +112,9 @@ def bytes_of(profile: Profile) -> list[object]:
 @pytest.fixture(scope="module")
 def solved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Plan]:
     """A plan for batches of a list, which never ends."""
-    profile = profiled_here(source_of("list", 1), tmp_path_factory.mktemp("spill"))
+    workload = replace(WORKLOAD, model=source_of("list", 1))
+    subject = Hostile(Net, batch=lambda _: batches(1)[0], workload=workload)
+    profile = profiled(subject, tmp_path_factory.mktemp("spill"))
     answer = plan(profile, PLENTY)
     assert isinstance(answer, Solved)
     return profile, answer.plan
