@@ -75,6 +75,18 @@ def raising(owner: Any, name: str, error: BaseException, calls: int = 1) -> Iter
         yield
 
 
+def where(
+    owner: Any, name: str, error: BaseException, call: Callable[..., object], calls: int = 1
+) -> Callable[..., None]:
+    """The call, in which something of the system or of ours raises."""
+
+    def failing(*args: Any) -> None:
+        with raising(owner, name, error, calls):
+            call(*args)
+
+    return failing
+
+
 # --- prepare --------------------------------------------------------------------------------------
 
 Prepares = Callable[[nn.Module, Path], object]
@@ -85,6 +97,10 @@ def prepared(model: nn.Module, **options: Any) -> Trained:
     given = {"optimizer": ADAMW, "wait_limit_s": LIMIT_S, **options}
     plan = given.pop("plan", None) or plan_of(model, dist.get_world_size(), PLACES)
     return prepare(model, plan, **given)
+
+
+def prepares(model: nn.Module, folder: Path) -> None:
+    prepared(model)
 
 
 def changed(change: Callable[[Any], object]) -> Prepares:
@@ -109,14 +125,6 @@ def with_too_large_a_plan(model: nn.Module, folder: Path) -> None:
     plan = plan_of(model, 2, PLACES)
     takes = TierBytes(device=2**60, context=0, host=0, disk=0)
     prepared(model, plan=replace(plan, prediction=replace(plan.prediction, peak_bytes=takes)))
-
-
-def while_raising(owner: Any, name: str, error: BaseException, calls: int = 1) -> Prepares:
-    def fails(model: nn.Module, folder: Path) -> None:
-        with raising(owner, name, error, calls):
-            prepared(model)
-
-    return fails
 
 
 def given(**options: Callable[[Any, Path], Any]) -> Prepares:
@@ -167,11 +175,11 @@ FAILURES: dict[str, tuple[Prepares, str, str]] = {
     "too large a plan": (with_too_large_a_plan, "NoRoomError", "the plan takes"),
     "no folder": (given(spill_directory=lambda _, folder: folder / "none"), "ProtrainError", ""),
     "a full disk": (
-        while_raising(os, "posix_fallocate", OSError(28, "No space left on device"), 2),
+        where(os, "posix_fallocate", OSError(28, "No space left on device"), prepares, 2),
         "ProtrainError",
         "",
     ),
-    "a broken disk": (while_raising(os, "pwrite", UNREADABLE, 2), "ProtrainError", ""),
+    "a broken disk": (where(os, "pwrite", UNREADABLE, prepares, 2), "ProtrainError", ""),
     "another optimizer": (
         given(optimizer=lambda *_: partial(torch.optim.SGD, lr=0.1)),
         "RanksError",
@@ -194,12 +202,12 @@ FAILURES: dict[str, tuple[Prepares, str, str]] = {
         "no such optimizer",
     ),
     "interrupted": (
-        while_raising(preparation, "make_chunks", KeyboardInterrupt()),
+        where(preparation, "make_chunks", KeyboardInterrupt(), prepares),
         "KeyboardInterrupt",
         "",
     ),
     "out of memory late": (
-        while_raising(preparation, "Engine", MemoryError("no more")),
+        where(preparation, "Engine", MemoryError("no more"), prepares),
         "MemoryError",
         "no more",
     ),
@@ -256,14 +264,6 @@ def test_a_rank_that_cannot_prepare_tells_the_others_and_models_are_as_before(
 Calls = Callable[[nn.Module, torch.optim.Optimizer, Path], object]
 
 
-def loads(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    load(model, optimizer, folder)
-
-
-def saves(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    save(model, optimizer, folder)
-
-
 def saves_beside(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     beside = save(model, optimizer, folder, beside=True)
     assert beside is not None
@@ -275,17 +275,13 @@ def looks(model: nn.Module, _: torch.optim.Optimizer, __: Path) -> None:
         pass
 
 
-def restores(model: nn.Module, _: torch.optim.Optimizer, __: Path) -> None:
+def restore_here(model: nn.Module, *_: object) -> None:
     restore(model)
 
 
 def with_another(call: Calls) -> Calls:
     """The optimizer is not the one that `prepare` returned."""
     return lambda model, _, folder: call(model, ADAMW(list(model.parameters())), folder)
-
-
-def from_nowhere(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    load(model, optimizer, folder / "none")
 
 
 def from_a_damaged_one(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -297,32 +293,21 @@ def from_a_damaged_one(model: nn.Module, optimizer: torch.optim.Optimizer, folde
     load(model, optimizer, own)
 
 
-def with_what_cannot_be_saved(
-    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
-) -> None:
-    save(model, optimizer, folder, extra={"here": threading.Lock()})
-
-
-def where(owner: Any, name: str, error: BaseException, call: Calls) -> Calls:
-    """The call, in which something of the system or of ours raises."""
-
-    def failing(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        with raising(owner, name, error):
-            call(model, optimizer, folder)
-
-    return failing
-
-
 NO_ROOM = ProtrainError("no room", fix="make some")
 CALLS: Sequence[tuple[str, Calls, Calls, str]] = (
     # The name, what is called, what the failing rank does in its place, and what is told.
-    ("load()", loads, with_another(loads), "the optimizer is not the one that prepare() returned"),
-    ("load()", loads, from_nowhere, ""),
-    ("load()", loads, from_a_damaged_one, ""),
-    ("load()", loads, where(loading, "_matched", KeyboardInterrupt(), loads), "KeyboardInterrupt"),
-    ("save()", saves, with_another(saves), "the optimizer is not the one that prepare() returned"),
-    ("save()", saves, with_what_cannot_be_saved, "extra.here: this cannot be saved: "),
-    ("save()", saves, where(saving, "model_values", UNREADABLE, saves), "OSError: [Errno 5] Input"),
+    ("load()", load, with_another(load), "the optimizer is not the one that prepare() returned"),
+    ("load()", load, lambda model, optimizer, folder: load(model, optimizer, folder / "none"), ""),
+    ("load()", load, from_a_damaged_one, ""),
+    ("load()", load, where(loading, "_matched", KeyboardInterrupt(), load), "KeyboardInterrupt"),
+    ("save()", save, with_another(save), "the optimizer is not the one that prepare() returned"),
+    (
+        "save()",
+        save,
+        partial(save, extra={"here": threading.Lock()}),
+        "extra.here: this cannot be saved: ",
+    ),
+    ("save()", save, where(saving, "model_values", UNREADABLE, save), "OSError: [Errno 5] Input"),
     (
         "save()",
         saves_beside,
@@ -337,8 +322,8 @@ CALLS: Sequence[tuple[str, Calls, Calls, str]] = (
     ),
     (
         "restore()",
-        restores,
-        where(Engine, "settle", KeyboardInterrupt(), restores),
+        restore_here,
+        where(Engine, "settle", KeyboardInterrupt(), restore_here),
         "KeyboardInterrupt",
     ),
 )
@@ -413,18 +398,8 @@ def in_forward(error: BaseException) -> Steps:
     return hooked(hook)
 
 
-def within(owner: Any, name: str, error: BaseException, call: Steps, calls: int = 1) -> Steps:
-    """The call, in which something of the system or of ours raises."""
-
-    def fails(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        with raising(owner, name, error, calls):
-            call(model, optimizer)
-
-    return fails
-
-
 def without_disk(call: Steps) -> Steps:
-    return within(os, "preadv", UNREADABLE, call)
+    return where(os, "preadv", UNREADABLE, call)
 
 
 def evaluates(model: nn.Module, _: torch.optim.Optimizer) -> None:
@@ -469,7 +444,7 @@ STEPS: Sequence[tuple[Steps, Steps, str]] = (
     (steps, in_backward, "in a backward: see what that rank says"),
     (
         steps,
-        within(Engine, "_begin_slot", KeyboardInterrupt(), steps, calls=6),
+        where(Engine, "_begin_slot", KeyboardInterrupt(), steps, calls=6),
         "in a backward: KeyboardInterrupt",
     ),
     (steps, updates_badly, "in optimizer.step(): ValueError: no update"),
