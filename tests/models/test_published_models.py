@@ -48,14 +48,12 @@ def small(config: Config) -> Config:
     return made
 
 
-def estimated(
-    config: Config, *, adapter: str = "", quantize: Quantize = "", seq_len: int = 64
-) -> Profile:
+def estimated(config: Config, *, adapter: str = "", quantize: Quantize = "") -> Profile:
     return estimate(
         load_source("config.json", model_config=json.dumps(config)),
         hardware=load_hardware("h100-sxm"),
         batch_size=1,
-        seq_len=seq_len,
+        seq_len=64,
         dtype="bfloat16",
         adapter=adapter,
         quantize=quantize,
