@@ -743,7 +743,10 @@ def retrained(directory: Path, change: Callable[[Any], object]) -> None:
     def put(index: Any) -> None:
         index["protrain"]["training"] = content
         index["protrain"]["tensors"]["training"] = entries
-        index["protrain"]["headers"][path.name] = [header.num_bytes, header.checksum]
+        headers = index["protrain"]["headers"]
+        for file in [file for file in headers if file.startswith("training-")]:
+            del headers[file]
+        headers[path.name] = [header.num_bytes, header.checksum]
 
     resealed(directory, put)
 
