@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import KNOWN, OF_8_BITS, OF_MATRICES, optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import Problem
@@ -40,13 +39,14 @@ from protrain_runtime.contract.records.plan import (
     Swap,
     UnitPlan,
 )
-from protrain_runtime.contract.records.profile import OptimizerCost, Profile
+from protrain_runtime.contract.records.profile import OptimizerCost
 from protrain_runtime.states import update_rules
 from protrain_runtime.states.chunks import Cut
 from protrain_runtime.states.compositions import Composition, is_composed, taken_apart
 from protrain_runtime.states.update_rules import StateRule, UpdateRules
 from protrain_runtime.states.updates import ranges
 from tests.support import judging, odd_optimizers
+from tests.support.hostile_models import Hostile
 from tests.support.low_rank import LowRank
 from tests.support.messages import Speaker
 from tests.support.odd_optimizers import APART, TOGETHER, UNCOUNTED, WHOLE, odd
@@ -183,33 +183,20 @@ def test_what_looks_at_whole_parameters_trains_or_is_refused(way: str, tmp_path:
     assert_bitwise(asked.played(run), expected)
 
 
-@dataclass(frozen=True)
-class OfFeature:
+def of_feature(feature: str) -> Hostile:
     """A small model that an odd optimizer trains, for the profile's open decisions."""
 
-    feature: str
-    factory = None
-    gives_up = None
-
-    @property
-    def optimizer(self) -> str:
-        return f"tests.support.odd_optimizers:made(features={self.feature!r})"
-
-    def build(self) -> nn.Module:
+    def make() -> nn.Module:
         odd_optimizers.COUNTS["calls"] = 0
         odd_optimizers.forget()
         return build("gpt2")
 
-    def batch(self, step: int) -> Batch:
-        return batch("gpt2", step)
+    optimizer = f"tests.support.odd_optimizers:made(features={feature!r})"
+    return Hostile(make, optimizer=optimizer, batch=partial(batch, "gpt2"))
 
 
 class JudgeOfOpen(judging.Judge):
     """Of plans' decisions, those that the profile leaves open."""
-
-    def _profile(self) -> Profile:
-        self.profile = super()._profile()
-        return self.profile
 
     def _decided(self, name: judging.PlanName, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
         problem = Problem.of(self.profile, Budgets(device=2**40, host=2**40, disk=2**40))
@@ -235,7 +222,7 @@ class JudgeOfOpen(judging.Judge):
 def test_what_a_profile_leaves_open_is_not_refused_and_trains_bitwise(
     feature: str, tmp_path: Path
 ) -> None:
-    for verdict in JudgeOfOpen(OfFeature(feature), 0, tmp_path).verdicts(judging.PLANS):
+    for verdict in JudgeOfOpen(of_feature(feature), 0, tmp_path).verdicts(judging.PLANS):
         assert (verdict.kind, verdict.text) == ("like plain", "")
 
 
@@ -243,7 +230,7 @@ def test_what_a_profile_leaves_open_is_not_refused_and_trains_bitwise(
 def test_a_profile_refuses_what_keeps_more_than_its_first_step_shows(
     feature: str, tmp_path: Path
 ) -> None:
-    (verdict,) = JudgeOfOpen(OfFeature(feature), 0, tmp_path).verdicts(judging.PLANS)
+    (verdict,) = JudgeOfOpen(of_feature(feature), 0, tmp_path).verdicts(judging.PLANS)
     assert (verdict.under, verdict.kind) == ("profile", "refused")
 
 
@@ -568,32 +555,22 @@ def test_steps_that_draw_random_numbers_persist(
         replace(asked, units=units).assert_like_plain(tmp_path)
 
 
-@dataclass(frozen=True)
-class OfTorchao:
-    """A small model that torchao's optimizer trains."""
-
-    optimizer: str = "torchao.optim:AdamW4bit"
-    factory: None = None
-    gives_up: None = None
-
-    def build(self) -> nn.Module:
-        return build("llama-tied")
-
-    def batch(self, step: int) -> Batch:
-        return batch("llama-tied", step)
-
-
 @pytest.mark.slow
 def test_bytes_of_states_made_of_tensors_stay_below_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torchao.optim")
-    subject, cost = OfTorchao(), judging._cost
+    cost = judging._cost
+    subject = Hostile(
+        partial(build, "llama-tied"),
+        optimizer="torchao.optim:AdamW4bit",
+        batch=partial(batch, "llama-tied"),
+    )
 
-    def with_cuts(optimizer: str) -> OptimizerCost:
+    def with_cuts(optimizer: str, dtypes: frozenset[torch.dtype]) -> OptimizerCost:
         rules = UpdateRules(optimizer_factory(optimizer, "pure"))
         cuts: dict[str, Any] = dict(cuts_of(subject.build(), rules))
-        return replace(cost(optimizer), **cuts)
+        return replace(cost(optimizer, dtypes), **cuts)
 
     monkeypatch.setattr(judging, "_cost", with_cuts)
     with uncompiled(4096, monkeypatch):

@@ -26,8 +26,8 @@ PIECE_BYTES = 1 << 16
 NUM_STEPS = 3  # the last one is measured
 
 SLACK_BYTES = 4096
-"""What a bound may stand above the truth where the programme's waits leave no freedom: scalars of
-the optimizer and of the loss, and the alignment of pieces."""
+"""Bytes that a bound may stand above the truth where the programme's waits leave no freedom:
+scalars of the optimizer and of the loss, and the alignment of pieces."""
 
 
 def profile_file(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
@@ -59,7 +59,7 @@ _HELD: list[torch.Tensor] = []
 
 
 def bytes_of_others() -> int:
-    """Of tensors that other tests have left in this process, as soon as they are the same twice.
+    """Bytes of tensors that other tests have left here, as soon as they are the same twice.
 
     A thread that another test has ended may hold tensors for a moment longer. Those that are there
     then stay until the next call: what would be freed while a step is measured is in no sum.

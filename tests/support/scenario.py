@@ -212,6 +212,8 @@ class Loop:
             self.between(run, number)
         scaler.step(run.optimizer)
         scaler.update()
+        if self.scales:
+            run.seen.append(torch.tensor(scaler.get_scale()))
         run.optimizer.zero_grad()
         if modes is not None:
             modes.eval()

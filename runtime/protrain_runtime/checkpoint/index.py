@@ -163,6 +163,10 @@ class Saved:
                 ranges.setdefault(part.path, []).append(
                     Range(name, part.start, size, part.checksum or 0)
                 )
+        of_kind = re.compile(rf"(rank-[0-9]+-)?{kind}-[0-9]+-of-[0-9]+\.safetensors")
+        for file in sorted(filter(of_kind.fullmatch, self._headers)):
+            if folder / file not in ranges:
+                raise damaged(self.index, f"the file is damaged: no tensor lies in {file}")
         for path, of_file in ranges.items():
             row = self._headers[path.name]
             if not are_numbers(row, 2):
