@@ -616,7 +616,7 @@ def test_micro_batches_add_up_and_training_resumes_as_in_plain_pytorch(
 )
 def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     def make(folder: Path) -> Profile:
-        return profiled_here(request.param, folder, allow=LEAVES)
+        return profiled_here(request.param, folder, num_steps=2, allow=LEAVES)
 
     return profile_made(tmp_path_factory, f"compressed-{request.param}", make)
 

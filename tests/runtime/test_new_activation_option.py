@@ -48,7 +48,7 @@ def registered() -> Iterator[Callable[[], None]]:
 
 @pytest.fixture(scope="module")
 def profile(registered: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    make = partial(profiled_here, "tiny-llama", allow=LEAVE)
+    make = partial(profiled_here, "tiny-llama", num_steps=2, allow=LEAVE)
     return profile_made(tmp_path_factory, "half-activations", make)
 
 

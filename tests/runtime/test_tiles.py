@@ -843,7 +843,7 @@ def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         model = tmp_path_factory.mktemp("model")
         config = json.loads(load_source("tiny-llama").model_config) | {"vocab_size": MANY}
         (model / "config.json").write_text(json.dumps(config))
-        return profiled_here(str(model), folder, dtype=request.param, allow=ROUNDING)
+        return profiled_here(str(model), folder, dtype=request.param, num_steps=2, allow=ROUNDING)
 
     return profile_made(tmp_path_factory, f"tiles-{request.param}", make)
 

@@ -34,7 +34,7 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     """A measured profile of a model in float32, made once for all processes and test files."""
 
     def make(folder: Path) -> Profile:
-        return profiled_here(name, folder)
+        return profiled_here(name, folder, num_steps=2)
 
     return _made(tmp_path_factory, f"peaks-{name.rpartition(':')[2]}.yaml", make)
 
