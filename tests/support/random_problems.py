@@ -8,6 +8,7 @@ from protrain_plan.planning.search.scheduling import ALL, ScheduleRule, fill
 from protrain_runtime.contract.records.plan import (
     ALONE,
     Budgets,
+    Schedule,
     StepSettings,
     UnitPlan,
     Updates,
@@ -50,6 +51,26 @@ def random_problem(
             overlap_steps=rng.random() < 0.7,
         ),
     )
+
+
+def random_units(profile: Profile, rng: random.Random, settings: StepSettings) -> list[UnitPlan]:
+    """Any decisions with any leads and drains, whatever memory they take."""
+    leads, drains = [0, 0.5, 1, 2, 50], [None, 0, 0.5, 1, 7]
+    return [
+        UnitPlan(
+            name=options.unit.name,
+            activations=rng.choice(options.activations).decision,
+            states=rng.choice(options.states).decision,
+            schedule=Schedule(
+                forward_lead=rng.choice(leads),
+                backward_lead=rng.choice(leads),
+                swap_lead=rng.choice(leads),
+                swap_drain=rng.choice(drains),
+                update_drain=rng.choice(drains),
+            ),
+        )
+        for options in Problem.of(profile, PLENTY, settings=settings).options
+    ]
 
 
 def random_rule(rng: random.Random) -> ScheduleRule:
