@@ -5,20 +5,10 @@ from dataclasses import replace
 import pytest
 
 from protrain_plan.planning.questions.spending import TOKENS, Spending, spending
-from protrain_runtime.contract.records.hardware import Hardware, Rates
+from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import ALONE, DeviceGroup
 from protrain_runtime.contract.records.profile import DType, Profile
-from tests.support.planning_cases import MB, decoder, gpu
-
-RATES = Rates(
-    float32_flops_per_s=10e12,
-    bfloat16_flops_per_s=100e12,
-    compute_efficiency=0.5,
-    memory_bytes_per_s=1e12,
-    memory_efficiency=0.8,
-    operator_s=1e-6,
-    host_parameters_per_s=1e9,
-)
+from tests.support.planning_cases import MB, RATES, decoder, gpu
 
 
 def profiled(machine: Hardware, *, dtype: DType = "bfloat16", flops: float = 20e12) -> Profile:

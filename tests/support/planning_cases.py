@@ -18,6 +18,7 @@ from protrain_runtime.contract.records.hardware import (
     Hardware,
     Interconnect,
     Link,
+    Rates,
     Shared,
     Tier,
 )
@@ -39,6 +40,15 @@ from protrain_runtime.contract.records.profile import (
 )
 
 MB = 1_000_000
+RATES = Rates(
+    float32_flops_per_s=10e12,
+    bfloat16_flops_per_s=100e12,
+    compute_efficiency=0.5,
+    memory_bytes_per_s=1e12,
+    memory_efficiency=0.8,
+    operator_s=1e-6,
+    host_parameters_per_s=1e9,
+)
 FREE = Contention(compute=1.0, lane=1.0)
 
 
