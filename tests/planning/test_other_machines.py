@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from protrain_plan.planning.model.problem import OVERLAPPING, Problem
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.objectives import Fit, Question
 from protrain_plan.planning.questions.shopping import (
     LANES,
@@ -30,7 +30,8 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import Budgets, DeviceGroup
-from tests.support.planning_cases import MB, cpu, decoder, gpu, joined
+from tests.support.planning_cases import MB, cpu, gpu, joined, small, solved
+from tests.support.planning_cases import question as asked_of
 
 GAP = 0.02
 
@@ -39,28 +40,15 @@ def question(
     hardware: Hardware, *, device: int = 900 * MB, group: DeviceGroup | None = None
 ) -> Question:
     """A model of 60 M parameters: states of 840 MB, of which a card of 900 MB has room for half."""
-    profile = decoder(
-        hardware,
-        blocks=1,
-        block_parameters=40 * MB,
-        embedding_parameters=10 * MB,
-        kept=60 * MB,
-        seconds=0.01,
-    )
+    profile = small(hardware, blocks=1, embedding_parameters=10 * MB, kept=60 * MB, seconds=0.01)
     capacities = {tier.name: tier.capacity_bytes for tier in hardware.tiers}
     budgets = Budgets(device=device, host=capacities.get("host", 0), disk=capacities.get("disk", 0))
     group = group or DeviceGroup()
-    return Question(
-        profile=profile,
-        budgets=budgets,
-        replicas=group.replica_counts,
-        settings=replace(OVERLAPPING, group=group),
-    )
+    return asked_of(profile, budgets, replicas=group.replica_counts, group=group)
 
 
 def seconds_of(reached: Fit) -> float:
-    assert reached.solved is not None
-    return reached.solved.plan.prediction.step_seconds
+    return solved(reached.solved).plan.prediction.step_seconds
 
 
 def speed_of(reached: Fit) -> float:
