@@ -1,12 +1,12 @@
-"""What the accuracy benchmark tries: specimens of the zoo, wider, and plans of five kinds."""
+"""Cases of the accuracy benchmark: specimens of the zoo, wider, and plans of five kinds."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 from torch import nn
 
-from benchmarks.uniform import AMPLE, plan_of_units
+from benchmarks.uniform import AMPLE, decided, plan_of_units
 from benchmarks.zoo import ZOO, Specimen
 from protrain_plan.models.presets import JsonObject
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
@@ -31,8 +31,6 @@ from protrain_runtime.contract.records.profile import Profile
 
 PIECE_BYTES = 1 << 20
 """Chunks here are of a few MiB: several pieces in each."""
-
-Decision = TypeVar("Decision")
 
 PlanKind = Literal["keep", "recompute", "partial", "offload", "planned"]
 PLAN_KINDS: tuple[PlanKind, ...] = get_args(PlanKind)
@@ -111,7 +109,6 @@ def _specimens() -> Iterator[Specimen]:
 
 
 SPECIMENS: dict[str, Specimen] = {specimen.name: specimen for specimen in _specimens()}
-QUICK = ("pyramid", "convolutional")
 
 # --- plans ----------------------------------------------------------------------------------------
 
@@ -164,20 +161,10 @@ def plan_of(kind: PlanKind, profile: Profile) -> Plan:
 
 def _uniform(problem: Problem, policy: _Policy) -> Plan:
     """The policy for every unit; one that cannot follow keeps its activations, or persists."""
-    units = []
-    for index, options in enumerate(problem.options):
-        activations = [option.decision for option in options.activations]
-        states = [option.decision for option in options.states]
-        units.append(
-            problem.unit_plan(
-                index,
-                _first(policy.activations, activations),
-                _first((policy.states,), states),
-                _NO_FREEDOM,
-            )
-        )
-    return plan_of_units(problem, units)
-
-
-def _first(wanted: Sequence[Decision], open_to_unit: Sequence[Decision]) -> Decision:
-    return next((one for one in wanted if one in open_to_unit), open_to_unit[0])
+    return plan_of_units(
+        problem,
+        [
+            decided(problem, index, policy.activations, policy.states, _NO_FREEDOM)
+            for index in range(len(problem.options))
+        ],
+    )

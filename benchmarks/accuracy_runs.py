@@ -1,4 +1,4 @@
-"""What the accuracy benchmark's processes do: profile a specimen, count a plan's bytes, time plans.
+"""The accuracy benchmark's processes: profile a specimen, count a plan's bytes, time plans.
 
 Each is a process of its own, so that what one leaves behind does not count in another.
 """
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.accuracy_cases import PlanKind, plan_of
+from benchmarks.accuracy_cases import PLAN_KINDS, SPECIMENS, PlanKind, plan_of
 from benchmarks.zoo import Specimen
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.hardware.probe import probe
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.profiling.estimated import estimate
@@ -31,16 +30,14 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records import (
-    read_hardware,
     read_plan,
     read_profile,
-    write_hardware,
     write_plan,
     write_profile,
 )
 from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.plan import Plan, UnitPlan
-from protrain_runtime.contract.records.profile import FormCost, Profile
+from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import (
     process_memory,
     reset_peak_rss,
@@ -52,7 +49,7 @@ from protrain_runtime.engine.engine import Observer
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.stand_ins import ConsumedGradient
 
-NUM_WARM_STEPS = 2
+NUM_WARM_STEPS, NUM_STEPS = 2, 9
 SAMPLED_S = 2.0
 MOST_REPEATS = 4
 """Short steps vary more and cost less to repeat: as many times the steps asked for, at most, until
@@ -60,38 +57,6 @@ a plan has been timed for so long."""
 
 MEASURED = Path("measured.yaml")
 ESTIMATED = Path("estimated.yaml")
-MACHINE = Path("machine.yaml")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormDifference:
-    """Estimated less measured bytes of one form of one unit, where they are not equal."""
-
-    unit: str
-    form: str
-    kept: int
-    swappable: int
-    forward_peak: int
-    backward_peak: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileResult:
-    """A measured profile beside an estimated one.
-
-    `missing` are forms that one profile has and the other has not; `refused` says why there is no
-    estimate, which some models' code does not allow.
-    """
-
-    num_parameters: int
-    num_units: int
-    num_forms: int
-    base_difference: int
-    differences: tuple[FormDifference, ...]
-    missing: tuple[str, ...]
-    profile_seconds: float
-    estimate_seconds: float
-    refused: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,20 +122,13 @@ class TimeResult:
 # --- profiles -------------------------------------------------------------------------------------
 
 
-def machine(folder: Path) -> dict[str, Any]:
-    """This machine, probed."""
+def profiles(name: str) -> dict[str, Any]:
+    """Both profiles of a specimen and its plans, as files in a folder; how the profiles differ."""
     return_freed_memory()
-    found = probe("cpu", spill_directory=folder)
-    write_hardware(found, folder / MACHINE)
-    return asdict(found)
-
-
-def profile(specimen: Specimen, folder: Path, machine: Path | None) -> dict[str, Any]:
-    """Both profiles of a specimen and its plans, as files in `folder`; how the profiles differ."""
-    return_freed_memory()
+    specimen, folder = SPECIMENS[name], Path(name)
+    folder.mkdir(exist_ok=True)
     started = time.perf_counter()
-    hardware = load_hardware("cpu") if machine is None else read_hardware(machine)
-    measured = _measured(specimen, hardware, folder, num_steps=1)
+    measured = _measured(specimen, load_hardware("cpu"), folder, num_steps=1)
     between = time.perf_counter()
     estimated, refused = None, ""
     try:
@@ -181,36 +139,19 @@ def profile(specimen: Specimen, folder: Path, machine: Path | None) -> dict[str,
     write_profile(measured, folder / MEASURED)
     if estimated is not None:
         write_profile(estimated, folder / ESTIMATED)
-    return asdict(
-        ProfileResult(
-            num_parameters=sum(unit.num_parameters for unit in measured.units),
-            num_units=len(measured.units),
-            num_forms=sum(len(unit.forms) for unit in measured.units),
-            base_difference=estimated.base_bytes - measured.base_bytes if estimated else 0,
-            differences=tuple(_differences(measured, estimated)) if estimated else (),
-            missing=tuple(_missing(measured, estimated)) if estimated else (),
-            profile_seconds=between - started,
-            estimate_seconds=ended - between,
-            refused=refused,
-        )
-    )
-
-
-def plans(kinds: tuple[PlanKind, ...], folder: Path) -> dict[str, Any]:
-    """The plans for the profile in `folder`, as files there; what their blocks do."""
-    profiled = read_profile(folder / MEASURED)
-    found: dict[str, Any] = {}
-    for kind in kinds:
-        plan = plan_of(kind, profiled)
-        write_plan(plan, folder / f"{kind}.yaml")
-        found[kind] = sorted({_in_words(unit) for unit in plan.units if unit.kind == "block"})
-    return found
-
-
-def _in_words(unit: UnitPlan) -> str:
-    activations = type(unit.activations).__name__
-    form = getattr(unit.activations, "form", "")
-    return f"{activations} {form}, {type(unit.states).__name__}".replace(" ,", ",").lower()
+    for kind in PLAN_KINDS:
+        write_plan(plan_of(kind, measured), folder / f"{kind}.yaml")
+    return {
+        "num_parameters": sum(unit.num_parameters for unit in measured.units),
+        "num_units": len(measured.units),
+        "num_forms": sum(len(unit.forms) for unit in measured.units),
+        "base_difference": estimated.base_bytes - measured.base_bytes if estimated else 0,
+        "differences": list(_differences(measured, estimated)) if estimated else [],
+        "missing": list(_missing(measured, estimated)) if estimated else [],
+        "profile_seconds": between - started,
+        "estimate_seconds": ended - between,
+        "refused": refused,
+    }
 
 
 def _measured(
@@ -243,25 +184,20 @@ def _estimated(specimen: Specimen) -> Profile:
     )
 
 
-def _differences(measured: Profile, estimated: Profile) -> Iterator[FormDifference]:
+def _differences(measured: Profile, estimated: Profile) -> Iterator[dict[str, Any]]:
+    """Estimated less measured bytes of each form of each unit, where they are not equal."""
     for unit, other in zip(measured.units, estimated.units, strict=True):
         theirs = {cost.form: cost for cost in other.forms}
-        for cost in unit.forms:
-            if cost.form in theirs:
-                found = _difference(unit.name, cost, theirs[cost.form])
-                if any((found.kept, found.swappable, found.forward_peak, found.backward_peak)):
-                    yield found
-
-
-def _difference(name: str, real: FormCost, guess: FormCost) -> FormDifference:
-    return FormDifference(
-        unit=name,
-        form=real.form,
-        kept=guess.kept_bytes - real.kept_bytes,
-        swappable=guess.swappable_bytes - real.swappable_bytes,
-        forward_peak=guess.forward_peak_bytes - real.forward_peak_bytes,
-        backward_peak=guess.backward_peak_bytes - real.backward_peak_bytes,
-    )
+        for real in unit.forms:
+            if guess := theirs.get(real.form):
+                off = {
+                    "kept": guess.kept_bytes - real.kept_bytes,
+                    "swappable": guess.swappable_bytes - real.swappable_bytes,
+                    "forward_peak": guess.forward_peak_bytes - real.forward_peak_bytes,
+                    "backward_peak": guess.backward_peak_bytes - real.backward_peak_bytes,
+                }
+                if any(off.values()):
+                    yield {"unit": unit.name, "form": real.form, **off}
 
 
 def _missing(measured: Profile, estimated: Profile) -> Iterator[str]:
@@ -274,9 +210,10 @@ def _missing(measured: Profile, estimated: Profile) -> Iterator[str]:
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def memory(specimen: Specimen, kind: PlanKind, folder: Path) -> dict[str, Any]:
+def counted(name: str, kind: PlanKind) -> dict[str, Any]:
     """Steps of a plan: one for the operating system's count, then one slot by slot."""
     return_freed_memory()
+    specimen, folder = SPECIMENS[name], Path(name)
     planned = read_plan(folder / f"{kind}.yaml")
     others = _live_bytes()  # what libraries made when they were imported
     with TemporaryDirectory(dir=folder) as spill:
@@ -343,7 +280,7 @@ def _read_estimate(folder: Path, planned: Plan) -> Profile | None:
 
 
 def _live_bytes() -> int:
-    """Of all tensors that Python can reach."""
+    """Bytes of all tensors that Python can reach."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     return storage_bytes(found for found in tensors if not isinstance(found, ConsumedGradient))
@@ -391,16 +328,15 @@ class _Training:
 # --- seconds --------------------------------------------------------------------------------------
 
 
-def seconds(
-    specimen: Specimen, kinds: tuple[PlanKind, ...], folder: Path, num_steps: int
-) -> dict[str, Any]:
+def timed(name: str) -> dict[str, Any]:
     """Each plan's steps in turn with plain ones, beside predictions from a fresh profile.
 
     The machine is probed for it, as a profile does: its speeds change from one hour to the next.
     """
     return_freed_memory()
+    specimen, folder = SPECIMENS[name], Path(name)
     fresh = _measured(specimen, None, folder, num_steps=None)
-    plans = {kind: read_plan(folder / f"{kind}.yaml") for kind in kinds}
+    plans = {kind: read_plan(folder / f"{kind}.yaml") for kind in PLAN_KINDS}
     keep = read_plan(folder / "keep.yaml")
     results: dict[str, Any] = {}
     with TemporaryDirectory(dir=folder) as spill:
@@ -411,7 +347,7 @@ def seconds(
             for _ in range(NUM_WARM_STEPS):
                 plain.seconds()
                 about = training.seconds()
-            count = min(max(num_steps, round(SAMPLED_S / about)), MOST_REPEATS * num_steps)
+            count = min(max(NUM_STEPS, round(SAMPLED_S / about)), MOST_REPEATS * NUM_STEPS)
             estimated = _read_estimate(folder, planned)
             taken = [(training.seconds(), plain.seconds()) for _ in range(count)]
             training.close()

@@ -1,11 +1,12 @@
 """The grid that users have: machines of the catalogue with what they have, and what is trained.
 
-    python -m benchmarks.grid        draw it again, in some ten minutes (benchmarks/grid.json)
+    python -m benchmarks.grid        draw it again, in an hour (benchmarks/grid.json)
 
-Six setups on every machine, six budgets each. A setup is a published model with all parameters
+Four setups on every machine, six budgets each. A setup is a published model with all parameters
 trained or adapters alone, clipped or not, so many micro-batches, devices and tokens. The full
 product would be ten thousands of setups; drawn are those in which every pair of values meets on
-some machine, from a fixed seed, and only those that fit the machine.
+some machine, from a fixed seed, and only those that fit the machine. Profiles are estimates, which
+the user's cache keeps.
 """
 
 import json
@@ -17,17 +18,19 @@ from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 
-from benchmarks.costs import UTILISATION
-from benchmarks.machines import Machine, updated_per_s
-from benchmarks.shapes import SHAPES, profile
+from protrain_plan.commands.measuring import ProfileRequest, estimated
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.profiling.estimate_cache import EstimateCache
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import group_on, profile_of_rank
+from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.files import replace_text
 from protrain_runtime.contract.records.plan import ALONE, Budgets, DeviceGroup, Updates
-from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.profile import Profile, Workload
 
 DRAWN_GRID = Path(__file__).parent / "grid.json"
 
@@ -37,11 +40,14 @@ SHARES = (0.0, 0.1, 0.25, 0.45, 0.7, 1.0)
 SMALLEST = 1.01
 """The smallest budget, in times what the leanest plan needs."""
 
-SETUPS = 6
-"""Of every machine."""
+SETUPS = 4
+"""Setups of every machine."""
 
-MODELS = tuple(shape.name for shape in SHAPES if not shape.adapter_rank)
-ADAPTER_RANKS = (0, 16)
+MODELS = (
+    *("gpt2-xl", "llama-3.1-8b", "llama-2-13b", "mistral-7b", "gemma-2-27b", "opt-30b", "t5-11b"),
+    *("qwen2.5-32b", "mixtral-8x7b", "llama-3.1-70b", "llama-3.1-405b"),
+)
+ADAPTERS = ("", "r=16")
 UPDATES: tuple[Updates, ...] = ("in backward", "after backward")
 MICRO_BATCHES = (1, 4, 16)
 DEVICES = (1, 8)
@@ -52,18 +58,18 @@ DRAWN = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is trained where; `tokens` is one sequence, which is the micro-batch."""
+    """A model, trained on a machine; `tokens` is one sequence, which is the micro-batch."""
 
     machine: str
     model: str
-    adapter_rank: int
+    adapter: str
     updates: Updates
     micro_batches: int
     num_devices: int
     tokens: int
 
     def __str__(self) -> str:
-        words = [self.model, "LoRA" if self.adapter_rank else "full"]
+        words = [self.model, "LoRA" if self.adapter else "full"]
         words += ["clipped"] if self.updates == "after backward" else []
         words.append(f"{self.micro_batches} x {self.tokens}")
         words += [f"{self.num_devices} devices"] if self.num_devices > 1 else []
@@ -91,28 +97,29 @@ class Case:
         return budgets(self.setup, self.device)
 
 
-@cache
-def machine(name: str) -> Machine:
-    """A machine of the catalogue; its rates are what operators reach."""
-    hardware = load_hardware(name)
-    rates = hardware.rates
-    assert rates, "the catalogue's machines have rates"
-    return Machine(
-        hardware=hardware,
-        flops_per_s=rates.bfloat16_flops_per_s * rates.compute_efficiency / UTILISATION,
-        memory_bytes_per_s=rates.memory_bytes_per_s * rates.memory_efficiency,
-        host_parameters_per_s=updated_per_s(rates),
+def estimate(model: str, machine: str, tokens: int, adapter: str = "") -> Profile:
+    """A model of the catalogue on a machine of the catalogue, one sequence, in bfloat16."""
+    workload = Workload(
+        model=model,
+        model_config="",
+        batch_size=1,
+        seq_len=tokens,
+        dtype="bfloat16",
+        device="cuda",
+        seed=0,
+        precision="pure" if adapter else "master",
+        adapter=str(parse_lora(adapter)) if adapter else "",
     )
+    request = ProfileRequest(workload=workload, optimizer=DEFAULT_OPTIMIZER)
+    machines = [load_hardware(machine)]
+    [[profile]] = estimated([request], machines, lambda *_: None, EstimateCache())
+    return profile
 
 
 @cache
 def profiled(setup: Setup) -> Profile:
-    """The analytic profile of a setup's model on its machine."""
-    shape = next(shape for shape in SHAPES if shape.name == setup.model)
-    shape = replace(shape, adapter_rank=setup.adapter_rank)
-    found = profile(shape, machine(setup.machine), batch_size=1, seq_len=setup.tokens)
-    workload = replace(found.workload, device=found.hardware.device.kind)
-    return replace(found, workload=workload)
+    """The estimate of a setup's model on its machine."""
+    return estimate(setup.model, setup.machine, setup.tokens, setup.adapter)
 
 
 def group_of(setup: Setup) -> DeviceGroup:
@@ -149,12 +156,15 @@ def problems(setup: Setup, device: int) -> list[Problem]:
 
 
 def cases_of(setup: Setup) -> list[Case]:
-    """A case for each share; none where the machine cannot train the setup.
+    """A case for each share; none where the machine, or the model, cannot train the setup.
 
     The largest budget is what everything kept and persistent needs, or the device's memory.
     """
-    device = machine(setup.machine).hardware.device
-    problem = problems(setup, device.memory_bytes)[0]
+    memory = load_hardware(setup.machine).device.memory_bytes
+    try:
+        problem = problems(setup, memory)[0]
+    except ProtrainError:  # more tokens than the model has positions
+        return []
     if least_lane_seconds(problem.speculating()) is None:
         return []
     lean = min_memory(problem.speculating())
@@ -163,7 +173,7 @@ def cases_of(setup: Setup) -> list[Case]:
     besides = problem.profile.hardware.device.besides_bytes
     smallest = round((lean.bytes + besides) * SMALLEST)
     plain = tuple((0, 0) for _ in problem.options)
-    largest = min(device.memory_bytes, max(problem.static_bytes(plain)) + besides)
+    largest = min(memory, max(problem.static_bytes(plain)) + besides)
     if smallest > largest:
         return []
     sizes = [round(smallest * (largest / smallest) ** share) for share in SHARES]
@@ -179,25 +189,12 @@ def _drawn(name: str, order: random.Random) -> Setup:
     return Setup(
         machine=name,
         model=order.choice(MODELS),
-        adapter_rank=order.choice(ADAPTER_RANKS),
+        adapter=order.choice(ADAPTERS),
         updates=order.choice(UPDATES),
         micro_batches=order.choice(MICRO_BATCHES),
         num_devices=min(order.choice(DEVICES), most),
         tokens=order.choice(TOKENS),
     )
-
-
-def _values(setup: Setup) -> list[tuple[str, object]]:
-    several = setup.num_devices > 1
-    return [
-        ("machine", setup.machine),
-        ("model", setup.model),
-        ("adapters", setup.adapter_rank),
-        ("updates", setup.updates),
-        ("micro-batches", setup.micro_batches),
-        ("several", several),
-        ("tokens", setup.tokens),
-    ]
 
 
 def grid() -> Iterator[list[Case]]:
@@ -207,11 +204,11 @@ def grid() -> Iterator[list[Case]]:
         drawn = [_drawn(name, order) for _ in range(DRAWN)]
 
         def rare(setup: Setup) -> float:
-            return sum(1 / (1 + met[pair]) for pair in combinations(_values(setup), 2))
+            return sum(1 / (1 + met[pair]) for pair in combinations(asdict(setup).items(), 2))
 
         for setup in sorted(dict.fromkeys(drawn), key=rare, reverse=True):
             if cases := cases_of(setup):
-                met.update(combinations(_values(setup), 2))
+                met.update(combinations(asdict(setup).items(), 2))
                 yield cases
                 break
 

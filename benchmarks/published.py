@@ -1,6 +1,6 @@
 """Runs that others have published: what is predicted of each beside what they measured.
 
-    python -m benchmarks.published [--only NAME...] [--resume] [--jobs N]
+    python -m benchmarks.published [--only NAME...] [--jobs N]
 
 `published.yaml` has the runs, with links and versions. Each is predicted from fake tensors on the
 machine of the catalogue, under the plan that plain PyTorch follows; nothing runs on a card. Runs of
@@ -8,59 +8,35 @@ one workload share an estimate, and each estimate has a process of its own. Resu
 they come.
 """
 
-import argparse
-import json
 import statistics
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from benchmarks import published_runs
-from benchmarks.processes import Found, Processes, described
+from benchmarks.pages import Bar, bars_table, quantile, runs_list
 from benchmarks.published_runs import Run, read_published
+from benchmarks.runner import Cell, Document, found, main
 from protrain_plan.planning.questions.allowance import MEDIAN as MEDIAN_RESERVED
 from protrain_plan.planning.questions.allowance import MOST as MOST_RESERVED
 from protrain_runtime.contract.units import format_bytes
 
-MODULE = "benchmarks.published"
-RESULTS = Path(__file__).parent / "results/published.json"
-TIMEOUT_S = 3600
-"""Of an estimate, which takes half a minute where nothing else runs."""
 
-
-def main() -> None:
-    arguments = _arguments()
-    published = read_published()
-    before: Found = {}
-    if arguments.resume and arguments.out.exists():
-        before = json.loads(arguments.out.read_text())["runs"]
-    found = {name: known for name, known in before.items() if "error" not in known}
-    document: Found = {**described(MODULE), "runs": found}
+def cells() -> list[Cell]:
+    """A cell for each workload; the runs of one share an estimate."""
     workloads: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name in arguments.only or published.runs:
-        run = published.runs[name]
-        if not run.not_asked and name not in found:
+    for name, run in read_published().runs.items():
+        if not run.not_asked:
             workloads[run.workload].append(name)
-    processes = Processes("benchmarks.published_runs", timeout_s=TIMEOUT_S)
+    return [
+        Cell(key=" ".join(names), task="published", arguments={"names": names}, limit_s=3600)
+        for names in workloads.values()
+    ]
 
-    def answers(names: Sequence[str]) -> tuple[Sequence[str], Found]:
-        return names, processes.run(published_runs.predicted, names)
 
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        asked = [pool.submit(answers, names) for names in workloads.values()]
-        for done in as_completed(asked):
-            names, answer = done.result()
-            for name in names:
-                found[name] = answer if "error" in answer else answer[name]
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    document["runs"] = {name: found[name] for name in published.runs if name in found}
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    arguments.out.with_suffix(".md").write_text(page(document))
-    print(page(document), end="")
+def answers(document: Document) -> dict[str, Document]:
+    """Predictions by run."""
+    return {name: one for shared in found(document).values() for name, one in shared.items()}
 
 
 # --- comparing ------------------------------------------------------------------------------------
@@ -95,38 +71,23 @@ class Comparison:
         return self.predicted / self.published - 1
 
 
-def comparisons(document: Mapping[str, Any]) -> list[Comparison]:
+def comparisons(document: Document) -> list[Comparison]:
     """All figures that can be compared; of speeds, the seconds that they stand for."""
-    found = []
+    compared, predicted = [], answers(document)
     for name, run in read_published().runs.items():
-        answer = document["runs"].get(name, {"error": ""})
-        if "error" in answer:
+        answer = predicted.get(name)
+        if answer is None:
             continue
         if run.memory_bytes is not None:
             most, why = answer["memory_bytes"], run.not_held.get("memory", "")
             if run.memory_is == "reserved":
                 most *= 1 + MEDIAN_RESERVED
-            found.append(Comparison(run, MEMORY, run.memory_bytes, most, why))
+            compared.append(Comparison(run, MEMORY, run.memory_bytes, most, why))
         if run.tokens_per_s is not None:
             tokens, why = run.batch * run.seq, run.not_held.get("tokens_per_s", "")
             theirs, ours = tokens / run.tokens_per_s, tokens / answer["tokens_per_s"]
-            found.append(Comparison(run, TIME, theirs, ours, why))
-    return found
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """The least of the values that so large a share of them does not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)]
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """What is asked for, and whether it is so."""
-
-    asked: str
-    found: str
-    held: bool
+            compared.append(Comparison(run, TIME, theirs, ours, why))
+    return compared
 
 
 def bars(held: Sequence[Comparison]) -> Iterator[Bar]:
@@ -135,29 +96,31 @@ def bars(held: Sequence[Comparison]) -> Iterator[Bar]:
         sizes = [abs(one.off) for one in held if one.kind == kind]
         if not sizes:
             continue
-        median, most = statistics.median(sizes), percentile(sizes, 0.9)
-        asked = f"{kind}: half are off by at most {MEDIAN[kind]:.0%}"
-        yield Bar(asked, f"{median:.1%} of {len(sizes)}", median <= MEDIAN[kind])
+        median, most = statistics.median(sizes), quantile(sizes, 0.9)
+        asked = f"half are off by at most {MEDIAN[kind]:.0%}"
+        yield Bar(kind, asked, median <= MEDIAN[kind], f"{median:.1%} of {len(sizes)}")
         within = sum(size <= MOST[kind] for size in sizes) / len(sizes)
-        asked = f"{kind}: nine in ten by at most {MOST[kind]:.0%}"
-        yield Bar(asked, f"{within:.0%} are; 90 % by at most {most:.1%}", most <= MOST[kind])
+        asked = f"nine in ten by at most {MOST[kind]:.0%}"
+        told = f"{within:.0%} are; 90 % by at most {most:.1%}"
+        yield Bar(kind, asked, most <= MOST[kind], told)
     reserved = [one for one in held if one.run.memory_is == "reserved" and one.kind == MEMORY]
     if reserved:
         shares = [(1 + MEDIAN_RESERVED) / (1 + one.off) for one in reserved]  # of our peak
         inside = sum(1 <= share <= 1 + MOST_RESERVED for share in shares)
-        asked = f"memory, reserved: at least the peak, at most {MOST_RESERVED:.0%} more"
-        yield Bar(asked, f"{inside} of {len(shares)} are", inside == len(shares))
+        asked = f"at least the peak, at most {MOST_RESERVED:.0%} more"
+        all_are = inside == len(shares)
+        yield Bar("memory, reserved", asked, all_are, f"{inside} of {len(shares)} are")
     lora = [one.off for one in held if one.kind == MEMORY and one.run.lora]
     if lora:
         low = sum(off < -LORA_LOW for off in lora)
-        asked = f"memory with LoRA is never more than {LORA_LOW:.0%} low"
-        yield Bar(asked, f"{low} of {len(lora)} are; lowest {min(lora):+.1%}", not low)
+        told = f"{low} of {len(lora)} are; lowest {min(lora):+.1%}"
+        yield Bar("memory, LoRA", f"never more than {LORA_LOW:.0%} low", not low, told)
     for name, ones in _grouped(held, lambda one: one.run.architecture).items():
         offs = [one.off for one in ones if one.kind == TIME]
         if offs:
             bias = statistics.median(offs)
-            asked = f"time: no bias above {BIAS:.0%} on {name}"
-            yield Bar(asked, f"{bias:+.1%} of {len(offs)}", abs(bias) <= BIAS)
+            asked, told = f"no bias above {BIAS:.0%}", f"{bias:+.1%} of {len(offs)}"
+            yield Bar(f"time on {name}", asked, abs(bias) <= BIAS, told)
 
 
 def _grouped(
@@ -172,19 +135,16 @@ def _grouped(
 # --- the page -------------------------------------------------------------------------------------
 
 
-def page(document: Mapping[str, Any]) -> str:
+def page(document: Document) -> str:
     """The results for people."""
-    published = read_published()
+    published, told = read_published(), answers(document)
     compared = comparisons(document)
     held = [one for one in compared if not one.why_not]
     asked = [run for run in published.runs.values() if not run.not_asked]
-    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
     lines = [
         "# Published runs",
         "",
-        f"`{document['command']}`, {document['date']}, commit {document['commit']}",
-        "",
-        f"{document['system']}; {versions}.",
+        *runs_list(document["runs"]),
         "",
         f"`benchmarks/published.yaml` has {len(published.runs)} runs that others measured, with"
         f" links, versions and what had to be assumed. {len(asked)} of them can be asked of us."
@@ -196,12 +156,7 @@ def page(document: Mapping[str, Any]) -> str:
         " one: below zero, memory is under-predicted, and time is too optimistic. Figures in"
         " brackets count for no bar.",
         "",
-        "| asked | found | |",
-        "|---|---|---|",
-        *(
-            f"| {bar.asked} | {bar.found} | {'held' if bar.held else '**missed**'} |"
-            for bar in bars(held)
-        ),
+        *bars_table(bars(held)),
         "",
         "## By card and kind",
         "",
@@ -218,7 +173,7 @@ def page(document: Mapping[str, Any]) -> str:
             f" {_adapters(one.run)} |"
             f" {format_bytes(int(one.published))} {one.run.memory_is} |"
             f" {format_bytes(int(one.predicted))} | {_off(one)} |"
-            f" {document['runs'][one.run.name]['peak']} |"
+            f" {told[one.run.name]['peak']} |"
             for one in compared
             if one.kind == MEMORY
         ),
@@ -230,17 +185,15 @@ def page(document: Mapping[str, Any]) -> str:
         *(
             f"| [{one.run.name}]({one.run.source.link}) | {_card(one.run)} | {_plan(one.run)} |"
             f" {one.run.batch} x {one.run.seq} | {one.run.tokens_per_s:,.0f} |"
-            f" {document['runs'][one.run.name]['tokens_per_s']:,.0f} | {_off(one)} |"
-            f" {document['runs'][one.run.name]['compute_share']:.0%} |"
+            f" {told[one.run.name]['tokens_per_s']:,.0f} | {_off(one)} |"
+            f" {told[one.run.name]['compute_share']:.0%} |"
             for one in compared
             if one.kind == TIME
         ),
     ]
     why_not = {f"{one.run.name}, {one.kind}": one.why_not for one in compared if one.why_not}
-    errors = {
-        name: answer["error"] for name, answer in document["runs"].items() if "error" in answer
-    }
-    later = {run.name: _card(run) for run in asked if run.name not in document["runs"]}
+    errors = {k: one["reason"] for k, one in document["cells"].items() if one["status"] != "ran"}
+    later = {run.name: _card(run) for run in asked if run.name not in told}
     left_out = {run.name: run.not_asked for run in published.runs.values() if run.not_asked}
     for title, reasons in (
         ("Counts for no bar", why_not),
@@ -271,7 +224,7 @@ def _summaries(held: Sequence[Comparison]) -> Iterator[str]:
         for name, some in groups.items():
             if some:
                 offs = [one.off for one in some]
-                most = percentile(map(abs, offs), 0.9)
+                most = quantile(map(abs, offs), 0.9)
                 yield (
                     f"| {name} | {len(offs)} | {min(offs):+.1%} | {statistics.median(offs):+.1%} |"
                     f" {max(offs):+.1%} | {most:.1%} |"
@@ -303,14 +256,5 @@ def _adapters(run: Run) -> str:
     return f"{words} {run.quantize}".strip() or "-"
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=tuple(read_published().runs))
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--resume", action="store_true", help="leave what --out has already")
-    parser.add_argument("--jobs", type=int, default=1, help="estimates at a time")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main("published", cells(), page, says=__doc__))

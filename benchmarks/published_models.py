@@ -1,4 +1,4 @@
-"""What published runs computed otherwise than transformers of today does: models as they ran.
+"""Models of published runs, where they differ from transformers of today.
 
 Each difference is one that the code of the run has, and `published.yaml` says where. Only bytes
 and operators change: nothing here is a factor.
@@ -17,7 +17,7 @@ from protrain_plan.models.sources import ConfigSource
 from protrain_runtime.contract.records.profile import DType, Precision, Quantize
 
 Logits = Literal["cast for the loss", "kept in float32", "returned in float32", "in 16 bits"]
-"""What the loss takes of a head's 16-bit logits.
+"""The form in which the loss takes a head's 16-bit logits.
 
 cast for the loss   transformers of today: a float32 copy, which lives as long as the loss runs
 kept in float32     transformers until 4.44, torchtune of 2024: what the model returns is float32,
@@ -211,7 +211,7 @@ def _to_float32(
 
 
 def _of_logits(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    """Of all logits [batch, tokens, vocabulary]: labels are shifted, and padded by one."""
+    """The loss of all logits [batch, tokens, vocabulary]: labels are shifted, and padded by one."""
     targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     return cross_entropy(logits.view(-1, vocab_size), targets.reshape(-1))
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from benchmarks.processes import Found
 from benchmarks.published_models import AsRun, Logits
-from benchmarks.uniform import AMPLE, plan_of_units
+from benchmarks.uniform import AMPLE, decided, plan_of_units
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.models.presets import JsonObject, preset_names
 from protrain_plan.models.sources import ConfigSource, ModelSource, load_source
@@ -48,7 +47,6 @@ Loss = Literal["plain", "chunked"]
 MemoryKind = Literal["allocated", "active", "reserved", "not said"]
 
 Word = TypeVar("Word", bound=str)
-Decision = TypeVar("Decision")
 
 ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "Ampere": ("a100-40gb", "a100-80gb", "a10g", "rtx-3090"),
@@ -114,7 +112,7 @@ class Run:
 
     @property
     def architecture(self) -> str:
-        """Of its GPU; empty where the catalogue lacks that."""
+        """The architecture of its GPU; empty where the catalogue lacks that."""
         return next((name for name, gpus in ARCHITECTURES.items() if self.gpu in gpus), "")
 
     @property
@@ -125,7 +123,7 @@ class Run:
 
     @property
     def workload(self) -> tuple[object, ...]:
-        """What profiles of several machines are estimated from at once."""
+        """The key of runs whose profiles are estimated at once."""
         shape = (self.model, self.seq, self.batch, self.dtype, self.precision)
         attention = (self.expanded_heads, self.one_product, self.joint_adapters)
         model = (self.logits, self.logits_held, *attention, self.inputs_kept, self.float32_norms)
@@ -206,7 +204,7 @@ _REQUIRED = (
 
 
 def read_published(text: str | None = None, where: str = "published.yaml") -> Published:
-    """What the file holds; RecordError for a key that is unknown, missing or of another kind."""
+    """The file's content; RecordError for a key that is unknown, missing or of another kind."""
     text = PUBLISHED.read_text(encoding="utf-8") if text is None else text
     top = root(text, where).mapping(("models", "sources", "unused"))
     models = {name: _config(node) for name, node in top["models"].any_mapping().items()}
@@ -295,7 +293,7 @@ _PREFETCHED = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
 """As FSDP: one all-gather ahead, and a reduction beside the next block's backward."""
 
 
-def predicted(names: Sequence[str]) -> Found:
+def predicted(names: Sequence[str]) -> dict[str, Any]:
     """By name, the predictions of runs of one workload, of fake tensors."""
     published = read_published()
     runs = [published.runs[name] for name in names]
@@ -337,7 +335,7 @@ def machine_of(run: Run, gpu: str) -> Hardware:
 
 
 def source_of(run: Run, published: Published) -> ModelSource:
-    """What builds the run's model: a configuration of the file, or of the catalogue."""
+    """The source of the run's model: a configuration of the file, or of the catalogue."""
     if run.model in published.models:
         stated = published.models[run.model]
         config = {k: v for k, v in stated.items() if not k.startswith("_")}
@@ -358,7 +356,7 @@ def source_of(run: Run, published: Published) -> ModelSource:
     )
 
 
-def _prediction(run: Run, profile: Profile) -> Found:
+def _prediction(run: Run, profile: Profile) -> dict[str, Any]:
     """Bytes of tensors on a device, tokens of one device per second, and what they consist of.
 
     `shares` are of the last micro-batch's seconds, with the update: `last part` is the head and the
@@ -404,7 +402,7 @@ def problem_of(run: Run, profile: Profile) -> Problem:
 
 
 def units_of(run: Run, problem: Problem) -> list[UnitPlan]:
-    """What plain PyTorch does with every unit.
+    """The decisions of plain PyTorch for every unit.
 
     A unit that has no such option keeps its activations, and its states on the device.
     """
@@ -414,22 +412,13 @@ def units_of(run: Run, problem: Problem) -> list[UnitPlan]:
     if run.sharding in ("full", "full in nodes", "states and gradients"):
         whole = run.sharding == "states and gradients"
         sharded = Offload(tier="device", keep_gathered=whole)
-    units = []
-    for index, options in enumerate(problem.options):
-        activations = [option.decision for option in options.activations]
-        states = [option.decision for option in options.states]
-        wanted: tuple[Activations, ...] = (Keep(),)
-        if run.loss == "chunked" and index == len(problem.options) - 1:
-            wanted = in_place
-        elif run.checkpointing == "full":
-            wanted = checkpointed
-        units.append(
-            problem.unit_plan(
-                index, _first(wanted, activations), _first((sharded,), states), _PREFETCHED
-            )
-        )
-    return units
+    last = len(problem.options) - 1
 
+    def wanted(index: int) -> tuple[Activations, ...]:
+        if run.loss == "chunked" and index == last:
+            return in_place
+        return checkpointed if run.checkpointing == "full" else (Keep(),)
 
-def _first(wanted: Sequence[Decision], open_to_unit: Sequence[Decision]) -> Decision:
-    return next((one for one in wanted if one in open_to_unit), open_to_unit[0])
+    return [
+        decided(problem, index, wanted(index), sharded, _PREFETCHED) for index in range(last + 1)
+    ]

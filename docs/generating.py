@@ -67,8 +67,6 @@ equal and stand in a row are one entry with `names: layers.0-11` in the place of
 
 A file from somebody else takes no more than seconds and some memory: what is beyond these limits is
 an error that names the key and the number, and no file ends a command in any other way.
-<!-- tests: tests/records/test_record_fuzz.py::test_hostile_records_are_one_error_each -->
-<!-- tests: tests/records/test_record_fuzz.py::test_what_would_fill_the_memory_is_refused -->
 
 | What | At most |
 | --- | --- |
@@ -90,7 +88,6 @@ CHARACTERS = """
 Numbers are those of the tables below; `inf` and `nan` are none. Control characters, marks of
 direction, characters of no width and surrogates are refused in every text, with the character's
 number: what one reads in a file is what it says.
-<!-- tests: tests/records/test_record_errors.py::test_characters_that_are_not_seen_are_refused -->
 """
 BUDGETS = """\
 ## Machines of a budgets file

@@ -67,7 +67,7 @@ def make_batches() -> Iterator[Tensor]:
 
 
 def factory() -> tuple[nn.Module, Iterator[Tensor]]:
-    """What is profiled: the model and its batches, as `main` makes them."""
+    """The factory for `protrain profile`: the model and its batches, as `main` makes them."""
     return LanguageModel(), make_batches()
 
 

@@ -46,7 +46,7 @@ def make_rows(count: int = 64) -> Any:
 
 
 def factory() -> tuple[nn.Module, Iterable[object]]:
-    """What is profiled: the model and its batches, as `main` makes them."""
+    """The factory for `protrain profile`: the model and its batches, as `main` makes them."""
     return make_model(), DataLoader(make_rows(), batch_size=BATCH_SIZE)
 
 

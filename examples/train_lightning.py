@@ -45,7 +45,7 @@ def make_rows(count: int = 64) -> Any:
 
 
 def factory() -> tuple[nn.Module, Iterable[object]]:
-    """What is profiled: the network and its batches, as `main` makes them."""
+    """The factory for `protrain profile`: the network and its batches, as `main` makes them."""
     return make_model(), DataLoader(make_rows(), batch_size=BATCH_SIZE)
 
 

@@ -46,7 +46,7 @@ def make_batches() -> Iterator[dict[str, Tensor]]:
 
 
 def factory() -> tuple[nn.Module, Iterator[dict[str, Tensor]]]:
-    """What is profiled: the model and its batches, as `main` makes them."""
+    """The factory for `protrain profile`: the model and its batches, as `main` makes them."""
     return make_model(), make_batches()
 
 

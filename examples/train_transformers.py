@@ -44,7 +44,7 @@ def make_rows(count: int = 64) -> Any:
 
 
 def factory() -> tuple[nn.Module, Iterable[object]]:
-    """What is profiled: the model and its batches, as the Trainer will make them."""
+    """The factory for `protrain profile`: model and batches, as the Trainer will make them."""
     return make_model(), DataLoader(make_rows(), batch_size=BATCH_SIZE)
 
 

@@ -13,10 +13,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.peers.cells import Cell, Results, run_all
 from benchmarks.peers.comparing import once, peer_cells, planned_cells
 from benchmarks.peers.tables import write_tables
 from benchmarks.peers.work import Work
+from benchmarks.runner import Cell, Results, run_all
 from protrain_runtime.contract.units import parse_bytes
 
 WORK = Work(

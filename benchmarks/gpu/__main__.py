@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.gpu.parts import PARTS, cells
 from benchmarks.gpu.suites import CARD, DRY
-from benchmarks.peers.cells import Cell, Results, described, run_all
 from benchmarks.peers.tables import is_dry, write_tables
+from benchmarks.runner import Cell, Results, described, run_all
 from protrain_runtime.contract.errors import ProtrainError
 from tests.emulated import building
 

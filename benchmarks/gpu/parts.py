@@ -9,7 +9,6 @@ from itertools import chain, zip_longest
 from typing import Literal, get_args
 
 from benchmarks.gpu.suites import Suite
-from benchmarks.peers.cells import Cell
 from benchmarks.peers.comparing import (
     file_of,
     largest_batch_cells,
@@ -25,14 +24,16 @@ from benchmarks.peers.comparing import (
 from benchmarks.peers.plain import PLAIN
 from benchmarks.peers.planned import PLANNED
 from benchmarks.peers.registry import ADAPTERS, PEERS
+from benchmarks.peers.testing import unseen
 from benchmarks.peers.work import Work
+from benchmarks.runner import Cell
 
 Part = Literal["tests", "updates", "truth", "timeline", "parity", "peers", "size", "sanitizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def cells(parts: Sequence[Part], suite: Suite) -> list[Cell]:
-    """What the parts run, in turns."""
+    """The cells of the parts, in turns."""
 
     def trials(work: Work, num_batches: int) -> list[Cell]:
         return peer_cells("peers", [work], batches=suite.batches[:num_batches])
@@ -65,16 +66,13 @@ def _sanitizer(suite: Suite) -> Cell:
         key="tests/sanitizer",
         part="sanitizer",
         task="sanitized",
-        arguments={
-            "device": suite.base.device,
-            "arguments": list(suite.sanitized),
-            "limit_s": SANITIZED_S,
-        },
+        arguments={"arguments": list(suite.sanitized), "limit_s": SANITIZED_S},
+        skipped=unseen(suite.base.device) or "",
     )
 
 
 SANITIZED_S = 150.0
-"""Of a first run of nine minutes: the sanitizer slows every operator down."""
+"""Seconds, of a first run of nine minutes: the sanitizer slows every operator down."""
 
 
 def _size(suite: Suite) -> Iterator[list[Cell]]:
@@ -144,7 +142,7 @@ def _tests(suite: Suite, name: str) -> Cell:
 
 
 TESTED_S = 150.0
-"""Of a first run of nine minutes: on an H200 beside 16 processors all of them take 140 s."""
+"""Seconds, of nine minutes: on an H200 beside 16 processors all of them take 140 s."""
 
 
 def _updates(suite: Suite) -> Cell:

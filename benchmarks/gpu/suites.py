@@ -1,4 +1,4 @@
-"""What the GPU benchmark trains: on a card, and in a dry run on the emulated device."""
+"""Trainings of the GPU benchmark: on a card, and in a dry run on the emulated device."""
 
 from dataclasses import dataclass, replace
 

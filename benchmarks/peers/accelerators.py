@@ -47,16 +47,16 @@ _LIMITS: dict[str, Callable[[torch.device, int], None]] = {EMULATED: _limit_emul
 """By the type of the device, where it is not a fraction of its memory."""
 
 
-def described(kind: DeviceKind) -> dict[str, Any]:
+def described(device: DeviceKind) -> dict[str, Any]:
     """The device of this type, for a run's record; ProtrainError where there is none.
 
     For a process that ends: its context would count against all cells that come after.
     """
-    device = found(kind)
+    card = found(device)
     return {
-        "kind": device.type,
-        "name": devices.name(device),
-        "memory_bytes": devices.free_and_total_bytes(device)[1],
+        "kind": card.type,
+        "name": devices.name(card),
+        "memory_bytes": devices.free_and_total_bytes(card)[1],
         "built_for": torch.version.cuda or torch.version.hip,
     }
 

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.peers.cells import Cell
 from benchmarks.peers.planned import PLANNED
-from benchmarks.peers.registry import PEERS
+from benchmarks.peers.registry import ADAPTERS, PEERS
 from benchmarks.peers.work import Work
+from benchmarks.runner import Cell
 from protrain_runtime.contract.units import format_bytes
 
 
@@ -77,6 +77,7 @@ def train_cell(part: str, work: Work, adapter: str, *, needs: Sequence[str] = ()
         task="train",
         arguments={"work": asdict(work), "adapter": adapter},
         needs=tuple(needs),
+        skipped=ADAPTERS[adapter].missing(work) or "",
     )
 
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from benchmarks.outcomes import Skipped
 from benchmarks.peers import accelerators
 from benchmarks.peers.checkpointed import checkpoint_every_block
 from benchmarks.peers.loop import training
-from benchmarks.peers.outcomes import Skipped
 from benchmarks.peers.work import Adapter, Training, Work, factory_of
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_runtime.devices import device as devices

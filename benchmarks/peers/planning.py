@@ -1,4 +1,4 @@
-"""What precedes a planned run: a profile, measured or estimated, and a plan."""
+"""Work before a planned run: a profile, measured or estimated, and a plan."""
 
 import tempfile
 from dataclasses import replace
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.outcomes import Refused
 from benchmarks.peers import accelerators
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
-from benchmarks.peers.outcomes import Refused
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
@@ -24,7 +24,7 @@ from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
 
 HOST_SHARE = 0.8
-"""Of the host's memory, for plans: the rest is for the process, and for building the model."""
+"""Share of the host's memory for plans: the rest is for the process, and for building the model."""
 TIME_LIMIT_S = 60.0
 """Per plan. With it a plan may depend on the machine's speed; the plans are kept with results."""
 

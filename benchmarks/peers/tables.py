@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import markdown_table, runs_list
 from benchmarks.peers.accelerators import EMULATED
 from benchmarks.peers.comparing import limit_text
 from benchmarks.peers.registry import ADAPTERS
@@ -34,8 +35,7 @@ def markdown(document: dict[str, Any], *, title: str) -> str:
     lines = [f"# Benchmark: {title}", ""]
     if is_dry(document["runs"]):
         lines = [f"# Dry run of a benchmark: {title}", "", *_DRY, ""]
-    for run in document["runs"]:
-        lines += [f"- `{run['command']}`: {_machine(run)}"]
+    lines += runs_list(document["runs"])
     timed = {(work["num_steps"], work["num_warmup"]) for _, _, work in _trained(cells)}
     lines += [
         f"- Seconds of a step: the median of {steps}, after {warmup} of warm-up"
@@ -70,32 +70,6 @@ _DRY = (
 def is_dry(runs: Sequence[dict[str, Any]]) -> bool:
     """Whether any of a document's runs was on the emulated device."""
     return any(run.get("accelerator", {}).get("kind") == EMULATED for run in runs)
-
-
-def _machine(run: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {v}" for name, v in run["versions"].items() if v)
-    here = run.get("accelerator")
-    gpu = ""
-    if here is not None:
-        built_for = f", {here['kind']} {here['built_for']}" if here["built_for"] else ""
-        gpu = f"{here['name']}, {format_bytes(here['memory_bytes'])}{built_for}; "
-    memory = format_bytes(run["memory_bytes"])
-    return (
-        f"{gpu}{run['platform']}, {run['cpus']} processors, {memory};"
-        f" Python {run['python']}, {versions}; commit {run['commit']};"
-        f" load {run['load']:.1f} at the start"
-    )
-
-
-def markdown_table(rows: Sequence[Sequence[str]], *, numbers_from: int | None = None) -> list[str]:
-    """The first row as header; columns from `numbers_from` on stand to the right."""
-    header, *body = rows
-    words = len(header) if numbers_from is None else numbers_from
-    return [
-        "| " + " | ".join(header) + " |",
-        "|" + " --- |" * words + " ---: |" * (len(header) - words),
-        *("| " + " | ".join(row) + " |" for row in body),
-    ]
 
 
 def _trained(cells: dict[str, Outcome]) -> Iterable[tuple[str, Outcome, dict[str, Any]]]:
@@ -190,7 +164,7 @@ def _too_large(cell: Outcome) -> str:
 
 
 def _settings(cells: dict[str, Outcome]) -> list[list[str]]:
-    """What was set for each that took part, also where it did not run."""
+    """The settings of each that took part, also where it did not run."""
     used = {cell["arguments"]["adapter"]: work["device"] for _, cell, work in _trained(cells)}
     rows = [["trained by", "settings"]]
     for name, device in used.items():
@@ -234,7 +208,7 @@ def _sanitized(cells: dict[str, Outcome]) -> list[list[str]]:
 
 
 def _passed(found: dict[str, Any]) -> str:
-    """Of pytest."""
+    """The outcome of pytest."""
     return {0: "passed", None: "cut off"}.get(found["exit_code"], "FAILED")
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.outcomes import Skipped
+from benchmarks.outcomes import Skipped
 from protrain_runtime.contract.records.hardware import DeviceKind
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def _ours(report: str) -> list[str]:
 
 
 def _summary(code: int | None, printed: str) -> dict[str, Any]:
-    lines = printed.strip().splitlines() or [""]
+    lines = printed.replace(f"{ROOT}/", "").strip().splitlines() or [""]
     if code == NO_TESTS:
         raise Skipped(f"no tests selected: {lines[-1]}")
     return {"exit_code": code, "summary": lines[-1], "output": lines[-TAIL:]}

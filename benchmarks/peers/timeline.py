@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 import protrain_runtime
+from benchmarks.outcomes import Skipped
 from benchmarks.peers import accelerators
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
-from benchmarks.peers.outcomes import Skipped
 from benchmarks.peers.planned import PLANNED
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.outcomes import DidNotFit, Refused
 from benchmarks.peers import accelerators
 from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
-from benchmarks.peers.outcomes import DidNotFit, Refused
 from benchmarks.peers.registry import ADAPTERS
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
@@ -25,9 +25,9 @@ from protrain_runtime.devices.stores import memory_of
 from protrain_runtime.model.prepared import parameter_values
 
 
-def train(work: Work, adapter_name: str) -> dict[str, Any]:
+def train(work: Work, adapter: str) -> dict[str, Any]:
     """Warm up, time steps, and read the peaks. Losses are those of all steps, warm-up included."""
-    adapter = ADAPTERS[adapter_name]
+    peer = ADAPTERS[adapter]
     if not work.batch_size:
         work = replace(work, batch_size=read_plan(work.plan).workload.batch_size)
     device = accelerators.found(work.device)
@@ -47,9 +47,9 @@ def train(work: Work, adapter_name: str) -> dict[str, Any]:
     limit = Limit(work)
     limit.before_building()
     try:
-        home = device if adapter.home == "device" else devices.HOST
-        model = built(source, work, device=home, masters=adapter.masters and _mixed(work))
-        training = adapter.set_up(model, work)
+        home = device if peer.home == "device" else devices.HOST
+        model = built(source, work, device=home, masters=peer.masters and _mixed(work))
+        training = peer.set_up(model, work)
         limit.before_training()
         losses, seconds = [], []
         torch.manual_seed(work.seed)  # of dropout
@@ -73,8 +73,8 @@ def train(work: Work, adapter_name: str) -> dict[str, Any]:
     timed = seconds[work.num_warmup :]
     step_s = statistics.median(timed)
     return {
-        "adapter": adapter.name,
-        "settings": adapter.settings,
+        "adapter": peer.name,
+        "settings": peer.settings,
         "batch_size": work.batch_size,
         "step_seconds": timed,
         "warmup_seconds": seconds[: work.num_warmup],

@@ -16,9 +16,9 @@ NUM_STEPS = (1, 10)
 KERNELS: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "foreach": {"foreach": True}}
 
 
-def updates(kind: DeviceKind) -> dict[str, Any]:
+def updates(device: DeviceKind) -> dict[str, Any]:
     """Shares of the elements whose bits differ from the host's fused AdamW, by kernel and step."""
-    device = accelerators.found(kind)
+    card = accelerators.found(device)
     found: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
@@ -27,7 +27,7 @@ def updates(kind: DeviceKind) -> dict[str, Any]:
             name: _Stepper(start.to(where), options)
             for name, (where, options) in {
                 "host": (torch.device("cpu"), KERNELS["fused"]),
-                **{name: (device, options) for name, options in KERNELS.items()},
+                **{name: (card, options) for name, options in KERNELS.items()},
             }.items()
         }
         for number in range(1, max(NUM_STEPS) + 1):
@@ -56,7 +56,7 @@ class _Stepper:
         self._optimizer.step()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the step has changed, on the host."""
+        """The tensors that the step has changed, on the host."""
         state = self._optimizer.state[self._parameter]
         moments = {name: state[name].cpu() for name in ("exp_avg", "exp_avg_sq")}
         return {"parameters": self._parameter.detach().cpu(), **moments}

@@ -1,4 +1,4 @@
-"""What is trained, and what an adapter of a peer is."""
+"""The training of a cell, and adapters of peers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What each machine may be taken of: `[tool.protrain.budgets]` in pyproject.toml, or a YAML file.
+"""Budgets of each machine: `[tool.protrain.budgets]` in pyproject.toml, or a YAML file.
 
     protrain: budgets                       [tool.protrain.budgets.rtx-4090]
     version: 1                              device = "22GiB"

@@ -1,4 +1,4 @@
-"""What changed: between two profiles of a model, bytes unit by unit; between two plans, decisions.
+"""Changes: between two profiles of a model, bytes unit by unit; between two plans, decisions.
 
 With the bytes and seconds that the plans predict, before and after.
 """

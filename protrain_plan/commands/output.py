@@ -1,4 +1,4 @@
-"""What commands print, and where: results, errors, progress bars, the first Ctrl-C.
+"""Output of commands: results, errors, progress bars, the first Ctrl-C.
 
 Results are for standard output, and written at once: what cannot be written there is an error. What
 people read is made of the texts of `terminal.py`; nothing here is read as markup.

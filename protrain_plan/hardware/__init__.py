@@ -1,1 +1,1 @@
-"""What a machine offers. `probe` measures this one (and imports torch)."""
+"""Speeds and sizes of machines. `probe` measures this one (and imports torch)."""

@@ -1,4 +1,4 @@
-"""What operators compute and move, and their seconds by a machine's rates.
+"""Work of operators: FLOPs and bytes, and their seconds by a machine's rates.
 
 FLOPs are those of matrix products, convolutions and attention; everything else is its bytes.
 """

@@ -1,4 +1,4 @@
-"""What memory operators take while they run, besides their operands and results.
+"""Scratch memory of operators, besides their operands and results.
 
 Bytes are by type of device, in one table, `DEVICE_TYPES`: fake tensors cannot show them. For CPUs
 the entries are of three kinds:

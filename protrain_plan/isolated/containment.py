@@ -13,7 +13,7 @@ from typing import Literal, NoReturn
 INTERRUPTED = 130
 """The exit code of a process that was interrupted."""
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
-"""Of prctl(2)."""
+"""Options of prctl(2)."""
 
 
 def end_with(parent: int) -> None:
@@ -39,7 +39,7 @@ def _prctl(option: int, *values: int) -> bool:
 # --- what it starts -------------------------------------------------------------------------------
 
 Containment = Literal["namespaces", "no processes", "nothing"]
-"""What holds the processes that code starts: they end with it, there are none, or nothing does."""
+"""The hold on processes that code starts: they end with it, there are none, or nothing does."""
 
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000  # clone(2)
 

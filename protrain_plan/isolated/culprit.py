@@ -82,7 +82,7 @@ def _lines_of(error: BaseException) -> list[Line]:
 
 
 def culprit(lines: Iterable[Line]) -> tuple[str | None, int | None]:
-    """Of lines, innermost first, the first in a file of the user's, else in a library with models.
+    """The first of the lines in a file of the user's, else in a library with models.
 
     (None, None) where all are PyTorch's, Python's or ours.
     """

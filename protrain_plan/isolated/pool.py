@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 Learnt = TypeVar("Learnt")
 
 _BYTES_EACH = 2 * 2**30
-"""What a process that estimates may take: PyTorch and transformers, and a model without values."""
+"""Memory of a process that estimates: PyTorch and transformers, and a model without values."""
 
 
 class Start(Protocol):
@@ -99,7 +99,7 @@ def pipelined(
     at_once: int,
     learn_here: bool,
 ) -> Iterator[tuple[Asked, Answer]]:
-    """What is first to be learnt, then asked; the questions in order, each with its answer.
+    """Things to be learnt first, then asked; the questions in order, each with its answer.
 
     An answer comes as soon as it is known and those before are. Of what has been learnt all is
     asked before more is learnt, so that the first ones come soon. `learn_here`: in this process

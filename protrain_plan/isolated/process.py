@@ -81,12 +81,12 @@ getattr(process, sys.argv.pop(1))(*map(int, sys.argv[1:]))
 Tell = Callable[[Any], None]
 """Says something on the way; it arrives as `json` reads it."""
 Work = Callable[[Tell], Any]
-"""What can be pickled, and answers with what JSON has."""
+"""Work: it can be pickled, and its answer is JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a forked process may take, with all that it starts."""
+    """Limits on a forked process, with all that it starts."""
 
     seconds: float
     memory: int
@@ -113,7 +113,7 @@ class EndedError(ProtrainError):
 
 
 class LeftError(ProtrainError):
-    """What a process started does not end. See [Note: what is left]."""
+    """Processes that a process started do not end. See [Note: what is left]."""
 
 
 def run(
@@ -301,7 +301,7 @@ class Server:
         return forked
 
     def _environment(self) -> Mapping[str, str]:
-        """What code has of the environment, and where caches without tokens are."""
+        """The variables of the environment that code has, and where caches without tokens are."""
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         hub = Path(os.environ.get("HF_HOME") or caches / "huggingface")
         needed = {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}

@@ -21,14 +21,14 @@ from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.files import read_bytes
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | Tensor
-"""What one call of a model takes: keyword arguments, positional arguments, or one tensor.
+"""The arguments of one call of a model: keyword arguments, positional arguments, or one tensor.
 
 Arguments need not be tensors (`return_loss=True`).
 """
 
 NUM_BYTE_TOKENS = 256
 MAX_TEXT_BYTES = 2**28
-"""Of a file to train on; more is not read."""
+"""Bytes of a file to train on; more is not read."""
 MAX_TOKENS = 2**26
 """Tokens of a batch: 64 M, half a GiB of them."""
 _DEFAULT_TEXT_BYTES = 4 * 2**20
@@ -170,13 +170,13 @@ def loss_of(output: object) -> Tensor:
 
 
 MASKED_SHARE = 0.15
-"""Of the tokens that a masked language model has to find (BERT, arXiv 1810.04805, section 3.1)."""
+"""Share of tokens that a masked language model finds (BERT, arXiv 1810.04805, section 3.1)."""
 NOT_A_TARGET = -100
 """The label that Hugging Face losses leave out."""
 _WITH_IMAGE_TOKENS = ("llava", "vipllava")
 _DEFAULT_IMAGE_SIZE = 224
 MAX_NUMBERS = 2**28
-"""Of the features in a batch: a GiB of them."""
+"""The most features in a batch: a GiB of them."""
 
 Inputs = dict[str, Any]
 

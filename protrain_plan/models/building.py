@@ -1,4 +1,4 @@
-"""What every kind of model source needs to build a model.
+"""Functions that every kind of model source needs to build a model.
 
 Seeds and deterministic kernels, models without memory for their parameters, limits on their sizes,
 and how the dtype and the precision of a workload become dtypes of parameters and of computation.
@@ -256,7 +256,7 @@ def remake_tensors(
 
 
 def parameter_dtype(dtype: DType, precision: Precision) -> torch.dtype:
-    """What the model's parameters are stored in; ProtrainError where the two do not go together."""
+    """The dtype of the stored parameters; ProtrainError where the two do not go together."""
     match precision:
         case "pure":
             return TORCH_DTYPES[dtype]
@@ -277,7 +277,7 @@ def parameter_dtype(dtype: DType, precision: Precision) -> torch.dtype:
 
 
 def stepped_dtype(dtype: DType, precision: Precision) -> DType:
-    """What the optimizer steps on."""
+    """The dtype that the optimizer steps on."""
     return dtype if precision == "pure" else "float32"
 
 

@@ -1,4 +1,4 @@
-"""What the user names in a module of theirs: a factory of a model, an optimizer."""
+"""Names of the user's in a module of theirs: a factory of a model, an optimizer."""
 
 import difflib
 import importlib

@@ -36,7 +36,7 @@ OptimizerFactory = Callable[..., Optimizer]
 
 
 def _fused(kind: Callable[..., Optimizer], **defaults: Any) -> OptimizerFactory:
-    """What makes the optimizer fused; unfused where a parameter is complex."""
+    """A factory that makes the optimizer fused; unfused where a parameter is complex."""
 
     def make(parameters: ParamsT, **options: Any) -> Optimizer:
         entries = [
@@ -95,7 +95,7 @@ OF_8_BITS: dict[str, OptimizerFactory] = {
     "adamw8bit": _of_bitsandbytes("AdamW8bit", lr=3e-4),
     "lion8bit": _of_bitsandbytes("Lion8bit", lr=1e-4),
 }
-"""Of bitsandbytes (arXiv 2110.02861): a state is a byte for each element, with a scale for each
+"""bitsandbytes (arXiv 2110.02861): a state is a byte for each element, with a scale for each
 block of 256. A parameter of less than 4,096 elements has states of float32."""
 
 OF_MATRICES: dict[str, OptimizerFactory] = {
@@ -124,7 +124,7 @@ def optimizer_named(name: str, options: str | None = None) -> str:
 
 
 def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFactory:
-    """What makes the optimizer of that name, on master weights where the precision says so.
+    """A factory of the optimizer of that name, on master weights where the precision says so.
 
     A name that is known, or `package.module:Class` or `path/to/file.py:function`, which is called
     with parameters or groups of them; with options in brackets. ProtrainError, with those known,
@@ -139,7 +139,7 @@ def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFact
 
 
 def _in_train_mode(factory: OptimizerFactory) -> OptimizerFactory:
-    """What makes the same optimizers, in their training mode where they have modes.
+    """A factory of the same optimizers, in their training mode where they have modes.
 
     One that gets groups with all options, as pieces of a chunk do, is in the mode that these say.
     """
@@ -163,7 +163,7 @@ def works_in_place(name: str) -> bool:
 
 
 _HOST_SHARES = {"adamw8bit": 0.0626, "lion8bit": 0.1142}
-"""Of float32, on one thread each (`benchmarks/results/updates-8bit.md`)."""
+"""Shares of float32 AdamW's speed, on one thread each (`docs/decisions/optimizer.md`)."""
 
 
 def host_share(name: str) -> float:

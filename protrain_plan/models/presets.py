@@ -97,7 +97,7 @@ def parse_config(text: str, *, where: str) -> JsonObject:
 
 
 def _without_notes(config: JsonObject) -> JsonObject:
-    """What says how the model is built: no notes, nothing about weights or versions."""
+    """The keys that say how the model is built: no notes, nothing about weights or versions."""
     dropped = ("transformers_version", "torch_dtype", "dtype")
     return {k: v for k, v in config.items() if not k.startswith("_") and k not in dropped}
 

@@ -57,7 +57,7 @@ PACKAGE_MISSING = "quantised weights need the package bitsandbytes"
 
 
 def read_quantize(text: str | None, *, adapter: str) -> Quantize:
-    """What `--quantize` says, beside the adapter; ProtrainError for what cannot be trained."""
+    """The meaning of `--quantize` beside the adapter; ProtrainError for what cannot be trained."""
     if not text:
         return ""
     for kind in KINDS:
@@ -132,7 +132,7 @@ def packed_as_drawn(
     seed: int,
     source: str,
 ) -> nn.Module:
-    """What `build` gives from the seed, its weights packed as they are drawn; `quantized` ends it.
+    """The model of `build`, its weights packed as they are drawn; `quantized` ends it.
 
     Call it in `seeded`, which puts the random states back that this sets.
     A model without parameters tells which layers these are. Then each linear layer gives its

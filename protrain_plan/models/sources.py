@@ -58,7 +58,7 @@ _MAX_REASON = 500
 MAX_NUMBER = 2**31
 """The largest number of a configuration: tokens, positions, widths."""
 MAX_LAYERS = 480
-"""Of an encoder and of a decoder: together no more units than a record may have."""
+"""Layers of an encoder and of a decoder: together no more units than a record may have."""
 _COUNTS: tuple[tuple[int, re.Pattern[str]], ...] = (
     (MAX_LAYERS, re.compile(r"(^|_)(n_?)?(layers?|depths?|blocks|stages)$")),
     (16_384, re.compile(r"(^|_)(experts?|heads?|groups?)$")),

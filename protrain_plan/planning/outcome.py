@@ -1,4 +1,4 @@
-"""What planning answers: a plan with its proof, or why there is none and what would help."""
+"""Answers of planning: a plan with its proof, or why there is none and what would help."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -66,5 +66,5 @@ class Infeasible:
 
     @property
     def in_a_line(self) -> str:
-        """What there is too little of, and where."""
+        """A shortage: of which memory, and where."""
         return f"{format_bytes(self.shortfall_bytes)} of {self.tier} memory, in {self.slot}"

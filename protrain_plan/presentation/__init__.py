@@ -1,1 +1,1 @@
-"""What is printed, drawn or exported for people. In: records and outcomes. Out: text and pages."""
+"""Output for people: text, pages, exports. In: records and outcomes."""

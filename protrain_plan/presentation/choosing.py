@@ -1,4 +1,4 @@
-"""What `fit --sweep`, `fit --what-helps` and `hardware search` print: machines compared."""
+"""The output of `fit --sweep`, `fit --what-helps` and `hardware search`: machines compared."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict

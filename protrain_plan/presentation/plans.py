@@ -1,4 +1,4 @@
-"""What `protrain plan`, `fit` and `run` print: plans, fronts of plans, or why there is none."""
+"""The output of `protrain plan`, `fit` and `run`: plans, fronts of plans, or why there is none."""
 
 import itertools
 from collections.abc import Sequence

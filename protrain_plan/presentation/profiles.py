@@ -1,4 +1,4 @@
-"""What `protrain profile`, `protrain hardware` and `protrain models` print."""
+"""The output of `protrain profile`, `protrain hardware` and `protrain models`."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What speeds mean for a bill (`planning/questions/spending.py`), as columns and as keys."""
+"""Cost and energy of speeds (`planning/questions/spending.py`), as columns and as keys."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple

@@ -44,7 +44,7 @@ SWITCH = "PROTRAIN_NO_CACHE"
 """The environment variable that switches the cache off, whatever its value."""
 
 _MOST_BYTES = 64 * 2**20
-"""Of all entries together: some thousands. The oldest go first."""
+"""All entries together: some thousands. The oldest go first."""
 _LIBRARIES = ("torch", "transformers")
 _OPTIONAL = ("peft", "accelerate", "bitsandbytes", "numpy", "kernels")
 _SETTINGS = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT", "BNB")
@@ -54,7 +54,7 @@ _ENTRY = re.compile(r"[0-9a-f]{64}\.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
-    """What is estimated, but for the machine."""
+    """A question to estimates, without the machine."""
 
     workload: Workload  # with the configuration as it is now, and nothing that is for measuring
     optimizer: str
@@ -184,7 +184,7 @@ def _folder() -> Path | None:
 
 @lru_cache(maxsize=1)
 def _installation() -> list[str] | None:
-    """What is installed, as texts; None where that cannot be told from what the installer noted."""
+    """The installed packages, as texts; None where the installer's notes do not tell."""
     told = [__version__, sys.version, platform.machine()]
     for package in ("protrain_plan", "protrain_runtime"):
         spec = find_spec(package)

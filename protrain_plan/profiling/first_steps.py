@@ -21,7 +21,7 @@ from protrain_runtime.states.update_rules import UpdateRules, smaller, tensors_i
 
 Kind = tuple[torch.dtype, torch.Size]
 Shapes = Counter[Kind]
-"""Of a model's trainable parameters: how many there are of each."""
+"""How many trainable parameters of each kind a model has."""
 
 _LARGE, _SMALL = 2**16, 2**14  # elements of a matrix of which bytes, and operators, are seen
 _MAKERS = (
@@ -46,7 +46,7 @@ class FirstSteps:
 def first_steps(
     rules: UpdateRules, shapes: Shapes, *, device: torch.device | None = None
 ) -> FirstSteps:
-    """What an optimizer's first steps show that updates some parameters of a model whole.
+    """Findings in first steps of an optimizer that updates some parameters whole.
 
     On `device`, of the model's own shapes where steps differ; otherwise, and without a device, of
     smaller ones, whose bytes are taken to grow with the matrix. Nothing of other optimizers.
@@ -99,7 +99,7 @@ class _Stepper:
         self.optimizer.step()
 
     def state_bytes(self) -> int:
-        """Of the first parameter."""
+        """The first parameter's."""
         return storage_bytes(tensors_in(dict(self.optimizer.state[self.parameters[0]])))
 
 

@@ -334,14 +334,14 @@ def _compiled(
 
 
 _COMPILER_BYTES = 64 * 2**20
-"""What a process holds more where PyTorch's cache has no graph of it: 39 MiB of SmolLM2 135M's one
+"""Bytes that a process holds more where PyTorch's cache has no graph: 39 MiB of SmolLM2 135M's one
 (443.0 MiB besides tensors in a cold run, 404.1 in a warm one), and up to 48 MiB with two threads
 (PyTorch 2.13 on an x86 machine)."""
 _GRAPH_BYTES = 16 * 2**20  # for each further graph, of which fewer were measured
 
 
 def compiler_bytes(found: Compilation | None) -> int:
-    """What a cold run's compiler holds that this process's, which found graphs in a cache, did not.
+    """The bytes of a cold run's compiler that this process, with graphs in a cache, did not need.
 
     A run may be anywhere, and mostly begins with another cache than its profile.
     """
@@ -443,7 +443,7 @@ def workspace(
     strided: bool = False,
     on_card: bool = False,
 ) -> Workspace:
-    """What a step needs besides its operands, as a fraction of the gradient's bytes.
+    """A step's workspace, as a fraction of the gradient's bytes.
 
     The most of several: parameters have the workload's dtype, and those `beside` it; `sparse` where
     some gradients are, `strided` where some are dense and not contiguous, such as in channels-last
@@ -489,7 +489,7 @@ def strided(model: nn.Module) -> bool:
 
 
 def other_dtypes(model: nn.Module, workload: Workload) -> frozenset[torch.dtype]:
-    """Those of trainable parameters besides the workload's."""
+    """Dtypes of trainable parameters besides the workload's."""
     stored = parameter_dtype(workload.dtype, workload.precision)
     return frozenset(p.dtype for p in model.parameters() if p.requires_grad) - {stored}
 

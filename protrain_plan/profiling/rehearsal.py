@@ -60,7 +60,7 @@ _MOST_TENSORS = 2**16
 
 
 class Reserve:
-    """What the allocator holds beyond what it has given out, at most, as far as steps show it.
+    """The most that the allocator was seen to hold beyond what it has given out.
 
     It takes memory from the device in segments and cuts blocks from them; every limit is on the
     segments. How much of them stays unused in a step was seen in those that were watched. Another
@@ -81,7 +81,7 @@ class Reserve:
 
     @property
     def most_bytes(self) -> int:
-        """What plans are to hold back."""
+        """The bytes that plans hold back."""
         if devices.on_host(self._device):
             return 0
         seen = [*self._seen, *(meter.reserved_and_allocated for meter in self._meters)]
@@ -92,7 +92,7 @@ class Reserve:
         )
 
     def library_bytes(self) -> int:
-        """What libraries keep for themselves, now that no step runs and no gradient is there.
+        """The bytes that libraries keep while no step runs and no gradient is there.
 
         A matrix library has a workspace for each thread and stream that it ran in: forward's, and
         autograd's. What the first steps of a model leave on its own tensors counts, too, unless as
@@ -105,7 +105,7 @@ class Reserve:
         return max(0, torch.accelerator.memory_allocated(self._device) - reached)
 
     def _segment_bytes(self, num_bytes: int) -> int:
-        """What the allocator takes from the device for one more tensor of this size."""
+        """The bytes that the allocator takes from the device for one more tensor of this size."""
         devices.free_cached(self._device)
         before = torch.accelerator.memory_reserved(self._device)
         held: list[torch.Tensor] = []  # what fits into what there is
@@ -136,7 +136,7 @@ class Reserve:
 
 
 ALLOWANCE_BYTES = 6 * 2**20
-"""What a run's context may exceed the rehearsal's by: the heap is not the same twice. Runs of one
+"""A run's context may exceed the rehearsal's by this: the heap is not the same twice. Runs of one
 plan exceeded it by up to 0.4 MiB (tests/runtime/test_peaks.py compares them), steps after the
 second by up to 1.9 MiB more, and plans with updates after backward by 4.9 MiB in all (tiny-llama
 with all states on disk, six steps, ten runs; PyTorch 2.13 on an x86 machine)."""
@@ -146,12 +146,12 @@ ABSENT_UNIT_BYTES = 2**20
 135M takes 0.65 MiB (324.9 MiB with 27 of 32 units absent, 342.6 MiB with all; PyTorch 2.13)."""
 
 _STATE_BYTES = 20
-"""Of a parameter at most: itself, its gradient, a float32 master and AdamW's two states."""
+"""Tensors of a parameter at most: itself, its gradient, a float32 master and AdamW's two states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What was seen: `context_bytes` besides tensors at most, and the seconds of a step of `plan`.
+    """Findings: `context_bytes` besides tensors at most, and the seconds of a step of `plan`.
 
     Seconds are None where no step was timed. `held_views` are units of whose parameters somebody
     holds a view after their slot: these cannot leave the device as predicted.
@@ -291,7 +291,7 @@ def _clip_and_unscale(model: nn.Module) -> None:
 
 
 def unseen_staging_bytes(directory: Path) -> int:
-    """What a spill file stages where its file system takes direct I/O, and here it takes none."""
+    """Staging of a spill file with direct I/O, which the file system here does not take."""
     with closing(SpillFile(directory)) as file:
         return 0 if file.direct else FILE_BYTES
 

@@ -71,11 +71,11 @@ bytes, so that caution costs nothing; and on a CPU machine the rehearsal's spill
 the page cache, which has to find room beside the model."""
 
 _INIT_STD = 0.02
-"""Of the matrices that are made up: GPT-2's, with which values stay finite in the few that run."""
+"""Deviation of made-up matrices: GPT-2's, with which values stay finite."""
 
 
 class Options(TypedDict, total=False):
-    """What is trained, and how."""
+    """The workload, and how it is trained."""
 
     batch_size: Required[int]
     seq_len: Required[int]
@@ -152,7 +152,7 @@ def batches_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketch:
-    """What fake tensors tell of a model: its units with their bytes, and which need to run."""
+    """A model as fake tensors show it: its units with their bytes, and which need to run."""
 
     found: tuple[FoundUnit, ...]  # without modules: those of the fake model are gone
     block_classes: BlockClasses
@@ -164,7 +164,7 @@ class Sketch:
 
     @property
     def whole_bytes(self) -> int:
-        """What a plain step of the whole model takes, at most; optimizer states excluded.
+        """The most bytes that a plain step of the whole model takes, without optimizer states.
 
         Parameters, gradients and kept activations of all units, and the largest peak above them.
         """
@@ -202,7 +202,7 @@ def sketch_and_model(
     optimizer: str = DEFAULT_OPTIMIZER,
     progress: Progress = lambda *_: None,
 ) -> tuple[Sketch, nn.Module]:
-    """What the source's model of fake tensors tells in one step per form, and the model itself.
+    """The sketch of the source's model on fake tensors, one step per form, and the model itself.
 
     `forms` and `meter` are as in `analyze_units` and `measure_bytes`.
     """
@@ -258,7 +258,7 @@ def sketch_and_model(
 
 @contextmanager
 def _settled() -> Iterator[None]:
-    """What is in memory already is none of the garbage to look for: libraries, mostly.
+    """Leave what is in memory already, libraries mostly, out of the search for garbage.
 
     Every step collects garbage before it is counted, and would look through a million objects.
     """

@@ -6,7 +6,6 @@ stands in bash, in a folder of its own. The reference is made from the code: `--
 
 import ast
 import functools
-import json
 import re
 import shlex
 import shutil
@@ -68,6 +67,7 @@ class CoveredBy:
 
 TINY = {"llama-3.2-1b": "tiny-llama"}
 SCRIPTS: dict[str, Runs | CoveredBy] = {
+    "README.md#does-it-fit": Runs(),
     "README.md#three-commands": Runs(smaller={"--steps 10": "--steps 2"}),
     "docs/tutorial.md#without-a-gpu-would-it-fit": Runs(),
     "docs/tutorial.md#on-this-machine-train-under-a-limit": Runs(
@@ -251,60 +251,39 @@ def test_every_block_is_quoted_somewhere() -> None:
 
 
 def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
-    page = "<!-- quoted: runtime -->\nold\n<!-- end of quote -->\nmore\n"
+    page = "<!-- quoted: front -->\nold\n<!-- end of quote -->\nmore\n"
     assert with_quotes(page, results=tmp_path) == (
-        "<!-- quoted: runtime -->\n"
-        "Not measured yet: there is no `benchmarks/results/runtime.json`.\n"
+        "<!-- quoted: front -->\n"
+        "Not measured yet: there is no `benchmarks/results/front.json`.\n"
         "<!-- end of quote -->\nmore\n"
     )
 
 
-def test_the_runtime_s_results_are_quoted(tmp_path: Path) -> None:
-    one = {"ours": [1.0, 3.0, 2.0], "other": [1.0, 2.0, 2.0], "same_losses": True}
-    two = {**one, "ours": [1.2, 1.4, 2.4]}
-    simulated = {**one, "simulated_ours": 1.1, "simulated_other": 1.0}
-    comparisons = {
-        "keep": {"rounds": [one, two]},
-        "swap": {"rounds": [simulated]},
-        "offload": {"error": "not done in 600 s"},
-    }
-    models = {"llama-512": {"comparisons": comparisons}, "wide": {"error": "out of memory"}}
-    document = {"date": "2026-11-21", "commit": "abc", "models": models}
-    (tmp_path / "runtime.json").write_text(json.dumps(document))
-    page = "<!-- quoted: runtime -->\n<!-- end of quote -->\n"
-    assert with_quotes(page, results=tmp_path).splitlines()[3:] == [
-        "| llama-512 | everything kept / plain PyTorch | 1.100 ± 0.200 |  | equal bits |",
-        "| llama-512 | every block swapped to host memory / `save_on_cpu` that copies | 1.000"
-        " | 1.100 | equal bits |",
-        "| llama-512 | all blocks' states on disk, recomputed / a loop that loads, computes, saves"
-        " | not done in 600 s |  |  |",
-        "| wide |  | out of memory |  |  |",
-        "",
-        "(`benchmarks/results/runtime.md`, 2026-11-21, commit abc)",
-        "<!-- end of quote -->",
-    ]
+PROMISES = "docs/reference/promises.md"
 
 
-MADE = {"cli", "files", "ordering", "ordering-ranks", "checks"}
-"""Pages that are made from the code."""
-RECORDS = {"decisions", "glossary", "weaknesses"}
-"""Pages that say what was tried, what words mean and what is missing: they promise nothing."""
-HOLDS = re.compile(r"<!-- tests:\s+(.*?)\s+-->", re.DOTALL)
+def test_promises_and_their_tests_stand_in_one_table() -> None:
+    """Every page and heading of the table is there, and so is every test."""
+    table = (ROOT / PROMISES).read_text(encoding="utf-8").partition("| Where | Tests |\n")[2]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| [")]
+    assert len(rows) > 50
+    for where, tests in rows:
+        link = re.fullmatch(r"\| \[.+\]\((.+?)(?:#(.+))?\)", where)
+        assert link, where
+        page = (ROOT / PROMISES).parent / link[1]
+        headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert link[2] in map(slug, headings), where
+        for file, names in re.findall(r"`(tests/\S+?)`(?:: ((?:`\w+`,? ?)+))?", tests):
+            named = re.findall(r"`(\w+)`", names)
+            assert named, tests
+            assert [name for name in named if name not in functions(file)] == [], file
 
 
-def promises(page: Path) -> bool:
-    return page.stem not in MADE | RECORDS and page.parent.name not in RECORDS
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if promises(page)], ids=str)
-def test_what_a_page_promises_names_tests_that_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    named = [name for held in HOLDS.findall(text) for name in re.split(r",\s+", held)]
-    assert named
-    assert text.count("<!-- test") == len(HOLDS.findall(text))
-    for file, _, function in (name.partition("::") for name in named):
-        assert not function or function in functions(file), f"{file}::{function}"
-        assert (ROOT / file).is_file(), file
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_have_no_hidden_comments(page: Path) -> None:
+    found = re.findall(r"<!--.*?-->", page.read_text(encoding="utf-8"), re.DOTALL)
+    marks = ("<!-- quoted: ", "<!-- end of quote", "<!-- rules")
+    assert [one for one in found if not one.startswith(marks)] == []
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
@@ -336,7 +315,7 @@ OURS = ("chunk", "part", "persistent", "buffer", "lead", "drain", "piece")
 def test_the_readme_is_short_and_in_words_of_the_field() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 160
-    seen = re.sub(r"<!--.*?-->|```.*?```|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    seen = re.sub(r"```.*?```|\]\([^)]*\)", "", text, flags=re.DOTALL)
     assert set(OURS).isdisjoint(re.findall(r"\w+", seen.lower()))
     glossary = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").lower()
     assert [word for word in OURS if f"## {word}\n" not in glossary] == []

@@ -1,1 +1,1 @@
-"""What users ask. In: a profile and budgets. Out: the fastest plan, the least memory, a front."""
+"""Users' questions. In: a profile and budgets. Out: the fastest plan, least memory, a front."""

@@ -1,4 +1,4 @@
-"""What PyTorch's allocator may reserve beyond tensors, as long as no card has measured it.
+"""Bytes that PyTorch's allocator may reserve beyond tensors, as long as no card has measured it.
 
 Peaks count tensors, and limits are on what the allocator has reserved: blocks are cut from
 segments, and what is free of a segment may be too small for the next tensor. A measured profile has

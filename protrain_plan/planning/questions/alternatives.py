@@ -1,4 +1,4 @@
-"""What people do without a planner, from the same profile and by the same simulator.
+"""Policies of people without a planner, from the same profile and by the same simulator.
 
 Each alternative decides the same for all units, as its library does, with updates after backward
 and steps that do not overlap. Its schedule is the best that the planner finds, so that what is said

@@ -1,4 +1,4 @@
-"""What users ask: the fastest step, the least memory for a speed, the largest batch, a front.
+"""Objectives of users: the fastest step, the least memory for a speed, the largest batch, a front.
 
 And whether a workload trains on a machine at all, how fast, and what binds (`fit`).
 """

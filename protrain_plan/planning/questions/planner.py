@@ -84,7 +84,7 @@ rules of schedules, and the simulator compares baselines."""
 
 FEW = 8
 BRANCHED = {False: 1000, True: 300}
-"""Of so few units, variables of a fluid model over which a search tree is worth its time, by
+"""Variables, of few units, of a fluid model over which a search tree is worth its time, by
 whether steps overlap: most take 0.1 s, and the longest of 40 small problems 1.3 s, for 4 % of bound
 in the median."""
 

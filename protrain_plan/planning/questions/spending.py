@@ -1,4 +1,4 @@
-"""What a predicted speed means for a bill: model FLOPs utilisation, hours, cost and energy.
+"""The cost of a predicted speed: model FLOPs utilisation, hours, cost and energy.
 
 Model FLOPs utilisation (MFU; Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B) is what the
 model computes in a step over what the device could compute meanwhile at its peak dense rate in the

@@ -1,4 +1,4 @@
-"""What `protrain fit` found as one HTML file: a chart of tokens per second against memory.
+"""The answers of `protrain fit` as one HTML file: a chart of tokens per second against memory.
 
 The chart is drawn here, once: the file has no script, and needs no network.
 """

@@ -57,7 +57,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """What a block returns: a tree of tensors that it made or was handed, and of other values."""
+    """The result of a block: a tree of tensors that it made or was handed, and of other values."""
 
     tree: TreeSpec
     leaves: tuple[object, ...]
@@ -163,7 +163,7 @@ def with_inputs(plans: Sequence[UnitPlan], block_classes: BlockClasses) -> list[
 
 @dataclass(slots=True)
 class _Block:
-    """What one block was given and gave."""
+    """The arguments and the result of one block."""
 
     inputs: tuple[tuple[int, ...], ...]  # of each tensor, the identities of its storages
     geometry: tuple[object, ...]  # of the inputs
@@ -194,7 +194,7 @@ class _Making(NothingCompiled, TorchDispatchMode):
         return self._known.of(tensor).pack(tensor)
 
     def keys(self, tensors: Iterable[Tensor]) -> set[int]:
-        """What tells the tensors' storages from others, from here on."""
+        """The identities of the tensors' storages, from here on."""
         return {self._known.of(tensor).key for tensor in tensors}
 
     def begin(self, block: int) -> None:

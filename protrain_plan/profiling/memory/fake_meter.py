@@ -28,7 +28,7 @@ from protrain_runtime.devices.fake import FakeMode
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, strided_parts
 
 MOST_BYTES = 2**26
-"""Of an operator's operands and results together. Calls of larger ones would take seconds, and
+"""Bytes of an operator's operands and results at most. Calls of larger ones would take seconds, and
 memory that an estimate does without; their scratch memory is bounded."""
 
 _BY_VALUES = (torch.ops.aten._grouped_mm.default,)
@@ -37,7 +37,7 @@ operands of zeros, and are told by that."""
 
 
 class _Geometry(NamedTuple):
-    """What a tensor is, apart from its values."""
+    """A tensor's properties, apart from its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -102,7 +102,7 @@ _MEASURED: dict[MeasuredCall, int | None] = {}
 
 
 def measured_bytes(calls: Iterable[MeasuredCall]) -> Mapping[MeasuredCall, int | None]:
-    """What each takes beyond its operands and results at its highest point.
+    """The most bytes that each takes beyond its operands and results.
 
     None where it cannot be called with zeros, or gives results of other shapes then. Each is called
     twice in the process's life: what is made in the first one stays.
@@ -135,7 +135,7 @@ def measured_bytes(calls: Iterable[MeasuredCall]) -> Mapping[MeasuredCall, int |
 
 _SAVE_NUMBERS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
 NUMBER_BYTES = 8
-"""Of a Python number as a tensor: int64 or float64."""
+"""Bytes of a Python number as a tensor: int64 or float64."""
 
 
 class FakeMeter(NothingCompiled, TorchDispatchMode):

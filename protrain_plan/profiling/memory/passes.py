@@ -45,7 +45,7 @@ changes from second to second."""
 
 
 class Meter(Protocol):
-    """What counts live bytes between marks; `segments` is there after the exit."""
+    """A counter of live bytes between marks; `segments` is there after the exit."""
 
     def __enter__(self) -> object: ...
     def __exit__(self, *error: Any) -> object: ...
@@ -156,7 +156,7 @@ def watched(
 
 
 def identities(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """What tells the live storages behind tensors from others; fake tensors have no addresses."""
+    """The identities of the live storages behind tensors; fake tensors have no addresses."""
     return {int(part.untyped_storage()._cdata) for part in strided_parts(tensors)}
 
 
@@ -168,7 +168,7 @@ def training_step(model: nn.Module, batch: Batch) -> float:
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """What `zero_grad(set_to_none=True)` does."""
+    """Drop gradients, as `zero_grad(set_to_none=True)` does."""
     for parameter in model.parameters():
         parameter.grad = None
 
@@ -224,7 +224,7 @@ class TrackedStorages(dict[int, TrackedStorage]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """What a unit saves for backward that is its own: storages, and the inputs among them.
+    """The storages of its own that a unit saves for backward: all, and the inputs among them.
 
     `awaited` is False where all that the unit saved is gone when the forward has ended: the loss
     does not depend on it, as on LLaVA's last image layer. What such a block saves is no level that

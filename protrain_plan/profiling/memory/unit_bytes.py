@@ -1,4 +1,4 @@
-"""What a model's units hold, in bytes: found by running it, on real tensors or on fake ones.
+"""Bytes that a model's units hold: found by running it, on real tensors or on fake ones.
 
 First `analyze_units` looks at what each unit saves, then `measure_bytes` at the live bytes of whole
 steps. Besides units: the tensors that a model keeps from one step to the next (`Lasting`), and
@@ -147,7 +147,7 @@ def _bytes_besides_model(model: nn.Module) -> int:
 
 
 class Loaded:
-    """What a source brings into host memory from here on, such as a data set."""
+    """The bytes that a source brings into host memory from here on, such as a data set."""
 
     def __init__(self) -> None:
         self._held = reachable(devices.HOST)  # so that no other takes an identity
@@ -359,14 +359,14 @@ def _scalars(parts: Sequence[Slice], rules: Mapping[str, UpdateRule]) -> int:
 
 
 _NORMS = 2
-"""Of a gradient while it is clipped: what was taken as it left, or by `clip_grad_norm_`, and what
+"""A gradient's scalars while it is clipped: one taken as it left, or by `clip_grad_norm_`, and what
 of that is multiplied."""
 
 _GRADIENTS = 2
-"""Of a parameter at once, where micro-batches add up: the sum, and what is added to it."""
+"""Gradients of a parameter at once, where micro-batches add up: the sum, and its summand."""
 
 _LOOSE_BLOCKS = 16
-"""Of the last step's loss, this one's with its share of a mean and their gradients, the total norm
+"""The last step's loss, this one's with its share of a mean and their gradients, the total norm
 and the factor of clipping, a gradient scaler's scale and its growth; some more for the model's."""
 
 
@@ -388,7 +388,7 @@ def _beside_in_blocks(parts: Sequence[Slice], rules: Mapping[str, UpdateRule]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """What a training step takes: of the units, and what stays after it until its loss is gone.
+    """Bytes of a training step: of the units, and what stays after it until its loss is gone.
 
     `left_bytes` are tensors in the contexts of autograd functions, say. A loop has a name for its
     loss until the next one is there, so that they are live in the next step.
@@ -478,7 +478,7 @@ def _of_last_part(
 
 
 _LOSS_BYTES = 64
-"""Of a loss, with room for what a wrapper keeps of it: `_scalars` counts them."""
+"""Bytes of a loss, with room for what a wrapper keeps of it: `_scalars` counts them."""
 
 
 def _mixtures(units: Sequence[Unit]) -> list[list[Form]]:
@@ -650,7 +650,7 @@ def _chunks(model: nn.Module, found: Sequence[FoundUnit], alignment: int) -> lis
 def _described(
     found: Sequence[FoundUnit], chunks: Sequence[Chunk], saved: Sequence[passes.SavedBytes]
 ) -> list[UnitPlan]:
-    """What the units are, as a plan says it, with nothing decided."""
+    """The units as a plan names them, with nothing decided."""
     return [
         UnitPlan(
             name=unit.name,
@@ -775,7 +775,7 @@ def _units(
 
 
 def _leaner(either: FormCost, keep: FormCost, forms: Sequence[FormCost]) -> Iterator[FormCost]:
-    """Of the last part's forms those that need less at most than `either`, its costs in `keep`.
+    """The last part's forms that need less at most than `either`, its costs in `keep`.
 
     They were measured with the blocks in `keep`, as `keep` was, and with other forms of the blocks
     they take as much more as it does.

@@ -1,1 +1,1 @@
-"""What a model is made of. In: a model and a batch. Out: units and what they read."""
+"""The structure of a model. In: a model and a batch. Out: units and what they read."""

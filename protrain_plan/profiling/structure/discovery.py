@@ -94,7 +94,7 @@ Attributes = dict[nn.Module, dict[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a forward begins with besides its batch: a seed of all generators, and attributes."""
+    """A forward's state besides its batch: a seed of all generators, and attributes."""
 
     seed: int
     attributes: Attributes
@@ -594,7 +594,7 @@ def _children(model: nn.Module, once: dict[nn.Module, ModuleCall]) -> tuple[Modu
 
 
 class _Stretch(NamedTuple):
-    """What will be a unit: a block's call, or what ran since the last one."""
+    """A unit to be: a block's call, or what ran since the last one."""
 
     name: str
     block: ModuleCall | None

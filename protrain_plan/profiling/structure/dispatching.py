@@ -1,4 +1,4 @@
-"""What modes share that see every operator."""
+"""Parts that modes share which see every operator."""
 
 
 class NothingCompiled:

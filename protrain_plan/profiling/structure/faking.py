@@ -45,7 +45,7 @@ from protrain_runtime.states.quantized import products_of_a_card
 aten = torch.ops.aten
 
 _MOST_BYTES = 2**22
-"""Of a tensor whose values are known: a batch of 500,000 tokens. What is larger was no token id."""
+"""The largest tensor whose values are known: a batch of 500,000 tokens."""
 
 _ATTRIBUTE = "_protrain_value"
 _UNDEFINED = ("empty", "new_empty", "resize", "set_")
@@ -53,7 +53,7 @@ _UNDEFINED = ("empty", "new_empty", "resize", "set_")
 
 
 class _Told(NamedTuple):
-    """What an operator's schema tells of it."""
+    """Facts about an operator from its schema."""
 
     asks_values: bool
     counts: bool  # its result's shape depends on values
@@ -144,7 +144,7 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
         return value
 
     def _real(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        """What the operator gives of the values."""
+        """The operator's result on the values."""
         real_args, real_kwargs = tree_map_only(Tensor, self._value, (args, dict(kwargs)))
         with unset_fake_temporarily():
             result: object = func(*real_args, **real_kwargs)

@@ -41,7 +41,7 @@ class _Result(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What a call returns: a result, or a tuple of some."""
+    """The result of a call, or a tuple of some."""
 
     results: tuple[_Result, ...]
     several: bool
@@ -208,5 +208,5 @@ def _repeatable(func: Any) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    """What tells the tensor's memory from others'."""
+    """The identity of the tensor's memory."""
     return int(tensor.untyped_storage()._cdata)

@@ -33,7 +33,7 @@ from protrain_runtime.activations.trees import Rebuild, is_value, leaves_in, tak
 from protrain_runtime.devices import device as devices
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
-"""What is no attribute of the user's; a planned or watched module has its forward there."""
+"""Names that are no attributes of the user's; a planned or watched module has its forward there."""
 
 _VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
@@ -127,7 +127,7 @@ class Written:
 
 @contextmanager
 def writing_arguments(modules: Sequence[nn.Module | None]) -> Iterator[Written]:
-    """Those of the blocks that run while inside; None is a part."""
+    """The blocks that run while inside; None is a part."""
     found = Written()
     # The tensors of the arguments, what makes a second run's of them, and the contents of both.
     before: dict[int, tuple[list[Any], Rebuild, list[object], list[object]]] = {}

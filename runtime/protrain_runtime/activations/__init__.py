@@ -1,1 +1,1 @@
-"""What autograd saves, in another form. In: a block's forward. Out: kept, swapped, recomputed."""
+"""Saved tensors in another form. In: a block's forward. Out: kept, swapped, recomputed."""

@@ -108,7 +108,7 @@ _NOTHING_COMPILED = "found no compiled frames"
 """In what PyTorch says where `fullgraph` finds nothing to compile: of an `nn.Sequential`, say."""
 
 _MOST_COMPILATIONS = 64
-"""Of all blocks of a process: kinds of blocks, times shapes of batches, times two where the model
+"""Graphs of a process's blocks: kinds of blocks, times shapes of batches, times two where the model
 is evaluated, too. PyTorch's own limit is 8, beyond which it gives up."""
 
 

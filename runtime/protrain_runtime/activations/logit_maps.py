@@ -1,4 +1,4 @@
-"""What models do to logits, element by element, before their loss: scale them, and cap them.
+"""Element-wise maps of logits before the loss: scales and caps.
 
 Granite divides logits by a number, Cohere multiplies them with one, and Gemma 2 computes
 c tanh(x / c) of them. What goes element by element goes tile by tile, and so does its gradient.

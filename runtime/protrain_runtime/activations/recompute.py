@@ -31,7 +31,7 @@ from protrain_runtime.activations.trees import taken_apart
 
 State = Any
 Source = tuple[Callable[[], State], Callable[[State], None]]
-"""What tells a generator's state, as something that `==` compares, and what sets it."""
+"""A generator's state, as something that `==` compares, and what sets it."""
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, tuple, set, frozenset, Mapping)

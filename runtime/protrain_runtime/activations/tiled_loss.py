@@ -51,9 +51,9 @@ from protrain_runtime.activations.trees import PLAIN
 from protrain_runtime.devices.lanes import num_holders
 
 TILE_ELEMENTS = 2**24
-"""Of a tile of kept logits at most: 64 MiB of float32, which keeps any device busy."""
+"""The most elements of a tile of kept logits: 64 MiB of float32, which keeps any device busy."""
 TILES = 8
-"""Of kept logits at least, where rows are enough: a tile is then small beside the logits."""
+"""The least tiles of kept logits, where rows are enough: a tile is small beside the logits."""
 TILE_ROWS = 16
 """Tiles are whole multiples of so many rows. Kernels of products are made for them, and every row
 lies in its tile as it would in the whole, counted from a multiple of 16 bytes, by which CUDA's

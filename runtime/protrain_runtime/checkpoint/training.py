@@ -1,4 +1,4 @@
-"""What of a training is no tensor, as JSON: options, counters, states of schedules and generators.
+"""The state of a training besides tensors, as JSON: options, counters, schedules, generators.
 
 Numbers, texts, lists and dicts by text are what they are in JSON. Everything else is a dict of one
 entry, whose key begins with "$" and says what it is: {"$tuple": [1, 2]}. A tensor is written with

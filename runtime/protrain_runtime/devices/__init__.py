@@ -1,1 +1,1 @@
-"""What the machine offers. In: a device, a folder, a limit. Out: lanes, stores, buffers, meters."""
+"""The machine's devices. In: a device, a folder, a limit. Out: lanes, stores, buffers, meters."""

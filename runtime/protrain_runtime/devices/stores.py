@@ -349,7 +349,7 @@ TIERS: dict[StateTier, Callable[[Backend, Path, bool, Describe | None], Store]] 
         else DiskStore(directory, backend, cached=cached)
     ),
 }
-"""What opens a tier's store, one that checks its bytes where it is given what names them: a new
+"""A factory of a tier's store, one that checks its bytes where it is given what names them: a new
 tier is one entry."""
 
 

@@ -1,1 +1,1 @@
-"""What tells a user what is wrong. In: a model, a plan, a step. Out: refusals and recordings."""
+"""Diagnostics for users. In: a model, a plan, a step. Out: refusals and recordings."""

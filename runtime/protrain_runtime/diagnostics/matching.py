@@ -297,7 +297,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, str, str]]:
 
 
 MOST_LINES, MOST_WORDS, MOST_NAMES = 12, 6, 3
-"""Of one message, of one of its lines, and of equal changes in one: who changed more has another
+"""Limits of a message, of its lines, and of equal changes in it: who changed more has another
 model in mind."""
 
 

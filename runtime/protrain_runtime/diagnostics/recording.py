@@ -165,7 +165,7 @@ def record(model: nn.Module) -> Iterator[Recorder]:
 
 
 _FIRST, _LAST = 1, 2
-"""Of the steps watched, from 0: all optimizer states are there from the second on."""
+"""The step watched, from 0: all optimizer states are there from the second on."""
 
 
 class Watch:

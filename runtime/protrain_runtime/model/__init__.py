@@ -1,1 +1,1 @@
-"""What users hold: a planned model and its optimizer, and their habits with them."""
+"""The user's objects: a planned model and its optimizer, and their habits with them."""

@@ -1,4 +1,4 @@
-"""What users do with a planned model between steps.
+"""Habits of users with a planned model between steps.
 
 `full_parameters` has offloaded parameters on the device, to look at or change. `MovingAverage`
 keeps averaged parameters where the parameters are.

@@ -51,7 +51,7 @@ GRACE_S = 1.0
 """A collective that began before another rank failed may end well; it has so long."""
 
 CHECKPOINT_LIMIT_S = 3600.0
-"""What a rank may take longer than another one to write its part of a checkpoint."""
+"""Seconds that a rank may take longer than another one to write its part of a checkpoint."""
 
 
 # Their names since PyTorch 2.13, and before.

@@ -50,7 +50,7 @@ ROW_SCALES = "SCB"
 """The attribute of a packed weight of 8 bits, and of its layer's `state`, that is the scales."""
 
 _TENSORS = ("absmax", "code", "offset")
-"""Of a `QuantState`; of its `state2`, which has the scales' own scales, too."""
+"""Tensors of a `QuantState`; of its `state2`, which has the scales' own scales, too."""
 
 
 def library() -> ModuleType | None:

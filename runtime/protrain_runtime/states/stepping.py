@@ -122,7 +122,7 @@ def step_alone(
 
 
 _SCALES = (1.0, 1e-4, 1e4, 1e-2, 1e2, 1e-3, 1e4, 1.0)
-"""Of gradients in steps that are tried: on both sides of what a step may clip, or wait for."""
+"""Scales of gradients in steps that are tried: on both sides of what a step may clip."""
 
 FEW_STEPS = 4  # steps of a trial that only looks at ranges of a parameter
 
@@ -345,7 +345,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Of floating-point values that are compared where some are no numbers."""
+"""The bits of floating-point values, which are compared where some are no numbers."""
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

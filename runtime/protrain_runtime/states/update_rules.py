@@ -155,7 +155,7 @@ class UpdateRules:
         in_order: bool = True,
         parameter: nn.Parameter | None = None,
     ) -> UpdateRule:
-        """That of a parameter; not `in_order`: its elements do not lie in that of its dimensions.
+        """A parameter's layout; not `in_order`: its elements do not lie in that of its dimensions.
 
         ProtrainError where groups differ in it, or the optimizer takes no such parameter.
         """

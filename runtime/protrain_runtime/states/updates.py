@@ -37,7 +37,7 @@ from protrain_runtime.states.update_rules import StateRule
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
-range to a thread and back takes (`benchmarks/results/updates.md`)."""
+range to a thread and back takes (`docs/decisions/seconds.md`)."""
 
 
 def spare_threads(device: torch.device) -> int:

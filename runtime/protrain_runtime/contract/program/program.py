@@ -91,7 +91,7 @@ LONGEST_SPAN = 2**20
 """Elements that an optimizer beside compute steps on as one parameter: 4 MiB of float32, so that
 what it needs besides (a float32 gradient, the temporaries of a plain loop) is no fresh memory,
 whose pages the system clears first: twice as fast with master weights, three times as fast in a
-loop of operators (`benchmarks/results/updates.md`). Runs of a quarter cost a fused step up to a
+loop of operators (`docs/decisions/seconds.md`). Runs of a quarter cost a fused step up to a
 tenth."""
 
 COMPUTE = "compute"

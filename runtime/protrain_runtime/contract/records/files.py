@@ -19,7 +19,7 @@ from protrain_runtime.contract.errors import RecordError
 from protrain_runtime.contract.units import format_bytes
 
 MAX_FILE_BYTES = 2 * 2**20
-"""Of a file with a record: a hundred times the largest that is known, and a second to read."""
+"""The largest file of a record: a hundred times the largest known, and a second to read."""
 
 _lock = threading.Lock()  # threads of one process would share a temporary name
 

@@ -162,7 +162,7 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interconnect:
-    """What joins the devices that train one model.
+    """The network between the devices that train one model.
 
     `contention` is that of compute and a collective. `link_share` is the fraction of its own speed
     that a collective, and a link to a lower tier, keep while both run: 1 for independent ways, 0.5

@@ -17,21 +17,21 @@ from protrain_runtime.contract.records.profile import Form, UnitKind, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """What autograd saves stays on the device, in a form that nothing is recomputed from."""
+    """Saved tensors stay on the device, in a form that nothing is recomputed from."""
 
     form: Form = "keep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """What `form` keeps stays, by default the unit's input; the rest is computed once more."""
+    """Tensors that `form` keeps stay, by default the unit's input; the rest is recomputed."""
 
     form: Form = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """What `form` keeps, by default all, goes to `tier` after forward and returns for backward."""
+    """Tensors that `form` keeps, by default all, go to `tier` and return for backward."""
 
     tier: TierName
     form: Form = "keep"
@@ -39,7 +39,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapInput:
-    """What `form` keeps, by default the unit's input, goes to `tier`; the rest is recomputed."""
+    """Tensors that `form` keeps, by default the input, go to `tier`; the rest is recomputed."""
 
     tier: TierName
     form: Form = "full"
@@ -197,7 +197,7 @@ class TierBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the planner promises: peaks are upper bounds, seconds are estimates.
+    """The planner's promise: peaks are upper bounds, seconds are estimates.
 
     A measured step is expected within `error_low` and `error_high` times `step_seconds`, as far as
     the profile knows (see `Profile.error_band`); zeros where it does not. One that is clipped may

@@ -35,7 +35,7 @@ Compile = Literal["", "blocks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What was profiled, in terms that build it again."""
+    """The model and batch that were profiled, in terms that build them again."""
 
     model: str  # preset name, path of a config.json, or package.module:factory
     model_config: str  # the resolved configuration as compact JSON ("" for a factory)
@@ -54,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormCost:
-    """What one form of a unit's activations costs when it stays on the device.
+    """The cost of one form of a unit's activations when it stays on the device.
 
     forward_peak_bytes   highest live bytes inside the forward slot, above the level before it
     kept_bytes           level after the forward slot minus the level before it
@@ -170,7 +170,7 @@ class Repetitions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
-    """What `torch.compile` compiled in a process, and how long its calls waited for that.
+    """The graphs that `torch.compile` made in a process, and how long calls waited for them.
 
     `cache` says how much of it PyTorch's own cache on the disk had: nothing (cold), a part, or all
     (warm); none where the compiler has no cache.

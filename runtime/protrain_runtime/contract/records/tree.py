@@ -35,7 +35,7 @@ MAX_NODES, _MAX_JSON, _MAX_TOML = 50_000, 1_000_000, 20_000
 MAX_DEPTH = 20
 """Lists and mappings in one another; those of a record are seven at most."""
 _MOST_DEPTH, _MAX_DIRECTIVES, _OF_A_DOCUMENT = 100, 10, 10
-"""Of anybody's file; a document counts as so many nodes."""
+"""The most nodes of anybody's file; a document counts as so many."""
 MAX_TEXT = 1_000
 """Characters of a text, of which nothing else is said, and of a key."""
 
@@ -412,7 +412,7 @@ _IGNORABLE = re.compile(
     "\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
     "\U000e0000-\U000e0fff]"
 )
-"""What Unicode lets programs show as nothing (Default_Ignorable_Code_Point), some of it letters;
+"""Characters that may be shown as nothing (Unicode's Default_Ignorable_Code_Point), some letters;
 and the Braille pattern without dots."""
 _ALIKE = str.maketrans(
     "\u0440\u03c1\u0433\u043e\u03bf\u0442\u03c4\u0430\u03b1\u0456\u03b9\u0131\u043f\u03b7\u0578\u057c01l|",
