@@ -641,6 +641,8 @@ def test_written_model_names_what_it_limits(tmp_path: Path) -> None:
     text = (tmp_path / "model.lp").read_text()
     for row in ("one_states_1", "arrive_disk_f1", "memory_b2", "budget_disk", "static_end"):
         assert f"\n{row}:" in text
+    for name in ("tail_states_2", "act_1_swap_to_disk"):
+        assert name in text
 
 
 def test_two_processes_make_the_same_plan() -> None:
