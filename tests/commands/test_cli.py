@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 
 from protrain_runtime.contract.records import read_plan, read_profile, write_hardware, write_profile
 from tests.support import forked
@@ -144,19 +143,15 @@ def test_infeasible_names_what_is_missing_and_the_smallest_budget_works(
     assert less.returncode == 3
 
 
-def test_a_plan_for_another_model_is_one_message(tiny_llama: Path, tmp_path: Path) -> None:
-    printed(forked.protrain("plan", tiny_llama, "--json", folder=tmp_path))
-    path = tmp_path / "plan.yaml"
-    record = yaml.safe_load(path.read_text())
-    other = path.read_text().replace(record["model_fingerprint"], "sha256:0")
-    path.write_text(other)
+def test_a_plan_for_another_model_is_one_message(tmp_path: Path, assert_says: Speaker) -> None:
+    size = ("--seq-len", 16, "-o", "mine", "--json")
+    printed(forked.protrain("plan", "tiny-llama", "--on", "cpu", *size, folder=tmp_path))
+    path = tmp_path / "mine/plan.yaml"
+    told = read_plan(path).model_fingerprint
+    path.write_text(path.read_text().replace(told, "sha256:0"))
     result = forked.protrain("run", path, folder=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr == (
-        "error: model_fingerprint: the plan was made for another model:\n"
-        "    parameters and buffers are the same; a module has another class or place\n"
-        "  fix: profile and plan this model\n"
-    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert_says(result.stderr)
 
 
 def test_no_arguments_show_the_help(tmp_path: Path) -> None:
