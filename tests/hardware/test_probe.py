@@ -129,31 +129,6 @@ def test_the_disk_is_written_for_as_long_as_it_was_asked_for(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_command_writes_what_records_read(tmp_path: Path) -> None:
-    """In a process of its own, as people run it."""
-    (tmp_path / "spill").mkdir()
-    result = subprocess.run(
-        [
-            *(Path(sys.executable).with_name("protrain"), "hardware", "probe", "--json"),
-            *("-o", "here.yaml", "--name", "here", "--spill-directory", "spill"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    hardware = read_hardware(tmp_path / "here.yaml")
-    assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(hardware)))
-    assert hardware.name == "here"
-    # An interpreter with torch in it holds that much on every machine, and no tensor of the probe.
-    assert 50 * 2**20 < hardware.device.context_bytes < 8 * 2**30
-    check_rates(hardware)
-    assert list((tmp_path / "spill").iterdir()) == []
-
-
-@pytest.mark.slow
 def test_two_ranks_measure_what_joins_them(tmp_path: Path) -> None:
     """As the how-to says it, up to a plan for both; rank 0 alone writes and prints."""
     (tmp_path / "spill").mkdir()
