@@ -16,20 +16,18 @@ from protrain_plan.planning.model.options import Pin, parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.questions.growth import (
     LOOSE_BYTES,
-    STEPS,
     Quantity,
     between,
     grown,
     largest,
 )
 from protrain_plan.planning.search.choices import min_memory, plain_choices
-from protrain_plan.profiling.estimated import estimate, estimates
-from protrain_runtime.contract.program.program import BLOCK_BYTES
-from protrain_runtime.contract.records import dumps_profile, loads_profile
+from protrain_plan.profiling.estimated import estimates
+from protrain_runtime.contract.records import dumps_profile
 from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.contract.records.profile import DType, FormCost, Precision, Profile, Unit
-from tests.support.planning_cases import MB, cpu, decoder, gpu, random_profile
+from tests.support.planning_cases import MB, decoder, gpu, random_profile
 from tests.support.planning_cases import within as inside
 
 KIB, MIB = 1024, 1 << 20
@@ -116,13 +114,6 @@ def test_pieces_of_a_swap_add_up() -> None:
     assert sum(grew.swap_pieces) == grew.swappable_bytes
 
 
-def test_a_grown_profile_can_be_written_and_read() -> None:
-    for profile in (small(), measured(64), decoder(cpu(), blocks=2, tied=True)):
-        for value in (1, 2, 5):
-            grew = grown(profile, batch_size=value, seq_len=512)
-            assert loads_profile(dumps_profile(grew)) == grew
-
-
 def backward_peak(tokens: int, gradients: int) -> int:
     """The peak of a unit's backward that holds 3 KiB per token first and the gradients last."""
     return max(3 * KIB * tokens, gradients - 12 * KIB * tokens)
@@ -202,33 +193,8 @@ def fits(profile: Profile, of: Quantity, budgets: Budgets, value: int) -> bool:
     return lean is not None and lean.bytes <= problem.device
 
 
-def scanned(profile: Profile, of: Quantity, budgets: Budgets) -> int:
-    """The largest value that fits, 0 where none does, found by asking one after the other."""
-    value = step = STEPS[of]
-    while fits(profile, of, budgets, value):
-        value += step
-    return value - step
-
-
 def budgets(profile: Profile, device: int, *, host: int = 10**12) -> Budgets:
     return replace(inside(profile, device), host=host)
-
-
-@pytest.mark.parametrize(
-    ("of", "device", "host"),
-    [
-        ("batch-size", 300 * MB, 10**12),
-        ("batch-size", 600 * MB, 340 * MB),
-        ("batch-size", 800 * MB, 0),
-        ("seq-len", 120 * MB, 10**12),
-        ("seq-len", 560 * MB, 340 * MB),
-    ],
-)
-def test_largest_agrees_with_a_linear_scan(of: Quantity, device: int, host: int) -> None:
-    profile = small(1, tokens=512 if of == "batch-size" else 64, disk=False)
-    limits = budgets(profile, device, host=host)
-    found = largest(profile, of, within(limits))
-    assert found == sized(profile, of, scanned(profile, of, limits))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -272,32 +238,6 @@ def test_what_grows_in_proportion_is_exact_between_two_batches() -> None:
     assert between(low, high, 8) is high
     told = between(low, high, 3)
     assert dumps_profile(told) == dumps_profile(exact)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "adapter"), [("tiny-llama", ""), ("tiny-gpt2", "r=2")])
-def test_a_models_kept_bytes_are_on_the_line_between_two_batches(model: str, adapter: str) -> None:
-    def at(batch_size: int) -> Profile:
-        return estimate(
-            load_source(model),
-            hardware=load_hardware("rtx-4090"),
-            batch_size=batch_size,
-            seq_len=128,
-            dtype="bfloat16",
-            adapter=adapter and str(parse_lora(adapter)),
-        )
-
-    low, exact, high = at(1), at(3), at(8)
-    told = between(low, high, 3)
-    assert exact.base_bytes <= told.base_bytes <= exact.base_bytes + 2 * BLOCK_BYTES
-    for unit, found in zip(exact.units, told.units, strict=True):
-        assert states(found) == states(unit)
-        for form in found.forms:
-            real = unit.cost(form.form)
-            assert 0 <= form.kept_bytes - real.kept_bytes <= 2 * BLOCK_BYTES
-            # Of few rows an embedding's backward is another kernel.
-            assert form.forward_peak_bytes >= real.forward_peak_bytes - BLOCK_BYTES
-            assert form.backward_peak_bytes >= real.backward_peak_bytes - 64 * KIB
 
 
 # --- profiles that are grown, against estimates of the size itself: no byte is promised too low ---

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 
@@ -13,7 +12,6 @@ from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.layouts import (
     choice_of,
     decided,
-    layout_of,
     layouts_near,
     reordered,
     steps,
@@ -47,30 +45,6 @@ def test_a_row_has_each_option_as_often_as_it_says(phase: float, *, spread: bool
     assert Counter(decided(row)) == {2: 5, 0: 3, 7: 1}
     if not spread:
         assert decided(row) == (2, 2, 2, 2, 2, 0, 0, 0, 7)
-
-
-def test_spread_options_are_as_far_apart_as_they_can_be() -> None:
-    taken = decided(Row(((1, 4), (0, 12)), spread=True))
-    places = [n for n, option in enumerate(taken) if option == 1]
-    assert {after - before for before, after in pairwise(places)} == {4}
-
-
-def test_layouts_near_amounts_have_all_units_and_numbers_next_to_them() -> None:
-    problem = problem_of()
-    amounts = amounts_of(problem)
-    for layout in layouts_near(problem, amounts):
-        for place, counts in enumerate(numbers(layout)):
-            assert sum(counts.values()) == len(problem.classes[place // 2])
-            for option, amount in amounts.sums[place].items():
-                assert abs(counts[option] - amount) < 1 + 1e-6
-
-
-def test_a_choice_is_its_own_layout_where_its_options_are_in_runs() -> None:
-    problem = problem_of()
-    for layout in layouts_near(problem, amounts_of(problem)):
-        if not any(row.spread for pair in layout for row in pair):
-            choice = choice_of(problem, layout)
-            assert choice_of(problem, layout_of(problem, choice)) == choice
 
 
 def test_steps_move_units_of_one_class_and_orders_move_none() -> None:

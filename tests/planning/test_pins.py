@@ -185,21 +185,6 @@ def test_a_unit_may_be_called_like_a_run() -> None:
     assert list(pinned(units, "layers.1-4: recompute")) == ["layers.1-4"]
 
 
-def test_pins_leave_the_decision_alone_and_the_rest_as_it_was() -> None:
-    of = problem(gpu(disk_gb=512))
-    units = of.options
-    left = pinned_options(
-        of.implied, [parse_pin("layers.1: swap to disk"), parse_pin("layers.2: offload to host")]
-    )
-    assert [option.decision for option in left[2].activations] == [Swap(tier="disk")]
-    assert left[2].states == units[2].states
-    assert left[3].activations == units[3].activations
-    assert [option.decision for option in left[3].states] == [Offload(tier="host")]
-    assert (left[0], left[1], *left[4:]) == (units[0], units[1], *units[4:])
-    assert left[2].activations[0] in units[2].activations
-    assert pinned_options(of.implied, []) == units
-
-
 def test_a_later_pin_holds() -> None:
     found = pinned(
         problem(tied=True),

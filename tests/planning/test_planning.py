@@ -318,19 +318,6 @@ def test_nothing_moves_for_less_than_a_tenth_of_the_step(device_speed: float, mo
     assert (answer.gap > 0.01) is not moved  # and told
 
 
-def test_exchanging_equal_blocks_changes_nothing() -> None:
-    profile = model(gpu())
-    units = list(profile.units)
-    units[2], units[5] = replace(units[2], name="layers.9"), replace(units[5], name="layers.8")
-    first, second = (
-        solved(plan(one, within(one, 700 * MB))).plan
-        for one in (profile, replace(profile, units=tuple(units)))
-    )
-    for one, other in zip(first.units, second.units, strict=True):
-        assert replace(one, name="") == replace(other, name="")
-    assert first.prediction == second.prediction
-
-
 def test_updates_that_wait_for_the_norm_forfeit_their_overlap_with_backward() -> None:
     modes: tuple[Updates, ...] = ("in backward", "after backward")
     early, late = (seconds_of(model(gpu()), 700 * MB, clip_share=1.0, updates=u) for u in modes)
@@ -383,18 +370,6 @@ def test_one_device_gets_the_same_plan_whatever_would_join_it() -> None:
     beside = replace(plain, hardware=joined(plain.hardware))
     one, other = (made(profile, within(plain, 900 * MB)) for profile in (plain, beside))
     assert replace(other, profile_fingerprint=one.profile_fingerprint) == one
-
-
-def test_replicas_of_shards_are_a_plan_too() -> None:
-    """What they gather stays in a node, where the network is a hundred times as fast."""
-    profile = small(joined(gpu(), network=1e11, across=1e9), blocks=4)
-    spread = DeviceGroup(num_devices=8, num_nodes=2)
-    whole, hybrid = (
-        made(profile, within(profile, 1200 * MB), group)
-        for group in (spread, replace(spread, num_replicas=2))
-    )
-    assert (hybrid.group.num_replicas, hybrid.group.num_nodes) == (2, 2)
-    assert hybrid.prediction.step_seconds < whole.prediction.step_seconds
 
 
 # --- baselines ------------------------------------------------------------------------------------

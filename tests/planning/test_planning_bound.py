@@ -120,18 +120,6 @@ def test_windows_hold_every_slot_once_in_order(count: int, size: int) -> None:
     assert all(len(window) == 1 for window in found if alone & {*window})
 
 
-def test_a_window_of_one_slot_changes_nothing_and_larger_ones_promise_no_more() -> None:
-    problem = Problem.of(
-        decoder(gpu(disk_gb=1000), blocks=16, kept=100 * MB),
-        Budgets(device=6_000 * MB, host=30_000 * MB, disk=10**12),
-    )
-    bounds = [solve(Fluid(problem, window=size).pulp, integer=False).bound for size in (1, 2, 4, 8)]
-    assert bounds == sorted(bounds, reverse=True) or bounds[0] >= max(bounds[1:]) * (1 - 1e-7)
-    assert bounds[-1] > 0.9 * bounds[0]
-    sizes = [len(Fluid(problem, window=size).pulp.variables()) for size in (1, 2, 4, 8)]
-    assert sizes == sorted(sizes, reverse=True)
-
-
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_the_simulated_step_of_many_is_the_one_that_repeats(seed: int) -> None:

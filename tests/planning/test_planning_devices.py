@@ -13,7 +13,6 @@ from rich.console import Console
 
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.options import parse_pin
-from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.questions.planner import solve_any, solve_problem
@@ -23,7 +22,6 @@ from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.plans import solved_json, solved_text
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import collective_seconds, group_on, profile_of_rank
-from protrain_runtime.contract.records import states_text
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
     ALONE,
@@ -261,14 +259,6 @@ def test_what_other_numbers_would_take_is_told() -> None:
     assert [one["number"] for one in solved_json(best)["replicas"]] == [1, 2, 4, 8]
 
 
-def test_embeddings_and_heads_are_sharded_too() -> None:
-    units = chosen("slow across nodes").plan.units
-    taken = {states_text(unit.states) for unit in units}
-    assert len(taken) == 1
-    assert taken <= {"shard", "offload to host"}
-    assert units[0].kind != "block" != units[-1].kind
-
-
 def test_where_nothing_fits_the_fewest_replicas_say_what_is_missing() -> None:
     asked = replace(asked_of("little memory"), budgets=Budgets(device=0, host=0, disk=0))
     found = infeasible(solve_any(asked.problems(), asked.budgets))
@@ -315,19 +305,3 @@ def test_no_schedule_is_faster_than_the_lanes(seed: int) -> None:
     evaluation = [evaluator.evaluate(choice) for choice in plain_choices(problem)]
     seconds = [one.seconds for one in evaluation if one]
     assert not seconds or (bound is not None and 0 < bound <= min(seconds))
-
-
-def test_problems_differ_in_replicas_alone() -> None:
-    first, *others = asked_of("little memory").problems()
-    for problem in others:
-        group = replace(first.settings.group, num_replicas=problem.settings.group.num_replicas)
-        assert problem == Problem(
-            profile=first.profile,
-            made_from=first.made_from,
-            settings=replace(first.settings, group=group),
-            device=first.device,
-            tiers=first.tiers,
-        )
-        for mine, its in zip(first.options, problem.options, strict=True):
-            decided = [option.decision for option in its.states]
-            assert decided == [option.decision for option in mine.states]
