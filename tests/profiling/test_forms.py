@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
-from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.activations.forms import in_form as code_in_form
 from protrain_runtime.contract.records.forms import allowed_forms, names_of
 from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.devices.memory_meter import MemoryMeter
+from tests.support.estimates import weighed
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import RECOMPUTED, batch, build
 
@@ -379,8 +378,7 @@ def test_forms_of_a_compiled_block_match_it_bitwise(block: str, backend: str) ->
 def forms(name: str) -> list[tuple[str, ...]]:
     """The forms of every unit of a model."""
     model, first = build(name), batch(name, 0)
-    found = discover(model, first)
-    units = measure_bytes(model, first, analyze_units(model, first, found), MemoryMeter).units
+    units, _ = weighed(model, first)
     return [tuple(cost.form for cost in unit.forms) for unit in units]
 
 

@@ -17,7 +17,7 @@ from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import filled, stubs_in_place
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
-from protrain_plan.profiling.structure.discovery import discover, undisturbed
+from protrain_plan.profiling.structure.discovery import undisturbed
 from protrain_plan.profiling.unit_by_unit import build_sparsely, free_bytes, sketched
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_plan, read_profile
@@ -26,10 +26,10 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.configs import CONFIGS, SMALL
+from tests.support.estimates import weighed
 
-ROOT = Path(__file__).parents[2]
 CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
-    **{name: (config, {}) for name, config in CONFIGS.items()},
+    **{name: (CONFIGS[name], {}) for name in ("llama", "gpt2", "gemma2", "t5")},
     "tied": ({**CONFIGS["llama"], "tie_word_embeddings": True}, {}),
     "lora": (CONFIGS["llama"], {"adapter": "lora r=4"}),
     "packed": (CONFIGS["llama"], {"adapter": "lora r=4", "quantize": "nf4"}),
@@ -71,11 +71,7 @@ def whole(source: ModelSource, workload: Workload) -> tuple[list[Unit], int, str
     batch = next(
         source.batches(batch_size=2, seq_len=32, dtype=workload.dtype, precision=workload.precision)
     )
-    found = discover(model, batch)
-    passes.training_step(model, batch)
-    passes.drop_gradients(model)
-    anatomy = analyze_units(model, batch, found, precision=workload.precision)
-    units = measure_bytes(model, batch, anatomy, MemoryMeter).units
+    units, anatomy = weighed(model, batch, warm=True, precision=workload.precision)
     return units, anatomy.base_bytes, model_fingerprint(model)
 
 

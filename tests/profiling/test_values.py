@@ -8,12 +8,10 @@ from benchmarks.zoo import ZOO
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import processor_name
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
-from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
-from protrain_plan.profiling.structure.discovery import discover, undisturbed
+from protrain_plan.profiling.structure.discovery import undisturbed
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.hardware import Device
-from protrain_runtime.devices.memory_meter import MemoryMeter
+from tests.support.estimates import device, weighed
 from tests.support.messages import Speaker
 
 TOKENS = torch.tensor([[5, 7, 5, 9], [7, 7, 1, 5]])
@@ -73,18 +71,13 @@ def test_models_that_ask_for_values_are_estimated(name: str) -> None:
     model, batches = specimen.make()
     batch = next(batches)
     with undisturbed(model):
-        found = discover(model, batch)
-        real = measure_bytes(model, batch, analyze_units(model, batch, found), MemoryMeter).units
-    threads = torch.get_num_threads()
-    cpu = Device(
-        kind="cpu", name=processor_name(), memory_bytes=0, context_bytes=0, num_threads=threads
-    )
+        real, _ = weighed(model, batch)
+    allocator = allocator_of(device(name=processor_name()))
     with faking() as mode:
         model = fake_model(specimen.source, dtype="float32", precision="pure", adapter="", seed=0)
         faked = fake_batch(mode, batch)
         with undisturbed(model):
-            anatomy = analyze_units(model, faked, discover(model, faked))
-            fake = measure_bytes(model, faked, anatomy, lambda: FakeMeter(allocator_of(cpu))).units
+            fake, _ = weighed(model, faked, lambda: FakeMeter(allocator))
     for one, other in zip(fake, real, strict=True):
         assert one.reached == other.reached
         assert [form.form for form in one.forms] == [form.form for form in other.forms]
