@@ -227,6 +227,8 @@ def test_units_are_those_of_the_model_s_code(name: str) -> None:
         case "an expert without tokens":
             experts = (f"0.experts.{number}.weight" for number in (1, 0, 2))
             assert owned["0"][0] == tuple(experts)
+        case _:
+            assert all(uses == () for _, uses in owned.values())
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -251,6 +253,8 @@ def test_every_parameter_has_one_owner(name: str) -> None:
                 "part decoder.final_layer_norm",
             ]
             assert units[3].also_uses == units[6].also_uses == ("shared.weight",)
+        case _:
+            assert all(unit.also_uses == () for unit in units)
 
 
 def test_fake_tensors_give_the_same_units() -> None:

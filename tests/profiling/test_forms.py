@@ -106,7 +106,8 @@ class Counting(TorchDispatchMode):
 
 def run_in_backward(block: Block) -> Counter[str]:
     loss = block(hidden()).sum()
-    with Counting() as counting:
+    counting = Counting()
+    with counting:
         loss.backward()
     return counting.names
 
@@ -214,7 +215,8 @@ def test_a_low_rank_product_that_the_block_hands_on_is_not_copied() -> None:
         return F.silu(given @ down) @ up
 
     def copies(run: Block) -> int:
-        with Counting() as counting:
+        counting = Counting()
+        with counting:
             run(hidden())
         return counting.names["aten::clone"]
 
@@ -224,7 +226,8 @@ def test_a_low_rank_product_that_the_block_hands_on_is_not_copied() -> None:
 
 def test_evaluation_runs_plainly() -> None:
     block, _ = transformer(kernel)
-    with torch.no_grad(), Counting() as counting:
+    counting = Counting()
+    with torch.no_grad(), counting:
         in_form(block, "lite")(hidden())
     assert counting.names["aten::mm"] == 6
 

@@ -83,7 +83,8 @@ def test_equal_units_of_a_profile_are_one_entry() -> None:
 
 
 def test_a_change_of_three_layers_is_a_few_lines() -> None:
-    swapped, recomputed = SwapInput(tier="disk"), Recompute()
+    swapped: Activations = SwapInput(tier="disk")
+    recomputed: Activations = Recompute()
     decisions = [*[swapped] * 12, *[recomputed] * 2, *[Keep()] * 3, *[recomputed] * 15]
     after = records.dumps_plan(replace(PLAN, units=layers(*decisions))).splitlines()
     before = PLAN_TEXT.splitlines()
@@ -210,7 +211,7 @@ def value(owner: type, name: str, hint: Any) -> Drawn:
         return st.sampled_from(["cpu", "cuda"]) if (owner, name) in PATTERNS else TEXTS
     if hint is bool:
         return st.booleans()
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return record(hint)
     limits = limits_of(owner, name)
     if is_size(owner, name):
@@ -283,7 +284,7 @@ def profiles(draw: st.DrawFn) -> Profile:
                 own_inputs=draw(OWN_INPUTS),
             )
         )
-    return draw(
+    made: Profile = draw(
         record(
             Profile,
             workload=WORKLOADS,
@@ -292,6 +293,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             units=st.just(tuple(units)),
         )
     )
+    return made
 
 
 LEADS, DRAINS = st.integers(0, 3), st.none() | st.integers(0, 3)
