@@ -16,6 +16,7 @@ from protrain_runtime.contract.records.hardware import PCIE
 from protrain_runtime.contract.records.writer import fingerprint
 from tests.support.commands import PROTRAIN, printed
 from tests.support.forked import protrain
+from tests.support.messages import Speaker
 
 
 @pytest.mark.parametrize(
@@ -223,25 +224,17 @@ def test_ranges_double_and_end_where_they_say(text: str, values: tuple[float, ..
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("host", "expected what to sweep and its values, such as host=64GiB..1TiB, got 'host'"),
-        ("gpu=1", "expected host, device, disk, link or num-devices, got 'gpu'"),
-        ("host=2GiB..1GiB", "expected a range that goes up, got '2GiB..1GiB'"),
-        ("host=0..1GiB", "expected a range that begins above nothing, got '0..1GiB'"),
-        ("host=many", "expected a size such as 1536MiB"),
-        ("link=64GiB", "expected pcie-3, pcie-4, pcie-5 or a speed such as 12GB/s, got '64GiB'"),
-        ("link=0GB/s", "expected pcie-3, pcie-4, pcie-5 or a speed such as 12GB/s, got '0GB/s'"),
-        ("num-devices=0", "expected a number of devices from 1 to 100000, got '0'"),
-        ("num-devices=1GiB", "expected a number of devices from 1 to 100000, got '1GiB'"),
-        ("host=1..1024PiB", "expected at most 32 values"),
+        *("host", "gpu=1", "host=2GiB..1GiB", "host=0..1GiB", "host=many", "link=64GiB"),
+        *("link=0GB/s", "num-devices=0", "num-devices=1GiB", "host=1..1024PiB"),
     ],
 )
-def test_a_wrong_sweep_is_one_error(text: str, message: str) -> None:
+def test_a_wrong_sweep_is_one_error(text: str, assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
         read_sweep(text)
     assert caught.value.key == "--sweep"
-    assert caught.value.message.startswith(message)
+    assert_says(caught.value)
 
 
 def test_a_sweep_is_a_line_of_answers(tmp_path: Path) -> None:
