@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.checking.budgets import Limits, MachineBudget, find_limits
-from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.errors import RecordError
 from tests.support.messages import Speaker
 from tests.support.record_fuzz import FLOODS, TEXTS
 
@@ -79,9 +79,7 @@ def test_no_file_is_no_budget(tmp_path: Path) -> None:
 def test_two_files_are_one_too_many(tmp_path: Path, assert_says: Speaker) -> None:
     (tmp_path / "budgets.yaml").write_text(YAML)
     (tmp_path / "pyproject.toml").write_text(TOML)
-    with pytest.raises(ProtrainError) as caught:
-        find_limits(None, folder=tmp_path)
-    assert_says(caught.value)
+    assert_says.refused(find_limits, None, folder=tmp_path)
 
 
 HEAD = "protrain: budgets\nversion: 1\n"
@@ -127,9 +125,7 @@ WRONG = {
 def test_mistakes_name_the_line_or_the_key(what: str, tmp_path: Path, assert_says: Speaker) -> None:
     name, text = WRONG[what]
     (tmp_path / name).write_text(text)
-    with pytest.raises(ProtrainError) as caught:
-        find_limits(tmp_path / name)
-    assert_says(caught.value)
+    assert_says.refused(find_limits, tmp_path / name)
 
 
 PLAN = Path("plans/a/plan.yaml")

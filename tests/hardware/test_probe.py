@@ -210,9 +210,7 @@ def test_a_lane_has_one_thread_and_later_threads_have_the_old_number() -> None:
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path, assert_says: Speaker) -> None:
     missing = tmp_path / "none"
-    with pytest.raises(ProtrainError) as caught:
-        probe("cpu", spill_directory=missing)
-    assert_says(caught.value)
+    assert_says.refused(probe, "cpu", spill_directory=missing)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

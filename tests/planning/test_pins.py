@@ -14,7 +14,6 @@ from protrain_plan.planning.model.options import (
     read_pins,
 )
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
@@ -109,9 +108,7 @@ def test_a_pin_is_units_and_one_or_two_decisions(
     ],
 )
 def test_what_is_wrong_in_a_pin(text: str, assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as caught:
-        parse_pin(text)
-    assert_says(caught.value)
+    assert_says.refused(parse_pin, text)
 
 
 FILE = """\
@@ -156,9 +153,7 @@ def test_what_is_wrong_in_a_file_of_pins(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pins.yaml").write_text(FILE.replace(good, bad, 1))
-    with pytest.raises(ProtrainError) as caught:
-        read_pins("pins.yaml")
-    assert_says(caught.value)
+    assert_says.refused(read_pins, "pins.yaml")
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "model.decoder."])
@@ -224,9 +219,7 @@ UNIT_ERRORS = {
 
 @pytest.mark.parametrize("text", UNIT_ERRORS)
 def test_what_units_cannot_do(text: str, assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as caught:
-        pinned(UNIT_ERRORS[text], text)
-    assert_says(caught.value)
+    assert_says.refused(pinned, UNIT_ERRORS[text], text)
 
 
 def test_a_file_and_its_line_are_named_where_a_unit_cannot(
@@ -234,6 +227,4 @@ def test_a_file_and_its_line_are_named_where_a_unit_cannot(
 ) -> None:
     path = tmp_path / "pins.yaml"
     path.write_text(FILE)
-    with pytest.raises(ProtrainError) as caught:
-        pinned_options(problem(blocks=2).implied, read_pins(path))
-    assert_says(caught.value)
+    assert_says.refused(pinned_options, problem(blocks=2).implied, read_pins(path))

@@ -93,6 +93,6 @@ def test_a_plan_that_moves_them_does_not_fit_its_profile() -> None:
 
 
 def test_sparse_gradients_are_not_summed(assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as error:
-        Problem.of(profile(SPARSE), budgets(10**12), settings=replace(OVERLAPPING, micro_batches=2))
-    assert_says(error.value)
+    assert_says.refused(
+        Problem.of, profile(SPARSE), budgets(10**12), settings=replace(OVERLAPPING, micro_batches=2)
+    )

@@ -13,7 +13,6 @@ from rich.console import Console
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.presentation.profiles import profile_text
 from protrain_plan.profiling.estimated import estimate
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import DType, Profile
@@ -152,17 +151,13 @@ def test_the_devices_step_moves_parameters_gradients_and_states() -> None:
 
 
 def test_a_machine_without_rates_is_refused(assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as refused:
-        estimated(load_source("tiny-llama"), replace(machine(), rates=None))
-    assert_says(refused.value)
+    assert_says.refused(estimated, load_source("tiny-llama"), replace(machine(), rates=None))
 
 
 def test_a_processor_whose_kernels_are_not_bounded_is_refused(assert_says: Speaker) -> None:
     hardware = machine()
     arm = replace(hardware, device=replace(hardware.device, name="aarch64", num_threads=10**4))
-    with pytest.raises(ProtrainError) as refused:
-        estimated(load_source("tiny-llama"), arm)
-    assert_says(refused.value)
+    assert_says.refused(estimated, load_source("tiny-llama"), arm)
 
 
 CHECKPOINTED = """

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from protrain_runtime.contract.errors import RecordError
 from protrain_runtime.contract.program.recording import (
     Event,
     Recording,
@@ -83,9 +82,7 @@ def test_what_is_no_recording_is_one_message(what: str, assert_says: Speaker) ->
         record = json.loads(dumps_recording(RECORDING))
         CHANGES[what](record)
         text = json.dumps(record)
-    with pytest.raises(RecordError) as caught:
-        loads_recording(text, "r.json")
-    assert_says(caught.value)
+    assert_says.refused(loads_recording, text, "r.json")
 
 
 def test_a_recording_belongs_to_one_plan(assert_says: Speaker) -> None:
@@ -108,6 +105,6 @@ def test_a_recording_belongs_to_one_plan(assert_says: Speaker) -> None:
         {"slot_bytes": (1, 2)},
     ]
     for change in changes:
-        with pytest.raises(RecordError) as caught:
-            check_recording(replace(own, **change), step.plan, step.program, "r.json")
-        assert_says(caught.value)
+        assert_says.refused(
+            check_recording, replace(own, **change), step.plan, step.program, "r.json"
+        )
