@@ -30,7 +30,7 @@ from protrain_plan.profiling.estimate_cache import SWITCH
 from protrain_runtime.contract.errors import RecordError
 from tests.support import forked
 from tests.support.checking_cases import PROFILE, commit, offloading
-from tests.support.commands import PROTRAIN, Result, bash, version
+from tests.support.commands import PROTRAIN, Result, bash, ran, version
 from tests.support.record_fuzz import run
 
 ROOT = Path(__file__).parents[2]
@@ -303,18 +303,6 @@ WORDS = {
 """What is said of each, in a run where memory is limited to 1 GiB."""
 
 SHADOWS = ("yaml.py", "torch.py", "sitecustomize.py", "typer/__init__.py", "protrain_plan/cli.py")
-
-
-def ran(*command: object, folder: Path, **environment: str) -> Result:
-    return subprocess.run(
-        [*map(str, command)],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
 
 
 class Repository:

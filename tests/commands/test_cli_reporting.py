@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -13,7 +12,7 @@ from protrain_plan.presentation.report.page import page_text
 from protrain_plan.presentation.report.step import read_step
 from protrain_runtime.contract.program.recording import write_recording
 from protrain_runtime.contract.records import write_plan, write_profile
-from tests.support.commands import ROOT, Result, printed, protrain
+from tests.support.commands import ROOT, Result, printed, protrain, ran
 from tests.support.reporting_cases import GOLDEN, recorded, small_step
 
 COMMITTED = ROOT / "plans/smollm2-135m-cpu-1100MiB/plan.yaml"
@@ -88,10 +87,8 @@ def test_the_documented_screen_is_what_is_printed() -> None:
 
 
 def test_the_page_s_parts_are_in_the_wheel(tmp_path: Path) -> None:
-    build = ("hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
-    subprocess.run(
-        [sys.executable, "-m", *build], cwd=ROOT, check=True, capture_output=True, timeout=100
-    )
+    build = ("hatchling", "build", "-t", "wheel", "-d", tmp_path)
+    assert ran(sys.executable, "-m", *build).returncode == 0
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(io.BytesIO(wheel.read_bytes())) as archive:
         names = set(archive.namelist())

@@ -6,7 +6,6 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -20,10 +19,11 @@ from protrain_runtime.contract.records import read_hardware, read_profile, write
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import DType, Precision
 from tests.support import forked
+from tests.support.commands import PROTRAIN, Result, ran
 from tests.support.messages import Speaker
 
 HOW_TO = Path(__file__).parents[2] / "docs/how-to/several-gpus.md"
-PROTRAIN, TORCHRUN = (Path(sys.executable).with_name(name) for name in ("protrain", "torchrun"))
+TORCHRUN = PROTRAIN.with_name("torchrun")
 HERE = {"4": "2", "cuda": "cpu", "llama-3.1-8b": "tiny-llama"}  # what the how-to says, for CPUs
 
 
@@ -38,16 +38,8 @@ def how_to(words: str) -> list[str | Path]:
     ]
 
 
-def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def run(*command: str | Path, folder: Path) -> Result:
+    return ran(*command, folder=folder, OMP_NUM_THREADS="1")
 
 
 def check_rates(hardware: Hardware) -> None:

@@ -13,8 +13,6 @@ from protrain_plan.planning.search.layouts import (
     choice_of,
     decided,
     layouts_near,
-    reordered,
-    steps,
 )
 from protrain_runtime.contract.records.plan import Budgets
 from tests.support.planning_cases import MB, decoder, gpu
@@ -45,29 +43,6 @@ def test_a_row_has_each_option_as_often_as_it_says(phase: float, *, spread: bool
     assert Counter(decided(row)) == {2: 5, 0: 3, 7: 1}
     if not spread:
         assert decided(row) == (2, 2, 2, 2, 2, 0, 0, 0, 7)
-
-
-def test_steps_move_units_of_one_class_and_orders_move_none() -> None:
-    problem = problem_of()
-    layout = next(iter(layouts_near(problem, amounts_of(problem))))
-    open_to = [
-        (range(len(o.activations)), range(len(o.states)))
-        for o in (problem.options[units[0]] for units in problem.classes)
-    ]
-    found = list(steps(layout, open_to))
-    assert found
-    for move in found:
-        before, after = numbers(layout), numbers(move.layout)
-        changed = [
-            n for n, (one, other) in enumerate(zip(before, after, strict=True)) if one != other
-        ]
-        assert changed == [2 * move.group + move.kind]
-        moved = before[changed[0]] - after[changed[0]]
-        assert set(moved) == {move.option}
-        assert after[changed[0]][move.into] - before[changed[0]][move.into] == moved[move.option]
-    for move in reordered(layout):
-        assert numbers(move.layout) == numbers(layout)
-        assert move.layout != layout
 
 
 @pytest.mark.parametrize(("device", "host"), [(3_300, 24_000), (2_900, 9_000), (6_000, 12_000)])

@@ -1,11 +1,8 @@
 """Plans against exhaustive search, and laws that every answer keeps, on one device or several."""
 
 import itertools
-import os
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +44,7 @@ from protrain_runtime.contract.records.plan import (
     Updates,
 )
 from protrain_runtime.contract.records.profile import Profile
+from tests.support.commands import ROOT, python
 from tests.support.messages import Speaker
 from tests.support.planning_cases import (
     MB,
@@ -66,7 +64,6 @@ from tests.support.planning_cases import (
 )
 from tests.support.thinning import thinned
 
-ROOT = Path(__file__).parents[2]
 SLOW = Contention(compute=0.9, lane=0.8)
 CLOSE = Effort(gap_target=0.001)
 WITH_A_PLAN = 300  # times asked after which any search of these has one
@@ -626,16 +623,6 @@ def test_two_processes_make_the_same_plan() -> None:
         "profile = small(gpu())\n"
         "print(plan(profile, within(profile, 900 * MB)).plan)\n"
     )
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    found = [python(code, PYTHONPATH=str(ROOT), PYTHONHASHSEED=seed) for seed in ("1", "2")]
     assert found[0] == found[1]
     assert found[0].startswith("Plan(")

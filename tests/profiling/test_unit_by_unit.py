@@ -1,9 +1,7 @@
 """Models larger than the device: the profile is that of the whole model, the memory is not."""
 
 import json
-import os
 import resource
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from protrain_runtime.contract.records.profile import Unit, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of
 from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.commands import python
 from tests.support.configs import CONFIGS, SMALL
 from tests.support.estimates import weighed
 
@@ -198,15 +197,7 @@ def test_a_model_whose_parameters_exceed_the_limit_is_profiled_within_it_and_pla
     limit = 1100 * 2**20
 
     def protrain(*arguments: str) -> None:
-        result = subprocess.run(
-            [sys.executable, "-c", LIMITED, str(limit), *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
+        python(LIMITED, limit, *arguments, folder=tmp_path, OMP_NUM_THREADS="1")
 
     protrain("profile", "config.json", "--seq-len", "64", "--steps", "1", "-o", "profile.yaml")
     profile = read_profile(tmp_path / "profile.yaml")

@@ -1,7 +1,6 @@
 """The benchmarks run: one case each here, whole grids when somebody asks for them."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,15 +18,15 @@ from benchmarks.peers.registry import ADAPTERS
 from benchmarks.peers.tables import markdown
 from benchmarks.peers.work import Work
 from benchmarks.published_runs import ARCHITECTURES
-from benchmarks.runner import RESULTS, ROOT
+from benchmarks.runner import RESULTS
 from protrain_plan.hardware.catalogue import load_hardware
 from tests.emulated import building
 from tests.support.cards import need_compiler
+from tests.support.commands import ran
 
 
 def _run(*arguments: str) -> str:
-    command = [sys.executable, "-m", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = ran(sys.executable, "-m", *arguments, timeout=7200)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -3,19 +3,19 @@
 That the tests fail under them is seen at night: `python -m tests.support.mutations`.
 """
 
-import subprocess
 import sys
 
 import pytest
 
 from tests.support import long_tests
-from tests.support.mutations import ALL, BY_DEFAULT, ROOT, mutated_text
+from tests.support.commands import ran
+from tests.support.mutations import ALL, BY_DEFAULT, mutated_text
 
 
 def collected(*arguments: str) -> set[str]:
     """The names of the tests that pytest would run."""
     command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
-    listed = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    listed = ran(*command, *arguments)
     assert listed.returncode == 0, listed.stdout
     return {line for line in listed.stdout.splitlines() if "::" in line}
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -51,6 +50,7 @@ from protrain_runtime.contract.records.profile import (
 )
 from protrain_runtime.contract.records.schema import PATTERNS, Record, is_size, limits_of
 from protrain_runtime.contract.records.tree import number_text, unseen
+from tests.support.commands import ROOT, ran
 from tests.support.messages import Speaker
 from tests.support.record_samples import (
     HARDWARE,
@@ -61,8 +61,6 @@ from tests.support.record_samples import (
     layers,
     unit,
 )
-
-ROOT = Path(__file__).parents[2]
 
 # Writing
 
@@ -133,16 +131,8 @@ def test_the_same_record_gives_the_same_bytes_in_every_process() -> None:
         "sys.stdout.write(records.dumps_plan(records.loads_plan(sys.stdin.read())))"
     )
     for seed in ("0", "1"):
-        result = subprocess.run(
-            [sys.executable, "-c", script],
-            input=PLAN_TEXT,
-            env={"PYTHONHASHSEED": seed},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert result.stdout == PLAN_TEXT
+        command = (sys.executable, "-c", script)
+        assert ran(*command, stdin=PLAN_TEXT, PYTHONHASHSEED=seed).stdout == PLAN_TEXT
 
 
 def test_fingerprints_tell_contents_apart_and_ignore_comments() -> None:
