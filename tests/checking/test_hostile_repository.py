@@ -523,18 +523,6 @@ def test_code_that_ends_the_check_does_not_make_it_pass(
 
 
 @pytest.mark.slow
-def test_what_the_code_prints_is_nowhere(repository: Repository) -> None:
-    repository.commit("prints", "hostile:prints")
-    result = repository.check("--format", "github")
-    assert result.returncode == 1
-    assert [line.partition(" ")[0] for line in result.stdout.splitlines()] == [
-        "::error",
-        "::notice",
-    ]
-    assert "\x1b" not in result.stdout + result.stderr
-
-
-@pytest.mark.slow
 def test_what_a_model_s_code_leaves_in_the_cache_is_not_believed(
     repository: Repository, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
