@@ -18,6 +18,8 @@ STAMP := .venv/.installed
 MARKERS ?= not slow and not gpu
 CHOSEN := $(if $(MARKERS),($(MARKERS)) and )
 JOBS ?= 2
+# One of so many parts of the tests: 2/4 is the second of four.
+SHARD ?= 1/1
 # What is installed; the tests of torchao's optimizers need `torchao`, too.
 EXTRAS ?= hf,dev
 # Threads of PyTorch in each of the jobs.
@@ -50,8 +52,8 @@ test: lint ## lint, check types, run the tests (all of them: make test MARKERS=)
 	@mkdir -p .mypy_cache
 	@$(BIN)/mypy --no-error-summary > .mypy_cache/said 2>&1 & types=$$!; failed=0; \
 	export OMP_NUM_THREADS=$(THREADS); \
-	$(BIN)/pytest -q -n $(JOBS) -m "$(CHOSEN)not emulated" || failed=1; \
-	$(BIN)/pytest -q -n $(JOBS) -m "$(CHOSEN)emulated" || test $$? -eq 5 || failed=1; \
+	$(BIN)/pytest -q -n $(JOBS) --shard $(SHARD) -m "$(CHOSEN)not emulated" || failed=1; \
+	$(BIN)/pytest -q -n $(JOBS) --shard $(SHARD) -m "$(CHOSEN)emulated" || test $$? -eq 5 || failed=1; \
 	wait $$types || { cat .mypy_cache/said; failed=1; }; exit $$failed
 
 mutations: $(STAMP) ## apply known mutations one by one: is each killed by the test that it names?

@@ -118,8 +118,19 @@ def _accuracy_in_short(document: Document) -> Lines:
 
 
 def _cpu(document: Document) -> Lines:
-    yield from markdown_table(compared(document["cells"]))
+    """The rows that ran; who did not fit under which limit is a sentence."""
+    header, *rows = compared(document["cells"])
+    yield from markdown_table([header, *(row for row in rows if row[4] != "did not fit")])
     yield ""
+    missing: dict[str, list[str]] = {}
+    for _, limit, _, name, told, *_ in rows:
+        if told == "did not fit":
+            missing.setdefault(limit, []).append(name)
+    limits: dict[str, list[str]] = {}
+    for limit, names in missing.items():
+        limits.setdefault(", ".join(names), []).append(limit)
+    for names, ones in limits.items():
+        yield f"Did not fit under {', '.join(ones)}: {names}."
     yield f"({_source('cpu', document)})"
 
 

@@ -19,7 +19,7 @@ from protrain_runtime.contract.records import hardware, plan, profile
 from protrain_runtime.contract.records.files import MAX_FILE_BYTES
 from protrain_runtime.contract.records.schema import MAX_UNFOLDED, MAX_UNITS, PATTERNS
 from protrain_runtime.contract.records.tree import MAX_DEPTH, MAX_NODES, MAX_TEXT
-from protrain_runtime.contract.units import MAX_BYTES, format_bytes
+from protrain_runtime.contract.units import format_bytes
 
 Json = dict[str, Any]
 
@@ -60,7 +60,7 @@ a text such as `1.5GiB`. What machines cost is a list without such a head, for o
 
 The tables are made from the JSON Schemas in `schemas/` and the texts from the code that reads the
 files. Editors check a file as it is written when its first line is
-`# yaml-language-server: $schema=PATH`. A key that is *optional* may be left out. Units that are
+`# yaml-language-server: $schema=PATH`. Units that are
 equal and stand in a row are one entry with `names: layers.0-11` in the place of `name`.
 
 ## Limits
@@ -85,7 +85,7 @@ LIMITS = {
     "parameters of a `config.json`": f"{MAX_PARAMETERS:.0e}, in {MAX_TENSORS} tensors",
 }
 CHARACTERS = """
-Numbers are those of the tables below; `inf` and `nan` are none. Control characters, marks of
+The range of each number is in its schema; `inf` and `nan` are none. Control characters, marks of
 direction, characters of no width and surrogates are refused in every text, with the character's
 number: what one reads in a file is what it says.
 """
@@ -103,20 +103,21 @@ that [`protrain check`](../checks.md#budgets) explains.
 def cli_page() -> str:
     """docs/reference/cli.md."""
     group: Any = typer.main.get_command(app)
-    return "\n".join((CLI, *_commands(group, "protrain")))
+    return "\n".join((CLI, *_commands(group, "protrain", set())))
 
 
-def _commands(group: Any, path: str) -> Iterator[str]:
+def _commands(group: Any, path: str, told: set[tuple[str, str]]) -> Iterator[str]:
     for name, command in group.commands.items():
         if command.hidden:
             continue
         if hasattr(command, "commands"):
-            yield from _commands(command, f"{path} {name}")
+            yield from _commands(command, f"{path} {name}", told)
         else:
-            yield from _command(command, f"{path} {name}")
+            yield from _command(command, f"{path} {name}", told)
 
 
-def _command(command: Any, path: str) -> Iterator[str]:
+def _command(command: Any, path: str, told: set[tuple[str, str]]) -> Iterator[str]:
+    """A command's section; options that an earlier one has `told` of are named alone."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     words = [_argument(argument) for argument in arguments]
     yield f"## `{' '.join((path, *words))}`\n"
@@ -125,10 +126,16 @@ def _command(command: Any, path: str) -> Iterator[str]:
     yield "| --- | --- | --- |"
     for argument, word in zip(arguments, words, strict=True):
         yield f"| `{word}` | {_cell(argument.help)} | {_default(argument)} |"
+    again = []
     for option in command.params:
-        if option not in arguments:
+        if option in arguments:
+            continue
+        if (what := (option.name, option.help)) in told:
+            again.append(f"`{_option(option)}`")
+        else:
             yield f"| `{_option(option)}` | {_cell(option.help)} | {_default(option)} |"
-    yield ""
+        told.add(what)
+    yield f"\nAs above: {', '.join(again)}.\n" if again else ""
     examples = re.sub(r"^Examples?: ", "", command.epilog or "")
     if examples:
         group = path.rpartition(" ")[0]
@@ -209,7 +216,7 @@ def _fields(schema: Json, comments: Mapping[str, str]) -> Iterator[str]:
     yield "| Key | Value |" + " Meaning |" * explained
     yield "| --- | --- |" + " --- |" * explained
     for key in keys:
-        allowed = _value(schema["properties"][key]) + ("" if key in required else "; optional")
+        allowed = _value(schema["properties"][key]) + ("" if key in required else " (optional)")
         meaning = f" {_cell(comments.get(key))} |" if explained else ""
         yield f"| `{key}` | {allowed} |{meaning}"
     yield ""
@@ -223,34 +230,24 @@ def _value(schema: Json) -> str:
         case {"const": value}:
             return f"`{value}`"
         case {"enum": values}:
-            return ", ".join(f"`{value}`" if value else "an empty text" for value in values)
+            return ", ".join(f"`{value}`" if value else "empty" for value in values)
         case {"type": "array", "items": items}:
-            return f"a list: {_value(items)}"
-        case {"oneOf": [{"type": "integer"} as number, {"type": "string"}]}:
-            return f"a size{_bounds(number)}"
+            return f"list of {_value(items)}"
+        case {"oneOf": [{"type": "integer"}, {"type": "string"}]}:
+            return "size"
         case {"oneOf": choices}:
             return " or ".join(_value(choice) for choice in choices)
         case {"type": "integer"}:
-            return f"a whole number{_bounds(schema)}"
+            return "integer"
         case {"type": "number"}:
-            return f"a number{_bounds(schema)}"
+            return "number"
         case {"type": "string", "pattern": str(pattern)}:
             forms = {f"^{form}$": words for form, words in PATTERNS.values()}
-            return forms.get(pattern, "a percentage" if "%" in pattern else "a text")
+            return forms.get(pattern, "percentage" if "%" in pattern else "text")
         case {"type": str(kind)}:
-            return {"string": "a text", "boolean": "`true` or `false`"}[kind]
+            return {"string": "text", "boolean": "boolean"}[kind]
         case _:
             raise ValueError(schema)
-
-
-def _bounds(schema: Json) -> str:
-    """From the limits that say something: not from zero on, and not what a seed holds at most."""
-    if "anyOf" in schema:
-        return f", 0 or{_bounds(schema['anyOf'][1]).removeprefix(',')}"
-    low, high = schema["minimum"], schema["maximum"]
-    words = [f"at least {low:g}"] * (0 < abs(low) < MAX_BYTES)
-    words += [f"at most {high:g}"] * (high not in (MAX_BYTES, 2**63 - 1))
-    return f", {', '.join(words)}" if words else ""
 
 
 def _cell(text: str | None) -> str:

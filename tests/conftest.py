@@ -31,15 +31,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-golden", action="store_true", help="write the files in tests/golden anew"
     )
+    parser.addoption("--shard", default="1/1", metavar="K/N", help="every N-th test, from the K-th")
 
 
 @pytest.hookimpl(tryfirst=True)  # before some are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is on the list runs at night alone."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests on the list as slow, and leave out those of other shards."""
     nightly = long_tests.read()
     for item in items:
         if item.nodeid in nightly:
             item.add_marker(pytest.mark.slow)
+    number, count = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[number - 1 :: count]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -81,7 +81,6 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/quantized.md#quantised-weights": Runs(),
     "docs/how-to/optimizers.md#optimizers": Runs(smaller=TINY),
     "docs/how-to/optimizers.md#whole-matrices": Runs(),
-    "docs/how-to/optimizers.md#lomos-figures": Runs(smaller={"llama-2-7b": "tiny-llama"}),
     "docs/how-to/long-sequences.md#long-sequences": Runs(),
     "docs/how-to/long-sequences.md#what-rounding-buys": Runs(
         smaller={"llama-3.1-8b": "tiny-llama", "131072": "512"}
