@@ -14,7 +14,7 @@ import pytest
 from protrain_runtime.contract.records import read_plan, read_profile, write_hardware, write_profile
 from tests.support import forked
 from tests.support.checking_cases import commit
-from tests.support.commands import ROOT, printed, protrain, python
+from tests.support.commands import ROOT, printed, protrain
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
 from tests.support.record_fuzz import run
@@ -131,18 +131,6 @@ def test_no_arguments_show_the_help(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "Usage: protrain" in result.stdout + result.stderr
     assert "error:" not in result.stderr
-
-
-def test_piped_output_has_no_colours(synthetic: Path, tmp_path: Path) -> None:
-    for arguments in (("plan", synthetic), ("plan", "missing.yaml"), ("--version",), ("--help",)):
-        result = forked.protrain(*arguments, folder=tmp_path)
-        assert "\x1b" not in result.stdout + result.stderr
-        assert result.stdout + result.stderr
-
-
-def test_the_command_line_does_not_load_torch() -> None:
-    script = "import protrain_plan.cli, sys; print('torch' in sys.modules)"
-    assert python(script) == "False\n"
 
 
 FAMILIES = {

@@ -99,15 +99,6 @@ def test_pieces_that_never_end_are_refused(tmp_path: Path) -> None:
 # --- files that are none --------------------------------------------------------------------------
 
 
-def test_files_that_never_end_are_refused(tmp_path: Path) -> None:
-    with (tmp_path / "sparse.yaml").open("wb") as file:
-        file.truncate(5 * 2**30)
-    larger = "this file is larger than the 2.00 MiB that are read of one"
-    for path in ("sparse.yaml", "/dev/zero"):
-        assert told(tmp_path, "show", path) == f"{path}: {larger}"
-        assert told(tmp_path, "hardware", "show", path) == f"{path}: {larger}"
-
-
 def test_a_named_pipe_is_refused_and_one_of_the_shell_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     refused = "pipe: this is a named pipe, not a file"

@@ -57,7 +57,6 @@ from tests.support.record_samples import (
     PLAN,
     PLAN_TEXT,
     PROFILE,
-    PROFILE_UNITS,
     layers,
     unit,
 )
@@ -68,15 +67,6 @@ from tests.support.record_samples import (
 def test_a_plan_of_32_layers_is_this_text() -> None:
     assert records.dumps_plan(PLAN) == PLAN_TEXT
     assert records.loads_plan(PLAN_TEXT) == PLAN
-
-
-def test_equal_units_of_a_profile_are_one_entry() -> None:
-    text = records.dumps_profile(PROFILE)
-    assert PROFILE_UNITS in text
-    assert text.count("used_by: ") == 2
-    assert "    used_by: [0, 33]\n" in text
-    assert "    used_by: []\n" in text
-    assert records.loads_profile(text) == PROFILE
 
 
 def test_a_change_of_three_layers_is_a_few_lines() -> None:
