@@ -50,7 +50,7 @@ from tests.support.planning_cases import (
     solved,
     within,
 )
-from tests.support.random_problems import random_choice
+from tests.support.random_problems import fixed_seconds, random_choice
 
 PIECE_BYTES = 64 << 20
 OFFLOAD = Offload(tier="host")
@@ -214,17 +214,10 @@ def test_large_groups_come_first_and_small_ones_are_counted(assert_says: Speaker
 # Limits
 
 
-def fixed_seconds(profile: Profile, planned: Plan) -> float:
+def planned_seconds(profile: Profile, planned: Plan) -> float:
     """The relaxation's optimum with the plan's decisions."""
     problem = problem_of(profile, planned)
-    model = Fluid(problem)
-    for (activation, state), xs, ys in zip(
-        choice_of(problem, planned), model.activations, model.states, strict=True
-    ):
-        for variables, taken in ((xs, activation), (ys, state)):
-            for number, variable in enumerate(variables):
-                variable.bounds(float(number == taken), float(number == taken))
-    return solve(model.pulp, integer=False).bound * model.second_unit
+    return fixed_seconds(problem, choice_of(problem, planned))
 
 
 def moving() -> tuple[Profile, Plan]:
@@ -267,10 +260,10 @@ def test_share_is_what_another_speed_of_the_lane_changes(lane: str) -> None:
     profile, planned = moving()
     limits = explain(profile, planned).limits
     shares = {limit.resource: limit.share for limit in limits if isinstance(limit, LaneLimit)}
-    step = fixed_seconds(profile, planned)
+    step = planned_seconds(profile, planned)
     much = 0.001
-    saved = step - fixed_seconds(slowed(profile, lane, 1 - much), planned)
-    lost = fixed_seconds(slowed(profile, lane, 1 + much), planned) - step
+    saved = step - planned_seconds(slowed(profile, lane, 1 - much), planned)
+    lost = planned_seconds(slowed(profile, lane, 1 + much), planned) - step
     # Equal blocks and exact fits have many optima, of which the solver picks one: "about".
     about = 0.005
     assert saved / step / much - about <= shares[lane] <= lost / step / much + about
@@ -315,7 +308,7 @@ def test_slots_without_room_are_named() -> None:
     ]
     saved = sum(limit.seconds_per_gib for limit in found) / GIB * MB
     more = replace(planned, budgets=replace(planned.budgets, device=planned.budgets.device + MB))
-    fewer = fixed_seconds(profile, planned) - fixed_seconds(profile, more)
+    fewer = planned_seconds(profile, planned) - planned_seconds(profile, more)
     assert fewer == pytest.approx(saved, rel=0.01)
     assert fewer > 0
 

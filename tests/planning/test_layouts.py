@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -16,6 +17,7 @@ from protrain_plan.planning.search.layouts import (
 )
 from protrain_runtime.contract.records.plan import Budgets
 from tests.support.planning_cases import MB, decoder, gpu
+from tests.support.random_problems import random_choice
 
 
 def problem_of(device: int = 3_300 * MB, host: int = 24_000 * MB, blocks: int = 12) -> Problem:
@@ -92,17 +94,12 @@ def test_what_the_relaxation_prices_out_lifts_it_by_so_much() -> None:
     evaluator, rng = Evaluator(problem), random.Random(0)
     looked_at = 0
     for _ in range(300):
-        choice = tuple(
-            (rng.randrange(len(o.activations)), rng.randrange(len(o.states)))
-            for o in problem.options
-        )
+        choice = random_choice(problem, rng)
         if (found := evaluator.evaluate(choice)) is None:
             continue
         looked_at += 1
         for units, pair in zip(problem.classes, prices.reduced_costs, strict=True):
-            for unit in units:
-                for kind in (0, 1):
-                    assert found.seconds >= (prices.bound + pair[kind][choice[unit][kind]]) * (
-                        1 - 1e-6
-                    )
+            for unit, kind in product(units, (0, 1)):
+                least = prices.bound + pair[kind][choice[unit][kind]]
+                assert found.seconds >= least * (1 - 1e-6)
     assert looked_at > 5

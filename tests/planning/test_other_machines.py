@@ -24,13 +24,12 @@ from protrain_plan.planning.questions.shopping import (
     sweep,
     with_resource,
 )
-from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import Budgets, DeviceGroup
-from tests.support.planning_cases import MB, cpu, gpu, joined, small, solved
+from tests.support.planning_cases import MB, cpu, gpu, joined, least_bytes, small, solved
 from tests.support.planning_cases import question as asked_of
 
 GAP = 0.02
@@ -147,9 +146,7 @@ def test_what_helps_is_what_planning_says() -> None:
 
 
 def test_what_would_fit_is_said_where_nothing_does() -> None:
-    least = min_memory(question(gpu()).problem())
-    assert least is not None
-    device = least.bytes + gpu().device.context_bytes - MB
+    device = least_bytes(question(gpu()).problem()) + gpu().device.context_bytes - MB
     base = reach(question(gpu(), device=device), effort=Effort(gap_target=GAP))
     assert base.solved is None
     found = helps(base)

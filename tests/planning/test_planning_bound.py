@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protrain_plan.planning.model.counting import Counting
 from protrain_plan.planning.model.fluid import Fluid, windows
-from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan
@@ -35,6 +35,7 @@ from tests.support.planning_cases import (
 )
 from tests.support.random_problems import (
     PLENTY,
+    fixed_seconds,
     random_choice,
     random_problem,
     random_rule,
@@ -155,18 +156,6 @@ def on_two_tiers(host_bytes: int, *, blocks: int = 12) -> tuple[Profile, Budgets
 def planned() -> Solved:
     """The plan for such a machine with room on the host for eight blocks or so."""
     return solved(plan(*on_two_tiers(24_000 * MB)))
-
-
-def fixed_seconds(problem: Problem, choice: Choice) -> float:
-    """The fluid model's step with these decisions; infinity where it has none."""
-    fluid = Fluid(problem)
-    kinds = zip(fluid.activations, fluid.states, choice, strict=True)
-    for activations, states, (activation, state) in kinds:
-        for variables, chosen in ((activations, activation), (states, state)):
-            for number, variable in enumerate(variables):
-                variable.bounds(int(number == chosen), int(number == chosen))
-    answer = solve(fluid.pulp, integer=False)
-    return fluid.second_unit * answer.bound if answer.status == "optimal" else inf
 
 
 def proved(problem: Problem, *, rounds: int = 60, window: int = 1) -> tuple[float, float]:
