@@ -45,6 +45,7 @@ from tests.support.reporting_cases import random_step, small_step
 
 Json = Any
 Files = dict[str, str]
+Change = Callable[[Json, random.Random], None]
 
 SECONDS, WAITING = 20, 120
 """What a command may take of a processor's time, and of anybody's on a busy machine."""
@@ -254,16 +255,13 @@ def _size(document: Json, rng: random.Random) -> None:
             holder[key] = rng.choice((0, 1, 3, 100, 2**20, 2**31, 2**40, 2**50, 2**60, -5))
 
 
-def _text(document: Json, rng: random.Random) -> None:
-    if place := _place(document, rng, (str,)):
-        holder, key = place
-        holder[key] = rng.choice(TEXTS)
+def _setting(values: Sequence[Json], kinds: tuple[type, ...] | None = None) -> Change:
+    def change(document: Json, rng: random.Random) -> None:
+        if place := _place(document, rng, kinds):
+            holder, key = place
+            holder[key] = rng.choice(values)
 
-
-def _anything(document: Json, rng: random.Random) -> None:
-    if place := _place(document, rng):
-        holder, key = place
-        holder[key] = rng.choice((None, True, [], {}, [[]], {"a": 1}, *NUMBERS, *TEXTS))
+    return change
 
 
 def _key(document: Json, rng: random.Random) -> None:
@@ -349,7 +347,8 @@ def _settings(document: Json, rng: random.Random) -> None:
         }
 
 
-Change = Callable[[Json, random.Random], None]
+_text = _setting(TEXTS, (str,))
+_anything = _setting((None, True, [], {}, [[]], {"a": 1}, *NUMBERS, *TEXTS))
 CHANGES: tuple[Change, ...] = (
     *(_number, _number, _number, _size, _size, _text, _anything, _key, _list, _list, _numbers),
     *(_units, _units, _settings),
