@@ -129,8 +129,8 @@ def _cpu(document: Document) -> Lines:
     limits: dict[str, list[str]] = {}
     for limit, names in missing.items():
         limits.setdefault(", ".join(names), []).append(limit)
-    for names, ones in limits.items():
-        yield f"Did not fit under {', '.join(ones)}: {names}."
+    for who, ones in limits.items():
+        yield f"Did not fit under {', '.join(ones)}: {who}."
     yield f"({_source('cpu', document)})"
 
 

@@ -132,7 +132,7 @@ def trained(tier: str, folder: Path, *, seed: int, count: int = 1) -> Training:
 # ---- a checkpoint of one device, one of two ranks, and what ranks say of damage ------------------
 
 DAMAGED = (INDEX, "rank-0-model-", "rank-1-optimizer-", "rank-0-training-")
-"""What two ranks meet, one at a time: a bit in each file."""
+"""Files that two ranks find damaged, one at a time, by a bit."""
 
 
 def named(directory: Path, start: str) -> Path:
@@ -150,7 +150,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def saving_and_meeting_damage(rank: int, count: int, directory: Path) -> tuple[list[str], int]:
-    """What each damaged one says, and the step of the whole one."""
+    """Errors of the damaged ones, and the step of the whole one."""
     training = trained("shared", directory, seed=1, count=count)
     save(training.model, training.optimizer, directory, extra=EXTRA, shard_bytes=400)
     training.step()
@@ -519,7 +519,7 @@ def test_a_text_that_is_no_index_is_refused(before: bytes, tmp_path: Path) -> No
 
 
 def test_an_index_is_ours_by_any_of_its_signs(training: Training, checkpoint: Path) -> None:
-    """What has lost its checksum is no checkpoint of others; one of an older version says so."""
+    """One that lost its checksum is no checkpoint of others; an older version says so."""
     whole = json.loads((checkpoint / INDEX).read_text())
     for kept in ("protrain_checksum", "metadata", "protrain"):
         index = {key: value for key, value in whole.items() if key == kept} | {"weight_map": {}}

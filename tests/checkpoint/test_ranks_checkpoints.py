@@ -1,4 +1,4 @@
-"""What several ranks save, other numbers of ranks and plain PyTorch continue from, bit by bit."""
+"""Checkpoints of several ranks: other numbers of ranks and plain PyTorch go on, bit by bit."""
 
 import resource
 import signal
@@ -128,7 +128,7 @@ def test_parameters_of_ranks_need_not_be_row_major(tmp_path: Path) -> None:
 
 
 def saving_with_little_room(rank: int, count: int, folder: Path) -> tuple[str, int]:
-    """What the second save says where rank 1 may write no more than a few bytes, and the step."""
+    """The second save's error where rank 1 may write few bytes, and the step."""
     model, optimizer = made(rank, count, SHARED)
     save(model, optimizer, folder, extra={"step": 0})
     step(model, optimizer, 0, rank)

@@ -45,7 +45,7 @@ def _settle() -> None:
 
 
 def _module(loaded: Any) -> ModuleType:
-    """What `torch.get_device_module` is asked for, by PyTorch and by the runtime."""
+    """The module of the device: all that PyTorch and the runtime ask it for."""
     module = ModuleType(f"torch.{TYPE}")
 
     def generator(device: Any = None) -> torch.Generator:
@@ -147,7 +147,7 @@ def lateness() -> float:
 
 @contextmanager
 def longer(times: float) -> Iterator[None]:
-    """What is `delayed` inside comes so many times as late."""
+    """Delays inside are so many times as long."""
     global _longer
     before, _longer = _longer, times
     try:

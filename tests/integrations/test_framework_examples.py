@@ -37,7 +37,7 @@ EXAMPLES = [
 
 
 PUBLIC = ("protrain_runtime", "protrain_runtime.integrations.", "protrain_runtime.contract.records")
-"""What users import. A name that ends in a dot stands for the modules below it."""
+"""Modules that users import. A name that ends in a dot stands for the modules below it."""
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.support.integration_cases import (
     rows,
     without_overrides,
 )
+from tests.support.messages import Speaker
 from tests.support.runtime_cases import assert_bitwise, build, differences, outcome
 
 pytest.importorskip("lightning", reason="PyTorch Lightning is not installed: pip install lightning")
@@ -136,6 +138,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulated": ({"accumulate_grad_batches": 2}, {"micro_batches": 2, "clips": False}),
     "accumulated, a rest": ({"accumulate_grad_batches": 4}, {"micro_batches": 4}),
     "clipped": ({"gradient_clip_val": CLIPPED}, {}),
+    "8 bits": ({"gradient_clip_val": CLIPPED}, {}),
     "autocast": (
         {"precision": "bf16-mixed", "gradient_clip_val": CLIPPED, "accumulate_grad_batches": 2},
         {"precision": "autocast", "micro_batches": 2},
@@ -143,25 +146,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("settings", "planned"), CASES.values(), ids=CASES)
-def test_lightning_under_a_plan_equals_lightning_bitwise(
-    settings: dict[str, Any], planned: dict[str, Any], tmp_path: Path
-) -> None:
-    fused = "precision" not in settings  # with autocast, Lightning clips no fused optimizer's
-    made = plan("gpt2", **planned)
-    expected = fit(None, tmp_path, module=Module(fused=fused), **settings)
-    found = fit(made, tmp_path, module=Module(fused=fused), **settings)
-    assert engine_of(found[0].model) is not None
-    assert_same_fit(found, expected)
-    restore(found[0].model)
-    assert_same_fit(found, expected)
-
-
-def test_lightning_with_states_of_eight_bits_equals_lightning_bitwise(tmp_path: Path) -> None:
-    with without_overrides():
-        fits = partial(fit, folder=tmp_path, gradient_clip_val=CLIPPED)
-        expected = fits(None, module=Module(bits=8))
-        found = fits(plan("gpt2"), module=Module(bits=8))
+@pytest.mark.parametrize("name", CASES)
+def test_lightning_under_a_plan_equals_lightning_bitwise(name: str, tmp_path: Path) -> None:
+    settings, planned = CASES[name]
+    with without_overrides() if name == "8 bits" else nullcontext():
+        # With autocast, Lightning clips no fused optimizer's.
+        make = partial(Module, fused=name != "autocast", bits=8 if name == "8 bits" else 32)
+        expected = fit(None, tmp_path, module=make(), **settings)
+        found = fit(plan("gpt2", **planned), tmp_path, module=make(), **settings)
+        assert engine_of(found[0].model) is not None
+        assert_same_fit(found, expected)
+        restore(found[0].model)
         assert_same_fit(found, expected)
 
 
@@ -199,37 +194,18 @@ def test_gradients_are_gone_when_a_batch_has_ended(tmp_path: Path) -> None:
     assert seen == [0] * 6
 
 
-def refused(planned: Plan, folder: Path, **settings: Any) -> str:
-    with pytest.raises(ProtrainError) as caught:
-        fit(planned, folder, **settings)
-    return str(caught.value)
-
-
-def test_settings_of_lightning_that_the_plan_is_not_for_are_refused(tmp_path: Path) -> None:
+def test_settings_of_lightning_that_the_plan_is_not_for_are_refused(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
     made = plan("gpt2", clips=False)
-    assert refused(made, tmp_path, gradient_clip_val=1.0) == (
-        "settings.updates: Lightning takes the norm of all gradients before an update, and"
-        " this plan updates"
-        " during backward\n  fix: plan with --clip"
-    )
-    assert refused(made, tmp_path, gradient_clip_val=1.0, gradient_clip_algorithm="value") == (
-        "Lightning clips gradients by value, and those that wait below the device are clipped by"
-        ' their norm alone\n  fix: Trainer(gradient_clip_algorithm="norm")'
-    )
-    assert refused(made, tmp_path, accumulate_grad_batches=2) == (
-        "settings.micro_batches: the plan is for 1 micro-batches per update, and Lightning runs 2\n"
-        "  fix: plan with --accumulate 2, or set accumulate_grad_batches=1"
-    )
-    assert refused(made, tmp_path, precision="bf16-mixed") == (
-        "workload.precision: the plan is for training without autocast, and Lightning trains under"
-        ' autocast to bfloat16\n  fix: Trainer(precision="32-true"), or profile with --dtype'
-        " bfloat16 --precision autocast and plan anew"
-    )
-    assert refused(made, tmp_path, module=TwoOptimizers()) == (
-        "TwoOptimizers has 2 optimizers, and a plan is for one\n"
-        "  fix: let configure_optimizers return a single optimizer, with parameter groups"
-    )
-    assert refused(made, tmp_path, module=Losses()) == (
-        "Losses has no module 'model' to plan\n"
-        "  fix: UsePlan(plan, attribute=...) says which attribute holds the network"
-    )
+    for settings in (
+        {"gradient_clip_val": 1.0},
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 2},
+        {"precision": "bf16-mixed"},
+        {"module": TwoOptimizers()},
+        {"module": Losses()},
+    ):
+        with pytest.raises(ProtrainError) as caught:
+            fit(made, tmp_path, **settings)
+        assert_says(caught.value)

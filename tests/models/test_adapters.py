@@ -1,7 +1,5 @@
 """Adapters: their text, and the models that they make. The oracle of a model is PEFT itself."""
 
-import json
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -45,6 +43,12 @@ from tests.support.messages import Speaker
             "r=4,modules_to_save=lm_head+embed_tokens,freeze=A",
             "lora r=4 dtype=float32 modules_to_save=lm_head+embed_tokens freeze=A",
         ),
+        (  # keys may have the names that PEFT gives them
+            "r=4,lora_alpha=4,target_modules=q_proj,lora_dropout=0.1,use_dora,use_rslora",
+            parse_lora("r=4,alpha=4,targets=q_proj,dropout=0.1,dora,rslora"),
+            "r=4,alpha=4,targets=q_proj,dropout=0.1,rslora,dora",
+            "lora r=4 alpha=4 targets=q_proj dtype=float32 dropout=0.1 rslora dora",
+        ),
         (
             "r=4,velora",
             Lora(rank=4, alpha=8, velora="batch_average"),
@@ -64,13 +68,6 @@ def test_adapters_have_one_text(text: str, lora: Lora, option: str, recorded: st
     assert lora.option == option_of(recorded) == option
     assert str(lora) == recorded
     assert parse_lora(option) == read_adapter(recorded) == lora
-
-
-def test_keys_may_have_the_names_that_peft_gives_them() -> None:
-    in_words_of_peft = "r=4,lora_alpha=4,target_modules=q_proj,lora_dropout=0.1,use_dora,use_rslora"
-    assert parse_lora(in_words_of_peft) == parse_lora(
-        "r=4,alpha=4,targets=q_proj,dropout=0.1,dora,rslora"
-    )
 
 
 def test_a_record_of_before_says_adapters_in_the_dtype_of_their_layers() -> None:
@@ -164,14 +161,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "r=2,bias=all": {"bias": "all"},
     "r=2,bias=lora_only": {"bias": "lora_only"},
     "r=2,modules_to_save=lm_head+norm": {"modules_to_save": ["lm_head", "norm"]},
+    "r=2,modules_to_save=lm_head": {"modules_to_save": ["lm_head"]},
 }
 
 
 @pytest.mark.parametrize("text", OPTIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_with_adapters_is_the_one_that_peft_makes(text: str, dtype: DType) -> None:
-    """Qwen2 has biases. Every parameter has PEFT's bits, and the whole has its structure."""
-    source = ZOO["qwen2"].source
+    """Every parameter has PEFT's bits, and the whole has its structure.
+
+    Qwen2 has biases. A tied head that is saved is a copy of its own, and no longer tied.
+    """
+    source = ZOO["llama-tied" if text.endswith("lm_head") else "qwen2"].source
     lora = parse_lora(text)
     options = {"r": 2, "lora_alpha": 4} | OPTIONS[text]
     expected = by_peft(source, options, dtype=dtype, autocast=lora.dtype == "float32")
@@ -182,24 +183,6 @@ def test_a_model_with_adapters_is_the_one_that_peft_makes(text: str, dtype: DTyp
     assert all(torch.equal(value, values[key]) for key, value in found.state_dict().items())
     on_meta = source.build(adapter=str(lora), dtype=dtype, device="meta")
     assert seen(on_meta) == seen(expected)
-
-
-def test_adapters_stand_beside_all_linear_layers_but_the_head() -> None:
-    model = load_source("tiny-llama").build(adapter=str(parse_lora("r=4")), dtype="bfloat16")
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 4 * 7 * 2  # layers, linear modules in each, A and B
-    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
-    assert not any("lm_head" in name for name in trained)
-
-
-def test_adapters_of_a_16_bit_model_are_float32_unless_said_otherwise() -> None:
-    source = load_source("tiny-llama")
-    for text, dtype in (("r=4", torch.float32), ("r=4,dtype=base", torch.bfloat16)):
-        model = source.build(adapter=str(parse_lora(text)), dtype="bfloat16")
-        dtypes = Counter(p.dtype for p in model.parameters() if p.requires_grad)
-        assert set(dtypes) == {dtype}
-        frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
-        assert frozen == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("text", ["r=4,freeze=A", "r=4,freeze=A,targets=q_proj+embed_tokens"])
@@ -215,19 +198,11 @@ def test_of_frozen_first_products_the_second_ones_are_trained_alone(text: str) -
     assert all("lora_B" in name or "lora_embedding_B" in name for name in trained)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "pyramid"])
-def test_adapters_fit_models_of_other_classes(name: str) -> None:
-    source = ZOO[name].source
+def test_adapters_fit_models_of_other_classes() -> None:
+    source = ZOO["pyramid"].source
     first, again = (source.build(adapter="lora r=2").state_dict() for _ in range(2))
     assert any("lora_A" in key for key in first)
     assert all(torch.equal(value, again[key]) for key, value in first.items())
-
-
-def test_targets_choose_layers_by_the_end_of_their_names() -> None:
-    model = load_source("tiny-llama").build(adapter="lora r=4 targets=q_proj+v_proj")
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert len(trained) == 4 * 2 * 2
-    assert all(".q_proj." in name or ".v_proj." in name for name in trained)
 
 
 @pytest.mark.parametrize(
@@ -246,18 +221,3 @@ def test_what_a_model_has_not_is_refused_by_name(adapter: str, assert_says: Spea
         load_source("tiny-llama").build(adapter=adapter)
     assert caught.value.source == "tiny-llama"
     assert_says(caught.value)
-
-
-def test_a_tied_head_that_is_saved_is_a_copy_of_its_own() -> None:
-    """As PEFT makes it: the embedding is frozen, and the head no longer tied to it."""
-    config = dict(ZOO["llama-tied"].config or {})
-    source = load_source("tied", model_config=json.dumps(config))
-    model = source.build(adapter="lora r=2 modules_to_save=lm_head")
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    head = parameters["base_model.model.lm_head.modules_to_save.default.weight"]
-    original = parameters["base_model.model.lm_head.original_module.weight"]
-    embedding = parameters["base_model.model.model.embed_tokens.weight"]
-    assert original is embedding
-    assert head is not embedding
-    assert head.requires_grad
-    assert not embedding.requires_grad

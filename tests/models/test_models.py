@@ -1,4 +1,4 @@
-"""Model sources: presets, configuration files, factories; what they build and feed."""
+"""Models as they are asked for: sources, what they build and feed, precision, optimizers."""
 
 import itertools
 import json
@@ -9,74 +9,34 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.zoo import ZOO
 from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.building import parameter_dtype, stepped_dtype
+from protrain_plan.models.optimizers import KNOWN, OPTIMIZERS, optimizer_factory
 from protrain_plan.models.presets import Preset, preset_config, preset_names, presets
 from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.estimated import estimate
+from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
+from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.profile import DType
+from protrain_runtime.contract.records.profile import DType, Precision
+from protrain_runtime.devices.memory_meter import MemoryMeter
+from protrain_runtime.diagnostics.matching import model_fingerprint
+from protrain_runtime.states.update_rules import UpdateRules
+from tests.support.estimates import machine
+from tests.support.hostile_models import mixed_factory
 from tests.support.messages import Speaker
+from tests.support.runtime_cases import profiled_here
 
-PUBLISHED = {  # millions, as model cards and papers say, which round
-    "bert-base": 110,
-    "bert-large": 340,
-    "clip-vit-base": 151,
-    "gemma-2-27b": 27_200,
-    "gemma-2-2b": 2_610,
-    "gemma-2-9b": 9_240,
-    "gemma-2b": 2_510,
-    "gemma-3-1b": 1_000,
-    "gemma-7b": 8_540,
-    "gpt2": 124,
-    "gpt2-large": 774,
-    "gpt2-medium": 355,
-    "gpt2-xl": 1_558,
-    "llama-2-13b": 13_000,
-    "llama-2-70b": 69_000,
-    "llama-2-7b": 6_740,
-    "llama-3.1-405b": 405_000,
-    "llama-3.1-70b": 70_600,
-    "llama-3.1-8b": 8_030,
-    "llama-3.2-1b": 1_240,
-    "llama-3.2-3b": 3_210,
-    "mistral-7b": 7_240,
-    "mixtral-8x7b": 46_700,
-    "opt-1.3b": 1_300,
-    "opt-13b": 13_000,
-    "opt-30b": 30_000,
-    "phi-2": 2_780,
-    "phi-3-mini": 3_820,
-    "phi-4": 14_700,
-    "pythia-1.4b": 1_414.6,
-    "pythia-12b": 11_846,
-    "qwen2.5-0.5b": 490,
-    "qwen2.5-1.5b": 1_540,
-    "qwen2.5-14b": 14_700,
-    "qwen2.5-32b": 32_500,
-    "qwen2.5-72b": 72_700,
-    "qwen2.5-7b": 7_610,
-    "qwen3-0.6b": 600,
-    "qwen3-14b": 14_800,
-    "qwen3-30b-a3b": 30_500,
-    "qwen3-32b": 32_800,
-    "qwen3-4b": 4_000,
-    "qwen3-8b": 8_200,
-    "smollm2-1.7b": 1_710,
-    "smollm2-135m": 135,
-    "smollm2-360m": 362,
-    "t5-11b": 11_300,
-    "t5-3b": 2_850,
-    "t5-base": 223,
-    "t5-small": 60.5,
-    "vit-base": 86,
-    "vit-huge": 632,
-    "vit-large": 307,
-    "whisper-large-v3": 1_550,
-    "whisper-small": 244,
-}
+PUBLISHED: dict[str, float] = json.loads(
+    Path(__file__).with_name("published_sizes.json").read_text()
+)
+"""Millions of parameters, as model cards and papers say, which round."""
+
 OURS = {"tiny-gpt2", "tiny-llama"}
 
 
@@ -92,14 +52,8 @@ def test_presets_have_the_published_number_of_parameters(preset: Preset) -> None
 def test_every_preset_says_where_it_comes_from() -> None:
     assert {*PUBLISHED, *OURS} == set(preset_names())
     assert all(preset.source for preset in presets())
-    llama = next(preset for preset in presets() if preset.name == "llama-3.1-8b")
-    assert (llama.num_layers, llama.hidden_size) == (32, 4096)
-    assert llama.source == (
-        "https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json"
-        " (sizes only; no weights)"
-    )
-    clip = next(preset for preset in presets() if preset.name == "clip-vit-base")
-    assert (clip.num_layers, clip.hidden_size) == (12, 512)
+    sizes = {preset.name: (preset.num_layers, preset.hidden_size) for preset in presets()}
+    assert (sizes["llama-3.1-8b"], sizes["clip-vit-base"]) == ((32, 4096), (12, 512))
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
@@ -245,78 +199,47 @@ def test_a_factory_in_a_file_finds_its_neighbours(factory_folder: Path, tmp_path
 
 @pytest.mark.usefixtures("factory_folder")
 @pytest.mark.parametrize(
-    ("model", "message"),
+    "model",
     [
-        ("my_factory:mak", "my_factory:mak: my_factory has no function 'mak'\n"
-         "  fix: did you mean make?"),
-        ("my_factory:wrong", "my_factory:wrong: the factory returned Linear, "
-         "not (nn.Module, batches)"),
-        ("no_such_one:make", "no_such_one:make: cannot import 'no_such_one': "
-         "No module named 'no_such_one'\n"
-         "  fix: package.module:factory, with the package installed or in the working directory,"
-         " or path/to/file.py:factory"),
-        ("no/such.py:make", "no/such.py:make: cannot import 'no/such.py': there is no such file"),
-        ("smollm-135m", "no such model: 'smollm-135m' is not a preset, a config.json or "
-         "package.module:factory\n"
-         "  fix: did you mean smollm2-135m or smollm2-360m or smollm2-1.7b?"),
-        ("!", "no such model: '!' is not a preset, a config.json or package.module:factory\n"
-         "  fix: protrain models lists the presets"),
+        "my_factory:mak",
+        "my_factory:wrong",
+        "no_such_one:make",
+        "no/such.py:make",
+        "smollm-135m",
+        "!",
     ],
-)  # fmt: skip
-def test_a_wrong_model_argument_is_one_clear_error(model: str, message: str) -> None:
+)
+def test_a_wrong_model_argument_is_one_clear_error(model: str, assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
         load_source(model).build()
-    assert str(caught.value) == message
+    assert_says(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "{path}:1: not readable as JSON: Expecting property name enclosed in double quotes"),
-        ("[]", "{path}: expected a JSON object, got list"),
-        ("{}", "{path}: model_type: the configuration does not say which architecture it is of\n"
-         '  fix: a config.json as published with a model, such as {{"model_type": "llama", ...}}'),
-        ('{"model_type": "lama"}', "{path}: model_type: transformers {version} has no "
-         "architecture 'lama'\n  fix: did you mean 'llama'?"),
-    ],
-)  # fmt: skip
-def test_a_bad_config_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
-    import transformers
-
+def test_a_bad_config_is_one_clear_error(tmp_path: Path, assert_says: Speaker) -> None:
     path = tmp_path / "config.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ProtrainError) as caught:
-        load_source(str(path)).build()
-    assert str(caught.value) == message.format(path=path, version=transformers.__version__)
-
-
-def test_a_config_that_transformers_refuses_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
+    for text in ("{", "[]", "{}", '{"model_type": "lama"}'):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ProtrainError) as caught:
+            load_source(str(path)).build()
+        assert_says(str(caught.value).replace(transformers.__version__, "VERSION"))
     path.write_text('{"model_type": "llama", "hidden_size": "x"}', encoding="utf-8")
     with pytest.raises(ProtrainError, match=r"transformers refuses the configuration: .*hidden_si"):
         load_source(str(path)).build()
 
 
 def test_batches_that_cannot_be_are_refused(assert_says: Speaker) -> None:
-    llama = preset_config("tiny-llama")
-    small = load_source("small", model_config=json.dumps(llama | {"vocab_size": 100}))
-    with pytest.raises(ProtrainError) as caught:
-        small.batches(batch_size=1, seq_len=8)
-    assert_says(caught.value)
-    with pytest.raises(ProtrainError) as caught:
-        load_source("tiny-gpt2").batches(batch_size=1, seq_len=257)
-    assert_says(caught.value)
+    small = preset_config("tiny-llama") | {"vocab_size": 100}
     speech = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}
-    wav2vec = load_source("sound", model_config=json.dumps(speech))
-    with pytest.raises(ProtrainError) as caught:
-        wav2vec.batches(batch_size=1, seq_len=8)
-    assert_says(caught.value)
-    with pytest.raises(ProtrainError) as caught:
-        ZOO["clip"].source.batches(batch_size=1, seq_len=8)
-    assert_says(caught.value)
-    with pytest.raises(ProtrainError) as caught:
-        ZOO["whisper"].source.batches(batch_size=1, seq_len=65)
-    assert_says(caught.value)
+    for source, seq_len in (
+        (load_source("small", model_config=json.dumps(small)), 8),
+        (load_source("tiny-gpt2"), 257),
+        (load_source("sound", model_config=json.dumps(speech)), 8),
+        (ZOO["clip"].source, 8),
+        (ZOO["whisper"].source, 65),
+    ):
+        with pytest.raises(ProtrainError) as caught:
+            source.batches(batch_size=1, seq_len=seq_len)
+        assert_says(caught.value)
 
 
 def first_batch(name: str, *, dtype: DType = "float32", seed: int = 0) -> dict[str, Any]:
@@ -375,3 +298,95 @@ def test_building_leaves_the_configuration_as_it_was() -> None:
     before = source.model_config
     source.build(device="meta")
     assert source.model_config == before
+
+
+# --- precision ------------------------------------------------------------------------------------
+
+
+def test_autocast_belongs_to_the_model_and_computes_what_plain_autocast_does() -> None:
+    specimen = ZOO["llama-autocast"]
+    model, batches = specimen.make()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    plain = specimen.source.build()
+    batch = next(batches)
+    loss = loss_of(call_model(model, batch))
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # with its cache, as loops usually have it
+        expected = loss_of(call_model(plain, batch))
+    loss.backward()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for (name, found), (_, wanted) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert found.grad is not None, name
+        assert wanted.grad is not None, name
+        assert torch.equal(found.grad, wanted.grad), name
+    assert not torch.equal(loss, loss_of(call_model(specimen.source.build(), batch)))
+
+
+def test_dtypes_of_every_precision(assert_says: Speaker) -> None:
+    cases: list[tuple[DType, Precision, torch.dtype, DType]] = [
+        ("float32", "pure", torch.float32, "float32"),
+        ("bfloat16", "pure", torch.bfloat16, "bfloat16"),
+        ("bfloat16", "autocast", torch.float32, "float32"),
+        ("float16", "master", torch.float16, "float32"),
+    ]
+    for dtype, precision, stored, stepped in cases:
+        assert parameter_dtype(dtype, precision) == stored
+        assert stepped_dtype(dtype, precision) == stepped
+    with pytest.raises(ProtrainError) as caught:
+        parameter_dtype("float32", "autocast")
+    assert_says(caught.value)
+
+
+@pytest.mark.parametrize("asked", ["float32", "bfloat16"])
+def test_a_model_of_several_dtypes_keeps_them(asked: DType, tmp_path: Path) -> None:
+    """Measured and estimated, the profile is of the model that a script builds by itself."""
+    source, (own, _) = load_source("tests.support.hostile_models:mixed_factory"), mixed_factory()
+    expected = model_fingerprint(own), "bfloat16"
+    for profile in (
+        profiled_here(source.name, tmp_path, dtype=asked),
+        estimate(source, hardware=machine(), batch_size=4, seq_len=40, dtype=asked),
+    ):
+        assert (profile.model_fingerprint, profile.workload.dtype) == expected
+
+
+def test_master_weights_are_counted() -> None:
+    model = load_source("tiny-llama").build(dtype="bfloat16", precision="master")
+    batch = next(load_source("tiny-llama").batches(batch_size=1, seq_len=16))
+    anatomy = analyze_units(model, batch, discover(model, batch), precision="master")
+    units = measure_bytes(model, batch, anatomy, lambda: MemoryMeter("cpu")).units
+    assert sum(unit.state_bytes for unit in units) == 12 * 375_648
+    assert sum(unit.parameter_bytes for unit in units) == 2 * 375_648
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def test_states_of_the_optimizers() -> None:
+    found = {
+        name: (rule.element_bytes, rule.scalar_bytes())
+        for name, factory in OPTIMIZERS.items()
+        if (rule := UpdateRules(factory).of(torch.float32)).block == 1
+    }
+    assert found == {  # bytes per element, and per parameter besides
+        "adamw": (8, 4),
+        "adam": (8, 4),
+        "adamw-amsgrad": (12, 4),
+        "adamax": (8, 4),
+        "nadam": (8, 8),
+        "radam": (8, 4),
+        "adadelta": (8, 4),
+        "rmsprop": (4, 4),
+        "sgd": (0, 0),
+        "sgd-momentum": (4, 0),
+    }
+
+
+def test_an_unknown_optimizer_is_one_clear_error() -> None:
+    with pytest.raises(ProtrainError) as caught:
+        optimizer_factory("sdg")
+    assert str(caught.value) == (
+        f"optimizer: expected one of {', '.join(KNOWN)}, or package.module:Class, got 'sdg'"
+        "\n  fix: did you mean sgd?"
+    )

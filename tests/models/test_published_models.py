@@ -1,15 +1,133 @@
-"""Every published model of the catalogue can be estimated, on a machine that need not be there."""
+"""Published models: those that take images or sound train on text, and every one is estimated."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.presets import preset_config, presets
 from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.presentation.profiles import caveats
 from protrain_plan.profiling.estimated import estimate
-from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.profile import Profile, Quantize
+from tests.support.hostile_models import Hostile
+from tests.support.judging import judged
 from tests.support.thinning import thinned
+
+Config = dict[str, Any]
+
+CONFIGS: dict[str, Any] = json.loads(Path(__file__).with_name("multimodal.json").read_text())
+PUBLISHED: dict[str, Config] = CONFIGS["published"]
+"""The keys that say what is computed, of published files. Nested ones are partial there, too."""
+
+SMALL: Config = CONFIGS["small"]
+"""Their numbers in a small model."""
+
+BY_DEFAULT = (
+    *("idefics3", "internvl", "llava_next", "llava_onevision", "paligemma"),
+    *("phi4_multimodal", "qwen2_audio", "qwen2_vl", "smolvlm"),
+)
+"""Others, of which a file says nothing but the name."""
+
+
+def small(config: Config) -> Config:
+    """The same with smaller numbers; what a file leaves out is small where it has to be."""
+    made: Config = {}
+    for key, value in config.items():
+        made[key] = small(value) if isinstance(value, dict) else SMALL.get(key, value)
+    if "text_config" in config:
+        text = made["text_config"]
+        for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"):
+            text.setdefault(key, SMALL[key])
+        text["pad_token_id"] = 0
+    elif "num_hidden_layers" in config:
+        made["pad_token_id"] = 0
+    return made
+
+
+def estimated(config: Config, *, adapter: str = "", quantize: Quantize = "") -> Profile:
+    return estimate(
+        load_source("config.json", model_config=json.dumps(config)),
+        hardware=load_hardware("h100-sxm"),
+        batch_size=1,
+        seq_len=64,
+        dtype="bfloat16",
+        adapter=adapter,
+        quantize=quantize,
+    )
+
+
+def trained_share(config: Config) -> tuple[int, int]:
+    model = load_source("config.json", model_config=json.dumps(config)).build(device="meta")
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, grad in sizes if grad), sum(size for size, _ in sizes)
+
+
+def small_one(name: str) -> Hostile:
+    source = load_source("config.json", model_config=json.dumps(small(PUBLISHED[name])))
+    batches = source.batches(batch_size=4, seq_len=16)
+    made = [next(batches) for _ in range(8)]
+    return Hostile(source.build, batch=lambda step: made[step % 8])
+
+
+@pytest.mark.parametrize("name", thinned(list(PUBLISHED), every=5))
+def test_a_small_one_trains_on_text_as_plain_pytorch_does(name: str) -> None:
+    profile = estimated(small(PUBLISHED[name]))
+    trained, whole = trained_share(small(PUBLISHED[name]))
+    assert 0 < sum(unit.num_parameters for unit in profile.units) == trained < whole
+    assert any(said.startswith("batches are text alone") for said in caveats(profile))
+    found = judged(small_one, name, plans=["recomputed"], seed=0)
+    assert [(one.kind, one.text) for one in found] == [("like plain", "")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_one_is_estimated_whole(name: str) -> None:
+    profile = estimated(PUBLISHED[name])
+    trained, whole = trained_share(PUBLISHED[name])
+    assert sum(unit.num_parameters for unit in profile.units) == trained < whole
+    assert sum(unit.parameter_bytes for unit in profile.units) >= 2 * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_DEFAULT)
+def test_one_that_says_its_name_alone_is_estimated(name: str) -> None:
+    profile = estimated({"model_type": name})
+    assert sum(unit.gradient_bytes for unit in profile.units) > 0
+
+
+ROUTED = small(PUBLISHED["llama4"])
+
+
+@pytest.mark.parametrize("quantize", ["", "nf4"])
+def test_routers_get_no_adapters_and_experts_stay_unpacked(quantize: Quantize) -> None:
+    profile = estimated(ROUTED, adapter="lora r=4", quantize=quantize)
+    said = [*caveats(profile)]
+    adapted = {line.split()[0] for line in profile.tensors if ".lora_A." in line}
+    assert any(".o_proj." in name for name in adapted)
+    assert not any(".router." in name for name in adapted)
+    assert any("no adapters to" in each and "router" in each for each in said)
+    # Gate and up, and down, of all experts in every layer, 2 bytes each.
+    size = 3 * 4 * 3 * 64 * 96 * 2 / 2**10
+    unpacked = [each for each in said if "stay unpacked" in each]
+    assert unpacked == ([] if not quantize else unpacked)
+    assert all(each.startswith(f"{size:.2f} KiB of weights stay unpacked") for each in unpacked)
+    assert len(unpacked) == bool(quantize)
+
+
+def test_a_named_router_is_one_clear_error() -> None:
+    with pytest.raises(ProtrainError) as caught:
+        estimated(ROUTED, adapter="lora r=4 targets=q_proj+router")
+    assert str(caught.value) == (
+        "config.json: targets: layers called 'router' return several values, as routers do: an"
+        " adapter would return one\n  fix: leave router out; all-linear does, too"
+    )
+
+
+# --- the catalogue --------------------------------------------------------------------------------
 
 PRESETS = {preset.name: preset for preset in presets()}
 BATCHES = {
@@ -24,7 +142,7 @@ FROZEN = {"whisper-large-v3": 1500 * 1280, "whisper-small": 1500 * 768}
 """The positions of Whisper's encoder are not trained."""
 
 
-def estimated(name: str, source: ModelSource, *, adapter: str = "") -> Profile:
+def estimated_preset(name: str, source: ModelSource, *, adapter: str = "") -> Profile:
     batch_size, seq_len = BATCHES.get(name, (1, 512))
     return estimate(
         source,
@@ -52,7 +170,7 @@ def check(profile: Profile) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_published_model_is_estimated(name: str) -> None:
-    profile = estimated(name, load_source(name))
+    profile = estimated_preset(name, load_source(name))
     check(profile)
     trained = sum(unit.num_parameters for unit in profile.units)
     assert trained == PRESETS[name].num_parameters - FROZEN.get(name, 0)
@@ -63,7 +181,7 @@ def test_a_published_model_is_estimated(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-3.1-70b", "mixtral-8x7b", "t5-small", "vit-base"])
 def test_adapters_of_a_published_model_are_estimated(name: str) -> None:
-    profile = estimated(name, load_source(name), adapter="lora r=16")
+    profile = estimated_preset(name, load_source(name), adapter="lora r=16")
     check(profile)
     gradients = sum(unit.gradient_bytes for unit in profile.units)
     assert 0 < gradients < 0.05 * sum(unit.parameter_bytes for unit in profile.units)
@@ -72,6 +190,6 @@ def test_adapters_of_a_published_model_are_estimated(name: str) -> None:
 @pytest.mark.parametrize("name", thinned(["phi-2", "gemma-3-1b", "pythia-1.4b"]))
 def test_four_layers_of_architectures_that_no_other_test_has(name: str) -> None:
     config = {**preset_config(name), "num_hidden_layers": 4}
-    profile = estimated(name, load_source(name, model_config=json.dumps(config)))
+    profile = estimated_preset(name, load_source(name, model_config=json.dumps(config)))
     check(profile)
     assert sum(unit.kind == "block" for unit in profile.units) == 4

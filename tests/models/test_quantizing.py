@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,17 @@ from protrain_plan.models.quantizing import KINDS, read_quantize
 from protrain_plan.models.sources import load_source
 from protrain_runtime.checkpoint.saving import model_values
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records import dumps_profile, loads_profile
-from protrain_runtime.contract.records.commands import profile_command
 from protrain_runtime.contract.records.profile import DType, Precision, Quantize
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.quantized import packed_layers, scales_of
 from tests.support.messages import Speaker
-from tests.support.planning_cases import cpu, decoder
 
 bitsandbytes: Any = pytest.importorskip("bitsandbytes")
 
 
 def of_the_base(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model of packed layers holds, by the names that it has without adapters."""
+    """Tensors of a model of packed layers, by the names that they have without adapters."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "lora_" not in name:
@@ -131,17 +127,6 @@ def test_a_missing_bitsandbytes_names_the_extra(
     with pytest.raises(ProtrainError) as raised:
         load_source("tiny-llama").build(adapter="lora r=4", quantize="nf4")
     assert_says(raised.value)
-
-
-def test_a_record_says_it_only_where_it_is_so() -> None:
-    profile = decoder(cpu(), blocks=2)
-    text = dumps_profile(profile)
-    assert "quantize" not in text
-    packed = replace(profile, workload=replace(profile.workload, quantize="nf4"))
-    assert dumps_profile(packed) == text.replace("\n  seed: 0\n", "\n  seed: 0\n  quantize: nf4\n")
-    assert loads_profile(dumps_profile(packed)) == packed
-    again = profile_command(packed.workload, optimizer="adamw", output="profile.yaml")
-    assert " --quantize nf4 " in again
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

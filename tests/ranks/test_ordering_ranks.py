@@ -1,4 +1,4 @@
-"""What keeps collectives in their place, taken away: what it keeps from happening does happen.
+"""Without the lines that keep collectives in their place, they do go wrong.
 
 As `test_ordering`, of what only several ranks have: two of them, each on an emulated device, whose
 streams come late to their work. A scenario returns where a rank's training differs from
@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.mutations import AMONG_RANKS, SAID_AMONG_RANKS, assert_page, names
 from tests.support.ranks_cases import ranks_on_emulated, run_ranks
-from tests.support.ranks_scenarios import PAGE, TRIES, assert_none_holds, holding
+from tests.support.ranks_scenarios import PAGE, SCENARIOS, TRIES, assert_none_holds, holding
 
 pytestmark = pytest.mark.emulated
 
@@ -24,11 +24,8 @@ def cards() -> Iterator[None]:
         yield
 
 
-SCENARIOS = tuple(dict.fromkeys(one.scenario for one in AMONG_RANKS))
-
-
 def test_scenarios_hold(tmp_path: Path) -> None:
-    assert run_ranks(holding, 2, tmp_path, SCENARIOS) == [[], []]
+    assert run_ranks(holding, 2, tmp_path, [*SCENARIOS]) == [[], []]
 
 
 @pytest.mark.slow

@@ -1,28 +1,58 @@
-"""Training on several ranks equals DistributedDataParallel on the same batches."""
+"""Training on several ranks equals DistributedDataParallel on the same batches.
+
+Cases that were thought of, and rows over what a training run may combine: every two values of two
+factors meet in some row. Rows are bitwise, on four ranks too, and with clipping:
+
+- In each step two ranks count, and the losses of others are multiplied by zero. A sum of two
+  numbers and zeros does not depend on their order, which gloo chooses by where in a buffer they
+  lie. Over the steps every rank counts, with others.
+- A norm of parts is rounded otherwise than that of the whole. The norm that the plan's ranks clip
+  by is compared with the norm that DistributedDataParallel's ranks have, within a few roundings,
+  and what they clip by is the same number.
+"""
 
 import random
-from dataclasses import replace
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.contract.records.plan import (
     Keep,
     Offload,
+    Persistent,
+    Plan,
     Recompute,
     Swap,
     UnitPlan,
 )
+from protrain_runtime.diagnostics.compiling import compiled_whole
 from tests.support import odd_optimizers
 from tests.support.plan_settings import with_settings
-from tests.support.ranks_cases import ranks_on_every_device_at_night
-from tests.support.ranks_loops import PLACES, ROUNDING, TIERS, Loop, assert_as_ddp, in_turn, several
+from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
+from tests.support.ranks_loops import (
+    FACTORS,
+    PLACES,
+    ROUNDING,
+    TIERS,
+    Loop,
+    assert_as_ddp,
+    assert_rows,
+    in_turn,
+    numbered,
+    several,
+)
 from tests.support.runtime_cases import (
     FRACTIONAL,
-    Factory,
     activation_decisions,
     decided,
     described,
@@ -46,108 +76,189 @@ def mixed(name: str, seed: int) -> tuple[UnitPlan, ...]:
     )
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+def everywhere(name: str) -> list[tuple[UnitPlan, ...]]:
+    return [decided(described(name), Keep(), place) for place in PLACES]
 
 
-@ranks_on_every_device_at_night
-@pytest.mark.parametrize("name", ["llama-tied", slow("llama"), slow("gpt2"), slow("functional")])
-def test_two_ranks_match_ddp_bitwise_in_every_placement(name: str, tmp_path: Path) -> None:
-    """A sum of two numbers does not depend on their order."""
-    loop, units = Loop(name), described(name)
-    plans = [several(loop, decided(units, Keep(), place), 2) for place in PLACES]
-    assert_as_ddp(2, loop, plans, tmp_path)
-
-
-@ranks_on_every_device_at_night
-@pytest.mark.parametrize("micro_batches", [2, slow(1)])
-def test_two_ranks_match_ddp_bitwise_with_the_loss_in_place(
-    micro_batches: int, tmp_path: Path
-) -> None:
-    loop = Loop("llama-tied", micro_batches=micro_batches)
-    *others, last = in_turn(loop.name, *PLACES)
-    units = (*others, replace(last, activations=Keep(form="in place")))
-    assert_as_ddp(2, loop, [several(loop, units, 2)], tmp_path)
-
-
-@ranks_on_every_device_at_night
-@pytest.mark.parametrize("name", [slow("gpt2"), slow("llama-tied")])
-def test_two_ranks_match_ddp_bitwise_under_mixed_plans(name: str, tmp_path: Path) -> None:
+def cut(name: str) -> list[tuple[UnitPlan, ...]]:
     """Recomputed and swapped units, cut transfers, slow lanes."""
-    loop = Loop(name)
-    cut = [
-        decided(described(name), Swap(tier="disk"), Offload(tier=tier), schedule)
+    swapped = [
+        decided(described(name), Swap(tier="disk"), Offload(tier=tier), FRACTIONAL[0])
         for tier in TIERS
-        for schedule in FRACTIONAL[:1]
     ]
-    plans = [several(loop, units, 2) for units in (*cut, *(mixed(name, n) for n in range(3)))]
-    assert_as_ddp(2, loop, plans, tmp_path)
+    return [*swapped, *(mixed(name, number) for number in range(3))]
+
+
+def turn(name: str) -> list[tuple[UnitPlan, ...]]:
+    return [in_turn(name, *PLACES)]
+
+
+def loss_in_place(name: str) -> list[tuple[UnitPlan, ...]]:
+    *others, last = in_turn(name, *PLACES)
+    return [(*others, replace(last, activations=Keep(form="in place")))]
+
+
+def compiled(name: str) -> list[tuple[UnitPlan, ...]]:
+    units = in_turn(name, Persistent(), Offload(tier="device"), Offload(tier="disk"))
+    moved = [
+        replace(unit, activations=Recompute() if number % 2 else Swap(tier="disk"))
+        if unit.kind == "block"
+        else unit
+        for number, unit in enumerate(units)
+    ]
+    return [units, tuple(moved)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loop, and the decisions that it trains under; of four ranks, up to rounding."""
+
+    loop: Loop
+    units: Callable[[str], Sequence[tuple[UnitPlan, ...]]]
+    count: int = 2
+    tolerance: float = 0.0
+    at_night: bool = True
+    num_replicas: int = 1
+
+    def plans(self) -> list[Plan]:
+        made = [
+            several(self.loop, units, self.count, num_replicas=self.num_replicas)
+            for units in self.units(self.loop.name)
+        ]
+        summed = self.loop.micro_batches == 3
+        return [*made, with_settings(made[0], updates="after backward")] if summed else made
+
+
+def case(units: Any, name: str = "llama", at_night: bool = True, **options: Any) -> Case:
+    of_loop = {key: options.pop(key) for key in [*options] if key in Loop.__annotations__}
+    return Case(Loop(name, **of_loop), units, at_night=at_night, **options)
+
+
+NORMED: dict[str, Any] = {"clips": True, "double": True, "tolerance": ROUNDING}
+SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=1e-3, foreach=False)
+
+
+def writing(feature: str) -> Any:
+    """An optimizer that writes into its groups, or into parameters when its mode changes."""
+    return partial(odd_optimizers.made, features=feature)
+
+
+def four(name: str) -> list[tuple[UnitPlan, ...]]:
+    return [*turn(name), mixed(name, 3), mixed(name, 4)]
+
+
+CASES: dict[str, Case] = {
+    # A sum of two numbers does not depend on their order.
+    "llama-tied": case(everywhere, "llama-tied", at_night=False),
+    "llama": case(everywhere),
+    "gpt2": case(everywhere, "gpt2"),
+    "functional": case(everywhere, "functional"),
+    "loss in place, 2": case(loss_in_place, "llama-tied", at_night=False, micro_batches=2),
+    "loss in place": case(loss_in_place, "llama-tied"),
+    "mixed, gpt2": case(cut, "gpt2"),
+    "mixed, llama-tied": case(cut, "llama-tied"),
+    "micro-batches": case(lambda n: [*turn(n), mixed(n, 7)], "gpt2", micro_batches=3),
+    "modes": case(turn, "gpt2", at_night=False, factory=writing("switches modes")),
+    "groups": case(turn, "gpt2", factory=writing("counts in its groups in place")),
+    "sgd": case(turn, at_night=False, factory=SGD),
+    "adam": case(turn, factory=ADAM),
+    # A norm of parts is rounded otherwise than that of the whole.
+    "norm": case(lambda n: [*turn(n), *everywhere(n)[1:4]], "functional", **NORMED),
+    "norm, 2": case(turn, "functional", micro_batches=2, **NORMED),
+    "replicas": case(turn, at_night=False, num_replicas=2),
+    # The order of four summands depends on where in a buffer they lie.
+    **{
+        f"four, {n}": case(
+            four, "functional", double=True, count=4, num_replicas=n, tolerance=ROUNDING
+        )
+        for n in (1, 2, 4)
+    },
+    "compiled": case(compiled, at_night=False, micro_batches=2, compiled="aot_eager"),
+    "compiled by inductor": case(compiled, micro_batches=2, compiled="inductor"),
+    "four, recomputed": case(
+        lambda n: [decided(described(n), Recompute(), Offload(tier="disk"))],
+        double=True,
+        count=4,
+        tolerance=ROUNDING,
+    ),
+}
 
 
 @ranks_on_every_device_at_night
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if c.at_night else ()) for n, c in CASES.items()],
+)
+def test_ranks_match_ddp(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Bitwise, but where a case says that sums are rounded."""
+    found = CASES[name]
+    if found.loop.compiled and "emulated" in request.node.name:
+        pytest.skip("blocks are compiled for CPUs")
+    if found.loop.compiled == "inductor" and shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    assert_as_ddp(found.count, found.loop, found.plans(), tmp_path, tolerance=found.tolerance)
+
+
+def test_five_steps_of_two_rows_match_ddp_bitwise(tmp_path: Path) -> None:
+    """Rows that have all of a training run in few units."""
+    rows = [
+        (number, row)
+        for number, row in numbered("2", 0, 1)
+        if row["model"] == "functional" and row["placement"] == "mixed"
+    ]
+    assert_rows(rows[:2], 2, tmp_path)
+
+
 @pytest.mark.slow
-def test_two_ranks_add_micro_batches_up_as_ddp_does_bitwise(tmp_path: Path) -> None:
-    loop = Loop("gpt2", micro_batches=3)
-    plans = [several(loop, in_turn(loop.name, *PLACES), 2), several(loop, mixed("gpt2", 7), 2)]
-    plans.append(with_settings(plans[0], updates="after backward"))
-    assert_as_ddp(2, loop, plans, tmp_path)
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("ranks", FACTORS["ranks"])
+def test_five_steps_match_ddp_bitwise(ranks: str, part: int, tmp_path: Path) -> None:
+    rows = numbered(ranks, part, 4)
+    assert rows
+    assert_rows(rows, int(ranks), tmp_path)
 
 
-@ranks_on_every_device_at_night
-@pytest.mark.parametrize("feature", ["switches modes", slow("counts in its groups in place")])
-def test_two_ranks_match_ddp_bitwise_with_what_an_optimizer_writes(
-    feature: str, tmp_path: Path
-) -> None:
-    """Into its groups, and into parameters when its mode changes."""
-    loop = Loop("gpt2", factory=partial(odd_optimizers.made, features=feature))
-    assert_as_ddp(2, loop, [several(loop, in_turn(loop.name, *PLACES), 2)], tmp_path)
+# --- compiled blocks ------------------------------------------------------------------------------
 
 
-SGD: Factory = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+class Wide(nn.Module):
+    """A block of more parameters than DistributedDataParallel reduces at first, 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
 
 
-@ranks_on_every_device_at_night
-@pytest.mark.parametrize("factory", [SGD, slow(partial(torch.optim.Adam, lr=1e-3, foreach=False))])
-def test_two_ranks_match_ddp_bitwise_with_other_optimizers(
-    factory: Factory, tmp_path: Path
-) -> None:
-    loop = Loop(factory=factory)
-    assert_as_ddp(2, loop, [several(loop, in_turn(loop.name, *PLACES), 2)], tmp_path)
+def graphs_in_ddp(rank: int, count: int) -> list[int]:
+    """How many graphs a step inside DistributedDataParallel compiles: as it is, and whole."""
+    found: list[int] = []
+    for whole in (False, True):
+        torch.compiler.reset()
+        made: list[torch.fx.GraphModule] = []
+
+        def count_graph(
+            graph: torch.fx.GraphModule, _: object, made: list[torch.fx.GraphModule] = made
+        ) -> object:
+            made.append(graph)
+            return graph.forward
+
+        block = Wide()
+        undo = compile_each({"0": block}, backend=count_graph)  # type: ignore[arg-type]
+        model = DistributedDataParallel(nn.Sequential(block))
+        with compiled_whole() if whole else nullcontext():
+            model(torch.ones(2, 512))
+        undo()
+        found.append(len(made))
+    return found
 
 
-@pytest.mark.slow
-@ranks_on_every_device_at_night
-@pytest.mark.parametrize("micro_batches", [2, slow(1)])
-def test_two_ranks_clip_one_norm(micro_batches: int, tmp_path: Path) -> None:
-    """A norm of parts is rounded otherwise than that of the whole."""
-    loop = Loop("functional", clips=True, double=True, micro_batches=micro_batches)
-    plans = [several(loop, in_turn(loop.name, *PLACES), 2)]
-    plans += [several(loop, decided(described(loop.name), Keep(), p), 2) for p in PLACES[1:4]]
-    assert_as_ddp(2, loop, plans, tmp_path, tolerance=ROUNDING)
-
-
-@ranks_on_every_device_at_night
-def test_two_replicas_share_nothing_and_match_ddp_bitwise(tmp_path: Path) -> None:
-    loop = Loop()
-    plans = [several(loop, in_turn(loop.name, *PLACES), 2, num_replicas=2)]
-    assert_as_ddp(2, loop, plans, tmp_path)
-
-
-@ranks_on_every_device_at_night
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [1, 2, 4])
-def test_four_ranks_match_ddp_within_the_rounding_of_sums(
-    num_replicas: int, tmp_path: Path
-) -> None:
-    """The order of four summands depends on where in a buffer they lie."""
-    loop = Loop("functional", double=True)
-    placed = [in_turn(loop.name, *PLACES), mixed(loop.name, 3), mixed(loop.name, 4)]
-    plans = [several(loop, units, 4, num_replicas=num_replicas) for units in placed]
-    assert_as_ddp(4, loop, plans, tmp_path, tolerance=ROUNDING)
-
-
-@pytest.mark.slow
-def test_recomputed_llama_on_four_ranks_matches_ddp(tmp_path: Path) -> None:
-    loop = Loop(double=True)
-    units = decided(described(loop.name), Recompute(), Offload(tier="disk"))
-    assert_as_ddp(4, loop, [several(loop, units, 4)], tmp_path, tolerance=ROUNDING)
+def test_blocks_inside_ddp_are_compiled_whole(tmp_path: Path) -> None:
+    """PyTorch would cut them where DDP's buckets end: other graphs, perhaps with other bits."""
+    for cut, whole in run_ranks(graphs_in_ddp, 2, tmp_path):
+        assert cut > whole == 1

@@ -14,7 +14,6 @@ from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import promised_bytes
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import Budgets, Offload, Persistent, Placement
-from tests.support.ranks_cases import started
 from tests.support.runtime_cases import profiled_here
 
 ROOT = Path(__file__).parents[2]
@@ -81,14 +80,3 @@ def test_the_example_continues_where_it_ended(plan_file: Path, tmp_path: Path) -
     assert [line.split(":")[0] for line in (first + second).splitlines()] == [
         f"step {number}" for number in range(10)
     ]
-
-
-@pytest.mark.slow
-def test_run_ends_on_all_ranks_where_one_cannot_prepare(plan_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "spills").mkdir()
-    there, away = (["--spill-directory", tmp_path / name] for name in ("spills", "none"))
-    other, failing = started(tmp_path, [plan_file, *there], [plan_file, *away])
-    why = f"{tmp_path / 'none'}: cannot write spill files: No such file or directory"
-    assert failing.stderr.startswith(f"error: {why}\n  fix: "), failing.stderr
-    assert other.stderr == f"error: rank 1 failed in prepare(): {why}\n"
-    assert (other.returncode, failing.returncode) == (2, 2)

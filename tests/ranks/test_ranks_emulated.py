@@ -10,7 +10,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,15 @@ from protrain_runtime.devices.lanes import StreamTicket
 from tests.support import routed_model
 from tests.support.cards import host_waits
 from tests.support.ranks_cases import ranks_on_emulated, run_ranks
-from tests.support.ranks_loops import PLACES, ROUNDING, Loop, assert_as_ddp, in_turn, several
-from tests.support.ranks_rows import assert_rows, numbered
+from tests.support.ranks_loops import (
+    PLACES,
+    Loop,
+    assert_as_ddp,
+    assert_rows,
+    in_turn,
+    numbered,
+    several,
+)
 from tests.support.runtime_cases import ADAMW, FRACTIONAL, batch, build, decided, described
 
 pytestmark = pytest.mark.emulated
@@ -47,25 +53,6 @@ def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
     cut = decided(described(NAME), Swap(tier="host"), Offload(tier="host"), FRACTIONAL[0])
     units = (in_turn(NAME, *PLACES), in_turn(NAME, *PLACES[2:], *PLACES[:2]), cut)
     assert_as_ddp(2, Loop(NAME), [several(Loop(NAME), each, 2) for each in units], tmp_path)
-
-
-@pytest.mark.slow
-def test_two_ranks_add_micro_batches_up_as_ddp_does_bitwise(tmp_path: Path) -> None:
-    loop = Loop(NAME, micro_batches=2)
-    plan = several(loop, in_turn(NAME, *PLACES), 2)
-    assert_as_ddp(
-        2,
-        loop,
-        [plan, replace(plan, settings=replace(plan.settings, updates="after backward"))],
-        tmp_path,
-    )
-
-
-@pytest.mark.slow
-def test_two_ranks_clip_one_norm(tmp_path: Path) -> None:
-    loop = Loop(NAME, clips=True, double=True)
-    plans = [several(loop, in_turn(NAME, *PLACES), 2)]
-    assert_as_ddp(2, loop, plans, tmp_path, tolerance=ROUNDING)
 
 
 def waits(rank: int, count: int) -> list[Counter[str]]:
@@ -116,7 +103,7 @@ def test_steps_wait_for_the_device_no_more_often_than_ddps(tmp_path: Path) -> No
 
 
 def hanging(rank: int, count: int) -> tuple[list[str], str]:
-    """What rank 0 is told while a collective waits in a stream, and by the next one."""
+    """Words to rank 0 while a collective waits in a stream, and by the next one."""
     places = (Persistent(), Offload(tier="device"))
     model, optimizer = routed_model.made(rank, count, places, limit_s=2)
     routed_model.step(model, optimizer, 0, rank)

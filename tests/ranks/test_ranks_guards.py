@@ -1,7 +1,9 @@
-"""What goes wrong between ranks ends with a message, on all of them, within a time limit."""
+"""Faults between ranks end with a message, on all of them, within a time limit."""
 
 import os
 import re
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
-from protrain_runtime import prepare
+from protrain_runtime import load, prepare, save
+from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
     Offload,
     Persistent,
     Placement,
+    Plan,
     Schedule,
 )
 from protrain_runtime.devices.preflight import Room, for_each
+from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.messages import Speaker
 from tests.support.ranks_cases import (
     end_ranks,
@@ -31,8 +35,21 @@ from tests.support.ranks_cases import (
     ranks_on_every_device_at_night,
     run_ranks,
 )
-from tests.support.routed_model import SHARED, Routed, batch, built, made, plan_of, routed, step
-from tests.support.runtime_cases import ADAMW, LARGE, copied, device, differences
+from tests.support.routed_model import (
+    SHARED,
+    Routed,
+    State,
+    against_ddp,
+    batch,
+    built,
+    made,
+    plan_of,
+    routed,
+    same,
+    state_of,
+    step,
+)
+from tests.support.runtime_cases import ADAMW, LARGE, device
 
 # --- what only some ranks do ------------------------------------------------------------------
 
@@ -61,25 +78,17 @@ OVERFLOWS = [(0, 0), (None, 3), (1, 0), (0, 15), (None, 9), (1, 15)]
 is in. Of two ranks that share an embedding of 16 rows, one has row 0 and the other row 15."""
 
 
-def scaled(
-    rank: int, count: int, places: Sequence[tuple[Placement, ...]]
-) -> list[tuple[list[float], list[str]]]:
-    """By plan the loss scale after each step, and what differs from DistributedDataParallel."""
-    results: list[tuple[list[float], list[Tensor], dict[str, Any], dict[str, Any]]] = []
-    for place in (None, *places):
-        torch.manual_seed(0)
-        plain = Overflowing().to(device())
-        model: nn.Module = plain
-        optimizer: torch.optim.Optimizer
-        if place is None:
-            # The experts that no batch goes to.
-            model = DistributedDataParallel(plain, find_unused_parameters=True)
-            optimizer = ADAMW(list(plain.parameters()))
-        else:
-            plan = plan_of(plain, count, place, updates="after backward")
-            model, optimizer = prepare(plain, plan, optimizer=ADAMW, wait_limit_s=60)
+def overflowing() -> nn.Module:
+    torch.manual_seed(0)
+    return Overflowing().to(device())
+
+
+def scaled(rank: int, count: int, places: Sequence[tuple[Placement, ...]]) -> list[list[str]]:
+    """By plan, where losses, states and loss scales differ from DistributedDataParallel's."""
+
+    def play(model: nn.Module, _: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         scaler = torch.amp.GradScaler(device().type, init_scale=1024.0, growth_interval=10)
-        scales, losses = list[float](), list[Tensor]()
+        seen: list[Any] = []
         for number, (who, token) in enumerate(OVERFLOWS):
             tokens = batch(10 * number + rank)
             tokens[0] = token
@@ -89,52 +98,33 @@ def scaled(
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-            losses.append(loss.detach())
-        states = copied(plain.state_dict()), copied(optimizer.state_dict())
-        results.append((scales, losses, *states))
-    return [(found[0], list(differences(found, results[0], ""))) for found in results[1:]]
+            seen += [loss.detach(), scaler.get_scale()]
+        assert seen[1::2] == [512.0, 512.0, 256.0, 128.0, 128.0, 64.0]
+        return seen
+
+    plans = [
+        lambda plain, place=place: plan_of(plain, count, place, updates="after backward")
+        for place in places
+    ]
+    return against_ddp(plans, play, overflowing)
 
 
 @ranks_on_every_device_at_night
 def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     """Whichever rank has the part in which it overflows; bitwise what DDP and its scaler do."""
     places = [(place,) for place in (*SHARED, Offload(tier="host"))]
-    for by_plan in run_ranks(scaled, 2, tmp_path, places):
-        assert by_plan == [([512.0, 512.0, 256.0, 128.0, 128.0, 64.0], [])] * len(places)
+    assert run_ranks(scaled, 2, tmp_path, places) == [[[]] * len(places)] * 2
 
 
-def evaluated(rank: int, count: int) -> bool:
-    model, optimizer = made(rank, count, SHARED)
-    step(model, optimizer, 0, rank)
-    tokens = torch.arange(16, device=device())
-    model.eval()
-    with torch.no_grad():
-        here = model(tokens, 0)
-    plain = built()
-    plain.load_state_dict(copied(model.state_dict()))
-    return torch.equal(here, plain.eval()(tokens, 0)) and bool(here.requires_grad) is False
+def evaluated_between(rank: int, count: int, lead: int) -> list[list[str]]:
+    """Differences from DistributedDataParallel, evaluated between forwards and backwards."""
 
+    def plan(plain: nn.Module) -> Plan:
+        made = plan_of(plain, count, (*SHARED, Offload(tier="host")))
+        schedule = Schedule(forward_lead=lead, backward_lead=lead)
+        return replace(made, units=tuple(replace(unit, schedule=schedule) for unit in made.units))
 
-@ranks_on_every_device
-def test_ranks_evaluate_together(tmp_path: Path) -> None:
-    assert run_ranks(evaluated, 2, tmp_path) == [True, True]
-
-
-def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
-    """What differs from DistributedDataParallel, evaluated between forwards and backwards too."""
-    results = []
-    for planned in (False, True):
-        plain = built()
-        optimizer: torch.optim.Optimizer
-        if planned:
-            plan = plan_of(plain, count, (*SHARED, Offload(tier="host")))
-            schedule = Schedule(forward_lead=lead, backward_lead=lead)
-            units = tuple(replace(unit, schedule=schedule) for unit in plan.units)
-            model, optimizer = prepare(plain, replace(plan, units=units), optimizer=ADAMW)
-        else:
-            model = DistributedDataParallel(plain, find_unused_parameters=True)
-            optimizer = ADAMW(list(plain.parameters()))
+    def play(model: nn.Module, plain: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         seen: list[Tensor] = []
         for number in range(3):
             tokens = batch(rank + number)
@@ -142,18 +132,22 @@ def evaluated_between(rank: int, count: int, lead: int) -> list[str]:
             plain.eval()
             with torch.no_grad():
                 seen.append(plain(tokens.flip(0), 1))
+            assert not seen[-1].requires_grad
             plain.train()
             (loss - seen[-1]).square().backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append((seen, copied(plain.state_dict()), copied(optimizer.state_dict())))
-    return list(differences(results[1], results[0], ""))
+        return seen
+
+    return against_ddp([plan], play)
 
 
-@ranks_on_every_device_at_night
-@pytest.mark.parametrize("lead", [0, 1, LARGE])
+@ranks_on_every_device
+@pytest.mark.parametrize(
+    "lead", [1, *(pytest.param(lead, marks=pytest.mark.slow) for lead in (0, LARGE))]
+)
 def test_ranks_evaluate_between_a_forward_and_its_backward(lead: int, tmp_path: Path) -> None:
-    assert run_ranks(evaluated_between, 2, tmp_path, lead) == [[], []]
+    assert run_ranks(evaluated_between, 2, tmp_path, lead) == [[[]], [[]]]
 
 
 # --- before the first collective --------------------------------------------------------------
@@ -184,27 +178,10 @@ def test_a_rank_that_does_not_come_is_told_by_its_number(
     assert_says(ended[0].error)
 
 
-def of_another_number(rank: int, count: int) -> None:
-    made(rank, count + 1, SHARED)
-
-
-def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    message = (
-        "settings.group.num_devices: the plan is for 3 devices, and 2 run"
-        "\n  fix: plan with --num-devices 2"
-    )
-    assert [end.error for end in end_ranks(of_another_number, 2, tmp_path)] == [message] * 2
-
-
-def test_a_plan_for_several_devices_needs_a_launcher(assert_says: Speaker) -> None:
+@pytest.mark.parametrize("count", [1, 2], ids=["one device", "no launcher"])
+def test_who_is_alone_shares_with_nobody(count: int, assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
-        made(0, 2, SHARED)
-    assert_says(caught.value)
-
-
-def test_one_device_shares_with_nobody(assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as caught:
-        made(0, 1, SHARED)
+        made(0, count, SHARED)
     assert_says(caught.value)
 
 
@@ -213,13 +190,7 @@ def in_tensor_parallel(rank: int, count: int) -> None:
     plan = plan_of(model, count, SHARED)
     mesh = init_device_mesh("cpu", (count,))
     parallelize_module(model.head, mesh, ColwiseParallel())
-    prepare(model, replace(plan, model_fingerprint=of(model)), optimizer=ADAMW)
-
-
-def of(model: nn.Module) -> str:
-    from protrain_runtime.diagnostics.matching import model_fingerprint
-
-    return model_fingerprint(model)
+    prepare(model, replace(plan, model_fingerprint=model_fingerprint(model)), optimizer=ADAMW)
 
 
 def test_tensor_parallel_parameters_are_refused(tmp_path: Path) -> None:
@@ -319,3 +290,70 @@ def test_loops_that_would_compute_something_else_are_refused(misuse: str, tmp_pa
 def test_ranks_of_a_machine_share_its_memory_and_its_disk() -> None:
     room = Room(memory_bytes=101, swap_bytes=10, disk_bytes=50, data_limit=40, device_bytes=30)
     assert for_each(room, 2) == replace(room, memory_bytes=50, swap_bytes=5, disk_bytes=25)
+
+
+# --- a rank that is killed: all are started anew, and nothing is lost or changed ------------------
+
+ALL_PLACES: tuple[Placement, ...] = (
+    Persistent(),
+    Offload(tier="device"),
+    Offload(tier="host", keep_gathered=True),
+    Offload(tier="disk"),
+)
+NUM_STEPS, EVERY, KILLED_AT = 7, 2, 4
+
+
+def training(rank: int, count: int, folder: Path, killed: str) -> State:
+    """Seven steps, from the last checkpoint on, saved after every second one."""
+    model, optimizer = made(rank, count, ALL_PLACES, limit_s=10)
+    first = 0
+    if (folder / INDEX).exists():
+        first = load(model, optimizer, folder)["step"]
+        assert first == KILLED_AT
+    for number in range(first, NUM_STEPS):
+        if killed == "in backward" and (number, rank) == (KILLED_AT, 1):
+            model.get_submodule("blocks.0").register_full_backward_hook(lambda *_: kill())
+        step(model, optimizer, number, rank)
+        if (number + 1) % EVERY == 0:
+            if killed == "while it saves" and (number, rank) == (KILLED_AT + 1, 1):
+                kill_on_opening(".safetensors")
+            save(model, optimizer, folder, extra={"step": number + 1})
+    return state_of(model, optimizer)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_on_opening(part: str) -> None:
+    """Let this process end when it opens a file to write it, with this in its name."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and part in str(arguments[0]):
+            _, mode, flags = arguments  # of `open`, and of `os.open`
+            if "w" in str(mode) or flags & (os.O_WRONLY | os.O_RDWR):
+                kill()
+
+    sys.addaudithook(hook)
+
+
+LAST_WORDS = {
+    "in backward": r"reduce-scatter \d @\d failed on lane 'collect': ",
+    "while it saves": "",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", LAST_WORDS)
+def test_a_rank_is_killed_and_all_resume_bitwise(killed: str, tmp_path: Path) -> None:
+    undisturbed = run_ranks(training, 2, tmp_path / "a", tmp_path / "undisturbed", "never")
+    ended = end_ranks(training, 2, tmp_path / "b", tmp_path / "saved", killed)
+    assert (ended[1].exit_code, ended[1].error) == (-signal.SIGKILL, "")
+    assert re.fullmatch(
+        rf"{LAST_WORDS[killed]}rank 0 of 2 waited for the others, and rank 1 ended or hangs\n"
+        r"  fix: see what that rank said last; start all ranks again, from a checkpoint",
+        ended[0].error,
+    ), ended[0].error
+    resumed = run_ranks(training, 2, tmp_path / "c", tmp_path / "saved", "never")
+    for found, expected in zip(resumed, undisturbed, strict=True):
+        same(found, expected)

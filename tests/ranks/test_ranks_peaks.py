@@ -2,9 +2,10 @@
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,13 @@ from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.model.prepared import engine_of
-from tests.support.peaks import assert_disk_within, bytes_of_others, profile_file
+from tests.support.peaks import (
+    SLACK_BYTES,
+    assert_disk_within,
+    bytes_of_others,
+    profile_file,
+    without_freedom,
+)
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (
@@ -45,7 +52,6 @@ from tests.support.runtime_cases import (
 )
 
 PIECE_BYTES = 1 << 15
-SLACK_BYTES = 4096  # as on one device
 NUM_STEPS = 3  # the last one is measured
 
 
@@ -119,7 +125,7 @@ def assert_within_the_promise(
 
 
 def explained(rank: int, _: int, plan: Plan, profile: Profile) -> str:
-    """What is said where a rank asks for more than any machine has, in a backward."""
+    """The message where a rank asks for more than any machine has, in a backward."""
     workload = plan.workload
     source = load_source(workload.model, model_config=workload.model_config)
     model = source.build(dtype="float32", seed=0)
@@ -164,72 +170,16 @@ PLACES: tuple[Placement, ...] = (
 )
 
 
-def without_freedom(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
-    """The units with every byte gone before the next slot: what stands depends on no clock."""
-    return tuple(
-        replace(unit, schedule=replace(unit.schedule, swap_drain=0, update_drain=0))
-        for unit in units
-    )
+def placed(units: tuple[UnitPlan, ...]) -> list[tuple[UnitPlan, ...]]:
+    return [without_freedom(decided(units, Keep(), place)) for place in PLACES]
 
 
-def test_measured_bytes_of_two_ranks_match_predicted_in_every_slot(
-    profile: Profile, tmp_path: Path
-) -> None:
-    """The other placements are those of the four ranks below."""
-    units = described_by(profile)
-    cases = [without_freedom(decided(units, Keep(), place)) for place in PLACES[:4:3]]
-    assert_within_the_promise(profile, cases, tmp_path)
-
-
-@pytest.mark.slow
-def test_measured_peaks_of_four_ranks_match_predicted(profile: Profile, tmp_path: Path) -> None:
-    units = described_by(profile)
-    cases = [without_freedom(decided(units, Keep(), place)) for place in PLACES]
-    assert_within_the_promise(profile, cases, tmp_path, count=4, num_replicas=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_measured_bytes_of_a_tied_model_never_exceed_predicted(
-    micro_batches: int, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    """Its gradient grows from the head's backward to the embedding's, beside what is added up.
-
-    The bound counts more than stands at once: some 100 KB of 21 MB here.
-    """
-    profile = read_profile(profile_file(tmp_path_factory, "tiny-gpt2"))
-    assert len(profile.units[0].used_by) == 2
-    cases = [without_freedom(decided(described_by(profile), Keep(), place)) for place in PLACES]
-    assert_within_the_promise(
-        profile, cases, tmp_path, micro_batches=micro_batches, every_slot=False, peaks=False
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("updates", ["in backward", "after backward"])
-def test_measured_peaks_with_micro_batches_match_predicted(
-    profile: Profile, updates: Updates, tmp_path: Path
-) -> None:
-    """Three: between the first and the last one, the gradients of all parameters stand whole."""
-    units = described_by(profile)
-    cases = [without_freedom(decided(units, Keep(), place)) for place in PLACES]
-    assert_within_the_promise(
-        profile, cases, tmp_path, updates=updates, micro_batches=3, every_slot=False
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("updates", "micro_batches"), [("after backward", 1), ("in backward", 2), ("in backward", 1)]
-)
-def test_measured_bytes_of_two_ranks_never_exceed_predicted(
-    profile: Profile, updates: Updates, micro_batches: int, tmp_path: Path
-) -> None:
+def at_random(units: tuple[UnitPlan, ...]) -> list[tuple[UnitPlan, ...]]:
     """Decisions and drains at random: the promise is for the slowest lanes."""
-    cases = [decided(described_by(profile), Recompute(), PLACES[1])]
+    found = [decided(units, Recompute(), PLACES[1])]
     for seed in range(2):
         rng = random.Random(seed)
-        cases.append(
+        found.append(
             tuple(
                 replace(
                     unit,
@@ -239,18 +189,42 @@ def test_measured_bytes_of_two_ranks_never_exceed_predicted(
                     states=rng.choice(PLACES),
                     schedule=random_schedule(rng),
                 )
-                for unit in described_by(profile)
+                for unit in units
             )
         )
-    assert_within_the_promise(
-        profile,
-        cases,
-        tmp_path,
-        updates=updates,
-        micro_batches=micro_batches,
-        every_slot=False,
-        peaks=False,
-    )
+    return found
+
+
+LATE: Updates = "after backward"
+PEAKS: dict[str, Any] = {"every_slot": False}
+BOUNDS: dict[str, Any] = {"every_slot": False, "peaks": False}
+CASES: dict[str, tuple[str, Callable[..., list[tuple[UnitPlan, ...]]], dict[str, Any]]] = {
+    # The other placements are those of the four ranks.
+    "two ranks": ("tiny-llama", lambda units: placed(units)[:4:3], {}),
+    "four ranks": ("tiny-llama", placed, {"count": 4, "num_replicas": 2}),
+    # Its gradient grows from the head's backward to the embedding's, beside what is added up: the
+    # bound counts more than stands at once, some 100 KB of 21 MB here.
+    "tied": ("tiny-gpt2", placed, BOUNDS),
+    "tied, 3": ("tiny-gpt2", placed, {"micro_batches": 3, **BOUNDS}),
+    # Between the first and the last one, the gradients of all parameters stand whole.
+    "three": ("tiny-llama", placed, {"micro_batches": 3, **PEAKS}),
+    "three, late": ("tiny-llama", placed, {"micro_batches": 3, "updates": LATE, **PEAKS}),
+    "at random": ("tiny-llama", at_random, BOUNDS),
+    "at random, 2": ("tiny-llama", at_random, {"micro_batches": 2, **BOUNDS}),
+    "at random, late": ("tiny-llama", at_random, {"updates": LATE, **BOUNDS}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "two ranks" else pytest.mark.slow) for n in CASES],
+)
+def test_measured_bytes_of_ranks_are_those_predicted(
+    name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    model, decide, options = CASES[name]
+    profile = read_profile(profile_file(tmp_path_factory, model))
+    assert_within_the_promise(profile, decide(described_by(profile)), tmp_path, **options)
 
 
 def test_gaps_between_parameters_are_counted() -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
-from protrain_runtime import full_parameters, load, prepare, restore, save
+from protrain_runtime import full_parameters, load, preparation, prepare, restore, save
 from protrain_runtime.checkpoint import loading, saving
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import write_plan
@@ -37,6 +37,7 @@ from tests.support.routed_model import Block, batch, built, plan_of, step
 from tests.support.runtime_cases import ADAMW, copied, device, differences
 
 LIMIT_S = 3600.0
+UNREADABLE = OSError(5, "Input/output error")
 FAILING = 1
 PLACES: tuple[Placement, ...] = (
     Persistent(),
@@ -49,7 +50,7 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def said(work: Callable[[], object]) -> str:
-    """What the call raises, as its type and the whole text."""
+    """The call's error, as its type and the whole text."""
     try:
         work()
     except BaseException as error:  # noqa: BLE001 (an interruption too)
@@ -74,10 +75,22 @@ def raising(owner: Any, name: str, error: BaseException, calls: int = 1) -> Iter
         yield
 
 
+def where(
+    owner: Any, name: str, error: BaseException, call: Callable[..., object], calls: int = 1
+) -> Callable[..., None]:
+    """The call, in which something of the system or of ours raises."""
+
+    def failing(*args: Any) -> None:
+        with raising(owner, name, error, calls):
+            call(*args)
+
+    return failing
+
+
 # --- prepare --------------------------------------------------------------------------------------
 
 Prepares = Callable[[nn.Module, Path], object]
-"""What a rank that fails does in place of `prepared`; gets a folder that exists."""
+"""Called by a rank that fails in place of `prepared`, with a folder that exists."""
 
 
 def prepared(model: nn.Module, **options: Any) -> Trained:
@@ -86,25 +99,19 @@ def prepared(model: nn.Module, **options: Any) -> Trained:
     return prepare(model, plan, **given)
 
 
-def with_another_shape(model: nn.Module, folder: Path) -> None:
-    plan = plan_of(model, 2, PLACES)
-    model.blocks[1].experts[0] = nn.Linear(24, 24, bias=False)  # type: ignore[index,union-attr]
-    prepared(model, plan=plan)
+def prepares(model: nn.Module, folder: Path) -> None:
+    prepared(model)
 
 
-def without_a_block(model: nn.Module, folder: Path) -> None:
-    plan = plan_of(model, 2, PLACES)
-    model.blocks = nn.ModuleList([Block(24), Block(24)])
-    prepared(model, plan=plan)
+def changed(change: Callable[[Any], object]) -> Prepares:
+    """The model is another one than the plan was made for."""
 
+    def fails(model: nn.Module, folder: Path) -> None:
+        plan = plan_of(model, 2, PLACES)
+        change(model)
+        prepared(model, plan=plan)
 
-def in_another_dtype(model: nn.Module, folder: Path) -> None:
-    plan = plan_of(model, 2, PLACES)
-    prepared(model.to(torch.float64), plan=plan)
-
-
-def with_a_plan_for_one(model: nn.Module, folder: Path) -> None:
-    prepared(model, plan=plan_of(model, 1, (Persistent(),)))
+    return fails
 
 
 def with_a_damaged_plan(model: nn.Module, folder: Path) -> None:
@@ -114,62 +121,26 @@ def with_a_damaged_plan(model: nn.Module, folder: Path) -> None:
     prepared(model, plan=folder / "plan.yaml")
 
 
-def without_a_plan(model: nn.Module, folder: Path) -> None:
-    prepared(model, plan=folder / "none.yaml")
-
-
 def with_too_large_a_plan(model: nn.Module, folder: Path) -> None:
     plan = plan_of(model, 2, PLACES)
     takes = TierBytes(device=2**60, context=0, host=0, disk=0)
     prepared(model, plan=replace(plan, prediction=replace(plan.prediction, peak_bytes=takes)))
 
 
-def with_nowhere_to_spill(model: nn.Module, folder: Path) -> None:
-    prepared(model, spill_directory=folder / "none")
+def given(**options: Callable[[Any, Path], Any]) -> Prepares:
+    """With options that are made of the model and the folder."""
+    return lambda model, folder: prepared(
+        model, **{name: make(model, folder) for name, make in options.items()}
+    )
 
 
-def with_a_full_disk(model: nn.Module, folder: Path) -> None:
-    with raising(os, "posix_fallocate", OSError(28, "No space left on device"), calls=2):
-        prepared(model)
+def no_optimizer(_: object) -> torch.optim.Optimizer:
+    raise ValueError("no such optimizer\nsecond line")
 
 
-def with_a_broken_disk(model: nn.Module, folder: Path) -> None:
-    with raising(os, "pwrite", OSError(5, "Input/output error"), calls=2):
-        prepared(model)
-
-
-def with_another_optimizer(model: nn.Module, folder: Path) -> None:
-    prepared(model, optimizer=partial(torch.optim.SGD, lr=0.1))
-
-
-def with_another_rate(model: nn.Module, folder: Path) -> None:
-    prepared(model, optimizer=partial(torch.optim.AdamW, lr=0.125, fused=True))
-
-
-def in_other_groups(model: nn.Module, folder: Path) -> None:
+def in_two_groups(model: nn.Module, _: Path) -> list[dict[str, Any]]:
     first, *others = model.parameters()
-    prepared(model, param_groups=[{"params": [first]}, {"params": others}])
-
-
-def with_no_optimizer(model: nn.Module, folder: Path) -> None:
-    def factory(_: object) -> torch.optim.Optimizer:
-        raise ValueError("no such optimizer\nsecond line")
-
-    prepared(model, optimizer=factory)
-
-
-def interrupted(model: nn.Module, folder: Path) -> None:
-    from protrain_runtime import preparation
-
-    with raising(preparation, "make_chunks", KeyboardInterrupt()):
-        prepared(model)
-
-
-def out_of_memory_late(model: nn.Module, folder: Path) -> None:
-    from protrain_runtime import preparation
-
-    with raising(preparation, "Engine", MemoryError("no more")):
-        prepared(model)
+    return [{"params": [first]}, {"params": others}]
 
 
 def with_a_prepared_model(model: nn.Module, folder: Path) -> None:
@@ -180,69 +151,97 @@ def with_a_prepared_model(model: nn.Module, folder: Path) -> None:
         del model.__dict__[ATTRIBUTE]
 
 
-FAILURES: dict[Prepares, tuple[str, str]] = {
-    # What the rank that fails says first, and what the others are told.
-    with_another_shape: ("ProtrainError: ", "rank 1 failed in prepare(): "),
-    without_a_block: ("ProtrainError: ", "rank 1 failed in prepare(): "),
-    in_another_dtype: ("ProtrainError: ", "rank 1 failed in prepare(): "),
-    with_a_plan_for_one: (
-        "ProtrainError: settings.group.num_devices: the plan is for 1 device, and 2 run\n",
-        "rank 1 failed in prepare(): settings.group.num_devices: the plan is for 1 device, and 2"
-        " run\n"
+FAILURES: dict[str, tuple[Prepares, str, str]] = {
+    # What the rank that fails does, and the type and beginning of what it says.
+    "changed shape": (
+        changed(lambda model: setattr(model.blocks[1].experts, "0", nn.Linear(24, 24, bias=False))),
+        "ProtrainError",
+        "",
+    ),
+    "changed number of blocks": (
+        changed(lambda model: setattr(model, "blocks", nn.ModuleList([Block(24), Block(24)]))),
+        "ProtrainError",
+        "",
+    ),
+    "changed dtype": (changed(lambda model: model.to(torch.float64)), "ProtrainError", ""),
+    "a plan for one": (
+        given(plan=lambda model, _: plan_of(model, 1, (Persistent(),))),
+        "ProtrainError",
+        "settings.group.num_devices: the plan is for 1 device, and 2 run\n"
         "  fix: plan with --num-devices 2",
     ),
-    with_a_damaged_plan: ("RecordError: ", "rank 1 failed in prepare(): "),
-    without_a_plan: ("RecordError: ", "rank 1 failed in prepare(): "),
-    with_too_large_a_plan: ("NoRoomError: the plan takes", "rank 1 failed in prepare(): the plan"),
-    with_nowhere_to_spill: (
-        "ProtrainError: ",
-        "rank 1 failed in prepare(): ",
+    "a damaged plan": (with_a_damaged_plan, "RecordError", ""),
+    "no plan": (given(plan=lambda _, folder: folder / "none.yaml"), "RecordError", ""),
+    "too large a plan": (with_too_large_a_plan, "NoRoomError", "the plan takes"),
+    "no folder": (given(spill_directory=lambda _, folder: folder / "none"), "ProtrainError", ""),
+    "a full disk": (
+        where(os, "posix_fallocate", OSError(28, "No space left on device"), prepares, 2),
+        "ProtrainError",
+        "",
     ),
-    with_a_full_disk: ("ProtrainError: ", "rank 1 failed in prepare(): "),
-    with_a_broken_disk: ("ProtrainError: ", "rank 1 failed in prepare(): "),
-    with_another_optimizer: (
-        "RanksError: rank 1 has another optimizer than rank 0: SGD instead of AdamW\n",
+    "a broken disk": (where(os, "pwrite", UNREADABLE, prepares, 2), "ProtrainError", ""),
+    "another optimizer": (
+        given(optimizer=lambda *_: partial(torch.optim.SGD, lr=0.1)),
+        "RanksError",
         "rank 1 has another optimizer than rank 0: SGD instead of AdamW\n"
         "  fix: give prepare() the same optimizer and the same param_groups on every rank",
     ),
-    with_another_rate: (
-        "RanksError: rank 1 has another lr in parameter group 1 than rank 0: 0.125 instead of",
+    "another rate": (
+        given(optimizer=lambda *_: partial(torch.optim.AdamW, lr=0.125, fused=True)),
+        "RanksError",
         "rank 1 has another lr in parameter group 1 than rank 0: 0.125 instead of",
     ),
-    in_other_groups: (
-        "RanksError: rank 1 has another number of parameter groups than rank 0: 2 instead of 1\n",
+    "other groups": (
+        given(param_groups=in_two_groups),
+        "RanksError",
         "rank 1 has another number of parameter groups than rank 0: 2 instead of 1\n",
     ),
-    with_no_optimizer: (
-        "ValueError: no such optimizer",
-        "rank 1 failed in prepare(): ValueError: no such optimizer",
+    "no optimizer": (
+        given(optimizer=lambda *_: no_optimizer),
+        "ValueError",
+        "no such optimizer",
     ),
-    interrupted: ("KeyboardInterrupt: ", "rank 1 failed in prepare(): KeyboardInterrupt"),
-    out_of_memory_late: (
-        "MemoryError: no more",
-        "rank 1 failed in prepare(): MemoryError: no more",
+    "interrupted": (
+        where(preparation, "make_chunks", KeyboardInterrupt(), prepares),
+        "KeyboardInterrupt",
+        "",
     ),
-    with_a_prepared_model: (
-        "ProtrainError: the model follows a plan already\n",
-        "rank 1 failed in prepare(): the model follows a plan already\n"
-        "  fix: call restore(model) first",
+    "out of memory late": (
+        where(preparation, "Engine", MemoryError("no more"), prepares),
+        "MemoryError",
+        "no more",
+    ),
+    "a prepared model": (
+        with_a_prepared_model,
+        "ProtrainError",
+        "the model follows a plan already\n  fix: call restore(model) first",
     ),
 }
+
+
+def told_of(kind: str, said: str) -> str:
+    """The others' words: an error of ours as it is, another one with its type."""
+    if kind == "RanksError":
+        return said
+    ours = kind in ("ProtrainError", "RecordError", "NoRoomError")
+    named = said if ours else f"{kind}: {said}" if said else kind
+    return f"rank 1 failed in prepare(): {named}"
 
 
 def failing_to_prepare(rank: int, count: int, folder: Path) -> list[tuple[str, list[str]]]:
     """By way to fail what this rank says, and how its model differs from what it was."""
     found: list[tuple[str, list[str]]] = []
-    for number, failing in enumerate(FAILURES):
-        own = folder / f"{number}-{rank}"
-        own.mkdir()
+    for number, (name, (failing, _, _)) in enumerate(FAILURES.items()):
+        spills = folder / f"{number}-{rank}"
+        spills.mkdir()
         model: nn.Module = built(rank)
         before = copied(model.state_dict())
-        text = said(partial(failing, model, own) if rank == FAILING else partial(prepared, model))
-        changes = failing in (with_another_shape, without_a_block, in_another_dtype)
+        text = said(
+            partial(failing, model, spills) if rank == FAILING else partial(prepared, model)
+        )
         after = copied(model.state_dict())
-        same = changes and rank == FAILING
-        found.append((text, [] if same else list(differences(after, before, ""))))
+        own = rank == FAILING and name.startswith("changed")
+        found.append((text, [] if own else list(differences(after, before, ""))))
         assert all(parameter.grad is None for parameter in model.parameters())
     model, optimizer = prepared(built(rank))  # and then it can be
     step(model, optimizer, 0, rank)
@@ -253,24 +252,16 @@ def test_a_rank_that_cannot_prepare_tells_the_others_and_models_are_as_before(
     tmp_path: Path,
 ) -> None:
     by_rank = run_ranks(failing_to_prepare, 2, tmp_path, tmp_path)
-    for (own, told), *found in zip(FAILURES.values(), *by_rank, strict=True):
+    for (_, kind, own), *found in zip(FAILURES.values(), *by_rank, strict=True):
         (other, left), (failing, as_before) = found
-        assert failing.startswith(own), failing
-        assert other.startswith(f"RanksError: {told}"), other
+        assert failing.startswith(f"{kind}: {own}"), failing
+        assert other.startswith(f"RanksError: {told_of(kind, own)}"), other
         assert left == as_before == []
 
 
 # --- load, save and what else is for all ranks between steps --------------------------------------
 
 Calls = Callable[[nn.Module, torch.optim.Optimizer, Path], object]
-
-
-def loads(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    load(model, optimizer, folder)
-
-
-def saves(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    save(model, optimizer, folder)
 
 
 def saves_beside(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -284,17 +275,13 @@ def looks(model: nn.Module, _: torch.optim.Optimizer, __: Path) -> None:
         pass
 
 
-def restores(model: nn.Module, _: torch.optim.Optimizer, __: Path) -> None:
+def restore_here(model: nn.Module, *_: object) -> None:
     restore(model)
 
 
 def with_another(call: Calls) -> Calls:
     """The optimizer is not the one that `prepare` returned."""
     return lambda model, _, folder: call(model, ADAMW(list(model.parameters())), folder)
-
-
-def from_nowhere(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    load(model, optimizer, folder / "none")
 
 
 def from_a_damaged_one(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -306,33 +293,21 @@ def from_a_damaged_one(model: nn.Module, optimizer: torch.optim.Optimizer, folde
     load(model, optimizer, own)
 
 
-def with_what_cannot_be_saved(
-    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
-) -> None:
-    save(model, optimizer, folder, extra={"here": threading.Lock()})
-
-
-def where(owner: Any, name: str, error: BaseException, call: Calls) -> Calls:
-    """The call, in which something of the system or of ours raises."""
-
-    def failing(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        with raising(owner, name, error):
-            call(model, optimizer, folder)
-
-    return failing
-
-
 NO_ROOM = ProtrainError("no room", fix="make some")
-UNREADABLE = OSError(5, "Input/output error")
 CALLS: Sequence[tuple[str, Calls, Calls, str]] = (
     # The name, what is called, what the failing rank does in its place, and what is told.
-    ("load()", loads, with_another(loads), "the optimizer is not the one that prepare() returned"),
-    ("load()", loads, from_nowhere, ""),
-    ("load()", loads, from_a_damaged_one, ""),
-    ("load()", loads, where(loading, "_matched", KeyboardInterrupt(), loads), "KeyboardInterrupt"),
-    ("save()", saves, with_another(saves), "the optimizer is not the one that prepare() returned"),
-    ("save()", saves, with_what_cannot_be_saved, "extra.here: this cannot be saved: "),
-    ("save()", saves, where(saving, "model_values", UNREADABLE, saves), "OSError: [Errno 5] Input"),
+    ("load()", load, with_another(load), "the optimizer is not the one that prepare() returned"),
+    ("load()", load, lambda model, optimizer, folder: load(model, optimizer, folder / "none"), ""),
+    ("load()", load, from_a_damaged_one, ""),
+    ("load()", load, where(loading, "_matched", KeyboardInterrupt(), load), "KeyboardInterrupt"),
+    ("save()", save, with_another(save), "the optimizer is not the one that prepare() returned"),
+    (
+        "save()",
+        save,
+        partial(save, extra={"here": threading.Lock()}),
+        "extra.here: this cannot be saved: ",
+    ),
+    ("save()", save, where(saving, "model_values", UNREADABLE, save), "OSError: [Errno 5] Input"),
     (
         "save()",
         saves_beside,
@@ -347,8 +322,8 @@ CALLS: Sequence[tuple[str, Calls, Calls, str]] = (
     ),
     (
         "restore()",
-        restores,
-        where(Engine, "settle", KeyboardInterrupt(), restores),
+        restore_here,
+        where(Engine, "settle", KeyboardInterrupt(), restore_here),
         "KeyboardInterrupt",
     ),
 )
@@ -396,47 +371,35 @@ class Raises(torch.autograd.Function):
         raise ValueError("no gradient")
 
 
-def step_with(
-    hook: Callable[..., object] | None, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """A step in which the middle block has a forward hook."""
-    handle = None if hook is None else model.get_submodule("blocks.1").register_forward_hook(hook)
-    try:
-        step(model, optimizer, 1, dist.get_rank())
-    finally:
-        if handle is not None:
-            handle.remove()
+Steps = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    step_with(None, model, optimizer)
+    step(model, optimizer, 1, dist.get_rank())
 
 
-def in_forward(error: BaseException) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+def hooked(hook: Callable[..., object]) -> Steps:
+    """A step in which the middle block has a forward hook."""
+
+    def fails(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        handle = model.get_submodule("blocks.1").register_forward_hook(hook)
+        try:
+            steps(model, optimizer)
+        finally:
+            handle.remove()
+
+    return fails
+
+
+def in_forward(error: BaseException) -> Steps:
     def hook(*_: object) -> None:
         raise error
 
-    return partial(step_with, hook)
+    return hooked(hook)
 
 
-def in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    step_with(
-        lambda _, __, output: Raises.apply(output),  # type: ignore[no-untyped-call]
-        model,
-        optimizer,
-    )
-
-
-def in_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    loss = model(batch(dist.get_rank()), 0)
-    loss.backward()
-    with raising(torch.optim.AdamW, "step", ValueError("no update")):
-        optimizer.step()
-
-
-def in_reading_the_disk(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with raising(os, "preadv", UNREADABLE):
-        steps(model, optimizer)
+def without_disk(call: Steps) -> Steps:
+    return where(os, "preadv", UNREADABLE, call)
 
 
 def evaluates(model: nn.Module, _: torch.optim.Optimizer) -> None:
@@ -444,9 +407,10 @@ def evaluates(model: nn.Module, _: torch.optim.Optimizer) -> None:
         model.eval()(batch(0), 0)
 
 
-def in_evaluation(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with raising(os, "preadv", UNREADABLE):
-        evaluates(model, optimizer)
+def updates_badly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(batch(dist.get_rank()), 0).backward()
+    with raising(torch.optim.AdamW, "step", ValueError("no update")):
+        optimizer.step()
 
 
 def lists(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -454,15 +418,9 @@ def lists(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state_dict()
 
 
-def in_listing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with raising(os, "preadv", UNREADABLE):
-        lists(model, optimizer)
-
-
-def in_listing_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def lists_then_fails(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.state_dict()
-    with raising(os, "preadv", UNREADABLE):
-        optimizer.state_dict()
+    without_disk(lambda _, optimizer: optimizer.state_dict())(model, optimizer)
 
 
 def in_the_users_code(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -475,30 +433,25 @@ def in_the_users_code(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         raise
 
 
-def in_the_first_hook_of_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with raising(Engine, "_begin_slot", KeyboardInterrupt(), calls=6):
-        steps(model, optimizer)
-
-
-Steps = Callable[[nn.Module, torch.optim.Optimizer], None]
-
+in_backward = hooked(lambda _, __, output: Raises.apply(output))  # type: ignore[no-untyped-call]
+OUT_OF_MEMORY = torch.OutOfMemoryError("out of memory")
 STEPS: Sequence[tuple[Steps, Steps, str]] = (
     # What is called, what the failing rank does in its place, and what is told.
     (steps, in_forward(ValueError("no output")), "in a forward: ValueError: no output"),
+    (steps, in_forward(OUT_OF_MEMORY), "in a forward: OutOfMemoryError: out of memory"),
+    (steps, in_forward(KeyboardInterrupt()), "in a forward: KeyboardInterrupt"),
+    (steps, without_disk(steps), "in a forward: "),
+    (steps, in_backward, "in a backward: see what that rank says"),
     (
         steps,
-        in_forward(torch.OutOfMemoryError("out of memory")),
-        "in a forward: OutOfMemoryError: out of memory",
+        where(Engine, "_begin_slot", KeyboardInterrupt(), steps, calls=6),
+        "in a backward: KeyboardInterrupt",
     ),
-    (steps, in_forward(KeyboardInterrupt()), "in a forward: KeyboardInterrupt"),
-    (steps, in_reading_the_disk, "in a forward: "),
-    (steps, in_backward, "in a backward: see what that rank says"),
-    (steps, in_the_first_hook_of_backward, "in a backward: KeyboardInterrupt"),
-    (steps, in_step, "in optimizer.step(): ValueError: no update"),
+    (steps, updates_badly, "in optimizer.step(): ValueError: no update"),
     (steps, in_the_users_code, ": ZeroDivisionError: in the loss"),
-    (evaluates, in_evaluation, "in a forward: "),
-    (lists, in_listing, "in a gather of parameters: "),
-    (lists, in_listing_states, "in a gather of optimizer states: "),
+    (evaluates, without_disk(evaluates), "in a forward: "),
+    (lists, without_disk(lists), "in a gather of parameters: "),
+    (lists, lists_then_fails, "in a gather of optimizer states: "),
 )
 ALL = range(len(STEPS))
 

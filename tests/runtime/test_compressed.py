@@ -5,7 +5,10 @@ PyTorch that packs alike: without transfers, recomputation of others, and places
 """
 
 import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,16 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.objectives import Objective, Question, ask
 from protrain_plan.planning.search.improving import Effort
-from protrain_runtime import load, prepare, save, with_master_weights
+from protrain_runtime import with_master_weights
 from protrain_runtime.activations import compressed
 from protrain_runtime.activations.compressed import GROUP, MIN_ELEMENTS, dequantized, quantized
 from protrain_runtime.activations.forms import in_form, wrap_forward
-from protrain_runtime.contract.records import read_profile, write_profile
-from protrain_runtime.contract.records.decisions import ACTIVATIONS, activations_text
+from protrain_runtime.contract.records.decisions import ACTIVATIONS
 from protrain_runtime.contract.records.plan import (
     Activations,
     Budgets,
@@ -37,48 +38,52 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Recompute,
     Swap,
-    UnitPlan,
 )
 from protrain_runtime.contract.records.profile import Form, Profile
-from protrain_runtime.diagnostics.matching import model_fingerprint
-from tests.support.compressing import scales_of, seeded
 from tests.support.peaks import (
     SLACK_BYTES,
     assert_within_the_promise,
-    bytes_of_others,
     peaks,
+    profile_made,
     without_freedom,
 )
-from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     BATCH,
     SEQUENCE,
-    Outcome,
+    Subject,
     assert_bitwise,
-    batch,
-    build,
     decided,
     decision_name,
-    described,
     described_by,
-    differences,
-    made_once,
     mixed,
-    outcome,
-    plain,
-    plan_for,
-    plan_of,
     profiled_here,
-    train,
-    units_of,
 )
-from tests.support.training_rows import uncompiled, workload
+from tests.support.scenario import Loop, Run, Scenario, Units, go_on
+from tests.support.thinning import thinned
+from tests.support.training_rows import of_row, workload
 
 LEAVES = ("int8-activations", "low-rank-activations")
 FORMS: tuple[Form, ...] = ("int8", "low-rank")
 FORM = pytest.mark.parametrize("form", FORMS)
 NUM_SEEDS = 400
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The packing's own seed."""
+    compressed.SEED = seed
+    try:
+        yield
+    finally:
+        compressed.SEED = 0
+
+
+def scales_of(packed: Tensor, count: int) -> Tensor:
+    """Of every element: float64 [elements]."""
+    groups = -(-count // GROUP)
+    scales = packed[: 4 * groups].view(torch.float32).double()
+    return scales.repeat_interleave(GROUP)[:count]
 
 
 # --- what comes back ------------------------------------------------------------------------------
@@ -219,6 +224,93 @@ def test_a_linear_layers_gradient_is_unbiased_and_its_inputs_exact(form: Form) -
         assert abs(variance / bound - 1) < 0.1
     # The mean's error has the variance over the number of seeds.
     assert (mean - exact).square().sum().item() < 1.5 * variance / NUM_SEEDS
+
+
+Expected = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of inputs and the gradient above: the bias of their gradient, and a bound on it."""
+
+
+def variances_of(values: Tensor) -> Tensor:
+    """Of the errors of a tensor's int8 copy: f (1 - f) scale^2, f an element's fraction."""
+    flat = values.detach().flatten()
+    scales = scales_of(quantized(flat), flat.numel())
+    fractions = (flat.double() / scales) % 1
+    return (fractions * (1 - fractions) * scales.square()).view(values.shape)
+
+
+def bound_of(values: Tensor) -> Tensor:
+    """The most that such a variance can be."""
+    flat = values.detach().flatten()
+    return (scales_of(quantized(flat), flat.numel()).square() / 4).view(values.shape)
+
+
+def of_silu(hidden: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    """Backward multiplies by silu'(x), whose second derivative is silu's third."""
+    points = torch.linspace(-12, 12, 24001, dtype=torch.float64)
+
+    def third(at: Tensor) -> Tensor:
+        sigma = at.sigmoid()
+        first = sigma * (1 - sigma)
+        second = first * (1 - 2 * sigma)
+        return 3 * second + at * first * (1 - 6 * first)
+
+    bias = third(hidden.double()) * above * variances_of(hidden) / 2
+    return bias, third(points).abs().max() * above.abs() * bound_of(hidden) / 2
+
+
+def of_softmax(hidden: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    """What is saved is the output y. Of y_i g_i - y_i sum_j y_j g_j, y_i^2 g_i alone is curved."""
+    output = hidden.softmax(-1)
+    return -variances_of(output) * above, bound_of(output) * above.abs()
+
+
+def of_layer_norm(hidden: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    """As the softmax's, of the normalised input: times 1 / std^3 and 1 / features."""
+    steepness = hidden.double().var(-1, correction=0, keepdim=True) ** -1.5 / hidden.shape[-1]
+    bias = -variances_of(hidden) * above * steepness
+    return bias, bound_of(hidden) * above.abs() * steepness
+
+
+@pytest.mark.parametrize(
+    ("module", "expected", "coarser"),
+    [
+        (nn.SiLU(), of_silu, 1),
+        (nn.Softmax(-1), of_softmax, 16),
+        (nn.LayerNorm(64, eps=0.0, elementwise_affine=False), of_layer_norm, 16),
+    ],
+    ids=["silu", "softmax", "layer norm"],
+)
+def test_the_bias_of_what_is_not_linear_is_the_one_of_second_order(
+    module: nn.Module, expected: Expected, coarser: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taylor: half the second derivative of the backward times the variance of the copy.
+
+    That of a softmax or a norm is lost in the noise, whose square is as large as it: with scales
+    that are 16 times as large it is 16 times as large beside it.
+    """
+    monkeypatch.setattr(compressed, "_STEP", coarser * compressed._STEP)
+    generator = torch.Generator().manual_seed(0)
+    hidden = (3 * torch.randn(64, 64, generator=generator)).requires_grad_()
+    above = torch.randn(64, 64, generator=generator)
+    [exact] = torch.autograd.grad(module(hidden * 1), hidden, above)
+    mean, square = torch.zeros(64, 64).double(), torch.zeros(64, 64).double()
+    for seed in range(NUM_SEEDS):
+        with seeded(seed):
+            output = in_form("int8", module.forward, module)(hidden * 1)
+        assert isinstance(output, Tensor)
+        [found] = torch.autograd.grad(output, hidden, above)
+        error = (found - exact).double()
+        mean += error / NUM_SEEDS
+        square += error.square() / NUM_SEEDS
+    bias, most = expected(hidden.detach(), above)
+    assert (bias.abs() <= most + 1e-12).all()
+    noise = square / NUM_SEEDS  # the mean's variance
+    assert mean.square().sum() <= 1.5 * noise.sum() + most.square().sum()
+    # The mean of errors is what was derived and no other: a line through both has the slope 1.
+    slope = (mean * bias).sum() / bias.square().sum()
+    spread = (noise * bias.square()).sum().sqrt() / bias.square().sum()
+    assert abs(slope - 1) <= 4 * spread
+    assert spread < 0.2  # else the slope would say nothing
 
 
 # --- what is packed -------------------------------------------------------------------------------
@@ -388,27 +480,26 @@ def test_what_is_written_between_two_savings_is_packed_twice() -> None:
 
 # --- training -------------------------------------------------------------------------------------
 
+APPROXIMATE = {"exact": False, "exactness": "approximate", "allowed": LEAVES}
+THREE = Loop(num_steps=3)
 
-def alike(name: str, forms: dict[int, Form] | Form, num_steps: int = 3, **options: Any) -> Outcome:
+
+def packing(subject: Subject, forms: Mapping[int, Form] | Form) -> Subject:
     """Plain PyTorch whose blocks pack so."""
-    model = build(name)
-    blocks = [unit for unit in described(name) if unit.kind == "block"]
-    for place, unit in enumerate(blocks):
-        form = forms if isinstance(forms, str) else forms.get(place, "keep")
-        wrap_forward(model.get_submodule(unit.name), form)
-    optimizer = ADAMW([{"params": list(model.parameters())}])
-    return train(name, model, optimizer, num_steps=num_steps, **options)
+
+    def wrap(model: nn.Module) -> None:
+        blocks = [unit for unit in subject.units() if unit.kind == "block"]
+        for place, unit in enumerate(blocks):
+            form = forms if isinstance(forms, str) else forms.get(place, "keep")
+            wrap_forward(model.get_submodule(unit.name), form)
+
+    return replace(subject, change=wrap)
 
 
-def approximate(plan: Plan) -> Plan:
-    return replace(plan, exact=False, exactness="approximate", allowed=LEAVES)
-
-
-def planned(name: str, units: tuple[UnitPlan, ...], spill: Path, num_steps: int = 3) -> Outcome:
-    model = build(name)
-    plan = approximate(plan_for(model, units))
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=spill)
-    return train(name, model, optimizer, num_steps=num_steps)
+def assert_packs_alike(asked: Scenario, forms: Mapping[int, Form] | Form, folder: Path) -> None:
+    asked = replace(asked, settings={**APPROXIMATE, **asked.settings})
+    alike = replace(asked, model=packing(asked.subject, forms))
+    assert_bitwise(asked.played(asked.start(folder)), alike.plain())
 
 
 PLACES: list[tuple[str, Placement]] = [
@@ -420,55 +511,55 @@ PLACES: list[tuple[str, Placement]] = [
 ]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=decision_name)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@FORM
+@pytest.mark.parametrize(
+    ("form", "name", "place"), thinned(FORMS, ["llama", "gpt2"], PLACES), ids=decision_name
+)
 def test_training_is_that_of_plain_pytorch_which_packs_alike_wherever_things_are(
     form: Form, name: str, place: tuple[str, Placement], tmp_path: Path
 ) -> None:
     """Dropout and its random states included."""
     where, states = place
     activations = ACTIVATIONS[f"keep {form}" if where == "keep" else f"swap {form} to {where}"]
-    found = planned(name, decided(described(name), activations, states), tmp_path)
-    assert_bitwise(found, alike(name, form))
+    units = partial(decided, activations=activations, states=states)
+    assert_packs_alike(Scenario(model=name, units=units, script=THREE), form, tmp_path)
 
 
-@FORM
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize(("form", "name"), thinned(FORMS, ["llama", "gpt2", "t5"], every=2))
 def test_the_first_loss_is_exact_and_later_ones_are_near(name: str, form: Form) -> None:
-    found, expected = alike(name, form, num_steps=5), plain(name)
+    exact = Scenario(model=name)
+    found, expected = replace(exact, model=packing(exact.subject, form)).plain(), exact.plain()
     assert torch.equal(found.losses[0], expected.losses[0])  # the first forward is plain
     assert not torch.equal(found.losses[-1], expected.losses[-1])
     # Of gradients that are off by less than a hundredth, and of some with noise twice their size.
     tolerance = {"int8": 1e-3, "low-rank": 0.05}[form]
     torch.testing.assert_close(found.losses, expected.losses, rtol=tolerance, atol=0.0)
-    for ours, theirs in zip(found.random_states, expected.random_states, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, found.random_states, expected.random_states))
+
+
+MIXTURE: dict[int, Form] = {0: "int8", 1: "lite", 2: "low-rank", 3: "full"}
+
+
+def mixture(units: Units) -> Units:
+    forms = iter(MIXTURE.values())
+    kinds = iter((Keep, Recompute, Keep, Recompute))
+    return [
+        replace(unit, activations=next(kinds)(form=next(forms))) if unit.kind == "block" else unit
+        for unit in units
+    ]
 
 
 def test_gradients_of_mixtures_are_those_of_plain_pytorch_but_for_what_is_packed(
     tmp_path: Path,
 ) -> None:
     """Exact where no product's input is packed, as attention's output is not by `low-rank`."""
-    forms: dict[int, Form] = {0: "int8", 1: "lite", 2: "low-rank", 3: "full"}
-    units, place = [], 0
-    for unit in described("llama"):
-        if unit.kind == "block":
-            form = forms[place]
-            kept = Keep(form=form) if place % 2 == 0 else Recompute(form=form)
-            unit = replace(unit, activations=kept)
-            place += 1
-        units.append(unit)
-    assert_bitwise(planned("llama", tuple(units), tmp_path), alike("llama", forms))
+    asked = Scenario(model="llama", units=mixture, script=THREE, settings=APPROXIMATE)
+    assert_packs_alike(asked, MIXTURE, tmp_path)
 
-    def gradients(model: nn.Module) -> dict[str, Tensor]:
-        loss_of(call_model(model, batch("llama", 0))).backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    def gradients(run: Run) -> dict[str, Tensor]:
+        run.backward(0)
+        return {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
 
-    model = build("llama")
-    plan = approximate(plan_for(model, tuple(units)))
-    model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    found, expected = gradients(model), gradients(build("llama"))
+    found, expected = gradients(asked.start(tmp_path)), gradients(asked.start())
     assert found.keys() == expected.keys()
     for name, exact in expected.items():
         error = float((found[name] - exact).norm() / exact.norm())
@@ -490,102 +581,44 @@ def test_precisions_and_adapters_are_those_of_plain_pytorch_which_packs_alike(
     form: Form, precision: str, trained: str, tmp_path: Path
 ) -> None:
     row = {"model": "llama", "precision": precision, "trained": trained}
-
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        return [{"params": [one for one in model.parameters() if one.requires_grad]}]
-
-    model = uncompiled(row)
-    units = units_of(model, batch("llama", 0))
-    for unit in units:
-        if unit.kind == "block":
-            wrap_forward(model.get_submodule(unit.name), form)
-    make = with_master_weights(ADAMW) if precision == "master" else ADAMW
-    expected = train("llama", model, make(groups(model)), num_steps=3)
-
-    ours = uncompiled(row)
-    plan = approximate(
-        plan_of(
-            decided(units, Keep(form=form), Offload(tier="disk")),
-            fingerprint=model_fingerprint(ours),
-            workload=workload(row),
-        )
+    asked = Scenario(
+        model=of_row(row),
+        units=partial(decided, activations=Keep(form=form), states=Offload(tier="disk")),
+        script=THREE,
+        settings={"workload": workload(row)},
+        plain_factory=with_master_weights(ADAMW) if precision == "master" else None,
     )
-    ours, optimizer = prepare(
-        ours, plan, optimizer=ADAMW, param_groups=groups(ours), spill_directory=tmp_path
-    )
-    found = train("llama", ours, optimizer, num_steps=3)
-    assert torch.equal(torch.stack(found.losses), torch.stack(expected.losses))
-    assert list(differences(found.parameters, expected.parameters, "parameters")) == []
+    assert_packs_alike(asked, form, tmp_path)
 
 
 @FORM
-def test_micro_batches_add_up_as_they_do_in_plain_pytorch(form: Form, tmp_path: Path) -> None:
-    def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
-        losses = []
-        for step in range(2):
-            for part in range(2):
-                loss = loss_of(call_model(model, batch("llama", 2 * step + part))) / 2
-                loss.backward()
-                losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        return outcome(model, optimizer, losses)
+def test_micro_batches_add_up_and_training_resumes_as_in_plain_pytorch(
+    form: Form, tmp_path: Path
+) -> None:
+    def resume(run: Run, number: int) -> None:
+        if number == 1:
+            go_on(run, replace(asked, settings={**APPROXIMATE, "micro_batches": 2}), "files")
 
-    model = build("llama")
-    for unit in described("llama"):
-        if unit.kind == "block":
-            wrap_forward(model.get_submodule(unit.name), form)
-    torch.manual_seed(1)
-    expected = accumulated(model, ADAMW([{"params": list(model.parameters())}]))
-
-    ours = build("llama")
-    units = decided(described("llama"), Keep(form=form), Offload(tier="disk"))
-    plan = with_settings(approximate(plan_for(ours, units)), micro_batches=2)
-    ours, optimizer = prepare(ours, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    torch.manual_seed(1)
-    assert_bitwise(accumulated(ours, optimizer), expected)
-
-
-@FORM
-def test_training_resumes_bitwise(form: Form, tmp_path: Path) -> None:
-    def made(seed: int) -> Any:
-        model = build("gpt2", seed=seed)
-        units = decided(described("gpt2"), Keep(form=form), Persistent())
-        return prepare(model, approximate(plan_for(model, units)), optimizer=ADAMW)
-
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:
-        losses = []
-        for number in numbers:
-            torch.manual_seed(number)  # of dropout
-            loss = loss_of(call_model(model, batch("gpt2", number)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return losses
-
-    model, optimizer = made(0)
-    steps(model, optimizer, range(2))
-    save(model, optimizer, tmp_path / "saved")
-    losses = steps(model, optimizer, range(2, 4))
-    expected = outcome(model, optimizer, losses)
-    again, its_optimizer = made(1)
-    load(again, its_optimizer, tmp_path / "saved")
-    losses = steps(again, its_optimizer, range(2, 4))
-    assert_bitwise(outcome(again, its_optimizer, losses), expected)
+    asked = Scenario(
+        model="gpt2",
+        units=partial(decided, activations=Keep(form=form), states=Offload(tier="disk")),
+        script=Loop(num_steps=2, micro_batches=2, before=resume),
+        settings={"micro_batches": 2},
+    )
+    assert_packs_alike(asked, form, tmp_path)
 
 
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt2"])
+@pytest.fixture(
+    scope="module", params=["tiny-llama", pytest.param("tiny-gpt2", marks=pytest.mark.slow)]
+)
 def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    def make(path: Path) -> None:
-        others = bytes_of_others()  # are what a script's data would be
-        record = profiled_here(request.param, path.parent, num_steps=2, allow=LEAVES)
-        write_profile(replace(record, base_bytes=record.base_bytes - others), path)
+    def make(folder: Path) -> Profile:
+        return profiled_here(request.param, folder, allow=LEAVES)
 
-    return read_profile(made_once(tmp_path_factory, f"compressed-{request.param}.yaml", make))
+    return profile_made(tmp_path_factory, f"compressed-{request.param}", make)
 
 
 def test_a_profile_says_what_each_form_keeps(profile: Profile) -> None:
@@ -607,8 +640,11 @@ DECISIONS: list[Activations] = [
 ]
 
 
-@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=decision_name)
-@pytest.mark.parametrize("activations", DECISIONS, ids=activations_text)
+@pytest.mark.parametrize(
+    ("activations", "states"),
+    thinned(DECISIONS, [Persistent(), Offload(tier="disk")], every=2),
+    ids=decision_name,
+)
 def test_measured_bytes_match_predicted_in_every_slot_with_copies(
     profile: Profile, activations: Activations, states: Placement, tmp_path: Path
 ) -> None:
@@ -621,58 +657,38 @@ def test_measured_bytes_match_predicted_in_every_slot_with_copies(
     assert found.excess <= SLACK_BYTES + 2 * hidden
 
 
-@pytest.mark.parametrize("seed", range(3))
+def with_copies(units: Units, rng: random.Random, *others: Activations) -> Units:
+    """Decisions at random, with copies among them."""
+    return tuple(
+        replace(unit, activations=rng.choice([*others, *DECISIONS, unit.activations]))
+        if unit.kind == "block"
+        else unit
+        for unit in mixed(units, rng, "disk")
+    )
+
+
+@pytest.mark.parametrize("seed", thinned(range(3)))
 def test_measured_bytes_of_mixtures_with_copies_never_exceed_predicted(
     profile: Profile, seed: int, tmp_path: Path
 ) -> None:
-    rng = random.Random(seed)
-    units = tuple(
-        replace(unit, activations=rng.choice([*DECISIONS, unit.activations]))
-        if unit.kind == "block"
-        else unit
-        for unit in mixed(described_by(profile), rng, "disk")
-    )
-    assert_within_the_promise(peaks(profile, units, tmp_path))
+    units = with_copies(described_by(profile), random.Random(seed))
+    assert_within_the_promise(peaks(profile, tuple(units), tmp_path))
 
 
 @pytest.mark.parametrize("seed", [4, 9])
 def test_measured_bytes_of_mixtures_hold_where_a_block_saves_what_it_hands_on(
-    seed: int, tmp_path: Path
+    seed: int, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     """A block ends in a relu, and the next one would let go of its input, in place of a copy."""
-    others = bytes_of_others()
-    model = "tests.support.functional_model:relu_factory"
-    held = profiled_here(model, tmp_path, allow=LEAVES)
-    held = replace(held, base_bytes=held.base_bytes - others)
-    rng = random.Random(seed)
-    units = tuple(
-        replace(unit, activations=rng.choice([Keep(), Keep(), Keep(form="int8"), *DECISIONS]))
-        if unit.kind == "block"
-        else unit
-        for unit in mixed(described_by(held), rng, "disk")
-    )
-    assert_within_the_promise(peaks(held, units, tmp_path))
 
+    def make(folder: Path) -> Profile:
+        model = "tests.support.functional_model:relu_factory"
+        return profiled_here(model, folder, allow=LEAVES)
 
-@pytest.fixture(scope="module")
-def with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    def make(path: Path) -> None:
-        others = bytes_of_others()
-        record = profiled_here(
-            "tiny-llama", path.parent, dtype="bfloat16", adapter="lora r=4", allow=LEAVES
-        )
-        write_profile(replace(record, base_bytes=record.base_bytes - others), path)
-
-    return read_profile(made_once(tmp_path_factory, "compressed-lora.yaml", make))
-
-
-@pytest.mark.parametrize("activations", DECISIONS, ids=activations_text)
-def test_measured_bytes_with_adapters_in_16_bits_never_exceed_predicted(
-    with_adapters: Profile, activations: Activations, tmp_path: Path
-) -> None:
-    units = decided(described_by(with_adapters), activations, Offload(tier="disk"))
-    assert activations.form in {cost.form for cost in with_adapters.units[1].forms}
-    assert_within_the_promise(peaks(with_adapters, without_freedom(units), tmp_path))
+    held = profile_made(tmp_path_factory, "compressed-relu", make)
+    kept = (Keep(), Keep(), Keep(form="int8"))
+    units = with_copies(described_by(held), random.Random(seed), *kept)
+    assert_within_the_promise(peaks(held, tuple(units), tmp_path))
 
 
 # --- plans ----------------------------------------------------------------------------------------

@@ -21,33 +21,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from protrain_plan.models.batches import call_model, loss_of
 from protrain_runtime import prepare, restore
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import Offload, Plan, Swap
+from protrain_runtime.contract.records.plan import Offload, Swap
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import Backend, LaneError
 from protrain_runtime.devices.memory_meter import process_memory, storage_bytes
-from protrain_runtime.model.prepared import engine_of, restore_as_is
+from protrain_runtime.model.prepared import restore_as_is
 from protrain_runtime.states.stand_ins import ConsumedGradient
 from tests.support.cards import every_device
 from tests.support.faults import descriptors, file_limit, spill_descriptor
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
-    ADAMW,
     Outcome,
     assert_bitwise,
-    batch,
-    build,
     decided,
     described,
     device,
-    outcome,
-    plan_for,
-    step,
 )
+from tests.support.scenario import Run, Scenario, refusal
 from tests.support.thinning import thinned
 
 NAME = "functional"
@@ -64,13 +57,13 @@ def page_cache_bytes(request: pytest.FixtureRequest) -> int:
     return 2**20 if request.param == "through it" else 0
 
 
-def spilling(model: nn.Module, *, clipped: bool = False, page_cache_bytes: int = 0) -> Plan:
-    plan = plan_for(model, decided(described(NAME), Swap(tier="disk"), Offload(tier="disk")))
-    plan = replace(plan, settings=replace(plan.settings, page_cache_bytes=page_cache_bytes))
-    return (
-        replace(plan, settings=replace(plan.settings, updates="after backward"))
-        if clipped
-        else plan
+def spilling(page_cache_bytes: int = 0, *, clipped: bool = False, **options: Any) -> Scenario:
+    updates = "after backward" if clipped else "in backward"
+    return Scenario(
+        model=NAME,
+        units=lambda units: decided(units, Swap(tier="disk"), Offload(tier="disk")),
+        settings={"page_cache_bytes": page_cache_bytes, "updates": updates},
+        options=options,
     )
 
 
@@ -93,10 +86,17 @@ def nothing_left(folder: Path) -> Iterator[None]:
     assert list(folder.iterdir()) == []
 
 
-def trained_plainly(numbers: range | list[int]) -> Outcome:
-    model = build(NAME)
-    optimizer = ADAMW(model.parameters())
-    return outcome(model, optimizer, [step(NAME, model, optimizer, n) for n in numbers])
+def plainly(*numbers: int) -> Outcome:
+    run = spilling().start()
+    run.step(*numbers)
+    return run.outcome()
+
+
+def assert_as_it_was(model: torch.nn.Module) -> None:
+    """It takes a plain step."""
+    run = spilling().plain_run(model)
+    run.step(0)
+    assert_bitwise(run.outcome(), plainly(0))
 
 
 # --- disks ----------------------------------------------------------------------------------------
@@ -105,41 +105,38 @@ def trained_plainly(numbers: range | list[int]) -> Outcome:
 def test_a_disk_that_is_full_at_the_start_leaves_the_model_as_it_was(
     page_cache_bytes: int, tmp_path: Path
 ) -> None:
-    model = build(NAME)
-    plan = spilling(model, page_cache_bytes=page_cache_bytes)
+    asked = spilling(page_cache_bytes)
+    model = asked.subject.build()
     with nothing_left(tmp_path):
         with file_limit(100_000), pytest.raises(ProtrainError) as caught:
-            prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+            asked.prepared(model, tmp_path)
         assert caught.value.source == str(tmp_path)
         assert caught.value.message.endswith("of spilled bytes: File too large")
-        optimizer = ADAMW(model.parameters())
-        found = outcome(model, optimizer, [step(NAME, model, optimizer, 0)])
-    assert_bitwise(found, trained_plainly([0]))
+        assert caught.value.fix == "free some space there, or name another spill directory"
+        assert_as_it_was(model)
 
 
 @every_device
 def test_training_goes_on_once_a_full_disk_has_room(page_cache_bytes: int, tmp_path: Path) -> None:
     """The first step's swaps find no room; after that step is given up, all is as before."""
-    model = build(NAME)
-    plan = spilling(model, page_cache_bytes=page_cache_bytes)
     with nothing_left(tmp_path):
-        model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+        run = spilling(page_cache_bytes).start(tmp_path)
         states = os.fstat(spill_descriptor(tmp_path)).st_size
         with file_limit(states), pytest.raises(ProtrainError) as caught:
-            step(NAME, model, optimizer, 0)
+            run.step(0)
         assert str(caught.value).startswith(f"{tmp_path}: no room for ")
-        found = outcome(model, optimizer, [step(NAME, model, optimizer, n) for n in range(2)])
-        del optimizer
-        restore(model)
-    assert_bitwise(found, trained_plainly(range(2)))
+        run.step(0, 1)
+        found = run.outcome()
+        restore(run.model)
+        del run
+    assert_bitwise(found, plainly(0, 1))
 
 
 def test_a_spill_directory_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
-    model = build(NAME)
-    with nothing_left(tmp_path), pytest.raises(ProtrainError) as caught:
-        prepare(model, spilling(model), optimizer=ADAMW, spill_directory="/proc/self")
-    assert str(caught.value).startswith("/proc/self: cannot write spill files: ")
-    assert str(caught.value).endswith(
+    with nothing_left(tmp_path):
+        error = refusal(partial(spilling().start, Path("/proc/self")), ProtrainError)
+    assert str(error).startswith("/proc/self: cannot write spill files: ")
+    assert str(error).endswith(
         "\n  fix: name a directory with spill_directory= (or --spill-directory)"
     )
 
@@ -148,22 +145,16 @@ def test_a_spill_directory_that_cannot_be_written_is_one_message(tmp_path: Path)
 def test_a_lane_that_fails_says_which_move(page_cache_bytes: int, tmp_path: Path) -> None:
     """The spill file is cut off below the lanes: nothing can be trained, or restored, any more."""
 
-    def shortened(model: nn.Module) -> list[str]:
-        plan = spilling(model, page_cache_bytes=page_cache_bytes)
-        model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-        step(NAME, model, optimizer, 0)
+    def shortened() -> list[str]:
+        run = spilling(page_cache_bytes).start(tmp_path)
+        run.step(0)
         os.ftruncate(spill_descriptor(tmp_path), 0)
-        errors = []
-        for use in (step, step):  # each says so, and none hangs
-            with pytest.raises(LaneError) as caught:
-                use(NAME, model, optimizer, 1)
-            errors.append(str(caught.value))
-        with pytest.raises(ProtrainError) as failed:
-            restore(model)
-        return [*errors, str(failed.value)]
+        # Each says so, and none hangs.
+        errors = [str(refusal(partial(run.step, 1), LaneError)) for _ in range(2)]
+        return [*errors, str(refusal(partial(restore, run.model), ProtrainError))]
 
     with nothing_left(tmp_path):
-        errors = shortened(build(NAME))
+        errors = shortened()
     problem = (
         "spilled bytes cannot be read back: the file is shorter than what was written to it\n"
         "  fix: see whether its disk is full or faulty; train on from a checkpoint"
@@ -190,7 +181,7 @@ def test_whatever_the_system_refuses_is_one_error(
     name: str, code: int, page_cache_bytes: int, tmp_path: Path
 ) -> None:
     """From any of its calls on, before a step: the model is as it was, and nothing is left."""
-    usual = getattr(SYSTEM[name], name)
+    usual, asked = getattr(SYSTEM[name], name), spilling(page_cache_bytes)
 
     def refused(*args: Any, **options: Any) -> Any:
         about = str(args[0]) if args else ""
@@ -203,13 +194,11 @@ def test_whatever_the_system_refuses_is_one_error(
 
     for first in range(3):
         left = [first]
-        model = build(NAME)
-        plan = spilling(model, page_cache_bytes=page_cache_bytes)
-        said = ""
+        model, said = asked.subject.build(), ""
         with nothing_left(tmp_path), pytest.MonkeyPatch.context() as patch:
             patch.setattr(SYSTEM[name], name, refused)
             try:
-                model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+                asked.prepared(model, tmp_path)
             except ProtrainError as error:
                 said = str(error)
             else:
@@ -218,9 +207,7 @@ def test_whatever_the_system_refuses_is_one_error(
         if said:
             assert said.startswith(f"{tmp_path}: ")
             assert f"{os.strerror(code)}\n  fix: " in said
-        optimizer = ADAMW(model.parameters())
-        found = outcome(model, optimizer, [step(NAME, model, optimizer, 0)])
-        assert_bitwise(found, trained_plainly([0]))
+        assert_as_it_was(model)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -228,10 +215,14 @@ def test_prepare_that_fails_anywhere_leaves_the_model_as_it_was(
     seed: int, page_cache_bytes: int, tmp_path: Path
 ) -> None:
     """At any of its steps, each a call of its own, from which on no disk gives back a byte."""
+    asked = spilling(page_cache_bytes)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def attempt(fails_at: int) -> int:
         """The calls that were counted; the model is compared where one of them failed."""
-        model, counted = build(NAME), 0
+        model, counted = asked.subject.build(), 0
 
         def count(frame: Any, event: str, _: object) -> None:
             nonlocal counted
@@ -239,19 +230,16 @@ def test_prepare_that_fails_anywhere_leaves_the_model_as_it_was(
                 counted += 1
                 if counted == fails_at:
                     sys.setprofile(None)
-                    patch.setattr(os, "preadv", partial(_refuse, errno.EIO))
+                    patch.setattr(os, "preadv", refuse)
                     raise MemoryError(f"call {counted}, {frame.f_code.co_qualname}")
 
-        plan = spilling(model, page_cache_bytes=page_cache_bytes)
         with nothing_left(tmp_path), pytest.MonkeyPatch.context() as patch:
             try:
                 sys.setprofile(count)
-                prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+                asked.prepared(model, tmp_path)
             except (MemoryError, ProtrainError):  # of the call, or of what came after it
                 sys.setprofile(None)
-                optimizer = ADAMW(model.parameters())
-                found = outcome(model, optimizer, [step(NAME, model, optimizer, 0)])
-                assert_bitwise(found, trained_plainly([0]))
+                assert_as_it_was(model)
             else:
                 sys.setprofile(None)
                 patch.undo()
@@ -261,10 +249,6 @@ def test_prepare_that_fails_anywhere_leaves_the_model_as_it_was(
     calls = attempt(0)
     for place in random.Random(seed).sample(range(1, calls + 1), 8):
         assert attempt(place) == place
-
-
-def _refuse(code: int, *_: object) -> None:
-    raise OSError(code, os.strerror(code))
 
 
 FAULTS = [
@@ -288,25 +272,24 @@ def test_a_disk_that_fails_in_a_step_is_one_error_and_leaves_nothing(
             raise OSError(code, words)
         return usual(*args)
 
-    def failing(model: nn.Module) -> str:
-        plan = spilling(model, page_cache_bytes=page_cache_bytes)
-        model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-        losses = [step(NAME, model, optimizer, 0)]
+    def failing() -> str:
+        run = spilling(page_cache_bytes).start(tmp_path)
+        run.step(0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, name, call)
-            with pytest.raises(LaneError) as caught:
-                step(NAME, model, optimizer, 1)
+            error = refusal(partial(run.step, 1), LaneError)
+        del run.seen[1:]
         try:
-            losses.append(step(NAME, model, optimizer, 2))
+            run.step(2)
         except RuntimeError:
-            restore_as_is(model)
+            restore_as_is(run.model)
         else:
-            assert_bitwise(outcome(model, optimizer, losses), trained_plainly([0, 2]))
-            restore(model)
-        return str(caught.value)
+            assert_bitwise(run.outcome(), plainly(0, 2))
+            restore(run.model)
+        return str(error)
 
     with nothing_left(tmp_path):
-        said = failing(build(NAME))
+        said = failing()
     assert said.startswith(f"{tmp_path}: ")
     assert f"spilled bytes cannot be {what}: {words}\n  fix: " in said
 
@@ -348,6 +331,20 @@ def ctrl_c() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, before)
 
 
+def interrupted_at(slot: int, folder: Path, *, clipped: bool) -> Run:
+    """In its second step."""
+    with ctrl_c() as interrupt:
+        run = spilling(clipped=clipped).start(folder)
+        run.step(0)
+        run.engine.observer = lambda what: interrupt() if what == f"slot {slot}" else None
+        with pytest.raises(KeyboardInterrupt):
+            run.step(1)
+        run.engine.observer = None
+        del run.seen[1:]
+    run.optimizer.zero_grad()
+    return run
+
+
 @every_device
 @pytest.mark.parametrize(
     ("slot", "clipped"),
@@ -357,90 +354,57 @@ def test_an_interrupted_step_is_given_up(slot: int, clipped: bool, tmp_path: Pat
     """In forward always, in backward where no update has begun: later steps are plain ones."""
     # An accelerator's backward runs in a thread of its own, and ends before Python is asked.
     to_the_end = slot >= UNITS and not on_host(device())
-    if (slot > UNITS or to_the_end) and not clipped:
-        with nothing_left(tmp_path):
-            error = interrupted_backward(build(NAME), slot, tmp_path)
-        cut_short = (
-            "a second forward began after backward() was cut short: this plan updates"
-            " parameters during backward, so that some are updated and some are not. Go on from a"
-            " checkpoint, with a model that is built anew; under a plan with --clip a step that is"
-            " cut short is given up"
-        )
-        ended = (
-            "a second forward began between backward() and optimizer.step(): this plan updates"
-            " parameters during backward, so every backward needs its step"
-        )
+    found, error = None, ""
+    with nothing_left(tmp_path):
+        run = interrupted_at(slot, tmp_path, clipped=clipped)
+        if (slot > UNITS or to_the_end) and not clipped:
+            error = str(refusal(partial(run.step, 2)))
+        else:
+            run.step(2, 3)
+            found = run.outcome()
+            restore(run.model)
+        del run
+    cut_short = (
+        "a second forward began after backward() was cut short: this plan updates"
+        " parameters during backward, so that some are updated and some are not. Go on from a"
+        " checkpoint, with a model that is built anew; under a plan with --clip a step that is"
+        " cut short is given up"
+    )
+    ended = (
+        "a second forward began between backward() and optimizer.step(): this plan updates"
+        " parameters during backward, so every backward needs its step"
+    )
+    if found is None:
         assert error == (ended if to_the_end else cut_short)
-        return
-    model = build(NAME)
-    with nothing_left(tmp_path), ctrl_c() as interrupt:
-        model, optimizer = prepare(
-            model, spilling(model, clipped=clipped), optimizer=ADAMW, spill_directory=tmp_path
-        )
-        engine = engine_of(model)
-        assert engine is not None
-        losses = [step(NAME, model, optimizer, 0)]
-        engine.observer = lambda what: interrupt() if what == f"slot {slot}" else None
-        with pytest.raises(KeyboardInterrupt):
-            step(NAME, model, optimizer, 1)
-        engine.observer = None
-        optimizer.zero_grad()
-        losses += [step(NAME, model, optimizer, number) for number in (2, 3)]
-        found = outcome(model, optimizer, losses)
-        del engine, optimizer
-        restore(model)
-    assert_bitwise(found, trained_plainly([0, 2, 3]))
-
-
-def interrupted_backward(model: nn.Module, slot: int, folder: Path) -> str:
-    with ctrl_c() as interrupt:
-        model, optimizer = prepare(model, spilling(model), optimizer=ADAMW, spill_directory=folder)
-        engine = engine_of(model)
-        assert engine is not None
-        step(NAME, model, optimizer, 0)
-        engine.observer = lambda what: interrupt() if what == f"slot {slot}" else None
-        with pytest.raises(KeyboardInterrupt):
-            step(NAME, model, optimizer, 1)
-        engine.observer = None
-    optimizer.zero_grad()
-    with pytest.raises(RuntimeError) as caught:
-        step(NAME, model, optimizer, 2)
-    return str(caught.value)
+    else:
+        assert_bitwise(found, plainly(0, 2, 3))
 
 
 @every_device
 def test_an_interrupted_update_ends_in_a_clear_error(tmp_path: Path, assert_says: Speaker) -> None:
     """The signal comes while `step()` waits for a lane that works on states."""
-    with nothing_left(tmp_path):
-        error = interrupted_update(build(NAME), tmp_path)
-    assert_says(error)
-
-
-def interrupted_update(model: nn.Module, folder: Path) -> str:
     updating = threading.Event()
-    with ctrl_c() as interrupt:
 
-        def delay() -> float:
-            if updating.is_set():
-                updating.clear()
-                interrupt()
-            return 0.0
+    def interrupted() -> str:
+        with ctrl_c() as interrupt:
 
-        model, optimizer = prepare(
-            model,
-            spilling(model, clipped=True),
-            optimizer=ADAMW,
-            spill_directory=folder,
-            lane_delay=delay,
-        )
-        step(NAME, model, optimizer, 0)
-        loss_of(call_model(model, batch(NAME, 1))).backward()
-        updating.set()
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    with pytest.raises(RuntimeError) as caught:
-        step(NAME, model, optimizer, 2)
-    return str(caught.value)
+            def delay() -> float:
+                if updating.is_set():
+                    updating.clear()
+                    interrupt()
+                return 0.0
+
+            run = spilling(clipped=True, lane_delay=delay).start(tmp_path)
+            run.step(0)
+            run.backward(1)
+            updating.set()
+            with pytest.raises(KeyboardInterrupt):
+                run.optimizer.step()
+        return str(refusal(partial(run.step, 2)))
+
+    with nothing_left(tmp_path):
+        error = interrupted()
+    assert_says(error)
 
 
 # --- kill and resume ------------------------------------------------------------------------------
@@ -448,26 +412,21 @@ def interrupted_update(model: nn.Module, folder: Path) -> str:
 TRAINS = """
 import os, signal, sys, torch
 from pathlib import Path
-from protrain_runtime import prepare
-from protrain_runtime.model.prepared import engine_of, restore_as_is
-from protrain_runtime.states.stand_ins import ConsumedGradient
-from tests.support.runtime_cases import ADAMW, build, step
-from tests.runtime.test_faults import NAME, spilling
+from tests.runtime.test_faults import spilling
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 folder, place = Path(sys.argv[1]), sys.argv[2]
-model = build(NAME)
-model, optimizer = prepare(model, spilling(model), optimizer=ADAMW, spill_directory=folder)
+run = spilling().start(folder)
 
 def observe(what):
     if what == place and number == 2:
         print(what, flush=True)
         sys.stdin.readline()  # until somebody sends a signal
 
-engine_of(model).observer = observe
+run.engine.observer = observe
 for number in range(5):
-    step(NAME, model, optimizer, number)
-    torch.save([model.state_dict(), optimizer.state_dict()], folder / "new")
+    run.step(number)
+    torch.save([run.model.state_dict(), run.optimizer.state_dict()], folder / "new")
     os.replace(folder / "new", folder / "checkpoint")
 """
 
@@ -497,18 +456,15 @@ def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     checkpoint = torch.load(tmp_path / "checkpoint")
     (tmp_path / "checkpoint").unlink()
-    model = build(NAME, seed=1)
     with nothing_left(tmp_path):
-        model, optimizer = prepare(
-            model, spilling(model), optimizer=ADAMW, spill_directory=tmp_path
-        )
-        model.load_state_dict(checkpoint[0])
-        optimizer.load_state_dict(checkpoint[1])
-        losses = [step(NAME, model, optimizer, number) for number in (2, 3, 4)]
-        found = outcome(model, optimizer, losses)
-        del optimizer
-        restore(model)
-    expected = trained_plainly(range(5))
+        run = spilling().start(tmp_path, seed=1)
+        run.model.load_state_dict(checkpoint[0])
+        run.optimizer.load_state_dict(checkpoint[1])
+        run.step(2, 3, 4)
+        found = run.outcome()
+        restore(run.model)
+        del run
+    expected = plainly(*range(5))
     assert_bitwise(found, replace(expected, losses=expected.losses[2:]))
 
 
@@ -526,20 +482,18 @@ def test_an_interrupted_process_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_hundred_steps_hold_what_ten_held(tmp_path: Path) -> None:
     """Tensors to the byte, threads and descriptors; the process itself may not grow by 2 %."""
-    model = build(NAME)
-    model, optimizer = prepare(model, spilling(model), optimizer=ADAMW, spill_directory=tmp_path)
+    run = spilling().start(tmp_path)
 
     def held() -> tuple[int, list[str], dict[str, str], int]:
+        run.seen.clear()
         gc.collect()
         tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
         plain = [t for t in tensors if not isinstance(t, ConsumedGradient)]
         spilled = os.fstat(spill_descriptor(tmp_path)).st_size
         return storage_bytes(plain), lanes_alive(), descriptors(), spilled
 
-    for number in range(10):
-        step(NAME, model, optimizer, number % 2)
+    run.step(*([0, 1] * 5))
     before, resident = held(), process_memory().resident_bytes
-    for number in range(190):
-        step(NAME, model, optimizer, number % 2)
+    run.step(*([0, 1] * 95))
     assert held() == before
     assert process_memory().resident_bytes < 1.02 * resident

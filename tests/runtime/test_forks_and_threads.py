@@ -12,18 +12,16 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from protrain_plan.models.batches import call_model, loss_of
-from protrain_runtime import MovingAverage, full_parameters, load, prepare, restore, save
+from protrain_plan.models.batches import call_model
+from protrain_runtime import MovingAverage, full_parameters, load, restore, save
 from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
@@ -36,23 +34,18 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import OWN_THREADS, nothing
 from protrain_runtime.devices.turns import TurnError
-from protrain_runtime.model.optimizer import PlannedOptimizer
-from protrain_runtime.model.prepared import engine_of
 from tests.support.cards import every_device
 from tests.support.forked import CONTEXT
 from tests.support.runtime_cases import (
     ADAMW,
-    Outcome,
+    Factory,
     assert_bitwise,
     batch,
-    build,
     decided,
     described,
     device,
-    outcome,
-    plan_for,
-    step,
 )
+from tests.support.scenario import Run, Scenario, refusal
 
 NAME = "functional"
 UNITS = len(described(NAME))
@@ -61,50 +54,50 @@ PATIENCE_S = 60
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
 
-Planned = tuple[nn.Module, PlannedOptimizer]
-Use = Callable[[nn.Module, PlannedOptimizer, Path], object]
 
-
-def planned(
-    folder: Path,
+def tried(
     activations: Activations = Swap(tier="disk"),  # noqa: B008
     states: Placement = Offload(tier="disk"),  # noqa: B008
     *,
     clipped: bool = False,
-    factory: Callable[..., torch.optim.Optimizer] = ADAMW,
-) -> Planned:
-    model = build(NAME)
-    plan = plan_for(model, decided(described(NAME), activations, states))
-    if clipped:
-        plan = replace(plan, settings=replace(plan.settings, updates="after backward"))
-    return prepare(model, plan, optimizer=factory, spill_directory=folder)
+    factory: Factory = ADAMW,
+) -> Scenario:
+    return Scenario(
+        model=NAME,
+        units=lambda units: decided(units, activations, states),
+        settings={"updates": "after backward" if clipped else "in backward"},
+        factory=factory,
+    )
 
 
-def trained_plainly(numbers: list[int]) -> Outcome:
-    model = build(NAME)
-    optimizer = ADAMW(model.parameters())
-    return outcome(model, optimizer, [step(NAME, model, optimizer, n) for n in numbers])
+def assert_trained(run: Run, *numbers: int) -> None:
+    """As plain PyTorch with these batches."""
+    plain = tried().start()
+    plain.step(*numbers)
+    expected = plain.outcome()
+    expected.losses = expected.losses[len(numbers) - len(run.seen) :]
+    assert_bitwise(run.outcome(), expected)
 
 
-def evaluate(model: nn.Module) -> None:
-    with torch.no_grad():
-        call_model(model, batch(NAME, 1))
-
-
-USES: dict[str, Use] = {
-    "step": lambda model, optimizer, _: step(NAME, model, optimizer, 1),
-    "evaluation": lambda model, _, __: evaluate(model),
-    "optimizer.step()": lambda _, optimizer, __: optimizer.step(),
-    "state_dict()": lambda model, _, __: model.state_dict(),
-    "state_dict() of a block": lambda model, _, __: next(model.children()).state_dict(),
-    "optimizer.state_dict()": lambda _, optimizer, __: optimizer.state_dict(),
-    "save()": lambda model, optimizer, folder: save(model, optimizer, folder / "other"),
-    "load()": lambda model, optimizer, folder: load(model, optimizer, folder / "checkpoint"),
-    "load_state_dict()": lambda model, _, __: model.load_state_dict({}),
-    "full_parameters()": lambda model, _, __: full_parameters(model, modify=True).__enter__(),
-    "copy": lambda model, _, __: copy.deepcopy(model),
-    "restore()": lambda model, _, __: restore(model),
+USES: dict[str, Callable[[Run], object]] = {
+    "step": lambda run: run.step(1),
+    "evaluation": lambda run: run.look(1),
+    "optimizer.step()": lambda run: run.optimizer.step(),
+    "state_dict()": lambda run: run.model.state_dict(),
+    "state_dict() of a block": lambda run: next(run.model.children()).state_dict(),
+    "optimizer.state_dict()": lambda run: run.optimizer.state_dict(),
+    "save()": lambda run: save(run.model, run.optimizer, saved(run, "other")),
+    "load()": lambda run: load(run.model, run.optimizer, saved(run)),
+    "load_state_dict()": lambda run: run.model.load_state_dict({}),
+    "full_parameters()": lambda run: full_parameters(run.model, modify=True).__enter__(),
+    "copy": lambda run: copy.deepcopy(run.model),
+    "restore()": lambda run: restore(run.model),
 }
+
+
+def saved(run: Run, name: str = "checkpoint") -> Path:
+    assert run.folder is not None
+    return run.folder / name
 
 
 # --- forks ----------------------------------------------------------------------------------------
@@ -139,12 +132,12 @@ def in_fork(work: Callable[[], Any]) -> Any:
     return json.loads(told)
 
 
-def refusals(model: nn.Module, optimizer: PlannedOptimizer, folder: Path) -> dict[str, str]:
+def refusals(run: Run) -> dict[str, str]:
     """By use the error that it raised, and nothing for those that went well."""
     found = {}
     for name, use in USES.items():
         try:
-            use(model, optimizer, folder)
+            use(run)
         except TurnError as error:
             found[name] = error.message
         except Exception as error:  # noqa: BLE001 - compared by the test
@@ -164,113 +157,104 @@ def in_process(work: Callable[..., None], *arguments: object) -> None:
 
 
 def forks(folder: Path) -> None:
-    model, optimizer = planned(folder, states=Offload(tier="disk"))
-    losses = [step(NAME, model, optimizer, 0)]
-    save(model, optimizer, folder / "checkpoint")
-    found = in_fork(partial(refusals, model, optimizer, folder))
+    run = tried().start(folder)
+    run.step(0)
+    save(run.model, run.optimizer, folder / "checkpoint")
+    found = in_fork(partial(refusals, run))
     assert found.keys() == USES.keys()
     for name, said in found.items():
         assert " in a forked process: the transfers of the plan are carried out by" in said, name
-    losses.append(step(NAME, model, optimizer, 1))
+    run.step(1)
 
     # Between forward and backward: the graph is there in the fork, and what it needs is not.
-    loss = loss_of(call_model(model, batch(NAME, 2)))
-
-    def backward() -> str:
-        with pytest.raises(TurnError) as caught:
-            loss.backward()
-        return caught.value.message
-
-    assert in_fork(backward).startswith("backward ran in a forked process")
-    assert "in a forked process" in in_fork(partial(refusals, model, optimizer, folder))["step"]
+    loss = run.loss(2)
+    said = in_fork(lambda: refusal(loss.backward, TurnError).message)
+    assert said.startswith("backward ran in a forked process")
+    assert "in a forked process" in in_fork(partial(refusals, run))["step"]
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.detach())
+    run.update()
+    run.seen.append(loss.detach())
 
     def dropped() -> str:
-        nonlocal model, optimizer, loss
-        del model, optimizer, loss
+        nonlocal run, loss
+        del run, loss
         gc.collect()
         return "dropped"
 
     assert in_fork(dropped) == "dropped"
-    losses.append(step(NAME, model, optimizer, 3))
-    assert_bitwise(outcome(model, optimizer, losses), trained_plainly([0, 1, 2, 3]))
-    restore(model)
-
-
-@linux
-def test_a_fork_is_refused_what_needs_threads_and_the_parent_goes_on(tmp_path: Path) -> None:
-    in_process(forks, tmp_path)
+    run.step(3)
+    assert_trained(run, 0, 1, 2, 3)
+    restore(run.model)
 
 
 def resident(folder: Path) -> None:
+    """What needs no lane works."""
     torch.set_num_threads(1)  # those of a pool are not in a fork either, and PyTorch waits for them
-    model, optimizer = planned(folder, Swap(tier="disk"), Persistent())
-    step(NAME, model, optimizer, 0)
-    total = sum(parameter.detach().sum().item() for parameter in model.parameters())
+    run = tried(states=Persistent()).start(folder)
+    run.step(0)
+
+    def total() -> float:
+        return sum(parameter.detach().sum().item() for parameter in run.model.parameters())
 
     def look() -> list[Any]:
-        state = model.state_dict()
-        evaluate(model)
+        state = run.model.state_dict()
+        run.look(1)
         with pytest.raises(TurnError, match="the model was called in a forked process"):
-            call_model(model, batch(NAME, 1))
-        return [
-            len(state),
-            sum(parameter.detach().sum().item() for parameter in model.parameters()),
-        ]
+            run.loss(1)
+        return [len(state), total()]
 
-    assert in_fork(look) == [len(model.state_dict()), total]
-    step(NAME, model, optimizer, 1)
+    assert in_fork(look) == [len(run.model.state_dict()), total()]
+    run.step(1)
 
-    model, optimizer = planned(folder, Recompute(), Persistent())  # which no lane serves
-    step(NAME, model, optimizer, 0)
-    mine = in_fork(lambda: step(NAME, model, optimizer, 1).item())
-    assert mine == step(NAME, model, optimizer, 1).item()
+    run = tried(Recompute(), Persistent()).start(folder)  # which no lane serves
+    run.step(0)
 
+    def stepped() -> float:
+        run.step(1)
+        loss: float = run.seen[-1].item()
+        return loss
 
-@linux
-def test_what_needs_no_lane_works_in_a_fork(tmp_path: Path) -> None:
-    in_process(resident, tmp_path)
+    assert in_fork(stepped) == stepped()
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """Batches; with a model, it is asked for them."""
+    """Batches; with a run, its model is asked for them."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.model = model
+    def __init__(self, run: Run | None = None) -> None:
+        self.run = run
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        if self.model is not None:
-            evaluate(self.model)
+        if self.run is not None:
+            self.run.look(1)
         found = batch(NAME, number)
         assert isinstance(found, torch.Tensor)
         return found
 
 
 def loads(folder: Path) -> None:
-    model, optimizer = planned(folder)
-    losses = []
+    """A data loader's workers are forks that may not touch the model."""
+    run = tried().start(folder)
     options: dict[str, Any] = {"batch_size": None, "multiprocessing_context": "fork"}
     for tokens in DataLoader(Numbers(), num_workers=2, timeout=PATIENCE_S, **options):
-        loss = loss_of(call_model(model, tokens))
+        loss: Any = call_model(run.model, tokens)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        run.update()
+        run.seen.append(loss.detach())
     with pytest.raises(RuntimeError, match="the model was called in a forked process"):
-        next(iter(DataLoader(Numbers(model), num_workers=1, timeout=PATIENCE_S, **options)))
-    losses.append(step(NAME, model, optimizer, 4))
-    assert_bitwise(outcome(model, optimizer, losses), trained_plainly([0, 1, 2, 3, 4]))
+        next(iter(DataLoader(Numbers(run), num_workers=1, timeout=PATIENCE_S, **options)))
+    run.step(4)
+    assert_trained(run, 0, 1, 2, 3, 4)
 
 
 @linux
-def test_a_data_loader_s_workers_are_forks_that_may_not_touch_the_model(tmp_path: Path) -> None:
-    in_process(loads, tmp_path)
+@pytest.mark.parametrize("work", [forks, resident, loads], ids=lambda work: work.__name__)
+def test_a_fork_is_refused_what_needs_threads_and_the_parent_goes_on(
+    work: Callable[[Path], None], tmp_path: Path
+) -> None:
+    in_process(work, tmp_path)
 
 
 # --- threads --------------------------------------------------------------------------------------
@@ -293,16 +277,16 @@ def in_thread(work: Callable[[], object]) -> BaseException | None:
     return raised[0] if raised else None
 
 
-def refused_all(planned: Planned, folder: Path, doing: str) -> None:
+def refused_all(run: Run, doing: str) -> None:
     """Every use in a second thread is refused, with one error that names the first."""
     for name, use in USES.items():
-        error = in_thread(partial(use, *planned, folder))
+        error = in_thread(partial(use, run))
         assert isinstance(error, TurnError), (name, error)
         told = (
             f" in thread 'second' while {doing} is under way in thread 'MainThread': a model under"
         )
         assert told in error.message, name
-    for drop in (each.zero_grad for each in planned):
+    for drop in (run.model.zero_grad, run.optimizer.zero_grad):
         assert isinstance(in_thread(drop), TurnError)
 
 
@@ -322,115 +306,97 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(clipped: bool, tmp_pat
             return super().step(closure)
 
     make = partial(Calling, lr=1e-3, fused=True) if on_host(device()) else ADAMW
-    model, optimizer = both = planned(tmp_path, clipped=clipped, factory=make)
-    engine = engine_of(model)
-    assert engine is not None
-    losses = [step(NAME, model, optimizer, 0)]
-    save(model, optimizer, tmp_path / "checkpoint")
+    run = tried(clipped=clipped, factory=make).start(tmp_path)
+    engine = run.engine
+    run.step(0)
+    save(run.model, run.optimizer, saved(run))
     seen: list[str] = []
 
     def observe(what: str) -> None:
         if what in [f"slot {place}" for place in PLACES]:
             seen.append(what)
             # An accelerator's backward calls from a thread of autograd's own.
-            refused_all(both, tmp_path, "a training step")
+            refused_all(run, "a training step")
+
+    def between() -> None:
+        engine.observer = None
+        refused_all(run, "a training step")
+        engine.observer = observe
 
     engine.observer = observe
-    loss = loss_of(call_model(model, batch(NAME, 1)))
+    run.backward(1, between=between)
     engine.observer = None
-    refused_all(both, tmp_path, "a training step")  # between the two
-    engine.observer = observe
-    loss.backward()
-    engine.observer = None
-    losses.append(loss.detach())
-    del loss
-    refused_all(both, tmp_path, "a training step")  # before the step
+    refused_all(run, "a training step")  # before the step
     if on_host(device()):
         if not clipped:  # lanes step in backward
             calls.clear()
-        calls.append(partial(refused_all, both, tmp_path, "optimizer.step()"))
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(step(NAME, model, optimizer, 2))
+        calls.append(partial(refused_all, run, "optimizer.step()"))
+    run.update()
+    run.step(2)
     assert seen == [f"slot {place}" for place in PLACES]
-    assert_bitwise(outcome(model, optimizer, losses), trained_plainly([0, 1, 2]))
+    assert_trained(run, 0, 1, 2)
 
 
 @every_device
 def test_threads_that_take_turns_train_as_one(tmp_path: Path) -> None:
     """Whole steps, evaluations and checkpoints, one after the other, from any thread."""
-    model, optimizer = planned(tmp_path)
-    losses: list[torch.Tensor] = []
-
-    def train(number: int) -> None:
-        losses.append(step(NAME, model, optimizer, number))
-
+    run = tried().start(tmp_path)
     for number in range(4):
         if number % 2:
-            assert in_thread(partial(train, number)) is None
+            assert in_thread(partial(run.step, number)) is None
         else:
-            train(number)
+            run.step(number)
         for use in ("evaluation", "state_dict()", "optimizer.state_dict()", "save()"):
-            assert in_thread(partial(USES[use], model, optimizer, tmp_path)) is None
-    assert_bitwise(outcome(model, optimizer, losses), trained_plainly([0, 1, 2, 3]))
+            assert in_thread(partial(USES[use], run)) is None
+    run.seen = run.seen[::2]
+    assert_trained(run, 0, 1, 2, 3)
 
 
 def test_a_step_that_was_dropped_is_in_nobody_s_way(tmp_path: Path) -> None:
     """Its loss is gone; or its gradients are; or its thread has ended."""
-    model, optimizer = planned(tmp_path, clipped=True)
-    step(NAME, model, optimizer, 0)
+    run = tried(clipped=True).start(tmp_path)
+    run.step(0)
 
-    loss: torch.Tensor | None = loss_of(call_model(model, batch(NAME, 8)))
-    assert isinstance(in_thread(partial(step, NAME, model, optimizer, 1)), TurnError)
+    loss: torch.Tensor | None = run.loss(8)
+    assert isinstance(in_thread(partial(run.step, 1)), TurnError)
     loss = None
-    assert in_thread(partial(step, NAME, model, optimizer, 1)) is None
+    assert in_thread(partial(run.step, 1)) is None
 
-    loss = loss_of(call_model(model, batch(NAME, 8)))
+    loss = run.loss(8)
     loss.backward()
     loss = None
-    assert isinstance(in_thread(partial(step, NAME, model, optimizer, 2)), TurnError)
-    model.zero_grad()
-    assert in_thread(partial(step, NAME, model, optimizer, 2)) is None
+    assert isinstance(in_thread(partial(run.step, 2)), TurnError)
+    run.model.zero_grad()
+    assert in_thread(partial(run.step, 2)) is None
 
     kept: list[torch.Tensor] = []
-    assert in_thread(lambda: kept.append(loss_of(call_model(model, batch(NAME, 8))))) is None
-    last = step(NAME, model, optimizer, 3)
-    expected = trained_plainly([0, 1, 2, 3])
-    found = outcome(model, optimizer, [last])
-    assert_bitwise(found, replace(expected, losses=expected.losses[3:]))
+    assert in_thread(lambda: kept.append(run.loss(8))) is None
+    run.step(3)
+    assert_trained(run, 0, 1, 2, 3)
 
 
 @every_device
 def test_threads_that_race_train_the_steps_that_were_let_in(tmp_path: Path) -> None:
     """Each step is whole or refused at its first line, and there is no third way."""
-    model, optimizer = planned(tmp_path)
-    order: list[int] = []
-    losses: list[torch.Tensor] = []
-    wrong: list[BaseException] = []
-    refused = 0
+    run = tried().start(tmp_path)
+    order, wrong, refused = list[int](), list[BaseException](), list[int]()
 
     def loop(numbers: range) -> None:
-        nonlocal refused
-        for number in numbers:
-            while True:
-                try:
-                    loss = loss_of(call_model(model, batch(NAME, number)))
-                except TurnError:
-                    refused += 1
-                    continue
-                except BaseException as error:  # noqa: BLE001 - the test's
-                    wrong.append(error)
-                    return
-                try:
-                    loss.backward()
-                    optimizer.step()
-                    order.append(number)
-                    losses.append(loss.detach())
-                    optimizer.zero_grad()
-                except BaseException as error:  # noqa: BLE001 - the test's
-                    wrong.append(error)
-                    return
-                break
+        try:
+            for number in numbers:
+                while True:
+                    try:
+                        loss = run.loss(number)
+                        break
+                    except TurnError:
+                        refused.append(number)
+                loss.backward()
+                run.optimizer.step()
+                order.append(number)
+                run.seen.append(loss.detach())
+                run.optimizer.zero_grad()
+        except BaseException as error:  # noqa: BLE001 - the test's
+            wrong.append(error)
 
     threads = [threading.Thread(target=loop, args=(range(n, n + 5),)) for n in (0, 10)]
     for thread in threads:
@@ -438,35 +404,32 @@ def test_threads_that_race_train_the_steps_that_were_let_in(tmp_path: Path) -> N
     for thread in threads:
         thread.join(PATIENCE_S)
     assert wrong == []
-    assert len(order) == 10 and refused > 0
-    assert_bitwise(outcome(model, optimizer, losses), trained_plainly(order))
+    assert len(order) == 10 and refused
+    assert_trained(run, *order)
 
 
 def test_a_state_dict_that_a_step_came_into_is_refused(tmp_path: Path) -> None:
     """It holds no lock: the thread that trains goes on."""
-    model, optimizer = planned(tmp_path)
-    step(NAME, model, optimizer, 0)
+    run = tried().start(tmp_path)
+    run.step(0)
     half, trained = threading.Event(), threading.Event()
 
     def pause(*_: object) -> None:
         half.set()
         trained.wait(PATIENCE_S)
 
-    hook = list(model.children())[-1].register_state_dict_pre_hook(pause)
+    hook = list(run.model.children())[-1].register_state_dict_pre_hook(pause)
     raised: list[BaseException | None] = []
-    reader = threading.Thread(target=lambda: raised.append(in_thread(model.state_dict)))
+    reader = threading.Thread(target=lambda: raised.append(in_thread(run.model.state_dict)))
     reader.start()
     half.wait(PATIENCE_S)
     hook.remove()
-    step(NAME, model, optimizer, 1)
+    run.step(1)
     trained.set()
     reader.join(PATIENCE_S)
     assert isinstance(raised[0], TurnError)
     assert raised[0].message.startswith("another thread trained while state_dict() was called")
-    assert_bitwise(
-        replace(outcome(model, optimizer, []), losses=[]),
-        replace(trained_plainly([0, 1]), losses=[]),
-    )
+    assert_trained(run, 0, 1)
 
 
 def collected_on(place: int, folder: Path) -> None:
@@ -474,14 +437,12 @@ def collected_on(place: int, folder: Path) -> None:
     with (folder / "stderr").open("w") as stderr:
         os.dup2(stderr.fileno(), 2)
     gc.disable()
-    model, optimizer = planned(folder)
-    step(NAME, model, optimizer, 0)
-    engine = engine_of(model)
-    assert engine is not None
-    lanes = list(engine.lanes.values())
-    freed = weakref.ref(model)
-    model.__dict__["cycle"] = model
-    del model, optimizer, engine
+    run = tried().start(folder)
+    run.step(0)
+    lanes = list(run.engine.lanes.values())
+    freed = weakref.ref(run.model)
+    run.model.__dict__["cycle"] = run.model
+    del run
     own = lanes[place % len(lanes)]
     queued = threading.Event()
 
@@ -512,45 +473,44 @@ def test_a_model_may_be_collected_on_any_thread(place: int, tmp_path: Path) -> N
 
 
 def test_a_step_waits_for_no_checkpoint_and_is_refused_meanwhile(tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path)
-    step(NAME, model, optimizer, 0)
-    average = MovingAverage(model)
+    run = tried().start(tmp_path)
+    run.step(0)
+    average = MovingAverage(run.model)
     errors: list[BaseException | None] = []
-    hook = optimizer.inner.register_state_dict_pre_hook(
-        lambda _: errors.append(in_thread(partial(step, NAME, model, optimizer, 1)))
+    inner: Any = run.optimizer
+    hook = inner.inner.register_state_dict_pre_hook(
+        lambda _: errors.append(in_thread(partial(run.step, 1)))
     )
-    optimizer.state_dict()
+    run.optimizer.state_dict()
     hook.remove()
     average.update()
     (error,) = errors
     assert isinstance(error, TurnError)
     assert "while optimizer.state_dict() is under way in thread 'MainThread'" in error.message
-    losses = [step(NAME, model, optimizer, 1)]
-    expected = trained_plainly([0, 1])
-    assert_bitwise(outcome(model, optimizer, losses), replace(expected, losses=expected.losses[1:]))
+    run.step(1)
+    assert_trained(run, 0, 1)
 
 
 def test_a_block_that_another_thread_calls_is_refused(tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path, Recompute(), Persistent())
-    engine = engine_of(model)
-    assert engine is not None
+    run = tried(Recompute(), Persistent()).start(tmp_path)
     name = next(unit.name for unit in described(NAME) if unit.kind == "block")
     errors: list[BaseException | None] = []
 
     def observe(what: str) -> None:
         if what == "slot 2":
-            errors.append(in_thread(lambda: model.get_submodule(name)(torch.ones(1, 4, 4))))
+            block = run.model.get_submodule(name)
+            errors.append(in_thread(lambda: block(torch.ones(1, 4, 4))))
 
-    engine.observer = observe
-    losses = [step(NAME, model, optimizer, 0)]
+    run.engine.observer = observe
+    run.step(0)
     assert isinstance(errors[0], TurnError)
     assert errors[0].message.startswith(f"'{name}' was called in thread 'second' while the model's")
-    assert_bitwise(outcome(model, optimizer, losses), trained_plainly([0]))
+    assert_trained(run, 0)
 
 
 def test_replicas_of_a_planned_model_are_refused(tmp_path: Path) -> None:
     """As torch.nn.parallel.replicate makes them, one for each of several devices."""
-    model, _ = planned(tmp_path, Keep(), Offload(tier="host"))
+    model = tried(Keep(), Offload(tier="host")).start(tmp_path).model
     with pytest.raises(RuntimeError, match=r"torch\.nn\.DataParallel would call copies of it in"):
         model._replicate_for_data_parallel()
     restore(model)

@@ -12,9 +12,9 @@ import resource
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,127 +22,63 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-import protrain_runtime
-from protrain_plan.models.batches import Batch, call_model, loss_of
-from protrain_plan.models.building import seeded
-from protrain_runtime import prepare, restore
+from protrain_runtime import full_parameters, restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
+    STEPPED,
     Keep,
     Offload,
     Persistent,
     Placement,
-    UnitPlan,
+    Recompute,
+    Swap,
     Updates,
 )
 from protrain_runtime.devices.preflight import NoRoomError
-from protrain_runtime.model.optimizer import PlannedOptimizer
-from protrain_runtime.model.prepared import engine_of, prepared_of
+from protrain_runtime.model.prepared import prepared_of
 from tests.support.hostile_models import Stack, batch_of
 from tests.support.judging import is_refusal
+from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
-    ADAMW,
-    Outcome,
+    Subject,
     assert_bitwise,
     decided,
     differences,
-    outcome,
-    plan_for,
-    units_of,
 )
+from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal
 
-runtime: Any = protrain_runtime
-"""Its names may come later than these tests."""
-
+STACK = Subject(Stack, batch_of)
 DISK = Offload(tier="disk")
-IN_BACKWARD: Updates = "in backward"
-AFTER_BACKWARD: Updates = "after backward"
-BOTH: tuple[Updates, ...] = (IN_BACKWARD, AFTER_BACKWARD)
-
-Run = Callable[[nn.Module, Optimizer], Iterable[Tensor]]
-"""Trains a model, and gives the losses."""
+BOTH: tuple[Updates, ...] = ("in backward", "after backward")
+BETWEEN = r"between backward\(\) and optimizer\.step\(\)"
 
 
-def build() -> nn.Module:
-    with seeded(0):
-        return Stack().train()
-
-
-@cache
-def described() -> tuple[UnitPlan, ...]:
-    return units_of(build(), batch_of(0))
-
-
-def with_away(name: str) -> list[UnitPlan]:
-    """One unit's states are away."""
-    return [
-        replace(unit, states=DISK if unit.name == name else Persistent()) for unit in described()
-    ]
-
-
-def planned(
-    folder: Path,
+def tried(
+    script: Script = Loop(),  # noqa: B008
     *,
-    updates: Updates = IN_BACKWARD,
+    updates: Updates = "in backward",
     states: Placement = DISK,
-    model: nn.Module | None = None,
-    groups: Sequence[dict[str, Any]] | None = None,
-    units: Sequence[UnitPlan] | None = None,
-) -> tuple[nn.Module, PlannedOptimizer]:
-    """A model that follows a plan with all states in one place."""
-    model = build() if model is None else model
-    plan = plan_for(model, decided(described() if units is None else units, Keep(), states))
-    return prepare(
-        model,
-        replace(plan, settings=replace(plan.settings, updates=updates)),
-        optimizer=ADAMW,
-        param_groups=groups,
-        spill_directory=folder,
-    )
+    **options: Any,
+) -> Scenario:
+    """All states in one place."""
+    given: dict[str, Any] = {
+        "model": STACK,
+        "units": lambda units: decided(units, Keep(), states),
+        "settings": {"updates": updates},
+    }
+    return Scenario(script=script, **{**given, **options})
 
 
-def loss_at(model: nn.Module, number: int) -> Tensor:
-    return loss_of(call_model(model, batch_of(number)))
+def planned(folder: Path, *, updates: Updates = "in backward", states: Placement = DISK) -> Run:
+    return tried(updates=updates, states=states).start(folder)
 
 
-def step(model: nn.Module, optimizer: Optimizer, number: int) -> Tensor:
-    loss = loss_at(model, number)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def steps(model: nn.Module, optimizer: Optimizer, *numbers: int) -> list[Tensor]:
-    return [step(model, optimizer, number) for number in numbers]
-
-
-def plain() -> tuple[nn.Module, Optimizer]:
-    model = build()
-    return model, ADAMW(model.parameters())
-
-
-def ran(run: Run, model: nn.Module, optimizer: Optimizer) -> Outcome:
-    torch.manual_seed(1)
-    return outcome(model, optimizer, run(model, optimizer))
-
-
-def assert_like_plain(run: Run, folder: Path, **options: Any) -> None:
-    assert_bitwise(ran(run, *planned(folder, **options)), ran(run, *plain()))
-
-
-def assert_like_plain_or_refused(run: Run, words: str, folder: Path, **options: Any) -> None:
-    model, optimizer = planned(folder, **options)
-    try:
-        found = ran(run, model, optimizer)
-    except Exception as error:  # noqa: BLE001 (the assertion says which)
-        assert_refuses(error, words)
-        return
-    assert_bitwise(found, ran(run, *plain()))
+def with_away(name: str, units: Units) -> Units:
+    """One unit's states are away."""
+    return [replace(unit, states=DISK if unit.name == name else Persistent()) for unit in units]
 
 
 def assert_refuses(error: Exception, words: str) -> None:
@@ -151,21 +87,27 @@ def assert_refuses(error: Exception, words: str) -> None:
     assert re.search(words, str(error)), str(error)
 
 
-def refused(what: Callable[[], object], words: str, kind: type[Exception] = Exception) -> None:
-    """A clear error of the kind."""
-    with pytest.raises(kind) as caught:
-        what()
-    assert_refuses(caught.value, words)
+def refused(use: Callable[[], object], words: str, kind: type[Exception] = Exception) -> None:
+    assert_refuses(refusal(use, kind), words)
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+@cache
+def plain_values(*numbers: int) -> dict[str, Tensor]:
+    run = tried().start()
+    run.step(*numbers)
+    return run.values()
 
 
-def values_of_plain(*numbers: int) -> dict[str, Tensor]:
-    model, optimizer = plain()
-    steps(model, optimizer, *numbers)
-    return values(model)
+def assert_values(run: Run, *numbers: int) -> None:
+    """Those of plain training with these batches."""
+    assert list(differences(run.values(), plain_values(*numbers), "values")) == []
+
+
+def assert_goes_on(run: Run, *numbers: int) -> None:
+    """It takes the last of these steps, and all of them are those of plain training."""
+    run.optimizer.zero_grad()
+    run.step(numbers[-1])
+    assert_values(run, *numbers)
 
 
 def assert_plain_with(model: nn.Module, expected: dict[str, Tensor]) -> None:
@@ -173,11 +115,14 @@ def assert_plain_with(model: nn.Module, expected: dict[str, Tensor]) -> None:
     assert prepared_of(model) is None
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert list(differences(own, expected, "values")) == []
-    twin = build()
+    twin = STACK.build()
     twin.load_state_dict(expected)
+    found = []
     for each in (twin, model):
-        steps(each, ADAMW(each.parameters()), 0)
-    assert list(differences(values(model), values(twin), "values")) == []
+        run = tried().plain_run(each)
+        run.step(0)
+        found.append(run.values())
+    assert list(differences(found[1], found[0], "values")) == []
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -196,76 +141,73 @@ def pickled(model: nn.Module) -> nn.Module:
     return loaded
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded, pickled])
 @pytest.mark.parametrize("states", [DISK, Persistent()])
-def test_a_copy_is_plain_with_the_values_that_there_are(
-    duplicate: Callable[[nn.Module], nn.Module], states: Placement, tmp_path: Path
-) -> None:
-    model, optimizer = planned(tmp_path, states=states)
-    steps(model, optimizer, 0, 1)
-    assert_plain_with(duplicate(model), values_of_plain(0, 1))
-    steps(model, optimizer, 2)  # the model that was copied goes on
-    assert list(differences(values(model), values_of_plain(0, 1, 2), "values")) == []
+def test_a_copy_is_plain_with_the_values_that_there_are(states: Placement, tmp_path: Path) -> None:
+    run = planned(tmp_path, states=states)
+    run.step(0, 1)
+    for duplicate in (copy.deepcopy, saved_and_loaded, pickled):
+        assert_plain_with(duplicate(run.model), plain_values(0, 1))
+    assert_goes_on(run, 0, 1, 2)  # the model that was copied
 
 
 def test_a_copy_between_backward_and_step_is_refused(tmp_path: Path) -> None:
     """Some of its parameters are updated and some are not, wherever they are."""
-    model, optimizer = planned(tmp_path)
-    engine = engine_of(model)
-    assert engine is not None
-    loss = loss_at(model, 0)
+    run = planned(tmp_path)
+    loss = run.loss(0)
     go_on = threading.Event()
-    (updates,) = (lane for name, lane in engine.lanes.items() if name.direction == "update")
+    (updates,) = (lane for name, lane in run.engine.lanes.items() if name.direction == "update")
     updates.submit("a rest", lambda: None if go_on.wait(60) else pytest.fail("it never ended"), ())
     loss.backward()  # and all that it updates is still on the device
-    with_parameters = [each for each in model.modules() if list(each.parameters())]
-    for module in with_parameters:
-        refused(partial(copy.deepcopy, module), r"between backward\(\) and optimizer\.step\(\)")
-    for parameter in model.parameters():
+    for module in (each for each in run.model.modules() if list(each.parameters())):
+        refused(partial(copy.deepcopy, module), BETWEEN)
+    for parameter in run.model.parameters():
         refused(parameter.sum, "full_parameters")
     go_on.set()
-    optimizer.step()
-    assert_plain_with(copy.deepcopy(model), values_of_plain(0))
-
-
-def averaged(model: nn.Module, optimizer: Optimizer, *, full: bool) -> AveragedModel:
-    average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    for number in range(3):
-        step(model, optimizer, number)
-        if full:
-            with runtime.full_parameters(model):
-                average.update_parameters(model)
-        else:
-            average.update_parameters(model)
-    return average
+    run.optimizer.step()
+    assert_plain_with(copy.deepcopy(run.model), plain_values(0))
 
 
 def test_averages_of_full_parameters_are_those_of_plain_training(tmp_path: Path) -> None:
-    expected = averaged(*plain(), full=False).state_dict()
-    found = averaged(*planned(tmp_path), full=True).state_dict()
-    assert list(differences(found, expected, "average")) == []
+    found = []
+    for run in (tried().start(), planned(tmp_path)):
+        own = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        average = AveragedModel(run.model, multi_avg_fn=own)
+        for number in range(3):
+            run.step(number)
+            with full(run):
+                average.update_parameters(run.model)
+        found.append(average.state_dict())
+    assert list(differences(found[1], found[0], "average")) == []
 
 
-def test_averages_of_parameters_that_are_away_are_refused(tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path)
-    average = AveragedModel(model)
-    step(model, optimizer, 0)
-    refused(lambda: average.update_parameters(model), r"full_parameters", RuntimeError)
-    steps(model, optimizer, 1)
-    assert list(differences(values(model), values_of_plain(0, 1), "values")) == []
+def test_a_model_that_was_copied_is_freed_with_its_plan(tmp_path: Path) -> None:
+    run = planned(tmp_path)
+    run.step(0)
+    engine = weakref.ref(run.engine)
+    duplicate = copy.deepcopy(run.model)
+    del run
+    gc.collect()
+    assert engine() is None
+    assert_plain_with(duplicate, plain_values(0))
 
 
-# --- reading parameters that are away -------------------------------------------------------------
+def test_restoring_is_done_once_and_may_be_said_again(tmp_path: Path) -> None:
+    model = STACK.build()
+    assert restore(model) is model
+    run = tried().prepared(model, tmp_path)
+    run.step(0)
+    assert restore(run.model) is model
+    assert restore(model) is model
+    assert_plain_with(model, plain_values(0))
+
+
+# --- what parameters that are away answer ---------------------------------------------------------
 
 Use = Callable[[nn.Parameter], object]
 
 
 def written(write: Use) -> Use:
-    def use(parameter: nn.Parameter) -> object:
-        with torch.no_grad():
-            return write(parameter)
-
-    return use
+    return torch.no_grad()(write)
 
 
 READS: dict[str, Use] = {
@@ -296,20 +238,6 @@ READS: dict[str, Use] = {
     "read into another": written(lambda p: torch.zeros(p.shape).copy_(p)),
     "vector to": lambda p: nn.utils.vector_to_parameters(torch.zeros(p.numel()), [p]),
 }
-
-
-@pytest.mark.parametrize("name", READS)
-@pytest.mark.parametrize("path", ["blocks.1.inner.weight", "head.weight"])
-def test_a_read_of_a_parameter_that_is_away_names_the_way(
-    name: str, path: str, tmp_path: Path
-) -> None:
-    model, optimizer = planned(tmp_path)
-    steps(model, optimizer, 0)
-    refused(lambda: READS[name](model.get_parameter(path)), r"full_parameters", RuntimeError)
-    steps(model, optimizer, 1)
-    assert list(differences(values(model), values_of_plain(0, 1), "values")) == []
-
-
 LOOKS: dict[str, Use] = {
     "shape": lambda p: (p.shape, p.size(), p.size(0), p.dim(), p.ndim, len(p)),
     "dtype": lambda p: (p.dtype, p.is_floating_point(), p.element_size(), p.itemsize),
@@ -325,21 +253,16 @@ LOOKS: dict[str, Use] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOKS)
-def test_what_is_no_value_can_be_asked_of_a_parameter_that_is_away(
-    name: str, tmp_path: Path
-) -> None:
-    expected = build()
-    model, _ = planned(tmp_path)
-    answers, plain_ones = (
-        [(path, LOOKS[name](parameter)) for path, parameter in each.named_parameters()]
-        for each in (model, expected)
+def test_what_is_no_value_can_be_asked_of_a_parameter_that_is_away(tmp_path: Path) -> None:
+    found, expected = (
+        {(name, path): LOOKS[name](p) for path, p in each.named_parameters() for name in LOOKS}
+        for each in (planned(tmp_path).model, STACK.build())
     )
-    assert answers == plain_ones
+    assert found == expected
 
 
 def test_a_parameter_that_is_away_says_so_when_it_is_printed(tmp_path: Path) -> None:
-    model, _ = planned(tmp_path)
+    model = planned(tmp_path).model
     for text in (repr(model.get_parameter("head.weight")), str(list(model.parameters()))):
         assert "Parameter" in text
         assert not re.search(r"\d\.\d", text)  # no value that it has not
@@ -347,31 +270,21 @@ def test_a_parameter_that_is_away_says_so_when_it_is_printed(tmp_path: Path) -> 
 
 def test_parameters_that_stay_are_read_as_ever(tmp_path: Path) -> None:
     """Only one unit is away."""
-    model = build()
-    expected = values(model)
-    plan = plan_for(model, with_away("blocks.1"))
-    model, _ = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    for name, parameter in model.named_parameters():
+    run = tried(units=partial(with_away, "blocks.1")).start(tmp_path)
+    expected = plain_values()
+    for name, parameter in run.model.named_parameters():
         if name.startswith("blocks.1."):
             refused(parameter.norm, r"full_parameters", RuntimeError)
         else:
             assert torch.equal(parameter.detach(), expected[name])
 
 
-# --- full_parameters ------------------------------------------------------------------------------
+# --- refused, and nothing has changed -------------------------------------------------------------
 
 
-def test_full_parameters_are_those_of_plain_training(tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path)
-    steps(model, optimizer, 0, 1)
-    with runtime.full_parameters(model):
-        found = {name: p.detach().clone() for name, p in model.named_parameters()}
-        norms = [p.norm().item() for p in model.parameters()]
-    assert list(differences(found, values_of_plain(0, 1), "values")) == []
-    assert norms == [p.norm().item() for p in values_of_plain(0, 1).values()]
-    refused(model.get_parameter("head.weight").norm, r"full_parameters", RuntimeError)
-    steps(model, optimizer, 2)
-    assert list(differences(values(model), values_of_plain(0, 1, 2), "values")) == []
+def edit_without_leave(run: Run) -> None:
+    with full_parameters(run.model):
+        halved(run.model)
 
 
 def halved(model: nn.Module) -> None:
@@ -381,160 +294,22 @@ def halved(model: nn.Module) -> None:
         model.get_parameter("blocks.2.inner.bias").data = torch.ones(64)
 
 
-@pytest.mark.parametrize("updates", BOTH)
-def test_an_edit_of_full_parameters_is_trained_on(updates: Updates, tmp_path: Path) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        losses = steps(model, optimizer, 0, 1)
-        if engine_of(model) is None:
-            halved(model)
-        else:
-            with runtime.full_parameters(model, modify=True):
-                halved(model)
-        return losses + steps(model, optimizer, 2, 3)
+def called(path: str, *, grad: bool) -> Script:
+    def use(run: Run) -> None:
+        with torch.set_grad_enabled(grad):
+            run.model.get_submodule(path)(torch.ones(4, 40, 32))
 
-    assert_like_plain(run, tmp_path, updates=updates)
+    return use
 
 
-def test_an_edit_without_leave_is_refused_and_undone(tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path)
-
-    def edit() -> None:
-        with runtime.full_parameters(model):
-            halved(model)
-
-    refused(edit, r"modify")
-    steps(model, optimizer, 0)
-    assert list(differences(values(model), values_of_plain(0), "values")) == []
+def a_second_backward(run: Run) -> None:
+    """A loop that never drops gradients."""
+    run.backward(9)
 
 
-def test_an_error_inside_full_parameters_is_the_one_that_is_seen(tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path)
-    with pytest.raises(KeyError, match="mine"), runtime.full_parameters(model):
-        raise KeyError("mine")
-    refused(model.get_parameter("head.weight").norm, r"full_parameters", RuntimeError)
-    steps(model, optimizer, 0)
-    assert list(differences(values(model), values_of_plain(0), "values")) == []
-
-
-def test_full_parameters_of_named_units_are_there_alone(tmp_path: Path) -> None:
-    model, _ = planned(tmp_path)
-    expected = values(build())
-    with runtime.full_parameters(model, units=["blocks.1"]):
-        for name, parameter in model.named_parameters():
-            if name.startswith("blocks.1."):
-                assert torch.equal(parameter.detach(), expected[name])
-            else:
-                refused(parameter.norm, r"full_parameters", RuntimeError)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA")
-def test_full_parameters_without_room_are_refused(tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    entering = runtime.full_parameters(model)
-    resource.setrlimit(resource.RLIMIT_DATA, (2**10, hard))
-    try:
-        with pytest.raises(NoRoomError) as caught:
-            entering.__enter__()
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    assert_refuses(caught.value, r"unit by unit")
-    steps(model, optimizer, 0)
-    assert list(differences(values(model), values_of_plain(0), "values")) == []
-
-
-def test_full_parameters_of_a_unit_that_there_is_not(tmp_path: Path) -> None:
-    model, _ = planned(tmp_path)
-
-    def enter() -> None:
-        with runtime.full_parameters(model, units=["blocks.9"]):
-            pass
-
-    refused(enter, r"blocks\.9", ProtrainError)
-
-
-def test_full_parameters_between_backward_and_step_are_refused(tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path)
-    loss_at(model, 0).backward()
-
-    def enter() -> None:
-        with runtime.full_parameters(model):
-            pass
-
-    refused(enter, r"between backward\(\) and optimizer\.step\(\)", RuntimeError)
-    optimizer.step()
-    enter()
-
-
-def test_full_parameters_of_a_plain_model_are_its_own() -> None:
-    model, optimizer = plain()
-    with runtime.full_parameters(model, modify=True):
-        halved(model)
-    steps(model, optimizer, 0)
-
-
-def test_a_step_inside_full_parameters(tmp_path: Path) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        if engine_of(model) is None:
-            return steps(model, optimizer, 0, 1)
-        with runtime.full_parameters(model):
-            return steps(model, optimizer, 0, 1)
-
-    assert_like_plain_or_refused(run, r"full_parameters", tmp_path)
-
-
-def test_an_evaluation_inside_full_parameters(tmp_path: Path) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        losses = steps(model, optimizer, 0)
-        with torch.no_grad():
-            if engine_of(model) is None:
-                losses.append(loss_at(model, 7))
-            else:
-                with runtime.full_parameters(model):
-                    losses.append(loss_at(model, 7))
-        return losses + steps(model, optimizer, 1)
-
-    assert_like_plain_or_refused(run, r"full_parameters", tmp_path)
-
-
-# --- compiling, moving, converting ----------------------------------------------------------------
-
-
-def test_a_compiled_model_is_refused(tmp_path: Path) -> None:
-    model = build()
-    plan = plan_for(model, decided(described(), Keep(), DISK))
-    compiled: Any = torch.compile(model)
-    refused(
-        lambda: prepare(compiled, plan, optimizer=ADAMW, spill_directory=tmp_path),
-        r"compiled",
-        ProtrainError,
-    )
-
-
-def test_a_model_that_is_compiled_in_place_is_refused(tmp_path: Path) -> None:
-    model = build()
-    plan = plan_for(model, decided(described(), Keep(), DISK))
-    model.compile()
-    refused(
-        lambda: prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path),
-        r"compiled",
-        ProtrainError,
-    )
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_planned_model_that_is_compiled_trains_like_plain_or_says_no(
-    *, in_place: bool, tmp_path: Path
-) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        called: Any = model
-        if engine_of(model) is not None and in_place:
-            model.compile(backend="eager")
-        elif engine_of(model) is not None:
-            called = torch.compile(model, backend="eager")
-        return steps(called, optimizer, 0, 1)
-
-    assert_like_plain_or_refused(run, r"compile", tmp_path)
+def enter(run: Run, **options: Any) -> None:
+    with full_parameters(run.model, **options):
+        pass
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
@@ -549,313 +324,257 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
     "share memory": lambda model: model.share_memory(),
     "to empty": lambda model: model.to_empty(device="cpu"),
 }
+PATHS = ("blocks.1.inner.weight", "head.weight")
+REFUSED: dict[str, tuple[list[Script], str, type[Exception]]] = {
+    "reads": (
+        [
+            lambda run, p=path, read=read: read(run.model.get_parameter(p))  # type: ignore[misc]
+            for read in READS.values()
+            for path in PATHS
+        ],
+        r"full_parameters",
+        RuntimeError,
+    ),
+    "an average": (
+        [lambda run: AveragedModel(run.model).update_parameters(run.model)],
+        r"full_parameters",
+        RuntimeError,
+    ),
+    "conversions": (
+        [lambda run, to=to: to(run.model) for to in CONVERSIONS.values()],  # type: ignore[misc]
+        r"prepare|plan|restore",
+        Exception,
+    ),
+    "calls of a module whose parameters are away": (
+        [
+            called(path, grad=grad)
+            for path in ("blocks.1", "blocks.2.inner", "head")
+            for grad in (False, True)
+        ],
+        r"full_parameters",
+        RuntimeError,
+    ),
+    "an edit without leave": ([edit_without_leave], r"modify", Exception),
+    "no such unit": ([partial(enter, units=["blocks.9"])], r"blocks\.9", ProtrainError),
+}
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
-def test_a_conversion_after_prepare_is_refused_and_changes_nothing(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_kept_is_refused_and_changes_nothing(name: str, tmp_path: Path) -> None:
+    uses, words, kind = REFUSED[name]
+    run = planned(tmp_path)
+    run.step(0)
+    for use in uses:
+        refused(partial(use, run), words, kind)
+        assert {(p.dtype, p.device.type) for p in run.model.parameters()} == {
+            (torch.float32, "cpu")
+        }
+    assert_goes_on(run, 0, 1)
+
+
+@pytest.mark.parametrize("updates", BOTH)
+def test_gradients_that_are_kept_or_made_zeros_are_refused(
+    updates: Updates, tmp_path: Path
 ) -> None:
-    model, optimizer = planned(tmp_path)
-    refused(lambda: CONVERSIONS[name](model), r"prepare|plan|restore")
-    assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float32, "cpu")}
-    steps(model, optimizer, 0)
-    assert list(differences(values(model), values_of_plain(0), "values")) == []
+    """By a loop that never drops them, or drops them in another way."""
+    run = planned(tmp_path, updates=updates)
+    run.backward(0)
+    run.optimizer.step()
+    refused(partial(run.backward, 9), r"zero_grad", RuntimeError)
+    run.optimizer.zero_grad()
+    run.backward(1)
+    run.optimizer.step()
+    refused(partial(run.model.zero_grad, set_to_none=False), "")
+    refused(partial(run.optimizer.zero_grad, set_to_none=False), r"set_to_none")
+    assert_goes_on(run, 0, 1, 2)
 
 
-@pytest.mark.parametrize(
-    "move",
-    [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.float(), lambda m: m.to("cpu:0")],
-)
-def test_a_move_to_where_the_model_is_changes_nothing(
-    move: Callable[[nn.Module], object], tmp_path: Path
-) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        losses = steps(model, optimizer, 0)
-        assert move(model) is model
-        return losses + steps(model, optimizer, 1)
-
-    assert_like_plain(run, tmp_path)
+# --- full_parameters ------------------------------------------------------------------------------
 
 
-# --- a part of the model by itself ----------------------------------------------------------------
+def full(run: Run, **options: Any) -> AbstractContextManager[object]:
+    return full_parameters(run.model, **options) if run.planned else nullcontext()
 
 
-@pytest.mark.parametrize("path", ["blocks.1", "blocks.2.inner", "head"])
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_module_whose_parameters_are_away_cannot_be_called_by_itself(
-    path: str, *, grad: bool, tmp_path: Path
-) -> None:
-    model, optimizer = planned(tmp_path)
-    steps(model, optimizer, 0)
-    with torch.set_grad_enabled(grad):
-        refused(
-            lambda: model.get_submodule(path)(torch.ones(4, 40, 32)),
-            r"full_parameters",
-            RuntimeError,
-        )
-    steps(model, optimizer, 1)
-    assert list(differences(values(model), values_of_plain(0, 1), "values")) == []
+def test_full_parameters_are_those_of_plain_training(tmp_path: Path) -> None:
+    run = planned(tmp_path)
+    run.step(0, 1)
+    with full_parameters(run.model):
+        found = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        norms = [p.norm().item() for p in run.model.parameters()]
+    assert list(differences(found, plain_values(0, 1), "values")) == []
+    assert norms == [p.norm().item() for p in plain_values(0, 1).values()]
+    with pytest.raises(KeyError, match="mine"), full_parameters(run.model):
+        raise KeyError("mine")  # the error inside is the one that is seen
+    refused(run.model.get_parameter("head.weight").norm, r"full_parameters", RuntimeError)
+    assert_goes_on(run, 0, 1, 2)
+
+
+def test_full_parameters_of_named_units_are_there_alone(tmp_path: Path) -> None:
+    model = planned(tmp_path).model
+    with full_parameters(model, units=["blocks.1"]):
+        for name, parameter in model.named_parameters():
+            if name.startswith("blocks.1."):
+                assert torch.equal(parameter.detach(), plain_values()[name])
+            else:
+                refused(parameter.norm, r"full_parameters", RuntimeError)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA")
+def test_full_parameters_without_room_are_refused(tmp_path: Path) -> None:
+    run = planned(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    entering = full_parameters(run.model)
+    resource.setrlimit(resource.RLIMIT_DATA, (2**10, hard))
+    try:
+        with pytest.raises(NoRoomError) as caught:
+            entering.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    assert_refuses(caught.value, r"unit by unit")
+    assert_goes_on(run, 0)
+
+
+def test_full_parameters_of_a_plain_model_are_its_own() -> None:
+    run = tried().start()
+    with full_parameters(run.model, modify=True):
+        halved(run.model)
+    run.step(0)
 
 
 @pytest.mark.parametrize("away", ["blocks.1", "blocks.3"])
 def test_a_module_whose_parameters_are_there_can_be_called_by_itself(
     away: str, tmp_path: Path
 ) -> None:
-    model = build()
     given = torch.ones(4, 40, 32)
-    expected = model.get_submodule("blocks.1")(given).detach()
-    plan = plan_for(model, with_away(away))
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    is_away = away == "blocks.1"
-    bringing = runtime.full_parameters(model, units=[away]) if is_away else nullcontext()
+    expected = STACK.build().get_submodule("blocks.1")(given).detach()
+    run = tried(units=partial(with_away, away)).start(tmp_path)
+    bringing = full(run, units=[away]) if away == "blocks.1" else nullcontext()
     with bringing, torch.no_grad():
-        found = model.get_submodule("blocks.1")(given)
-    assert torch.equal(found, expected)
-    steps(model, optimizer, 0)
-    assert list(differences(values(model), values_of_plain(0), "values")) == []
+        assert torch.equal(run.model.get_submodule("blocks.1")(given), expected)
+    assert_goes_on(run, 0)
 
 
-# --- parameters and groups ------------------------------------------------------------------------
+# --- scripts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("updates", BOTH)
-def test_offloaded_parameters_in_no_group_are_refused(updates: Updates, tmp_path: Path) -> None:
-    model = build()
-    groups = [{"params": list(model.get_submodule("head").parameters())}]
-    refused(
-        lambda: planned(tmp_path, model=model, groups=groups, updates=updates),
-        r"group",
-        ProtrainError,
-    )
-    assert "forward" not in model.__dict__
+@dataclass(frozen=True)
+class Row:
+    """A script that trains like plain PyTorch, or may be refused with these words."""
+
+    script: Script
+    words: str = ""
+    updates: tuple[Updates, ...] = ("in backward",)
+    model: Subject = STACK
 
 
-def test_persistent_parameters_in_no_group_stay_what_they_are(tmp_path: Path) -> None:
-    found = []
-    for prepared in (False, True):
-        model = build()
-        trained = [*model.get_submodule("head").parameters()]
-        trained += model.get_submodule("blocks.3").parameters()
-        optimizer: Optimizer = ADAMW([{"params": trained}])
-        if prepared:
-            model, optimizer = prepare(
-                model,
-                plan_for(model, with_away("blocks.3")),
-                optimizer=ADAMW,
-                param_groups=[{"params": trained}],
-                spill_directory=tmp_path,
-            )
-        found.append((steps(model, optimizer, 0, 1), values(model)))
-    assert list(differences(found[1], found[0], "training")) == []
+def edited(run: Run) -> None:
+    run.step(0, 1)
+    with full(run, modify=True):
+        halved(run.model)
+    run.step(2, 3)
 
 
-@pytest.mark.parametrize("updates", BOTH)
-@pytest.mark.parametrize("states", [DISK, Persistent()])
-def test_parameters_of_another_module_are_trained_as_plain(
-    updates: Updates, states: Placement, tmp_path: Path
-) -> None:
-    found = []
-    for prepared in (False, True):
-        model, scale = build(), nn.Parameter(torch.ones(3))
-        groups = [{"params": [*model.parameters(), scale]}]
-        optimizer: Optimizer = ADAMW(groups)
-        if prepared:
-            model, optimizer = planned(
-                tmp_path, model=model, groups=groups, updates=updates, states=states
-            )
-        losses = []
-        for number in range(3):
-            loss = loss_at(model, number) * scale.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        found.append((losses, values(model), scale.detach(), optimizer.state_dict()))
-    assert list(differences(found[1], found[0], "training")) == []
+def moved(run: Run) -> None:
+    """To where the model is."""
+    run.step(0)
+    model = run.model
+    for same in (model.to("cpu"), model.cpu(), model.float(), model.to("cpu:0")):
+        assert same is model
+    run.step(1)
 
 
-def test_a_hook_on_a_parameter_is_called_as_plain(tmp_path: Path) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        model.get_parameter("blocks.1.inner.weight").register_hook(lambda gradient: gradient * 0.5)
-        return steps(model, optimizer, 0, 1)
-
-    assert_like_plain_or_refused(run, r"hook|full_parameters", tmp_path)
+def frozen_later(run: Run) -> None:
+    run.step(0)
+    run.model.get_parameter("blocks.2.norm.weight").requires_grad_(False)
+    run.step(1, 2)
 
 
-def replaced(model: nn.Module) -> None:
-    block = model.get_submodule("blocks.1.inner")
-    block.bias = nn.Parameter(torch.ones(64))
-
-
-def frozen_to_trained(model: nn.Module) -> None:
-    model.get_parameter("blocks.1.norm.weight").requires_grad_(True)
-
-
-def trained_to_frozen(model: nn.Module) -> None:
-    model.get_parameter("blocks.2.norm.weight").requires_grad_(False)
-
-
-def module_replaced(model: nn.Module) -> None:
-    model.get_submodule("blocks.1").register_module("inner", nn.Linear(32, 64))
-
-
-def partly_frozen() -> nn.Module:
-    model = build()
-    model.get_parameter("blocks.1.norm.weight").requires_grad_(False)
-    return model
-
-
-@pytest.mark.parametrize("change", [replaced, frozen_to_trained, module_replaced])
-def test_a_model_that_changes_after_prepare_is_refused_at_its_next_forward(
-    change: Callable[[nn.Module], None], tmp_path: Path
-) -> None:
-    units = units_of(partly_frozen(), batch_of(0))
-    model, optimizer = planned(tmp_path, model=partly_frozen(), units=units)
-    steps(model, optimizer, 0)
-    change(model)
-    refused(lambda: loss_at(model, 1), r"prepare|plan|restore")
-
-
-def test_a_parameter_that_is_frozen_after_prepare(tmp_path: Path) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        losses = steps(model, optimizer, 0)
-        trained_to_frozen(model)
-        return losses + steps(model, optimizer, 1, 2)
-
-    assert_like_plain(run, tmp_path)
-
-
-# --- gradients ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("updates", BOTH)
-def test_a_loop_that_never_drops_gradients_is_refused(updates: Updates, tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path, updates=updates)
-    loss_at(model, 0).backward()
-    optimizer.step()
-    refused(lambda: loss_at(model, 1).backward(), r"zero_grad", RuntimeError)
-    optimizer.zero_grad()
-    steps(model, optimizer, 1)
-    assert list(differences(values(model), values_of_plain(0, 1), "values")) == []
-
-
-def by_hand(model: nn.Module) -> None:
-    for parameter in model.parameters():
+def by_hand(run: Run) -> None:
+    for parameter in run.model.parameters():
         parameter.grad = None
 
 
-DROPS: dict[str, Callable[[nn.Module, Optimizer], object]] = {
-    "optimizer": lambda _, optimizer: optimizer.zero_grad(),
-    "model": lambda model, _: model.zero_grad(),
-    "by hand": lambda model, _: by_hand(model),
-}
+DROPS: tuple[Script, ...] = (
+    lambda run: run.optimizer.zero_grad(),
+    lambda run: run.model.zero_grad(),
+    by_hand,
+)
 
 
-@pytest.mark.parametrize("updates", BOTH)
-@pytest.mark.parametrize("drop", DROPS)
-@pytest.mark.parametrize("after_forward", [False, True])
-def test_gradients_may_be_dropped_before_or_after_forward(
-    updates: Updates, drop: str, *, after_forward: bool, tmp_path: Path
-) -> None:
-    """The second is Lightning's order."""
+def dropped_before_forward(run: Run) -> None:
+    for number, drop in enumerate(DROPS):
+        drop(run)
+        run.backward(number)
+        run.optimizer.step()
+    run.optimizer.zero_grad()
 
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
+
+def dropped_after_forward(run: Run) -> None:
+    """Lightning's order."""
+    for number, drop in enumerate(DROPS):
+        run.backward(number, between=partial(drop, run))
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def with_gradient(value: Tensor | None) -> Script:
+    """One gradient is dropped, or another, between backward and step."""
+
+    def script(run: Run) -> None:
         for number in range(3):
-            if not after_forward:
-                DROPS[drop](model, optimizer)
-            loss = loss_at(model, number)
-            if after_forward:
-                DROPS[drop](model, optimizer)
-            loss.backward()
-            optimizer.step()
-            yield loss.detach()
-        DROPS[drop](model, optimizer)
+            run.backward(number)
+            run.model.get_parameter("blocks.1.inner.weight").grad = value
+            run.update()
 
-    assert_like_plain(run, tmp_path, updates=updates)
+    return script
 
 
-@pytest.mark.parametrize("updates", BOTH)
-@pytest.mark.parametrize("of_model", [False, True])
-def test_zeros_in_place_of_no_gradients_are_refused(
-    updates: Updates, *, of_model: bool, tmp_path: Path
-) -> None:
-    model, optimizer = planned(tmp_path, updates=updates)
-    loss_at(model, 0).backward()
-    optimizer.step()
-    dropping = model if of_model else optimizer
-    refused(lambda: dropping.zero_grad(set_to_none=False), "" if of_model else r"set_to_none")
-    optimizer.zero_grad()
-    steps(model, optimizer, 1)
-    assert list(differences(values(model), values_of_plain(0, 1), "values")) == []
+def steps_without_backward(run: Run) -> None:
+    for number in range(2):
+        run.optimizer.step()
+        run.step(number)
 
 
-def with_one_dropped(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-    for number in range(3):
-        loss = loss_at(model, number)
-        loss.backward()
-        model.get_parameter("blocks.1.inner.weight").grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.detach()
+def hooked(run: Run) -> None:
+    run.model.get_parameter("blocks.1.inner.weight").register_hook(lambda gradient: gradient * 0.5)
+    run.step(0, 1)
 
 
-def test_a_gradient_that_is_dropped_before_the_step_updates_nothing(tmp_path: Path) -> None:
-    assert_like_plain(with_one_dropped, tmp_path, updates=AFTER_BACKWARD)
+def differentiated(run: Run) -> None:
+    loss = run.loss(0)
+    run.seen += [loss.detach(), *torch.autograd.grad(loss, list(run.model.parameters()))]
+    run.step(1)
 
 
-def test_a_gradient_that_is_dropped_after_its_update_is_refused(tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path, updates=IN_BACKWARD)
-    refused(lambda: list(with_one_dropped(model, optimizer)), r"grad", RuntimeError)
+def stepped_twice(run: Run) -> None:
+    run.backward(0)
+    run.optimizer.step()
+    run.update()
+    run.step(1)
 
 
-@pytest.mark.parametrize("updates", BOTH)
-def test_a_gradient_that_is_replaced_before_the_step(updates: Updates, tmp_path: Path) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        for number in range(3):
-            loss = loss_at(model, number)
-            loss.backward()
-            model.get_parameter("blocks.1.inner.weight").grad = torch.full((64, 32), 0.25)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield loss.detach()
-
-    assert_like_plain_or_refused(run, r"gradient", tmp_path, updates=updates)
+def stepped_inside(run: Run) -> None:
+    with full(run):
+        run.step(0, 1)
 
 
-def test_gradients_that_autograd_is_asked_for(tmp_path: Path) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        loss = loss_at(model, 0)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        return [loss.detach(), *gradients, *steps(model, optimizer, 1)]
-
-    assert_like_plain_or_refused(run, r"backward|full_parameters|autograd\.grad", tmp_path)
+def evaluated_inside(run: Run) -> None:
+    run.step(0)
+    with full(run):
+        run.look(7)
+    run.step(1)
 
 
-@pytest.mark.parametrize("updates", BOTH)
-def test_steps_without_a_backward_between(updates: Updates, tmp_path: Path) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        optimizer.step()
-        losses = steps(model, optimizer, 0)
-        optimizer.step()
-        return losses + steps(model, optimizer, 1)
+def compiled(*, in_place: bool) -> Script:
+    def script(run: Run) -> None:
+        if run.planned and in_place:
+            run.model.compile(backend="eager")
+        elif run.planned:
+            run.model = torch.compile(run.model, backend="eager")  # type: ignore[assignment]
+        run.step(0, 1)
 
-    assert_like_plain(run, tmp_path, updates=updates)
-
-
-@pytest.mark.parametrize("updates", BOTH)
-def test_two_steps_with_the_same_gradients(updates: Updates, tmp_path: Path) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        loss = loss_at(model, 0)
-        loss.backward()
-        optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [loss.detach(), *steps(model, optimizer, 1)]
-
-    assert_like_plain_or_refused(run, r"step\(\)|gradient", tmp_path, updates=updates)
-
-
-# --- around the model -----------------------------------------------------------------------------
+    return script
 
 
 class Body(Stack):
@@ -866,74 +585,269 @@ class Body(Stack):
         return out.square().mean()
 
 
-def body() -> nn.Module:
-    with seeded(0):
-        return Body().train()
-
-
 def hidden(number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(4, 40, 32, generator=generator)
+    return torch.randn(4, 40, 32, generator=torch.Generator().manual_seed(number))
+
+
+def checkpointed(*, reentrant: bool) -> Script:
+    """Around the whole model."""
+
+    def script(run: Run) -> None:
+        for number in range(3):
+            given = hidden(number).requires_grad_()
+            loss = checkpoint(run.model, given, use_reentrant=reentrant)
+            loss.backward()
+            assert given.grad is not None
+            run.seen += [loss.detach(), given.grad]
+            run.update()
+
+    return script
+
+
+def called_with_others(run: Run) -> None:
+    """Parameters are given for one call."""
+    given = {name: value * 0.5 for name, value in plain_values().items()}
+    with torch.no_grad():
+        run.seen.append(torch.func.functional_call(run.model, given, (), dict(batch_of(5))))
+    run.step(0)
+
+
+SCRIPTS: dict[str, Row] = {
+    "edits of full parameters": Row(edited, updates=BOTH),
+    "moves to where it is": Row(moved),
+    "frozen after prepare": Row(frozen_later),
+    "drops before forward": Row(dropped_before_forward, updates=BOTH),
+    "drops after forward": Row(dropped_after_forward, updates=BOTH),
+    "a gradient dropped": Row(with_gradient(None), updates=("after backward",)),
+    "steps without backward": Row(steps_without_backward, updates=BOTH),
+    "a gradient replaced": Row(with_gradient(torch.full((64, 32), 0.25)), "gradient", BOTH),
+    "a hook on a parameter": Row(hooked, r"hook|full_parameters"),
+    "autograd.grad": Row(differentiated, r"backward|full_parameters|autograd\.grad"),
+    "two steps": Row(stepped_twice, r"step\(\)|gradient", BOTH),
+    "a step inside full_parameters": Row(stepped_inside, r"full_parameters"),
+    "an evaluation inside": Row(evaluated_inside, r"full_parameters"),
+    "compiled in place": Row(compiled(in_place=True), r"compile"),
+    "compiled": Row(compiled(in_place=False), r"compile"),
+    "a checkpoint around it": Row(
+        checkpointed(reentrant=False), r"checkpoint|recomput|forward", BOTH, Subject(Body, hidden)
+    ),
+    "a reentrant checkpoint": Row(
+        checkpointed(reentrant=True), r"checkpoint|recomput|forward", BOTH, Subject(Body, hidden)
+    ),
+    "functional_call": Row(called_with_others, r"full_parameters|prepare|plan|restore"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "updates"),
+    [(name, updates) for name, row in SCRIPTS.items() for updates in row.updates],
+)
+def test_a_script_trains_like_plain_pytorch_or_is_refused(
+    name: str, updates: Updates, tmp_path: Path
+) -> None:
+    row = SCRIPTS[name]
+    asked = tried(row.script, updates=updates, model=row.model)
+    run = asked.start(tmp_path)
+    try:
+        found = asked.played(run)
+    except Exception as error:
+        if not row.words:
+            raise
+        assert_refuses(error, row.words)
+        return
+    assert_bitwise(found, asked.plain())
+
+
+def test_a_gradient_that_is_dropped_after_its_update_is_refused(tmp_path: Path) -> None:
+    refused(partial(with_gradient(None), planned(tmp_path)), r"grad", RuntimeError)
+
+
+# --- models and groups ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_refused(in_place: bool, tmp_path: Path) -> None:
+    model: Any = STACK.build()
+    if in_place:
+        model.compile()
+    else:
+        model = torch.compile(model)
+    plan = tried().planned_for(STACK.build())
+    asked = tried(plan=lambda _: plan)
+    refused(partial(asked.prepared, model, tmp_path), r"compiled", ProtrainError)
 
 
 @pytest.mark.parametrize("updates", BOTH)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_around_the_whole_model(
-    updates: Updates, *, reentrant: bool, tmp_path: Path
+def test_offloaded_parameters_in_no_group_are_refused(updates: Updates, tmp_path: Path) -> None:
+    model = STACK.build()
+    asked = tried(updates=updates, groups=lambda model: [{"params": [*model.head.parameters()]}])
+    refused(partial(asked.prepared, model, tmp_path), r"group", ProtrainError)
+    assert "forward" not in model.__dict__
+
+
+def head_and_last_block(model: nn.Module) -> list[dict[str, Any]]:
+    parts = [model.get_submodule(path) for path in ("head", "blocks.3")]
+    return [{"params": [p for part in parts for p in part.parameters()]}]
+
+
+def test_persistent_parameters_in_no_group_stay_what_they_are(tmp_path: Path) -> None:
+    away = partial(with_away, "blocks.3")
+    script = Loop(num_steps=2)
+    tried(script, units=away, groups=head_and_last_block).assert_like_plain(tmp_path)
+
+
+def with_a_scale(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [*model.parameters(), nn.Parameter(torch.ones(3))]}]
+
+
+def scaled(run: Run) -> None:
+    """The loss has a factor that is a parameter of another module."""
+    scale = run.optimizer.param_groups[0]["params"][-1]
+    for number in range(3):
+        run.backward(number, weigh=lambda loss: loss * scale.square().mean())
+        run.update()
+    run.seen.append(scale.detach())
+
+
+@pytest.mark.parametrize("updates", BOTH)
+@pytest.mark.parametrize("states", [DISK, Persistent()])
+def test_parameters_of_another_module_are_trained_as_plain(
+    updates: Updates, states: Placement, tmp_path: Path
 ) -> None:
-    def run(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-        losses = []
-        for number in range(3):
-            given = hidden(number).requires_grad_()
-            loss = checkpoint(model, given, use_reentrant=reentrant)
-            loss.backward()
-            assert given.grad is not None
-            losses += [loss.detach(), given.grad]
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    units = units_of(body(), hidden(0))
-    model, optimizer = planned(tmp_path, model=body(), units=units, updates=updates)
-    try:
-        found = run(model, optimizer)
-    except Exception as error:  # noqa: BLE001 (the assertion says which)
-        assert_refuses(error, r"checkpoint|recomput|forward")
-        return
-    expected = body()
-    losses = run(expected, ADAMW(expected.parameters()))
-    assert list(differences(found, losses, "loss")) == []
-    assert list(differences(values(model), values(expected), "values")) == []
+    asked = tried(scaled, updates=updates, states=states, groups=with_a_scale)
+    asked.assert_like_plain(tmp_path)
 
 
-def test_parameters_that_are_given_for_one_call(tmp_path: Path) -> None:
-    given = {name: value * 0.5 for name, value in values(build()).items()}
-
-    def run(model: nn.Module, optimizer: Optimizer) -> Iterable[Tensor]:
-        batch: Batch = batch_of(5)
-        with torch.no_grad():
-            called = torch.func.functional_call(model, given, (), dict(batch))
-        return [called, *steps(model, optimizer, 0)]
-
-    assert_like_plain_or_refused(run, r"full_parameters|prepare|plan|restore", tmp_path)
+def replaced(model: nn.Module) -> None:
+    model.get_submodule("blocks.1.inner").bias = nn.Parameter(torch.ones(64))
 
 
-def test_restoring_is_done_once_and_may_be_said_again(tmp_path: Path) -> None:
-    model = build()
-    assert restore(model) is model
-    model, optimizer = planned(tmp_path, model=model)
-    steps(model, optimizer, 0)
-    assert restore(model) is model
-    assert restore(model) is model
-    assert_plain_with(model, values_of_plain(0))
+def frozen_to_trained(model: nn.Module) -> None:
+    model.get_parameter("blocks.1.norm.weight").requires_grad_(True)
 
 
-def test_a_model_that_was_copied_is_freed_with_its_plan(tmp_path: Path) -> None:
-    model, optimizer = planned(tmp_path)
-    steps(model, optimizer, 0)
-    engine = weakref.ref(engine_of(model))
-    duplicate = copy.deepcopy(model)
-    del model, optimizer
-    gc.collect()
-    assert engine() is None
-    assert_plain_with(duplicate, values_of_plain(0))
+def module_replaced(model: nn.Module) -> None:
+    model.get_submodule("blocks.1").register_module("inner", nn.Linear(32, 64))
+
+
+PARTLY_FROZEN = replace(
+    STACK, change=lambda model: model.get_parameter("blocks.1.norm.weight").requires_grad_(False)
+)
+
+
+@pytest.mark.parametrize("change", [replaced, frozen_to_trained, module_replaced])
+def test_a_model_that_changes_after_prepare_is_refused_at_its_next_forward(
+    change: Callable[[nn.Module], None], tmp_path: Path
+) -> None:
+    run = tried(model=PARTLY_FROZEN).start(tmp_path)
+    run.step(0)
+    change(run.model)
+    refused(partial(run.loss, 1), r"prepare|plan|restore")
+
+
+# --- between backward and the step ----------------------------------------------------------------
+
+
+def look_at_gradients(run: Run) -> None:
+    sum(p.grad.sum() for p in run.model.parameters() if p.grad is not None)
+
+
+def unscale(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(run.optimizer)
+
+
+TAKEN: tuple[Script, ...] = (
+    lambda run: run.clip(1.0),
+    look_at_gradients,
+    unscale,
+    lambda run: run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+)
+"""Uses of gradients that were taken, and of groups."""
+READ: dict[str, Script] = {
+    "a second forward began": lambda run: run.backward(0),
+    "the model was evaluated": lambda run: run.look(1),
+    "state_dict() was called": lambda run: run.model.state_dict(),
+    "optimizer.state_dict() was called": lambda run: run.optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("states", [DISK, STEPPED], ids=["disk", "device"])
+def test_between_backward_and_step_nothing_is_read(
+    states: Placement, assert_says: Speaker, tmp_path: Path
+) -> None:
+    """Where backward updates, whose states are all on disk or on the device."""
+    run = planned(tmp_path, states=states)
+    run.backward(0)
+    if states == DISK:
+        refused(partial(enter, run), BETWEEN, RuntimeError)
+    for use in TAKEN:
+        assert_says(refusal(partial(use, run)))
+    for what, use in READ.items():
+        assert str(refusal(partial(use, run))) == (
+            f"{what} between backward() and optimizer.step(): this plan updates parameters during"
+            " backward, so every backward needs its step"
+        )
+    before = run.optimizer.param_groups[0]["lr"]
+    run.optimizer.param_groups[0]["lr"] = 2 * before
+    assert_says(refusal(run.optimizer.step))
+    run.optimizer.param_groups[0]["lr"] = before
+    run.update()
+    assert all(p.grad is None for p in run.model.parameters())
+    enter(run)
+    for use in reversed(READ.values()):  # after the step it is allowed
+        use(run)
+
+
+# --- modules and activations ----------------------------------------------------------------------
+
+
+def test_restore_gives_back_a_forward_that_an_instance_had(tmp_path: Path) -> None:
+    """As packages leave them that wrap modules on the instance."""
+    model = STACK.build()
+    block = model.get_submodule("blocks.1")
+    mine = block.forward
+    block.forward = mine  # on the instance from now on
+    run = tried(units=lambda units: decided(units, Recompute(), DISK)).prepared(model, tmp_path)
+    assert block.__dict__["forward"] is not mine
+    restore(run.model)
+    assert block.__dict__["forward"] is mine
+    assert "forward" not in model.__dict__
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["leaves", "stays"])
+def test_a_write_to_a_saved_activation_is_refused_as_in_plain_pytorch(
+    held: bool, tmp_path: Path
+) -> None:
+    """While it leaves, or before backward where somebody holds it, so that it stays."""
+    seen: list[Tensor] = []
+
+    def write(_: nn.Module, inputs: tuple[Tensor], __: object) -> None:
+        if held:
+            seen.append(inputs[0])
+        else:
+            inputs[0].detach().mul_(2)
+
+    swapping = Scenario(units=lambda units: decided(units, Swap(tier="disk"), Persistent()))
+    for folder in (None, tmp_path):
+        run = swapping.start(folder)
+        run.model.get_submodule(DOWN).register_forward_hook(write)
+        with pytest.raises(RuntimeError, match=r"in place after it was|by an inplace operation"):
+            run.backward(0, between=lambda: [tensor.detach().mul_(2) for tensor in seen])
+        seen.clear()
+
+
+def test_a_forward_that_writes_to_a_parameter_that_leaves_is_refused(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    def write(module: nn.Module, *_: object) -> None:
+        module.get_parameter("weight").detach().mul_(2)
+
+    model = Scenario().subject.build()
+    model.get_submodule(DOWN).register_forward_hook(write)
+    leaving = Scenario(units=lambda units: decided(units, Keep(), DISK))
+    assert_says(refusal(partial(leaving.prepared(model, tmp_path).loss, 0)))

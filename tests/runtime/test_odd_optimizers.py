@@ -7,6 +7,7 @@ and refuse nothing.
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.planning.model.problem import Problem
 from protrain_runtime import prepare, with_master_weights
 from protrain_runtime.contract.errors import ProtrainError
@@ -28,9 +29,9 @@ from protrain_runtime.contract.records.plan import (
     Recompute,
     UnitPlan,
 )
-from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support import judging, odd_optimizers
+from tests.support.hostile_models import Hostile
 from tests.support.messages import Speaker
 from tests.support.odd_optimizers import APART, TOGETHER, UNCOUNTED, WHOLE, Factory, odd
 from tests.support.plan_settings import with_settings
@@ -182,33 +183,20 @@ def test_what_looks_at_whole_parameters_trains_or_is_refused(way: str, tmp_path:
         assert_bitwise(outcome_of_plan, expected)
 
 
-@dataclass(frozen=True)
-class OfFeature:
+def of_feature(feature: str) -> Hostile:
     """A small model that an odd optimizer trains, for the profile's open decisions."""
 
-    feature: str
-    factory = None
-    gives_up = None
-
-    @property
-    def optimizer(self) -> str:
-        return f"tests.support.odd_optimizers:made(features={self.feature!r})"
-
-    def build(self) -> nn.Module:
+    def make() -> nn.Module:
         odd_optimizers.COUNTS["calls"] = 0
         odd_optimizers.forget()
         return build("gpt2")
 
-    def batch(self, step: int) -> Batch:
-        return batch("gpt2", step)
+    optimizer = f"tests.support.odd_optimizers:made(features={feature!r})"
+    return Hostile(make, optimizer=optimizer, batch=partial(batch, "gpt2"))
 
 
 class JudgeOfOpen(judging.Judge):
     """Of plans' decisions, those that the profile leaves open."""
-
-    def _profile(self) -> Profile:
-        self.profile = super()._profile()
-        return self.profile
 
     def _decided(self, name: judging.PlanName, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
         problem = Problem.of(self.profile, Budgets(device=2**40, host=2**40, disk=2**40))
@@ -234,7 +222,7 @@ class JudgeOfOpen(judging.Judge):
 def test_what_a_profile_leaves_open_is_not_refused_and_trains_bitwise(
     feature: str, tmp_path: Path
 ) -> None:
-    for verdict in JudgeOfOpen(OfFeature(feature), 0, tmp_path).verdicts(judging.PLANS):
+    for verdict in JudgeOfOpen(of_feature(feature), 0, tmp_path).verdicts(judging.PLANS):
         assert (verdict.kind, verdict.text) == ("like plain", "")
 
 
@@ -242,7 +230,7 @@ def test_what_a_profile_leaves_open_is_not_refused_and_trains_bitwise(
 def test_a_profile_refuses_what_keeps_more_than_its_first_step_shows(
     feature: str, tmp_path: Path
 ) -> None:
-    (verdict,) = JudgeOfOpen(OfFeature(feature), 0, tmp_path).verdicts(judging.PLANS)
+    (verdict,) = JudgeOfOpen(of_feature(feature), 0, tmp_path).verdicts(judging.PLANS)
     assert (verdict.under, verdict.kind) == ("profile", "refused")
 
 

@@ -1,5 +1,6 @@
 """What random models and the matrix have found once: each a case of its own."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_runtime import prepare, with_master_weights
+from protrain_runtime import with_master_weights
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
@@ -21,53 +22,50 @@ from protrain_runtime.contract.records.plan import (
     Schedule,
     Swap,
     SwapInput,
-    UnitPlan,
 )
 from protrain_runtime.contract.records.profile import Form
-from protrain_runtime.model.prepared import engine_of
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
-from tests.support.random_models import Shape, random_batch, random_model
-from tests.support.random_training import Loop
+from tests.support.random_models import Shape
+from tests.support.random_training import subject
 from tests.support.runtime_cases import (
-    ADAMW,
     RECOMPUTED,
+    Subject,
     assert_bitwise,
     attached,
     decided,
     decision_name,
-    device,
     differences,
-    on_device,
-    plan_for,
-    units_of,
+    tokens,
 )
+from tests.support.scenario import Loop, Scenario, refusal
 
 NORMED = Shape(blocks=("batch norm",) * 3, between=("nothing",) * 3)
 
 
-def normed_units() -> tuple[UnitPlan, ...]:
-    return units_of(random_model(NORMED), random_batch(0))
+def trained(shape: Shape, *decision: Any, **options: Any) -> Scenario:
+    """Three steps of a random model, all of whose units have one decision."""
+    return Scenario(
+        model=subject(shape),
+        units=lambda units: decided(units, *decision),
+        script=Loop(num_steps=3),
+        **options,
+    )
 
 
 @every_device
 @pytest.mark.parametrize("form", RECOMPUTED)
+@pytest.mark.parametrize("swaps", [False, True])
 def test_running_statistics_are_updated_once_where_a_block_is_recomputed(
-    form: Form, tmp_path: Path
+    form: Form, swaps: bool, tmp_path: Path
 ) -> None:
-    reference = random_model(NORMED)
-    expected = Loop().train(reference, ADAMW(reference.parameters()))
-    for decision in (Recompute(form=form), SwapInput(tier="disk", form=form)):
-        model = random_model(NORMED)
-        units = decided(normed_units(), decision, Offload(tier="disk"))
-        buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
-        model, optimizer = prepare(
-            model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
-        )
-        found = Loop().train(model, optimizer)
-        assert list(differences(found.parameters, expected.parameters, "parameters")) == []
-        assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
+    decision = SwapInput(tier="disk", form=form) if swaps else Recompute(form=form)
+    tried = trained(NORMED, decision, Offload(tier="disk"))
+    run = tried.start(tmp_path)
+    buffers = {name: id(buffer) for name, buffer in run.model.named_buffers()}
+    assert_bitwise(tried.played(run), tried.plain())
+    assert {name: id(buffer) for name, buffer in run.model.named_buffers()} == buffers
 
 
 @every_device
@@ -75,15 +73,8 @@ def test_running_statistics_are_updated_once_where_a_block_is_recomputed(
 def test_products_that_were_swapped_may_be_written_to(form: Form, tmp_path: Path) -> None:
     """As `F.linear(...).mul_(0.5)` does in the recomputation."""
     shape = Shape(blocks=("in place",) * 2, between=("nothing",) * 2)
-    reference = random_model(shape)
-    expected = Loop().train(reference, ADAMW(reference.parameters()))
-    model = random_model(shape)
     decision = SwapInput(tier="disk", form=form)
-    units = decided(units_of(random_model(shape), random_batch(0)), decision, Persistent())
-    model, optimizer = prepare(
-        model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path
-    )
-    assert_bitwise(Loop().train(model, optimizer), expected)
+    trained(shape, decision, Persistent()).assert_like_plain(tmp_path)
 
 
 def test_states_with_numbers_of_their_own_load_unrounded_into_master_precision() -> None:
@@ -106,17 +97,9 @@ def test_pieces_are_cut_where_kernels_give_the_bits_of_the_whole(
     """SGD on bfloat16 rounds the ends of ranges of odd lengths in another way."""
     shape = Shape(blocks=("linear",) * 2, between=("nothing",) * 2, unused=True)
     factory = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
-
-    def model() -> nn.Module:
-        return random_model(shape).to(torch.bfloat16)
-
-    reference = model()
-    expected = Loop().train(reference, factory(reference.parameters()))
-    units = decided(units_of(random_model(shape), random_batch(0)), Keep(), Offload(tier=tier))
-    planned = model()
-    plan = plan_for(planned, units, piece_bytes=1_100)
-    planned, optimizer = prepare(planned, plan, optimizer=factory, spill_directory=tmp_path)
-    assert_bitwise(Loop().train(planned, optimizer), expected)
+    tried = trained(shape, Keep(), Offload(tier=tier), factory=factory, piece_bytes=1_100)
+    halved = replace(tried.subject, change=lambda model: model.to(torch.bfloat16))
+    replace(tried, model=halved).assert_like_plain(tmp_path)
 
 
 class WholeNorm(torch.optim.SGD):
@@ -136,18 +119,15 @@ FIX = (
 )
 
 
-def offloading() -> tuple[nn.Module, tuple[UnitPlan, ...]]:
-    return random_model(NORMED), decided(normed_units(), Keep(), Offload(tier="disk"))
+OFFLOADED = (Keep(), Offload(tier="disk"))
 
 
 def test_optimizers_that_look_at_whole_parameters_are_refused(tmp_path: Path) -> None:
-    model, units = offloading()
+    tried = trained(NORMED, *OFFLOADED, factory=torch.optim.Adafactor)
+    model = tried.subject.build()
     before = attached(model)
-    with pytest.raises(ProtrainError) as caught:
-        prepare(
-            model, plan_for(model, units), optimizer=torch.optim.Adafactor, spill_directory=tmp_path
-        )
-    assert str(caught.value) == (
+    error = refusal(partial(tried.prepared, model, tmp_path), ProtrainError)
+    assert str(error) == (
         "optimizer: the optimizer cannot update 'embedding.weight' in pieces: its 'row_var' is of"
         f" the whole parameter{FIX}"
     )
@@ -159,39 +139,23 @@ def test_a_parameter_whose_update_needs_all_of_it_is_never_cut(tmp_path: Path) -
     whole = partial(WholeNorm, lr=0.1)
     large = UpdateRules(whole).of(torch.float32, torch.Size([1024, 1024]))
     assert large.reason == "one element's update depends on others"
-    reference, (model, units) = random_model(NORMED), offloading()
-    expected = Loop().train(reference, whole(reference.parameters()))
-    plan = plan_for(model, units, piece_bytes=256)
-    planned, optimizer = prepare(model, plan, optimizer=whole, spill_directory=tmp_path)
-    found = Loop().train(planned, optimizer)
-    assert list(differences(found.losses, expected.losses, "losses")) == []
-    assert list(differences(found.parameters, expected.parameters, "parameters")) == []
+    trained(NORMED, *OFFLOADED, factory=whole, piece_bytes=256).assert_like_plain(tmp_path)
 
 
 def test_optimizers_that_look_at_whole_parameters_follow_plans_that_offload_no_states(
     tmp_path: Path,
 ) -> None:
-    reference = random_model(NORMED)
-    expected = Loop().train(reference, torch.optim.Adafactor(reference.parameters()))
-    model = random_model(NORMED)
-    units = decided(normed_units(), Recompute(), Persistent())
-    model, optimizer = prepare(
-        model, plan_for(model, units), optimizer=torch.optim.Adafactor, spill_directory=tmp_path
-    )
-    assert engine_of(model) is not None
-    found = Loop().train(model, optimizer)
-    assert list(differences(found.losses, expected.losses, "losses")) == []
-    assert list(differences(found.parameters, expected.parameters, "parameters")) == []
+    tried = trained(NORMED, Recompute(), Persistent(), factory=torch.optim.Adafactor)
+    assert tried.assert_like_plain(tmp_path).engine is not None
 
 
 def test_offloaded_parameters_of_two_dtypes_are_refused(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
-    model, units = offloading()
+    tried = trained(NORMED, *OFFLOADED)
+    model = tried.subject.build()
     model.get_submodule("blocks.1.norm").to(torch.float64)
-    with pytest.raises(ProtrainError) as caught:
-        prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
-    assert_says(caught.value)
+    assert_says(refusal(partial(tried.prepared, model, tmp_path), ProtrainError))
 
 
 class Aside(nn.Module):
@@ -235,6 +199,9 @@ class WithLossesAside(nn.Module):
         return loss + torch.stack([*penalties, *aside]).sum()
 
 
+ASIDE = Subject(WithLossesAside, lambda number: tokens(number) % 50)
+
+
 @every_device
 @pytest.mark.parametrize(
     ("activations", "states"),
@@ -249,29 +216,10 @@ class WithLossesAside(nn.Module):
 def test_what_is_computed_beside_a_unit_waits_for_its_slot_in_backward(
     activations: Activations, states: Placement, lead: int, tmp_path: Path
 ) -> None:
-    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        found = []
-        for number in range(4):
-            data = torch.Generator().manual_seed(number)
-            tokens = torch.randint(50, (4, 32), generator=data).to(device())
-            loss = model(tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
-        return [value.cpu() for value in (*found, *model.state_dict().values())]
-
-    reference = WithLossesAside().to(device())
-    expected = trained(reference, ADAMW(reference.parameters()))
-    with on_device("cpu"):
-        described = units_of(
-            WithLossesAside(), {"input_ids": torch.zeros(4, 32, dtype=torch.int64)}
-        )
     schedule = Schedule(forward_lead=lead, backward_lead=lead, swap_lead=lead)
-    model: nn.Module = WithLossesAside().to(device())
-    plan = plan_for(model, decided(described, activations, states, schedule))
-    model, optimizer = prepare(
-        model, plan, optimizer=ADAMW, spill_directory=tmp_path, lane_delay=lambda: 0.01
-    )
-    found = trained(model, optimizer)
-    assert all(map(torch.equal, found, expected))
+    Scenario(
+        model=ASIDE,
+        units=lambda units: decided(units, activations, states, schedule),
+        script=Loop(num_steps=4),
+        options={"lane_delay": lambda: 0.01},
+    ).assert_like_plain(tmp_path)

@@ -1,9 +1,10 @@
-"""Training under a plan computes what plain PyTorch computes: equal in every bit, no tolerance."""
+"""Training under a plan computes what plain PyTorch computes: equal in every bit, no tolerance.
+
+What two of a run's choices make together is asked by test_parity_matrix.
+"""
 
 import gc
-import io
 import random
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from protrain_plan.models.batches import call_model, loss_of
-from protrain_runtime import prepare, restore
+from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
+from protrain_plan.profiling.structure.discovery import discover, undisturbed
+from protrain_runtime import MovingAverage, full_parameters, restore, with_master_weights
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import compile_plan
 from protrain_runtime.contract.program.program import MAX_PIECES
 from protrain_runtime.contract.records import write_plan
+from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
@@ -34,7 +38,9 @@ from protrain_runtime.contract.records.plan import (
     Swap,
     SwapInput,
 )
+from protrain_runtime.contract.records.profile import Precision, Unit
 from protrain_runtime.devices.lanes import Backend
+from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.devices.stores import DiskStore, HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.engine.moves import Moves
@@ -46,143 +52,48 @@ from tests.support.cards import every_device
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     ADAMW,
+    CATALOGUE,
     FRACTIONAL,
-    LARGE,
     MODELS,
-    PLAIN_ADAMW,
-    Outcome,
-    Trainer,
+    Factory,
+    Scheduler,
+    Subject,
     assert_bitwise,
     attached,
-    batch,
     build,
     copied,
     decided,
     decision_name,
     decisions,
-    delays,
     described,
     differences,
     mixed,
-    outcome,
-    plain,
     plan_for,
-    step,
-    train,
-    weight_decay_groups,
 )
+from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal, restored
 from tests.support.thinning import thinned
 
 CPU = torch.device("cpu")
+DISK = Offload(tier="disk")
 
-
-def assert_trains_bitwise(
-    name: str,
-    units: Any,
-    tmp_path: Path,
-    *,
-    trainer: Trainer = PLAIN_ADAMW,
-    lane_delay: Callable[[], float] | None = None,
-    piece_bytes: int = 20_000,
-) -> None:
-    """Five steps under a plan, and the model that `restore` gives back, against plain PyTorch."""
-    expected = plain(name, trainer)
-    model = build(name)
-    before = attached(model)
-    plan = plan_for(model, units, piece_bytes=piece_bytes)
-    planned, optimizer = prepare(
-        model,
-        plan,
-        optimizer=trainer.factory,
-        param_groups=trainer.groups(model),
-        spill_directory=tmp_path,
-        lane_delay=lane_delay,
-    )
-    found = train(name, planned, optimizer, scheduler=trainer.scheduler)
-    assert_bitwise(found, expected)
-
-    assert restore(planned) is model
-    assert attached(model) == before
-    assert list(differences(model.state_dict(), expected.parameters, "restored")) == []
-    assert list(differences(optimizer.state_dict(), expected.optimizer, "restored")) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-# --- every decision, alone and mixed --------------------------------------------------------------
-
-
-@every_device
-@pytest.mark.parametrize(
-    ("name", "decision"), thinned(MODELS, decisions("disk"), every=18), ids=decision_name
-)
-def test_five_steps_match_plain_torch_bitwise(
-    name: str, decision: tuple[Activations, Placement], tmp_path: Path
-) -> None:
-    assert_trains_bitwise(name, decided(described(name), *decision), tmp_path)
+# --- every decision -------------------------------------------------------------------------------
 
 
 @every_device
 @pytest.mark.parametrize(
     ("name", "decision"),
-    thinned(["llama-tied", "gpt2", "functional-relu"], decisions("host"), every=9),
+    [
+        *thinned(MODELS, decisions("disk"), every=18),
+        *thinned(["llama-tied", "gpt2", "functional-relu"], decisions("host"), every=9),
+    ],
     ids=decision_name,
 )
-def test_five_steps_on_the_host_tier_match_plain_torch_bitwise(
+def test_five_steps_match_plain_torch_bitwise(
     name: str, decision: tuple[Activations, Placement], tmp_path: Path
 ) -> None:
     """On a CPU the host tier is copies in memory: gradients spill as they do to a real host."""
-    assert_trains_bitwise(name, decided(described(name), *decision), tmp_path)
-
-
-@every_device
-@pytest.mark.parametrize(("name", "seed"), thinned(MODELS, range(12), every=12))
-def test_five_steps_of_mixed_plans_with_slow_lanes_match_plain_torch_bitwise(
-    name: str, seed: int, tmp_path: Path
-) -> None:
-    rng = random.Random(f"{name} {seed}")
-    tiers = (("disk",), ("host",), ("disk", "host"))[seed % 3]
-    assert_trains_bitwise(
-        name,
-        mixed(described(name), rng, *tiers),
-        tmp_path,
-        trainer=TRAINERS["weight decay groups"] if seed % 2 else PLAIN_ADAMW,
-        lane_delay=delays(seed),
-        piece_bytes=rng.choice([3_000, 20_000, 10**9]),
-    )
-
-
-@every_device
-@pytest.mark.parametrize("name", ["llama-tied", "functional"])
-@pytest.mark.parametrize(
-    "states", [Offload(tier="disk"), Offload(tier="disk", keep_gathered=True)], ids=decision_name
-)
-def test_all_chunks_at_once_on_the_device_match_plain_torch_bitwise(
-    name: str, states: Placement, tmp_path: Path
-) -> None:
-    """Leads longer than the step: as many buffers as there are offloaded chunks."""
-    everything = Schedule(forward_lead=LARGE, backward_lead=LARGE, swap_lead=LARGE)
-    units = decided(described(name), Swap(tier="disk"), states, everything)
-    assert_trains_bitwise(name, units, tmp_path, lane_delay=delays(0))
-
-
-@every_device
-@pytest.mark.parametrize(
-    ("name", "schedule", "states"),
-    thinned(
-        MODELS,
-        FRACTIONAL,
-        [Offload(tier="disk"), Offload(tier="disk", keep_gathered=True), Offload(tier="host")],
-        every=6,
-    ),
-    ids=decision_name,
-)
-def test_transfers_cut_in_two_match_plain_torch_bitwise(
-    name: str, schedule: Schedule, states: Placement, tmp_path: Path
-) -> None:
-    """Under slow lanes, where half of a chunk is here and half is not for most of the step."""
-    assert not isinstance(states, Persistent) and states.tier != "device"
-    units = decided(described(name), Swap(tier=states.tier), states, schedule)
-    assert_trains_bitwise(name, units, tmp_path, lane_delay=delays(1), piece_bytes=15_000)
+    decide = partial(decided, activations=decision[0], states=decision[1])
+    Scenario(model=name, units=decide).assert_like_plain(tmp_path, restored)
 
 
 @pytest.mark.parametrize("schedule", FRACTIONAL, ids=["0", "1"])
@@ -224,31 +135,28 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=10)
 
 
-TRAINERS = {
-    "weight decay groups": Trainer(groups=weight_decay_groups),
-    "one-cycle schedule": Trainer(scheduler=one_cycle),
-    "AdamW, not fused": Trainer(partial(torch.optim.AdamW, lr=1e-3)),
-    "SGD with momentum": Trainer(
-        partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True), scheduler=one_cycle
+TRAINERS: dict[str, tuple[Factory, Scheduler | None]] = {
+    "AdamW in a cycle": (ADAMW, one_cycle),
+    "SGD in a cycle": (
+        partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+        one_cycle,
     ),
-    "SGD without state": Trainer(partial(torch.optim.SGD, lr=1e-2)),
-    "Adagrad": Trainer(partial(torch.optim.Adagrad, lr=1e-2)),
+    "Adagrad": (partial(torch.optim.Adagrad, lr=1e-2), None),
 }
 
 
-@pytest.mark.parametrize(
-    ("trainer", "tier", "name"),
-    thinned(tuple(TRAINERS), ["disk", "host"], ["llama", "functional"], every=4),
-)
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("tier", ["disk", "host"])
 def test_five_steps_of_any_optimizer_match_plain_torch_bitwise(
-    name: str, tier: Any, trainer: str, tmp_path: Path
+    tier: TierName, trainer: str, tmp_path: Path
 ) -> None:
-    units = mixed(described(name), random.Random(0), tier)
-    units = tuple(
-        replace(unit, states=Offload(tier=tier)) if index % 2 else unit
-        for index, unit in enumerate(units)
-    )
-    assert_trains_bitwise(name, units, tmp_path, trainer=TRAINERS[trainer])
+    factory, scheduler = TRAINERS[trainer]
+    Scenario(
+        model="functional",
+        units=busy_with(tier),
+        factory=factory,
+        script=Loop(scheduler=scheduler),
+    ).assert_like_plain(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "functional"])
@@ -321,225 +229,331 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
     team.close()
 
 
+class CopyingOptimizer(torch.optim.Optimizer):
+    """fp32 copies of all parameters, one optimizer over them, and copies back: the oracle."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.own = list(model.parameters())
+        self.copies = [nn.Parameter(parameter.detach().float()) for parameter in self.own]
+        self.inner = ADAMW(self.copies)
+        super().__init__(self.own, self.inner.defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for parameter, copy in zip(self.own, self.copies, strict=True):
+            copy.grad = None if parameter.grad is None else parameter.grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for parameter, copy in zip(self.own, self.copies, strict=True):
+                parameter.copy_(copy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """In the layout of optimizers with master weights."""
+        state = self.inner.state_dict()
+        for number, copy in enumerate(self.copies):
+            if number in state["state"]:
+                state["state"][number]["master"] = copy.detach()
+        return state
+
+
+def narrow(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+NARROW = replace(CATALOGUE["llama-tied"], change=narrow)
+
+
+def test_one_line_gives_plain_training_master_weights() -> None:
+    found = Scenario(model=NARROW, factory=with_master_weights(ADAMW)).plain()
+    run = Scenario(model=NARROW).start()
+    run.optimizer = CopyingOptimizer(run.model)
+    assert_bitwise(found, Scenario().played(run))
+
+
+def loads(run: Run, number: int, *, into: Scenario, plainly: bool) -> None:
+    """Goes on with another model, under another plan or without one."""
+    if number != 2 or run.folder is None:
+        return
+    parameters, states = copied(run.model.state_dict()), copied(run.optimizer.state_dict())
+    masters = {state["master"].dtype for state in states["state"].values() if "master" in state}
+    assert masters <= {torch.float32}
+    randomness = torch.get_rng_state()
+    other = into.start(None if plainly else run.folder, seed=99)
+    run.model, run.optimizer = other.model, other.optimizer
+    run.model.load_state_dict(parameters)
+    run.optimizer.load_state_dict(states)
+    torch.set_rng_state(randomness)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "masters"])
+@pytest.mark.parametrize("first", ["plan", "plain"])
+def test_states_go_from_plans_to_plain_training_and_back_bitwise(
+    model: str, first: str, tmp_path: Path
+) -> None:
+    """A master has bits that its parameter lacks: they are loaded, not made from the parameter."""
+
+    def plan(model: nn.Module) -> Any:
+        found = plan_for(model, busy_with("disk", seed=3)(asked.subject.units()))
+        precision: Precision = "master" if asked.model is NARROW else "pure"
+        return replace(found, workload=replace(found.workload, precision=precision))
+
+    asked = Scenario(
+        model=NARROW if model == "masters" else model,
+        plan=plan,
+        plain_factory=with_master_weights(ADAMW) if model == "masters" else None,
+    )
+    expected = asked.plain()
+    hook = partial(loads, into=asked, plainly=first == "plan")
+    going = replace(asked, script=Loop(before=hook))
+    run = going.start(tmp_path if first == "plan" else None)
+    run.folder = tmp_path
+    assert_bitwise(going.played(run), expected)
+
+
 # --- what else a training loop does ---------------------------------------------------------------
 
 
-def busy(name: str, *, seed: int = 7) -> Any:
+def busy_with(tier: TierName = "disk", seed: int = 7) -> Callable[[Units], Units]:
     """A plan of every kind of decision."""
-    return mixed(described(name), random.Random(seed), "disk")
-
-
-def planned(
-    name: str, tmp_path: Path, *, units: Any = None, seed: int = 0
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build(name, seed=seed)
-    plan = plan_for(model, units if units is not None else busy(name))
-    return prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
+    return lambda units: mixed(units, random.Random(seed), tier)
 
 
 @every_device
 def test_a_plan_that_keeps_everything_installs_nothing(tmp_path: Path) -> None:
-    model = build("llama")
-    before, threads = attached(model), threading.active_count()
-    plan = plan_for(model, decided(described("llama"), Keep(), Persistent()))
-    model, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    own, hooks = before[""]
-    assert attached(model) == {
-        **before,
+    threads = threading.active_count()
+    run = Scenario(model="llama").start(tmp_path)
+    own, hooks = run.before[""]
+    assert attached(run.model) == {
+        **run.before,
         "": (sorted([*own, "__reduce_ex__", "_protrain_prepared"]), hooks),
     }
     assert threading.active_count() == threads
-    assert_bitwise(train("llama", model, optimizer), plain("llama"))
-    restore(model)
-    assert attached(model) == before
+    assert_bitwise(Scenario(model="llama").played(run), Scenario(model="llama").plain())
+    restored(run)
 
 
 @every_device
-@pytest.mark.parametrize("name", thinned(MODELS, every=2))
-def test_training_goes_on_plainly_after_restore_bitwise(name: str, tmp_path: Path) -> None:
-    model, optimizer = planned(name, tmp_path)
-    torch.manual_seed(1)
-    losses = [step(name, model, optimizer, number) for number in range(3)]
-    restore(model)
-    losses += [step(name, model, optimizer, number) for number in range(3, 5)]
-    assert_bitwise(outcome(model, optimizer, losses), plain(name))
-
-
-@every_device
-@pytest.mark.parametrize("name", thinned(MODELS, every=2))
+@pytest.mark.parametrize("name", thinned(MODELS, every=4))
 def test_evaluation_between_steps_matches_plain_torch_bitwise(name: str, tmp_path: Path) -> None:
-    def train_and_evaluate(
-        model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[Outcome, list[torch.Tensor]]:
-        torch.manual_seed(1)
-        losses, evaluated = [], []
-        for number in range(4):
-            losses.append(step(name, model, optimizer, number))
-            model.eval()
-            with torch.no_grad():
-                evaluated += [loss_of(call_model(model, batch(name, n))) for n in (10, 11)]
-            model.train()
-        return outcome(model, optimizer, losses), evaluated
-
-    reference = build(name)
-    expected, expected_losses = train_and_evaluate(reference, ADAMW(reference.parameters()))
-    found, found_losses = train_and_evaluate(*planned(name, tmp_path))
-    assert_bitwise(found, expected)
-    assert list(differences(found_losses, expected_losses, "evaluated")) == []
+    script = Loop(num_steps=4, looks=(None, torch.no_grad), evaluates=True)
+    Scenario(model=name, units=busy_with(), script=script).assert_like_plain(tmp_path)
 
 
-def saved_and_loaded(*states: dict[str, Any]) -> list[dict[str, Any]]:
-    """Through a file, as a checkpoint goes."""
-    file = io.BytesIO()
-    torch.save(states, file)
-    file.seek(0)
-    return list(torch.load(file))
-
-
-ANOTHER = 23  # the seed of another plan
-
-
-@every_device
-@pytest.mark.parametrize(
-    ("name", "sides"),
-    thinned(
-        ["llama-tied", "gpt2", "functional"],
-        [("plan", "another plan"), ("plan", "plain"), ("plain", "plan")],
-    ),
-)
-def test_a_checkpoint_loads_into_any_plan_and_training_continues_bitwise(
-    name: str, sides: tuple[str, str], tmp_path: Path
-) -> None:
-    first, second = sides
-
-    def made(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        if kind == "plain":
-            model = build(name, seed=seed)
-            return model, ADAMW(model.parameters())
-        units = busy(name, seed=ANOTHER) if kind == "another plan" else None
-        return planned(name, tmp_path, units=units, seed=seed)
-
-    assert busy(name) != busy(name, seed=ANOTHER)
-    model, optimizer = made(first, 0)
-    torch.manual_seed(1)
-    losses = [step(name, model, optimizer, number) for number in range(3)]
-    parameters, states = saved_and_loaded(model.state_dict(), optimizer.state_dict())
-
-    model, optimizer = made(second, 99)  # other weights
-    model.load_state_dict(parameters)
-    optimizer.load_state_dict(states)
-    losses += [step(name, model, optimizer, number) for number in range(3, 5)]
-    assert_bitwise(outcome(model, optimizer, losses), plain(name))
-
-
-@every_device
-@pytest.mark.parametrize("name", ["llama", "functional"])
-def test_an_exception_in_a_block_costs_that_forward_and_nothing_else(
-    name: str, tmp_path: Path
-) -> None:
-    class InterruptedForwardError(Exception):
-        pass
-
-    def interrupt(*_: object) -> None:
-        raise InterruptedForwardError
-
-    model, optimizer = planned(name, tmp_path)
-    block = "model.layers.2.mlp" if name == "llama" else "blocks.2"
-    torch.manual_seed(1)
-    losses = []
-    for number in range(5):
-        handle = model.get_submodule(block).register_forward_pre_hook(interrupt)
-        with pytest.raises(InterruptedForwardError):
-            step(name, model, optimizer, number)
-        handle.remove()
-        losses.append(step(name, model, optimizer, number))
-    assert_bitwise(outcome(model, optimizer, losses), plain(name))
-
-
-@every_device
-def test_a_forward_without_backward_costs_nothing_else(tmp_path: Path) -> None:
+def looked_and_dropped(run: Run) -> None:
     """A loss that was looked at and dropped, as when a batch is skipped."""
-    model, optimizer = planned("llama", tmp_path)
-    torch.manual_seed(1)
-    losses = []
-    for number in range(5):
-        loss_of(call_model(model, batch("llama", number + 100)))
-        losses.append(step("llama", model, optimizer, number))
-    assert_bitwise(outcome(model, optimizer, losses), plain("llama"))
+    for number in range(3):
+        run.loss(number + 100)
+        run.step(number)
 
 
-def test_a_second_forward_before_the_optimizers_step_is_refused(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    model, optimizer = planned("llama", tmp_path)
-    torch.manual_seed(1)
-    loss = loss_of(call_model(model, batch("llama", 0)))
-    loss.backward()
-    with pytest.raises(RuntimeError) as caught:
-        call_model(model, batch("llama", 1))
-    assert_says(caught.value)
-    optimizer.step()
-    optimizer.zero_grad()
-    losses = [loss.detach(), *(step("llama", model, optimizer, number) for number in range(1, 5))]
-    assert_bitwise(outcome(model, optimizer, losses), plain("llama"))
-
-
-def test_the_optimizers_step_in_the_middle_of_backward_is_refused(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    model, optimizer = planned("llama", tmp_path)
-    loss_of(call_model(model, batch("llama", 0)))
-    with pytest.raises(RuntimeError) as caught:
-        optimizer.step()
-    assert_says(caught.value)
-
-
-def test_a_closure_is_the_step_that_it_contains(tmp_path: Path) -> None:
-    model, optimizer = planned("llama", tmp_path)
-    losses: list[torch.Tensor] = []
-
+def with_closures(run: Run) -> None:
     def closure() -> float:
-        loss = loss_of(call_model(model, batch("llama", len(losses))))
-        loss.backward()
-        losses.append(loss.detach())
-        return loss.item()
+        run.backward(len(run.seen))
+        loss: float = run.seen[-1].item()
+        return loss
 
-    torch.manual_seed(1)
     with torch.no_grad():  # a closure records its graph all the same
         for _ in range(5):
-            assert optimizer.step(closure) == losses[-1].item()
-            optimizer.zero_grad()
-    assert_bitwise(outcome(model, optimizer, losses), plain("llama"))
+            assert run.optimizer.step(closure) == run.seen[-1].item()
+            run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("script", [looked_and_dropped, with_closures])
+def test_a_script_matches_plain_torch_bitwise(script: Script, tmp_path: Path) -> None:
+    Scenario(model="llama", units=busy_with(), script=script).assert_like_plain(tmp_path)
 
 
 def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
-    model = build("llama")
-    write_plan(plan_for(model, busy("llama")), tmp_path / "plan.yaml")
-    (tmp_path / "spill").mkdir()
-    model, optimizer = prepare(
-        model, str(tmp_path / "plan.yaml"), optimizer=ADAMW, spill_directory=tmp_path / "spill"
-    )
-    assert_bitwise(train("llama", model, optimizer), plain("llama"))
+    path, spill = tmp_path / "plan.yaml", tmp_path / "spill"
+    asked = Scenario(model="llama", units=busy_with())
+    write_plan(asked.planned_for(build("llama")), path)
+    spill.mkdir()
+    given: Any = str(path)
+    replace(asked, plan=lambda _: given).assert_like_plain(spill)
 
 
 @every_device
 def test_a_dropped_model_takes_its_lanes_with_it(tmp_path: Path) -> None:
     others = set(threading.enumerate())
-    model, optimizer = planned("llama", tmp_path)
-    step("llama", model, optimizer, 0)
+    run = Scenario(model="llama", units=busy_with()).start(tmp_path)
+    run.step(0)
     lanes = set(threading.enumerate()) - others
     names = {thread.name for thread in lanes}
     # Where direct I/O takes the memory as it is, requests have threads of their own, too.
     assert {name for name in names if not name.startswith("protrain file ")} == {
-        "protrain fetch disk",
-        "protrain read disk",
-        "protrain spill disk",
-        "protrain update disk",
-        "protrain write disk",
+        f"protrain {lane} disk" for lane in ("fetch", "read", "spill", "update", "write")
     }
-    del model, optimizer
+    del run
     gc.collect()
     assert [thread for thread in lanes if thread.is_alive()] == []
+
+
+# --- averages -------------------------------------------------------------------------------------
+
+AVERAGES: dict[str, Callable[[], Callable[..., None]]] = {
+    "exponential": lambda: get_ema_multi_avg_fn(0.9),
+    "equal": get_swa_multi_avg_fn,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "states"),
+    thinned(tuple(AVERAGES), (DISK, Offload(tier="host"), Persistent()), every=2),
+)
+def test_averages_equal_averaged_model_bitwise(
+    kind: str, states: Placement, tmp_path: Path
+) -> None:
+    asked = Scenario(model="llama", units=lambda units: decided(units, Recompute(), states))
+    plain, run = asked.start(), asked.start(tmp_path)
+    averaged = AveragedModel(plain.model, multi_avg_fn=AVERAGES[kind]())
+    average = MovingAverage(run.model, AVERAGES[kind]())
+
+    def train(number: int) -> None:
+        for each in (plain, run):
+            each.step(number)
+        averaged.update_parameters(plain.model)
+        average.update()
+
+    def loss(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return Run(run.subject, model, run.optimizer).loss(9)
+
+    def same(found: dict[str, Tensor]) -> bool:
+        expected = averaged.module.state_dict()
+        return all(torch.equal(value, expected[name]) for name, value in found.items())
+
+    for number in range(3):
+        train(number)
+    saved = average.state_dict()
+    assert same(saved["parameters"])
+    with average.applied():
+        assert torch.equal(loss(run.model), loss(averaged.module))
+        with pytest.raises(RuntimeError, match=r"inside MovingAverage\.applied"):
+            run.step(3)
+    assert torch.equal(loss(run.model), loss(plain.model))
+    if states != Persistent():
+        taken = full_parameters(run.model).num_bytes
+        assert average.num_bytes == taken >= sum(p.nbytes for p in run.model.parameters())
+
+    average = MovingAverage(run.model, AVERAGES[kind]())
+    average.load_state_dict(saved)
+    train(3)
+    assert same(average.state_dict()["parameters"])
+    restore(run.model)
+    with pytest.raises(RuntimeError, match="after restore"):
+        average.update()
+
+
+# --- buffers that forwards write ------------------------------------------------------------------
+
+NormMaker = Callable[[int], nn.Module]
+
+
+class Normed(nn.Module):
+    """A residual convolution with a norm over the batch."""
+
+    def __init__(self, norm: NormMaker) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = norm(8)
+        self.mix = nn.Conv2d(8, 8, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        mixed: Tensor = self.mix(torch.relu(self.norm(self.convolution(images))))
+        return images + mixed
+
+
+class Counting(nn.Module):
+    """A norm that counts its calls, and computes with the count."""
+
+    calls: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return images * self.weight[:, None, None] / self.calls
+
+
+class Replacing(Counting):
+    """The same with a new buffer at every call."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return images * self.weight[:, None, None] / self.calls
+
+
+class Network(nn.Module):
+    def __init__(self, norm: NormMaker = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*(Normed(norm) for _ in range(3)))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        features = self.blocks(self.stem(images)).mean((2, 3))
+        return nn.functional.cross_entropy(self.head(features), labels)
+
+
+def images(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    given = torch.randn(4, 3, 16, 16, generator=generator)
+    return given, torch.randint(10, (4,), generator=generator)
+
+
+def network(norm: NormMaker = nn.BatchNorm2d) -> Subject:
+    return Subject(partial(Network, norm), images)
+
+
+NORMS: dict[str, NormMaker] = {
+    "batch": nn.BatchNorm2d,
+    "cumulative": partial(nn.BatchNorm2d, momentum=None),
+    "instance": partial(nn.InstanceNorm2d, affine=True, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("activations", "states"),
+    [
+        (Recompute(), Persistent()),
+        (Recompute(form="lite"), Persistent()),
+        (SwapInput(tier="disk"), DISK),
+    ],
+    ids=["full", "lite", "swapped"],
+)
+def test_running_statistics_count_every_batch_once(
+    norm: str, activations: Activations, states: Placement, tmp_path: Path
+) -> None:
+    run = Scenario(
+        model=network(NORMS[norm]),
+        units=lambda units: decided(units, activations, states),
+        factory=partial(torch.optim.AdamW, lr=1e-2),
+    ).assert_like_plain(tmp_path, restored)
+    assert len(list(run.model.named_buffers())) == 9  # of three norms: mean, variance, count
+
+
+def measured(model: nn.Module) -> list[Unit]:
+    with undisturbed(model):
+        anatomy = analyze_units(model, images(0), discover(model, images(0)))
+        return measure_bytes(model, images(0), anatomy, MemoryMeter).units
+
+
+def test_a_block_with_running_statistics_may_be_recomputed() -> None:
+    units = measured(network().build())
+    assert [len(unit.forms) > 1 for unit in units if unit.kind == "block"] == [True] * 3
+
+
+@pytest.mark.parametrize("norm", [Counting, Replacing])
+def test_a_block_that_writes_other_buffers_keeps_what_it_saves(norm: NormMaker) -> None:
+    model = network(norm).build()
+    before = copied(model.state_dict())
+    units = measured(model)
+    assert [f.form for unit in units for f in unit.forms] == ["keep"] * len(units)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
 
 
 # --- refusals leave the model alone ---------------------------------------------------------------
@@ -562,77 +576,34 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     model, other = build("llama"), build("llama-tied")
-    plan = plan_for(other, busy("llama"))
-    with untouched(model), pytest.raises(ProtrainError) as caught:
-        prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    assert str(caught.value) == (
+    plan = plan_for(other, described("llama"))
+    with untouched(model):
+        error = refusal(
+            lambda: Scenario(plan=lambda _: plan).prepared(model, tmp_path), ProtrainError
+        )
+    assert str(error) == (
         "model_fingerprint: the plan was made for another model: its fingerprint is"
         f" {model_fingerprint(other)}, this model's is {model_fingerprint(model)}\n"
         "  fix: profile and plan this model (layers, shapes, dtypes and what is trainable count)"
     )
 
 
-def test_a_plan_for_a_module_that_is_not_there_is_refused(
+def misnamed(units: Units) -> Units:
+    return [replace(unit, name=unit.name.replace(".2", ".9")) for unit in units]
+
+
+def test_what_no_plan_can_follow_is_refused_and_leaves_the_model_alone(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
+    """A module that is not there, a folder that is not there, a step too early, a second plan."""
     model = build("llama")
-    units = [replace(unit, name=unit.name.replace(".2", ".9")) for unit in busy("llama")]
-    with untouched(model), pytest.raises(ProtrainError) as caught:
-        prepare(model, plan_for(model, units), optimizer=ADAMW, spill_directory=tmp_path)
-    assert_says(caught.value)
-
-
-def test_a_spill_directory_that_cannot_be_written_is_refused(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    model = build("llama")
-    with untouched(model), pytest.raises(ProtrainError) as caught:
-        prepare(
-            model,
-            plan_for(model, busy("llama")),
-            optimizer=ADAMW,
-            spill_directory=tmp_path / "missing",
-        )
-    assert_says(caught.value)
-
-
-def test_a_second_plan_is_refused(tmp_path: Path, assert_says: Speaker) -> None:
-    model, _ = planned("llama", tmp_path)
-    again = plan_for(model, busy("llama"))
-    with pytest.raises(ProtrainError) as caught:
-        prepare(model, again, optimizer=ADAMW, spill_directory=tmp_path)
-    assert_says(caught.value)
-
-
-def test_a_full_disk_is_refused_and_every_parameter_comes_back(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    """The system refuses in the middle of `prepare`, when half of the chunks have left."""
-    model = build("llama")
-    before, values = attached(model), copied(model.state_dict())
-    plan = plan_for(model, decided(described("llama"), Recompute(), Offload(tier="disk")))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_050_000, limits[1]))
-    try:
-        with pytest.raises(ProtrainError) as caught:
-            prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert_says(caught.value)
-    assert attached(model) == before
-    assert list(differences(model.state_dict(), values, "parameters")) == []
-    optimizer = ADAMW(model.parameters())
-    assert_bitwise(train("llama", model, optimizer), plain("llama"))
-
-
-def test_input_swapping_is_one_of_the_decisions() -> None:
-    """The mixed plans above hold every kind of decision: otherwise they would test less."""
-    kinds = {
-        (type(decision), getattr(decision, "keep_gathered", False))
-        for name in MODELS
-        for seed in range(12)
-        for unit in mixed(described(name), random.Random(f"{name} {seed}"), "disk")
-        for decision in (unit.activations, unit.states)
-    }
-    plain = {Keep, Recompute, Swap, SwapInput, Persistent, Offload}
-    assert kinds == {(kind, False) for kind in plain} | {(Offload, True)}
+    asked = Scenario(model="llama", units=busy_with())
+    wrong = replace(asked, units=misnamed)
+    with untouched(model):
+        assert_says(refusal(partial(wrong.prepared, model, tmp_path), ProtrainError))
+        missing = partial(asked.prepared, model, tmp_path / "missing")
+        assert_says(refusal(missing, ProtrainError))
+    run = asked.prepared(model, tmp_path)
+    run.loss(0)
+    assert_says(refusal(run.optimizer.step))
+    assert_says(refusal(partial(asked.prepared, model, tmp_path), ProtrainError))

@@ -5,7 +5,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.models.batches import Batch
 from protrain_plan.models.optimizers import KNOWN, OF_8_BITS, OF_MATRICES, optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
@@ -39,6 +38,7 @@ from protrain_runtime.states.compositions import Composition, is_composed, taken
 from protrain_runtime.states.update_rules import StateRule, UpdateRules
 from protrain_runtime.states.updates import ranges
 from tests.support import judging
+from tests.support.hostile_models import Hostile
 from tests.support.low_rank import LowRank
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
@@ -334,32 +334,22 @@ def test_steps_that_draw_random_numbers_persist(monkeypatch: pytest.MonkeyPatch)
         assert_bitwise(*found)
 
 
-@dataclass(frozen=True)
-class OfTorchao:
-    """A small model that torchao's optimizer trains."""
-
-    optimizer: str = "torchao.optim:AdamW4bit"
-    factory: None = None
-    gives_up: None = None
-
-    def build(self) -> torch.nn.Module:
-        return build("llama-tied")
-
-    def batch(self, step: int) -> Batch:
-        return batch("llama-tied", step)
-
-
 @pytest.mark.slow
 def test_bytes_of_states_made_of_tensors_stay_below_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torchao.optim")
-    subject, cost = OfTorchao(), judging._cost
+    cost = judging._cost
+    subject = Hostile(
+        partial(build, "llama-tied"),
+        optimizer="torchao.optim:AdamW4bit",
+        batch=partial(batch, "llama-tied"),
+    )
 
-    def with_cuts(optimizer: str) -> OptimizerCost:
+    def with_cuts(optimizer: str, dtypes: frozenset[torch.dtype]) -> OptimizerCost:
         rules = UpdateRules(optimizer_factory(optimizer, "pure"))
         cuts: dict[str, Any] = dict(cuts_of(subject.build(), rules))
-        return replace(cost(optimizer), **cuts)
+        return replace(cost(optimizer, dtypes), **cuts)
 
     monkeypatch.setattr(judging, "_cost", with_cuts)
     with uncompiled(4096, monkeypatch):

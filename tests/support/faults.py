@@ -23,7 +23,7 @@ def file_limit(num_bytes: int) -> Iterator[None]:
 
 
 def descriptors() -> dict[str, str]:
-    """What the process has open, but the descriptor that looks."""
+    """Descriptors that the process has open, but the one that looks."""
     found = {}
     for link in Path("/proc/self/fd").iterdir():
         try:

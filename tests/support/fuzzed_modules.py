@@ -7,17 +7,12 @@ step may not see. The text is what is printed where a model goes wrong.
 import random
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
-import torch
-from torch import nn
-
-from protrain_plan.models.batches import Batch
-from protrain_plan.models.building import seeded
-from tests.support.hostile_models import BATCH, SEQUENCE, VOCABULARY, WIDTH
+from tests.support.hostile_models import VOCABULARY, WIDTH, Hostile
 
 _HEAD = f"""\
 import random
@@ -201,7 +196,7 @@ _AROUND = (
     (1, "if not self.training or random.random() < 0.7:\n    {call}"),
     (1, "if torch.rand(()).item() < 0.7:\n    {call}"),
 )
-"""What a call of a block stands in."""
+"""Code around the call of a block."""
 
 _OUTSIDE = (
     (12, ""),
@@ -220,7 +215,7 @@ _CALLED = (
     (1, "partial(checkpoint, {block}, use_reentrant=False)"),
     (1, "partial(checkpoint, {block}, use_reentrant=True)"),
 )
-"""What is called in a block's place, in all of a model."""
+"""Callables in a block's place, in all of a model."""
 
 _STYLES: dict[str, tuple[str, str, str, str]] = {
     # signature of the block, what it unpacks, what it returns, how it is called
@@ -338,26 +333,6 @@ def _model(rng: random.Random, kinds: int, style: str, called: str) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fuzzed:
-    """A module of a seed, as it is judged."""
-
-    seed: int
-    optimizer: str = "adamw"
-    factory: Callable[..., torch.optim.Optimizer] | None = None
-    gives_up: int | None = None
-
-    def build(self) -> nn.Module:
-        with seeded(self.seed):
-            model: nn.Module = _module(self.seed).Model().train()
-        return model
-
-    def batch(self, step: int) -> Batch:
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
-        return {"tokens": tokens, "step": step}
-
-
 @cache
 def _module(seed: int) -> ModuleType:
     module = ModuleType(f"fuzzed_{seed}")
@@ -366,5 +341,6 @@ def _module(seed: int) -> ModuleType:
     return module
 
 
-def fuzzed(seed: int) -> Fuzzed:
-    return Fuzzed(seed=seed)
+def fuzzed(seed: int) -> Hostile:
+    """A module of a seed, as it is judged."""
+    return Hostile(lambda: _module(seed).Model(), seed=seed)

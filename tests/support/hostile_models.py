@@ -1,10 +1,12 @@
-"""Small models that do what people do and what a profile of one step may not see, by class.
+"""The catalogue of small models: what people do and what a profile of one step may not see.
 
-Each either trains under every plan like plain PyTorch, or is refused in clear words.
+A row says how a model is built, and whether it trains under every plan like plain PyTorch or is
+refused in clear words; `judging` asks all of that at once.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -19,42 +21,61 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import seeded
+from protrain_runtime.contract.records.profile import Workload
+from tests.support.peaks import SLACK_BYTES
 
 WIDTH, BATCH, SEQUENCE, VOCABULARY = 32, 4, 40, 48
 """A hidden state is 20 KiB: above what a swap leaves on the device."""
 
+WORKLOAD = Workload(
+    model="", model_config="", batch_size=1, seq_len=1, dtype="float32", device="cpu", seed=0
+)
+Make = Callable[[], nn.Module]
 
-@dataclass(frozen=True, kw_only=True)
-class Hostile:
-    """How a model is built, and what may become of it.
 
-    refusal     words of a refusal that is right, as a regular expression; "" where none is
-    trains      whether training like plain PyTorch is right
-    gives_up    the step that is refused when it comes, where a plan has units to follow
-    optimizer   whose states the profile counts; `factory` where its own would not take the model
-    """
-
-    make: Callable[[], nn.Module]
-    refusal: str = ""
-    trains: bool = True
-    gives_up: int | None = None
-    optimizer: str = "adamw"
-    factory: Callable[..., torch.optim.Optimizer] | None = None
-
-    def batch(self, step: int) -> Batch:
-        return batch_of(step)
-
-    def build(self) -> nn.Module:
-        with seeded(0):
-            return self.make().train()
+def tokens_of(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
 
 
 def batch_of(step: int) -> Batch:
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "tokens": torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator),
-        "step": step,
-    }
+    return {"tokens": tokens_of(step), "step": step}
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """How a model is built, and what may become of it.
+
+    refusal     words of the refusal, as a regular expression; "": it trains
+    gives_up    the step that no profile saw, and that a plan with units to follow refuses
+    trains      whether it may also train, under plans that do not meet what is refused
+    once        why blocks of its have the form `keep` alone; None where that is not asked
+    stays       why states of its stay on the device; None where that is not asked
+    over        bytes that slots may take beyond the prediction
+    above       bytes that a predicted peak may stand above the measured one; None: any
+    above_slots the same of every slot
+    optimizer   whose states the profile counts; `factory` where its own would not take the model
+    """
+
+    make: Make
+    refusal: str = ""
+    gives_up: int | None = None
+    trains: bool = False
+    once: str | None = None
+    stays: str | None = None
+    over: int = 0
+    above: int | None = None
+    above_slots: int | None = None
+    optimizer: str = "adamw"
+    factory: Callable[..., torch.optim.Optimizer] | None = None
+    batch: Callable[[int], Batch] = batch_of
+    workload: Workload = WORKLOAD
+    seed: int = 0
+
+    def build(self) -> nn.Module:
+        """The same model every time, in train mode."""
+        with seeded(self.seed):
+            return self.make().train()
 
 
 # --- what most of them share ----------------------------------------------------------------------
@@ -69,83 +90,146 @@ class Block(nn.Module):
         self.inner = nn.Linear(width, 2 * width)
         self.outer = nn.Linear(2 * width, width)
 
+    def activated(self, hidden: Tensor) -> Tensor:
+        return F.gelu(self.inner(self.norm(hidden)))
+
     def computed(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.outer(F.gelu(self.inner(self.norm(hidden))))
+        out: Tensor = self.outer(self.activated(hidden))
+        return out
+
+    def halved(self, hidden: Tensor) -> Tensor:
+        """The same, without an operator that saves the hidden state."""
+        out: Tensor = self.outer(F.gelu(self.inner(hidden * 0.5)))
         return out
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.computed(hidden)
 
 
-class Stack(nn.Module):
-    """Blocks between an embedding and a head; subclasses say how they follow each other."""
+class Does(Block):
+    """Its forward is a function of it and of its arguments; attributes are made with it."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 4) -> None:
+    def __init__(self, run: Callable[..., Any], **attributes: Callable[[], Any]) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.run = run
+        for name, make in attributes.items():
+            setattr(self, name, make())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+def does(run: Callable[..., Any], **attributes: Callable[[], Any]) -> Make:
+    return partial(Does, run, **attributes)
+
+
+Through = Callable[[Any, Tensor, int], Tensor]
+Loss = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def in_order(stack: "Stack", hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        hidden = block(hidden)
+    return hidden
+
+
+def next_token(stack: "Stack", hidden: Tensor, tokens: Tensor) -> Tensor:
+    logits = stack.head(hidden)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a head; `run` says how they follow each other."""
+
+    def __init__(
+        self,
+        block: Make | Sequence[Make] = Block,
+        depth: int = 4,
+        *,
+        run: Through = in_order,
+        ends: Loss = next_token,
+        sparse: bool = False,
+        **attributes: Callable[[], Any],
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=sparse)
+        blocks = block if isinstance(block, Sequence) else [block] * depth
+        self.blocks = nn.ModuleList(make() for make in blocks)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.run, self.ends = run, ends
+        for name, make in attributes.items():
+            setattr(self, name, make())
 
     def through(self, hidden: Tensor, step: int) -> Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
+        return self.run(self, hidden, step)
 
     def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        logits = self.head(hidden)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return self.ends(self, hidden, tokens)
 
-    def forward(self, tokens: Tensor, step: int) -> Tensor:
+    def forward(self, tokens: Tensor, step: int) -> Any:
         return self.loss(self.through(self.embedding(tokens), step), tokens)
 
 
-def of_blocks(block: Callable[[], nn.Module], depth: int = 4) -> Callable[[], nn.Module]:
-    return partial(Stack, block, depth)
+def stack(block: Make | Sequence[Make] = Block, depth: int = 4, **settings: Any) -> Make:
+    return partial(Stack, block, depth, **settings)
+
+
+def chosen(order: Callable[[int], Iterable[int]], *, outside: bool = False) -> Through:
+    """The step says which blocks run; `outside`: with residuals around them."""
+
+    def run(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+        for number in order(step):
+            given = hidden
+            hidden = stack.blocks[number](given)
+            hidden = given + hidden if outside else hidden
+        return hidden
+
+    return run
+
+
+def all_with(make: Callable[[Any, Tensor], Any]) -> Through:
+    """Every block gets what is made once of the hidden state."""
+
+    def run(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+        more = make(stack, hidden)
+        for block in stack.blocks:
+            hidden = block(hidden, more)
+        return hidden
+
+    return run
 
 
 # --- 1. parameters that other units read ----------------------------------------------------------
 
 
-class NormPenalty(Stack):
-    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        penalty = torch.stack([parameter.norm() for parameter in self.parameters()]).sum()
-        return super().loss(hidden, tokens) + 1e-3 * penalty
+def norm_penalty(stack: Stack, hidden: Tensor, tokens: Tensor) -> Tensor:
+    penalty = torch.stack([parameter.norm() for parameter in stack.parameters()]).sum()
+    return next_token(stack, hidden, tokens) + 1e-3 * penalty
 
 
-class LoggedNorms(Stack):
-    """What a training script prints, computed in forward without a graph."""
-
-    norms: list[float]
-
-    def forward(self, tokens: Tensor, step: int) -> Tensor:
-        loss = super().forward(tokens, step)
-        with torch.no_grad():
-            self.norms = [parameter.norm().item() for parameter in self.parameters()]
-        return loss * (1 + 1e-3 * sum(self.norms))
+def logged_norms(stack: Stack, hidden: Tensor, tokens: Tensor) -> Tensor:
+    """A training script prints them, computed in forward without a graph."""
+    loss = next_token(stack, hidden, tokens)
+    with torch.no_grad():
+        norms: list[float] = [parameter.norm().item() for parameter in stack.parameters()]
+    return loss * (1 + 1e-3 * sum(norms))
 
 
-class ReadsOther(Block):
+def reads_others(block: Any, hidden: Tensor) -> Tensor:
     """Its forward reads a weight of another block, which it does not own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others: list[Block] = []  # no module list: not its own
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for other in self.others:
-            hidden = hidden + 0.1 * F.linear(F.gelu(hidden), other.inner.weight[:WIDTH])
-        return super().forward(hidden)
+    for other in block.others:  # no module list: not its own
+        hidden = hidden + 0.1 * F.linear(F.gelu(hidden), other.inner.weight[:WIDTH])
+    return hidden + Block.computed(block, hidden)
 
 
-class ReadsBlocks(Stack):
+def reads_blocks(ahead: int) -> nn.Module:
     """Every block reads a weight of the one `ahead` of it, or behind where that is negative."""
-
-    def __init__(self, ahead: int) -> None:
-        super().__init__(ReadsOther)
-        blocks = [block for block in self.blocks if isinstance(block, ReadsOther)]
-        for number, block in enumerate(blocks):
-            if 0 <= number + ahead < len(blocks):
-                block.others = [blocks[number + ahead]]
+    model = Stack(does(reads_others, others=list))
+    blocks: list[Any] = list(model.blocks)
+    for number, block in enumerate(blocks):
+        if 0 <= number + ahead < len(blocks):
+            block.others = [blocks[number + ahead]]
+    return model
 
 
 class MovingTarget(Stack):
@@ -166,189 +250,171 @@ class MovingTarget(Stack):
         return super().through(hidden, step) + 0.1 * aim
 
 
-class TiedMiddle(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        first, second = self.blocks[1], self.blocks[2]
-        assert isinstance(first, Block) and isinstance(second, Block)
-        second.inner.weight = first.inner.weight
+def tied(make: Make) -> nn.Module:
+    model: Any = make()
+    model.blocks[2].inner.weight = model.blocks[1].inner.weight
+    return model  # type: ignore[no-any-return]
+
+
+def one_storage() -> nn.Module:
+    """All parameters are views of one storage."""
+    model = Stack(depth=3)
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    places = flat.split([parameter.numel() for parameter in model.parameters()])
+    for parameter, place in zip(model.parameters(), places, strict=True):
+        parameter.data = place.view(parameter.shape)
+    return model
+
+
+def shared_memory() -> nn.Module:
+    """The second block's norm is a part of the first block's bias."""
+    model: Any = Stack(depth=3)
+    model.blocks[1].norm.bias.data = model.blocks[0].outer.bias.data
+    return model  # type: ignore[no-any-return]
 
 
 # --- 2. control flow ------------------------------------------------------------------------------
 
 
-class LayerDrop(Stack):
-    """Blocks that are left out at random."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.draw = draw
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        for block in self.blocks:
-            if not self.training or self.draw() < 0.6:
-                hidden = block(hidden)
-        return hidden
-
-
-class StochasticDepth(Block):
-    """Gives back its input at random."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.training and torch.rand(()).item() < 0.4:
-            return hidden
-        return super().forward(hidden)
-
-
-class Chosen(Stack):
-    """The step says which blocks run, in which order."""
-
-    def __init__(self, order: Callable[[int], Sequence[int]]) -> None:
-        super().__init__()
-        self.order = order
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        for number in self.order(step):
-            hidden = self.blocks[number](hidden)
-        return hidden
-
-
-class Shared(Stack):
-    """One block, called several times (ALBERT), before two of its own."""
-
-    def __init__(self, times: Callable[[int], int]) -> None:
-        super().__init__(depth=3)
-        self.shared, self.times = Block(), times
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        for _ in range(self.times(step)):
-            hidden = self.shared(hidden)
-        return super().through(hidden, step)
-
-
-class CountsSteps(Stack):
-    """The number of calls, a plain attribute, says how deep the model is."""
-
-    calls = 0
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        self.calls += 1
-        for block in self.blocks[: 2 + self.calls % 3]:
-            hidden = block(hidden)
-        return hidden
-
-
-def drawn_by_torch() -> float:
+def by_torch() -> float:
     return torch.rand(()).item()
 
 
-def swapped_at_two(step: int) -> Sequence[int]:
-    return (0, 2, 1, 3) if step == 2 else (0, 1, 2, 3)
+def drops(draw: Callable[[], float], *, outside: bool = False) -> Through:
+    return chosen(lambda _: (number for number in range(4) if draw() < 0.6), outside=outside)
 
 
-def twice_at_two(step: int) -> Sequence[int]:
-    return (0, 1, 1, 2, 3) if step == 2 else (0, 1, 2, 3)
+def stochastic_depth(block: Any, hidden: Tensor) -> Tensor:
+    return hidden if by_torch() < 0.4 else hidden + Block.computed(block, hidden)
 
 
-def early_exit(step: int) -> Sequence[int]:
-    return (0, 1) if step % 2 else (0, 1, 2, 3)
+def called_thrice(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    """One block, called several times (ALBERT), before two of its own."""
+    for _ in range(3):
+        hidden = stack.shared(hidden)
+    return in_order(stack, hidden, step)
 
 
-def without_last(step: int) -> Sequence[int]:
-    return (0, 1, 2) if step % 2 else (0, 1, 2, 3)
+def counts_steps(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    """The number of calls, a plain attribute, says how deep the model is."""
+    stack.calls += 1
+    return chosen(lambda _: range(2 + stack.calls % 3))(stack, hidden, step)
 
 
-def without_first(step: int) -> Sequence[int]:
-    return (1, 2, 3) if step % 2 else (0, 1, 2, 3)
+def turned(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    stack.calls += 1
+    return chosen(lambda _: ((n + stack.calls) % 4 for n in range(4)))(stack, hidden, step)
 
 
-def branches(step: int) -> Sequence[int]:
-    return (0, 1) if step % 2 else (2, 3)
+def growing(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    """Every step computes more than the one before."""
+    stack.calls += 1
+    hidden = in_order(stack, hidden, step)
+    return hidden + torch.stack([hidden * 0.1 for _ in range(stack.calls)]).sum(0)
 
 
-def late_comer(step: int) -> Sequence[int]:
-    """A block that does not run in the first steps, of which one is profiled."""
-    return (0, 1, 2, 3) if step >= 4 else (0, 1, 3)
+def routed(block: Any, hidden: Tensor) -> Tensor:
+    """Each token to two of four experts, by its values."""
+    tokens = hidden.flatten(0, 1)
+    weights, found = block.router(tokens).softmax(-1).topk(2, -1)
+    out = torch.zeros_like(tokens)
+    for number, expert in enumerate(block.experts):
+        rows, places = torch.where(found == number)
+        if len(rows):
+            out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, places, None])
+    return hidden + out.view(hidden.shape)
+
+
+def masked(block: Any, hidden: Tensor) -> Tensor:
+    """Computes on the tokens with a positive sum alone."""
+    mask = hidden.detach().sum(-1) > 0
+    return hidden + torch.zeros_like(hidden).index_put((mask,), block.computed(hidden[mask]))
+
+
+def distinct(block: Any, hidden: Tensor) -> Tensor:
+    """Computes once for all tokens with the same rounded sum."""
+    tokens = hidden.flatten(0, 1)
+    kinds, which = torch.unique(tokens.detach().sum(-1).round(), return_inverse=True)
+    means = tokens.new_zeros(len(kinds), WIDTH).index_add(0, which, tokens)
+    out: Tensor = hidden + block.computed(means)[which].view(hidden.shape)
+    return out
+
+
+def counts_forwards(block: Any, hidden: Tensor) -> Tensor:
+    """Every third forward does more."""
+    block.calls += 1
+    hidden = hidden + block.computed(hidden)
+    return hidden if block.calls % 3 else hidden + block.computed(hidden)
+
+
+def tosses(block: Any, hidden: Tensor) -> Tensor:
+    """One forward in three does more, by chance."""
+    hidden = hidden + block.computed(hidden)
+    return hidden if random.random() < 0.6 else hidden + block.computed(hidden)
+
+
+ROUTED = does(
+    routed,
+    router=partial(nn.Linear, WIDTH, 4),
+    experts=lambda: nn.ModuleList(Block() for _ in range(4)),
+)
 
 
 # --- 3. in place ----------------------------------------------------------------------------------
 
 
-class AddsToInput(Block):
+def adds_to_input(block: Block, hidden: Tensor) -> Tensor:
     """The residual is the input itself; nothing had saved it."""
-
-    def computed(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.outer(F.gelu(self.inner(hidden * 0.5)))
-        return out
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden += self.computed(hidden)
-        return hidden
+    hidden += block.halved(hidden)
+    return hidden
 
 
-class ScalesInput(AddsToInput):
+def scales_input(block: Block, hidden: Tensor) -> Tensor:
     """Its input is another one when it is computed again."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden.mul_(0.9)
-        return hidden + self.computed(hidden)
+    hidden.mul_(0.9)
+    return hidden + block.halved(hidden)
 
 
-class WritesView(AddsToInput):
-    def forward(self, hidden: Tensor) -> Tensor:
-        out = self.computed(hidden)
-        out[:, 0] += hidden[:, 0].mean()
-        out[..., : WIDTH // 2].mul_(0.5)
-        return out
+def writes_view(block: Block, hidden: Tensor) -> Tensor:
+    out = block.halved(hidden)
+    out[:, 0] += hidden[:, 0].mean()
+    out[..., : WIDTH // 2].mul_(0.5)
+    return out
 
 
-class Between(Stack):
+def written_between(write: Callable[[Tensor, Tensor], object]) -> Make:
     """The model itself writes what a block gave, before the next one takes it."""
 
-    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
-        super().__init__(NoResidual)
-        self.write = write
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        for block in self.blocks:
+    def run(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+        for block in stack.blocks:
             given = hidden * 0.5
             hidden = block(given)
-            self.write(hidden, given)
+            write(hidden, given)
         return hidden
 
-
-class NoResidual(Block):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.computed(hidden)
+    return stack(does(Block.computed), run=run)
 
 
-class RunningSum(Stack):
+def running_sum(stack: Stack, hidden: Tensor, step: int) -> Tensor:
     """One tensor goes through the whole model, and every block's result is added to it."""
-
-    def __init__(self) -> None:
-        super().__init__(NoNorm)
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        for block in self.blocks:
-            hidden += block(hidden)
-        return hidden
+    for block in stack.blocks:
+        hidden += block(hidden)
+    return hidden
 
 
-class NoNorm(AddsToInput):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.computed(hidden)
+def given_copies(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        hidden = block(hidden + 0.0)
+    return hidden
 
 
-def add_given(hidden: Tensor, given: Tensor) -> None:
-    hidden.add_(given)
-
-
-def activate(hidden: Tensor, given: Tensor) -> None:
-    F.relu(hidden, inplace=True)
-
-
-def mask(hidden: Tensor, given: Tensor) -> None:
-    hidden.masked_fill_(given.detach() > 0.5, 0.0)
+def written_later(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """The model writes to a block's input after the block has run."""
+    for block in stack.blocks:
+        given = hidden * 1.0
+        out = block(given)
+        hidden = out + given.detach().mul_(0.5)
+    return hidden
 
 
 # --- 4. peaks -------------------------------------------------------------------------------------
@@ -362,52 +428,30 @@ class DenseBlock(nn.Module):
         self.mix = nn.Linear(count * WIDTH, WIDTH)
         self.body = Block()
 
-    def forward(self, before: list[Tensor]) -> Tensor:
+    def forward(self, *before: Tensor) -> Tensor:
         out: Tensor = self.body(F.gelu(self.mix(torch.cat(before, dim=-1))))
         return out
 
 
-class Dense(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(DenseBlock(count) for count in range(1, 5))
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        before = [hidden]
-        for block in self.blocks:
-            before.append(block(before))
-        return before[-1]
+def dense(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    before = [hidden]
+    for block in stack.blocks:
+        before.append(block(*before))
+    return before[-1]
 
 
-class Decoding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(2 * WIDTH, WIDTH)
-        self.body = Block()
-
-    def forward(self, hidden: Tensor, skip: Tensor) -> Tensor:
-        out: Tensor = self.body(self.mix(torch.cat([hidden, skip], dim=-1)))
-        return out
-
-
-class UNet(Stack):
-    """What every encoder gives waits for a decoder, the last for the first."""
-
-    def __init__(self) -> None:
-        super().__init__(depth=3)
-        self.decoders = nn.ModuleList(Decoding() for _ in range(3))
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        skips: list[Tensor] = []
-        for block in self.blocks:
-            hidden = block(hidden)
-            skips.append(hidden)
-            hidden = F.avg_pool1d(hidden.transpose(1, 2), 2).transpose(1, 2)
-        for decoder in self.decoders:
-            skip = skips.pop()
-            hidden = hidden.repeat_interleave(2, dim=1)[:, : skip.shape[1]]
-            hidden = decoder(hidden, skip)
-        return hidden
+def u_net(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    """Results of encoders wait for decoders, the last for the first."""
+    skips: list[Tensor] = []
+    for block in stack.blocks:
+        hidden = block(hidden)
+        skips.append(hidden)
+        hidden = F.avg_pool1d(hidden.transpose(1, 2), 2).transpose(1, 2)
+    for decoder in stack.decoders:
+        skip = skips.pop()
+        hidden = hidden.repeat_interleave(2, dim=1)[:, : skip.shape[1]]
+        hidden = decoder(hidden, skip)
+    return hidden
 
 
 class Messages(nn.Module):
@@ -427,90 +471,108 @@ class Messages(nn.Module):
         return nodes + F.silu(self.node(torch.cat([nodes, arrived], dim=-1))), edges
 
 
-class Graph(Stack):
-    def __init__(self) -> None:
-        super().__init__(Messages)
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        source = torch.arange(3 * SEQUENCE) % SEQUENCE
-        target = (source * 7 + 3) % SEQUENCE
-        edges = hidden[:, source] - hidden[:, target]
-        for block in self.blocks:
-            hidden, edges = block(hidden, edges, source, target)
-        return hidden + edges.mean()
+def graph(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """The last block's edges are nobody's."""
+    source = torch.arange(3 * SEQUENCE) % SEQUENCE
+    target = (source * 7 + 3) % SEQUENCE
+    edges = hidden[:, source] - hidden[:, target]
+    for block in stack.blocks:
+        hidden, edges = block(hidden, edges, source, target)
+    return hidden
 
 
 class BiasedAttention(nn.Module):
-    """The first one makes the bias of all (T5), of how far positions are from each other."""
+    """One that is given no bias makes it (T5), of how far positions are from each other."""
 
-    def __init__(self, *, makes_bias: bool) -> None:
+    def __init__(self, *, makes_bias: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.attend = nn.Linear(WIDTH, 3 * WIDTH)
         self.bias = nn.Embedding(2 * SEQUENCE, 4) if makes_bias else None
 
     def forward(self, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        if bias is None:
-            assert self.bias is not None
-            at = torch.arange(SEQUENCE)
-            bias = self.bias(at[None] - at[:, None] + SEQUENCE).permute(2, 0, 1)
+        bias = bias_of(self) if bias is None else bias
         heads = self.attend(self.norm(hidden)).unflatten(-1, (3, 4, WIDTH // 4))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         weights = (query @ key.transpose(-1, -2) + bias).softmax(dim=-1)
         return hidden + (weights @ value).transpose(1, 2).flatten(2), bias
 
 
-class Relative(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(BiasedAttention(makes_bias=number == 0) for number in range(4))
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        bias = None
-        for block in self.blocks:
-            hidden, bias = block(hidden, bias)
-        return hidden
+def bias_of(module: Any) -> Tensor:
+    at = torch.arange(SEQUENCE)
+    bias: Tensor = module.bias(at[None] - at[:, None] + SEQUENCE).permute(2, 0, 1)
+    return bias
 
 
-class EndsInNorm(Block):
-    """Keeps nothing of what it gives; who reads that keeps it."""
+def biased(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    bias = bias_of(stack) if hasattr(stack, "bias") else None
+    for block in stack.blocks:
+        hidden, bias = block(hidden, bias)
+    return hidden
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.norm(hidden)
-        return out * 1.5
 
-
-class ReadBetween(Stack):
+def read_between(stack: Any, hidden: Tensor, step: int) -> Tensor:
     """Equal blocks in a row, after one of which the model computes something."""
-
-    def __init__(self) -> None:
-        super().__init__(EndsInNorm, depth=5)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            hidden = block(hidden)
-            if number == 2:
-                hidden = hidden * self.scale
-        return hidden
+    for number, block in enumerate(stack.blocks):
+        hidden = block(hidden)
+        hidden = hidden * stack.scale if number == 2 else hidden
+    return hidden
 
 
-class FirstToLast(Stack):
-    """What the first of equal blocks gave is added after the last."""
+def first_to_last(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """The result of the first of equal blocks is added after the last."""
+    first: Tensor = stack.blocks[0](hidden)
+    hidden = first
+    for block in stack.blocks[1:]:
+        hidden = block(hidden)
+    return hidden + first
 
-    def __init__(self) -> None:
-        super().__init__(EndsInNorm, depth=5)
 
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        first: Tensor = self.blocks[0](hidden)
-        hidden = first
-        for block in self.blocks[1:]:
-            hidden = block(hidden)
-        return hidden + first
+def first_again(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """The embedding is added again after every other block."""
+    first = hidden
+    for number, block in enumerate(stack.blocks):
+        hidden = block(hidden)
+        hidden = hidden + first if number % 2 else hidden
+    return hidden
+
+
+def two_outputs(block: Block, hidden: Tensor, far: Tensor | None) -> tuple[Tensor, Tensor]:
+    inner = block.activated(hidden)
+    out = hidden + block.outer(inner)
+    return (out if far is None else out * far.sigmoid()), 2 * inner[..., :WIDTH]
+
+
+def to_the_next_but_one(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """Blocks of two outputs: one for the next block, one for the block after the next."""
+    far: list[Tensor | None] = [None, None]
+    for block in stack.blocks:
+        hidden, other = block(hidden, far.pop(0))
+        far.append(other)
+    return hidden + sum(one for one in far if one is not None)
+
+
+class AllHidden(Stack):
+    """As `output_hidden_states` does."""
+
+    def forward(self, tokens: Tensor, step: int) -> Any:
+        states = [self.embedding(tokens)]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return {"loss": self.loss(states[-1], tokens), "hidden_states": states}
+
+
+def named(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """Every hidden state has a name in the model's frame."""
+    first = stack.blocks[0](hidden)
+    second = stack.blocks[1](first)
+    third = stack.blocks[2](second)
+    fourth: Tensor = stack.blocks[3](third)
+    return fourth
 
 
 class KeepsOnContext(torch.autograd.Function):
-    """Tensors that saved-tensor hooks do not see."""
+    """Tensors that saved-tensor hooks do not see: its input, and what it computes inside."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -525,10 +587,20 @@ class KeepsOnContext(torch.autograd.Function):
         return through
 
 
-class OnContext(Block):
-    def computed(self, hidden: Tensor) -> Tensor:
-        inner: Tensor = KeepsOnContext.apply(self.inner(self.norm(hidden)))  # type: ignore[no-untyped-call]
-        out: Tensor = self.outer(inner)
+class KeepsOutputOnContext(torch.autograd.Function):
+    """Keeps its output on the context, and saves its input as it should."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kept = {"output": [x.tanh()]}
+        out: Tensor = x + ctx.kept["output"][0]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        out: Tensor = gradient * (2 - ctx.kept["output"][0].square() + 0 * x)
         return out
 
 
@@ -550,114 +622,110 @@ class OwnCheckpoint(torch.autograd.Function):
         return found, None
 
 
-class Checkpointed(Block):
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = OwnCheckpoint.apply(hidden, super().forward)  # type: ignore[no-untyped-call]
-        return out
+def inside(function: Any) -> Make:
+    """Blocks with an autograd function between their products."""
+    return does(lambda b, x: x + b.outer(function.apply(b.inner(b.norm(x)))))
 
 
-class Remembers(Block):
-    """What it was given last time is read this time (Transformer-XL)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: Tensor | None = None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        before = hidden if self.memory is None else torch.cat([self.memory, hidden], dim=1)
-        self.memory = hidden.detach()
-        scores = hidden @ before.transpose(1, 2) / WIDTH
-        return super().forward(hidden + 0.1 * scores.softmax(dim=-1) @ before)
+def remembers_output(block: Any, hidden: Tensor) -> Tensor:
+    past = torch.zeros_like(hidden) if block.memory is None else block.memory
+    out = Block.forward(block, hidden + 0.1 * past)
+    block.memory = out.detach()
+    return out
 
 
-class KeepsOutput(Block):
+def keeps_output(block: Any, hidden: Tensor) -> Tensor:
     """An attribute holds the output, with its graph, up to the next forward."""
-
-    last: Tensor
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.last = super().forward(hidden)
-        return self.last
+    block.last = hidden + Block.computed(block, hidden)
+    return block.last  # type: ignore[no-any-return]
 
 
-class GrowingCache(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[Tensor] = []
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.history.append(hidden.detach())
-        return super().forward(hidden + 0.1 * torch.stack(self.history).mean(dim=0))
+def keeps_inner(block: Any, hidden: Tensor) -> Tensor:
+    block.last = block.activated(hidden)
+    return hidden + block.outer(block.last)  # type: ignore[no-any-return]
 
 
-# --- 5. randomness --------------------------------------------------------------------------------
+def keeps_in_container(block: Any, hidden: Tensor) -> Tensor:
+    inner = block.activated(hidden)
+    block.seen.append(inner.detach())
+    return hidden + block.outer(inner)  # type: ignore[no-any-return]
 
 
-class Scaled(Block):
-    """What the block computes is scaled by a number that is drawn when it runs."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.draw() * self.computed(hidden)
+def hoards(block: Any, hidden: Tensor) -> Tensor:
+    block.history.append(hidden.detach())
+    hidden = hidden + 0.1 * torch.stack(block.history).mean(dim=0)
+    return hidden + Block.computed(block, hidden)
 
 
-def drawn_by_python() -> float:
-    return random.random()
+_HOARD: list[Tensor] = []
 
 
-def drawn_by_numpy() -> float:
-    return float(np.random.rand())
-
-
-class NumpyMask(Block):
-    def forward(self, hidden: Tensor) -> Tensor:
-        mask = torch.from_numpy(np.random.rand(*hidden.shape) > 0.1)
-        return hidden + self.computed(hidden) * mask
-
-
-class OwnPython(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.random = random.Random(7)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.random.random() * self.computed(hidden)
-
-
-class OwnNumpy(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.random = np.random.default_rng(7)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + float(self.random.random()) * self.computed(hidden)
-
-
-class OwnTorch(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(7)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        noise = torch.rand(hidden.shape, generator=self.generator)
-        return hidden + noise * self.computed(hidden)
-
-
-class HelperDraws(Block):
-    """The generator belongs to an object that is no module."""
+class HoardsElsewhere(Stack):
+    """Keeps more after every forward, in a list of its module."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.augmentation = Augmentation()
+        _HOARD.clear()
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.augmentation.factor() * self.computed(hidden)
+    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        _HOARD.append(hidden.detach())
+        return super().loss(hidden, tokens)
+
+
+def caches(stack: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
+    stack.cache = (hidden.detach(), tokens)
+    return next_token(stack, hidden, tokens)
+
+
+class Averaging(Stack):
+    """A buffer is replaced in every forward."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(BATCH, SEQUENCE, WIDTH))
+
+    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach()
+        return super().loss(hidden + 0.01 * self.mean, tokens)
+
+
+# --- 5. randomness, and forwards that cannot run twice --------------------------------------------
+
+
+def scaled(draw: Callable[[], float]) -> Make:
+    """The block scales its result by a number that is drawn when it runs."""
+    return does(lambda b, x: x + draw() * b.computed(x))
+
+
+def numpy_mask(block: Block, hidden: Tensor) -> Tensor:
+    mask = torch.from_numpy(np.random.rand(*hidden.shape) > 0.1)
+    return hidden + block.computed(hidden) * mask
+
+
+def own_generators(block: Any, hidden: Tensor) -> Tensor:
+    """One of each kind, in an attribute, a list and a dict."""
+    scale = block.python.random() + block.numpy[0].random() + block.numpy[1].randn()
+    mask = torch.rand(hidden.shape[-1], generator=block.others["torch"][0])
+    return hidden + block.computed(hidden * mask) * scale  # type: ignore[no-any-return]
+
+
+OWN_GENERATORS = does(
+    own_generators,
+    python=partial(random.Random, 1),
+    numpy=lambda: [np.random.default_rng(2), np.random.RandomState(3)],
+    others=lambda: {"torch": (torch.Generator().manual_seed(4),)},
+)
+OWN_TORCH = does(
+    lambda b, x: x + torch.rand(x.shape, generator=b.generator) * b.computed(x),
+    generator=lambda: torch.Generator().manual_seed(7),
+)
 
 
 class Augmentation:
+    """An object that is no module, and has a generator."""
+
     def __init__(self) -> None:
         self._random = random.Random(3)
 
@@ -665,19 +733,63 @@ class Augmentation:
         return self._random.uniform(0.5, 1.5)
 
 
+def counts(block: Any, hidden: Tensor) -> Tensor:
+    block.calls += 1
+    return hidden + block.computed(hidden) / block.calls  # type: ignore[no-any-return]
+
+
+def lists(block: Any, hidden: Tensor) -> Tensor:
+    block.seen["calls"] = [*block.seen["calls"][-2:], len(block.seen["calls"])]
+    return hidden + block.computed(hidden) / len(block.seen["calls"])  # type: ignore[no-any-return]
+
+
+def sums(block: Any, hidden: Tensor) -> Tensor:
+    block.total += 1
+    return hidden + block.computed(hidden) / block.total.item()  # type: ignore[no-any-return]
+
+
+_CALLS = [0]
+
+
+def reads_global(block: Block, hidden: Tensor) -> Tensor:
+    _CALLS[0] += 1
+    return hidden + block.computed(hidden) * (1 + _CALLS[0] % 3)
+
+
+def reading_global() -> nn.Module:
+    _CALLS[0] = 0
+    return Stack(does(reads_global))
+
+
 # --- 6. what profile takes ------------------------------------------------------------------------
 
 
-class Spectral(Block):
-    """A weight of complex numbers, in the frequencies (FNO)."""
+def complex_weight(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(0.1 * torch.randn(*shape, dtype=torch.cfloat))
+
+
+def filters(block: Any, hidden: Tensor) -> Tensor:
+    """A weight of complex numbers, in the frequencies (FNO), beside real ones."""
+    frequencies = torch.fft.rfft(block.norm(hidden), dim=1, norm="ortho") * block.weight
+    hidden = hidden + torch.fft.irfft(frequencies, n=SEQUENCE, dim=1, norm="ortho")
+    return hidden + Block.computed(block, hidden)
+
+
+class Spectral(nn.Module):
+    """Complex parameters alone, read as they are and as conjugates, and a complex buffer."""
+
+    phase: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(0.1 * torch.randn(SEQUENCE // 2 + 1, WIDTH, dtype=torch.cfloat))
+        self.inner = nn.ParameterList([0.1 * torch.randn(WIDTH, WIDTH, dtype=torch.cfloat)])
+        self.gain = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat))
+        self.register_buffer("phase", torch.randn(WIDTH, dtype=torch.cfloat))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        frequencies = torch.fft.rfft(hidden, dim=1) * self.weight
-        return super().forward(hidden + torch.fft.irfft(frequencies, n=SEQUENCE, dim=1))
+        product = (hidden * self.phase) @ self.inner[0]
+        found: Tensor = hidden + (product * (product * self.gain).conj()).imag
+        return found
 
 
 class Options(NamedTuple):
@@ -685,121 +797,112 @@ class Options(NamedTuple):
     parts: list[int]
 
 
-class TakesAll(Block):
+def takes_all(
+    block: Any,
+    hidden: Tensor,
+    options: dict[str, list[int]],
+    *,
+    parts: slice,
+    more: Options,
+    names: set[str],
+) -> dict[str, object]:
     """Arguments that no dictionary takes as a key, and a result of several kinds."""
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden: Tensor,
-        options: dict[str, list[int]],
-        *,
-        parts: slice,
-        more: Options,
-        names: set[str],
-    ) -> dict[str, object]:
-        out = super().forward(hidden)
-        scale = more.scale * len(names) / len(options["sizes"])
-        return {"hidden": out + scale * out[..., parts].mean(), "names": names, "number": 3}
+    out = hidden + Block.computed(block, hidden)
+    scale = more.scale * len(names) / len(options["sizes"])
+    return {"hidden": out + scale * out[..., parts].mean(), "names": names, "number": 3}
 
 
-class Arguments(Stack):
-    def __init__(self) -> None:
-        super().__init__(TakesAll)
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        for block in self.blocks:
-            result = block(
-                hidden,
-                {"sizes": [1, 2]},
-                parts=slice(0, 8),
-                more=Options(0.5, [1]),
-                names={"a", "b"},
-            )
-            hidden = result["hidden"]
-        return hidden
+def gives_all(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    more = {"parts": slice(0, 8), "more": Options(0.5, [1]), "names": {"a", "b"}}
+    for block in stack.blocks:
+        hidden = block(hidden, {"sizes": [1, 2]}, **more)["hidden"]
+    return hidden
 
 
-class TakesObject(Block):
-    """What it takes and gives are attributes of an object of a class of the user's own."""
+def in_dict(block: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Writes its result into the dict that it was given, beside what cannot be hashed."""
+    state["hidden"] = state["hidden"] + Block.computed(block, state["hidden"])
+    state["depth"][0] += 1
+    return {**state, "seen": {1, 2}, "none": None}
 
-    def forward(self, state: "State") -> "State":  # type: ignore[override]
-        return State(super().forward(state.hidden) + state.shift, state.shift)
+
+def dicts(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    state: dict[str, Any] = {"hidden": hidden, "depth": [0]}
+    for block in stack.blocks:
+        state = block(state)
+    found: Tensor = state["hidden"]
+    return found
 
 
 class State:
+    """A class of the user's own, whose attributes pytrees do not know."""
+
     def __init__(self, hidden: Tensor, shift: Tensor) -> None:
         self.hidden, self.shift = hidden, shift
 
 
-class Objects(Stack):
-    def __init__(self) -> None:
-        super().__init__(TakesObject)
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        state = State(hidden, hidden.mean(dim=1, keepdim=True))
-        for block in self.blocks:
-            state = block(state)
-        return state.hidden
+def takes_object(block: Any, state: State) -> State:
+    return State(state.hidden + Block.computed(block, state.hidden) + state.shift, state.shift)
 
 
-class GradientInBlock(Block):
+def objects(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    state = State(hidden, hidden.mean(dim=1, keepdim=True))
+    for block in stack.blocks:
+        state = block(state)
+    return state.hidden
+
+
+def accumulates(block: Any, hidden: Tensor, state: State) -> Tensor:
+    """Reads and writes a tensor of an object that it does not return."""
+    state.hidden = state.hidden + hidden.mean(-1, keepdim=True)
+    return (hidden + Block.computed(block, hidden)) * state.hidden.tanh()
+
+
+def gradient_inside(block: Any, hidden: Tensor) -> Tensor:
     """A gradient inside the block's own forward, of a graph of its own."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = hidden.detach().requires_grad_()
-            energy = self.inner(leaf).square().mean()
-            (force,) = torch.autograd.grad(energy, leaf)
-        return super().forward(hidden + force)
+    with torch.enable_grad():
+        leaf = hidden.detach().requires_grad_()
+        (force,) = torch.autograd.grad(block.inner(leaf).square().mean(), leaf)
+    return Block.forward(block, hidden + force)
 
 
-class Forces(Stack):
+def forces(stack: Stack, hidden: Tensor, step: int) -> Tensor:
     """The loss has the gradient of an energy by what the blocks were given (of molecules)."""
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        given = hidden
-        out = super().through(given, step)
-        (force,) = torch.autograd.grad(out.square().mean(), given, create_graph=True)
-        return out + force
+    out = in_order(stack, hidden, step)
+    (force,) = torch.autograd.grad(out.square().mean(), hidden, create_graph=True)
+    return out + force
 
 
-class GradientOfWeights(Stack):
+def gradient_of_weights(stack: Stack, hidden: Tensor, tokens: Tensor) -> Tensor:
     """An inner step on a block's weights, as meta-learning takes it."""
-
-    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        inner = super().loss(hidden, tokens)
-        weight = self.head.weight
-        (gradient,) = torch.autograd.grad(inner, weight, create_graph=True)
-        logits = F.linear(hidden, weight - 0.1 * gradient)
-        return inner + F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    inner = next_token(stack, hidden, tokens)
+    weight = stack.head.weight
+    (gradient,) = torch.autograd.grad(inner, weight, create_graph=True)
+    logits = F.linear(hidden, weight - 0.1 * gradient)
+    return inner + F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class SparseTable(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+class Bags(Stack):
+    """Every block adds the sum of its own table's rows."""
 
-
-class SparseNeighbours(Stack):
-    """Blocks share a sparse matrix of who is next to whom."""
-
-    def __init__(self) -> None:
-        super().__init__(Aggregates)
-
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        at = torch.arange(SEQUENCE)
-        places = torch.stack([at, (at + 1) % SEQUENCE])
-        near = torch.sparse_coo_tensor(places, torch.ones(SEQUENCE), (SEQUENCE, SEQUENCE))
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        hidden = self.embedding(tokens)
         for block in self.blocks:
-            hidden = block(hidden, near)
-        return hidden
+            hidden = block(hidden, tokens)
+        return self.loss(hidden, tokens)
 
 
-class Aggregates(Block):
-    def forward(self, hidden: Tensor, near: Tensor) -> Tensor:  # type: ignore[override]
-        flat = hidden.transpose(0, 1).flatten(1)
-        moved = torch.sparse.mm(near, flat).unflatten(1, (BATCH, WIDTH)).transpose(0, 1)
-        return hidden + self.computed(moved)
+def neighbours(stack: Stack, hidden: Tensor) -> Tensor:
+    """A sparse matrix of who is next to whom."""
+    at = torch.arange(SEQUENCE)
+    places = torch.stack([at, (at + 1) % SEQUENCE])
+    return torch.sparse_coo_tensor(places, torch.ones(SEQUENCE), (SEQUENCE, SEQUENCE))
+
+
+def aggregates(block: Block, hidden: Tensor, near: Tensor) -> Tensor:
+    flat = hidden.transpose(0, 1).flatten(1)
+    moved = torch.sparse.mm(near, flat).unflatten(1, (BATCH, WIDTH)).transpose(0, 1)
+    return hidden + block.computed(moved)
 
 
 # --- 7. the model's own checkpoints ---------------------------------------------------------------
@@ -808,103 +911,49 @@ Call = Callable[..., Any]  # torch.utils.checkpoint.checkpoint, with its setting
 
 
 class OwnCheckpoints(Stack):
-    """Blocks inside of checkpoints, as `run` calls them."""
+    """Blocks inside of checkpoints, as `calls` calls them; `head`: the loss is in one, too."""
 
     def __init__(
         self,
-        run: Callable[[Sequence[nn.Module], Tensor, Call], Tensor],
-        block: Callable[[], nn.Module] = Block,
+        calls: Callable[[Sequence[nn.Module], Tensor, Call], Tensor],
+        block: Make = Block,
         *,
         frozen: bool = False,
+        head: bool = False,
+        ends: Loss = next_token,
         **settings: Any,
     ) -> None:
-        super().__init__(block)
+        super().__init__(block, ends=ends)
         self.embedding.requires_grad_(not frozen)
-        self.run = run
+        self.calls, self.in_head = calls, head
         self.checkpoint: Call = partial(checkpoint, **settings)
 
     def through(self, hidden: Tensor, step: int) -> Tensor:
-        return self.run(list(self.blocks), hidden, self.checkpoint)
-
-
-class TiedCheckpoints(OwnCheckpoints):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(each, Block, **settings)
-        self.blocks[2].inner.weight = self.blocks[1].inner.weight  # type: ignore[union-attr]
-
-
-class CheckpointedHead(OwnCheckpoints):
-    """The loss is in one, too."""
-
-    def forward(self, tokens: Tensor, step: int) -> Tensor:
-        hidden = self.through(self.embedding(tokens), step)
-        out: Tensor = self.checkpoint(self.loss, hidden, tokens)
-        return out
-
-
-class CheckpointInBlock(Block):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        self.checkpoint: Call = partial(checkpoint, **settings)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = hidden + self.checkpoint(self.computed, hidden)
-        return out
-
-
-class ThreeUses(Block):
-    """Its input's gradient is a sum of three, whose order depends on where it is added up."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        given = F.dropout(hidden, 0.2, self.training)
-        return self.computed(hidden) * torch.tanh(hidden) + given
-
-
-class NormedByBatch(NoResidual):
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_batch = nn.BatchNorm1d(SEQUENCE)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.by_batch(super().forward(hidden))
-        return out
-
-
-class Noted(Block):
-    """Its auxiliary loss is an attribute."""
-
-    noted: Tensor
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out = super().forward(hidden)
-        self.noted = out.square().mean()
-        return out
-
-
-class NotedInCheckpoints(OwnCheckpoints):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(each, Noted, **settings)
+        return self.calls(list(self.blocks), hidden, self.checkpoint)
 
     def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        noted = [block.noted for block in self.blocks if isinstance(block, Noted)]
-        return super().loss(hidden, tokens) + 0.1 * torch.stack(noted).sum()
+        if not self.in_head:
+            return super().loss(hidden, tokens)
+        out: Tensor = self.checkpoint(super().loss, hidden, tokens)
+        return out
 
 
-class Counting(Block):
-    calls = 0
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(hidden)
+def three_uses(block: Block, hidden: Tensor) -> Tensor:
+    """Its input's gradient is a sum of three, whose order depends on where it is added up."""
+    given = F.dropout(hidden, 0.2, block.training)
+    return block.computed(hidden) * torch.tanh(hidden) + given
 
 
-class CheckpointsOfItsOwn(OwnCheckpoints):
-    """Blocks in a function that somebody copied from PyTorch."""
+def notes(block: Any, hidden: Tensor) -> Tensor:
+    """Its auxiliary loss is an attribute."""
+    out = Block.forward(block, hidden)
+    block.noted = out.square().mean()
+    return out
 
-    def through(self, hidden: Tensor, step: int) -> Tensor:
-        for block in self.blocks:
-            hidden = OwnCheckpoint.apply(hidden, block)  # type: ignore[no-untyped-call]
-        return hidden
+
+def with_notes(stack: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
+    noted = torch.stack([block.noted for block in stack.blocks]).sum()
+    return next_token(stack, hidden, tokens) + 0.1 * noted
 
 
 class SwitchedOn(nn.Module):
@@ -973,39 +1022,60 @@ def under_autocast(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> T
         return each(blocks, hidden, call)
 
 
+def copied_checkpoints(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """Blocks in a function that somebody copied from PyTorch."""
+    for block in stack.blocks:
+        hidden = OwnCheckpoint.apply(hidden, block)  # type: ignore[no-untyped-call]
+    return hidden
+
+
 def own_checkpoints() -> Iterator[tuple[str, Hostile]]:
     """Every way to call blocks in checkpoints, reentrant and not, and what cannot be kept."""
     for reentrant in (False, True):
         how = f"checkpoints: {'reentrant' if reentrant else 'hooks'}"
         made = partial(OwnCheckpoints, use_reentrant=reentrant)
+        in_block = partial(checkpoint, use_reentrant=reentrant)
         runs = (each, with_residuals, in_pairs, in_each_other, in_segments, only_some)
-        for run in (*runs, under_autocast, *(() if reentrant else (by_name,))):
-            name = f"{how}, {run.__name__.replace('_', ' ')}"
-            yield name, Hostile(make=partial(made, run, ThreeUses))
-        yield f"{how}, frozen", Hostile(make=partial(made, each, frozen=True))
-        yield f"{how}, head", Hostile(make=partial(CheckpointedHead, each, use_reentrant=reentrant))
-        yield f"{how}, switched on", Hostile(make=partial(SwitchedOn, use_reentrant=reentrant))
-        inside = partial(CheckpointInBlock, use_reentrant=reentrant)
-        yield f"{how}, in and around blocks", Hostile(make=partial(made, each, inside))
-        refused: dict[str, Callable[[], nn.Module]] = {
-            "random numbers": partial(made, each, ThreeUses, preserve_rng_state=False),
-            "Python's": partial(made, each, partial(Scaled, drawn_by_python)),
-            "generator of its own": partial(made, each, OwnTorch),
-            "BatchNorm1d": partial(made, each, NormedByBatch),
-            "attribute 'calls'": partial(made, each, Counting),
+        taken: dict[str, Make] = {
+            run.__name__.replace("_", " "): partial(made, run, does(three_uses))
+            for run in (*runs, under_autocast, *(() if reentrant else (by_name,)))
+        } | {
+            "frozen": partial(made, each, frozen=True),
+            "head": partial(made, each, head=True),
+            "switched on": partial(SwitchedOn, use_reentrant=reentrant),
+            "in and around blocks": partial(
+                made, each, does(lambda b, x, call=in_block: x + call(b.computed, x))
+            ),
         }
-        if reentrant:
-            refused["attribute 'noted'"] = partial(NotedInCheckpoints, use_reentrant=True)
-            refused["parameter is shared"] = partial(TiedCheckpoints, use_reentrant=True)
-        else:
-            yield f"{how}, noted", Hostile(make=partial(NotedInCheckpoints, use_reentrant=False))
-            yield f"{how}, tied", Hostile(make=partial(TiedCheckpoints, use_reentrant=False))
+        refused: dict[str, Make] = {
+            "random numbers": partial(made, each, does(three_uses), preserve_rng_state=False),
+            "Python's": partial(made, each, scaled(random.random)),
+            "generator of its own": partial(made, each, OWN_TORCH),
+            "BatchNorm1d": partial(
+                made,
+                each,
+                does(
+                    lambda b, x: b.by_batch(b.computed(x)),
+                    by_batch=lambda: nn.BatchNorm1d(SEQUENCE),
+                ),
+            ),
+            "attribute 'calls'": partial(made, each, does(counts, calls=int)),
+        }
+        (refused if reentrant else taken).update(
+            {
+                "attribute 'noted'": partial(made, each, does(notes), ends=with_notes),
+                "parameter is shared": partial(tied, partial(made, each)),
+            }
+        )
+        between = {"with residuals", "in each other", "in and around blocks"}
+        for name, make in taken.items():
+            over = 19_800 if name in between else 0
+            yield f"{how}, {name}", Hostile(make, over=over)
         for why, make in refused.items():
-            words = rf"checkpoint.*{why}"
-            yield f"{how}, {why}", Hostile(make=make, refusal=words, trains=False)
+            yield f"{how}, {why}", Hostile(make, rf"checkpoint.*{why}")
     yield (
         "checkpoints: of its own",
-        Hostile(make=partial(CheckpointsOfItsOwn, each), refusal="in backward", trains=False),
+        Hostile(stack(run=copied_checkpoints), refusal="in backward"),
     )
 
 
@@ -1048,96 +1118,242 @@ def several_dtypes() -> Iterator[tuple[str, Hostile]]:
         "half": partial(Mixed, torch.float16, single, "head"),
     }
     for name, make in mixed.items():
-        yield f"dtypes: {name}", Hostile(make=make, refusal=r"trainable.*several dtypes")
-
-
-def mixed_factory() -> tuple[nn.Module, list[Batch]]:
-    """Float32 norms in a bfloat16 model."""
-    return HOSTILE["dtypes: norms"].make(), [batch_of(step) for step in range(4)]
+        stays = (
+            "trainable parameters of several dtypes" if name in ("norms", "part of a block") else ""
+        )
+        yield f"dtypes: {name}", Hostile(make, stays=stays)
 
 
 # --- all of them ----------------------------------------------------------------------------------
 
+BETWEEN = 18_900
+"""A hidden state that the model's own code holds between blocks, but for what a swap leaves: slots
+before the peak's take it beyond the prediction."""
+
 _ORDER = r"block|unit|forward|skipped|order"
-_IN_PLACE = r"in[ -]place|wr[io]t"
-_RANDOM = r"random|generator"
+_TURNS = r"in another order from step to step"
 _GRAD = r"autograd\.grad|second|twice|graph|backward"
+_WRITES = "its forward writes an input in place"
+_HOARDS = r"KiB more after every step: no plan has room for that\n  fix: keep numbers in place"
+_GREW = "every step takes more than the one before"
+_SPARSE = "sparse gradients"
+_COUNTER: dict[str, Any] = {"calls": int}
+ENDS_IN_NORM = does(lambda b, x: b.norm(x) * 1.5)
+"""Keeps nothing of what it gives; who reads that keeps it."""
 
 HOSTILE: dict[str, Hostile] = {
     # 1
-    "parameters: norm penalty": Hostile(make=NormPenalty),
-    "parameters: logged norms": Hostile(make=LoggedNorms),
-    "parameters: the next block's": Hostile(make=partial(ReadsBlocks, 1)),
-    "parameters: the first block's later": Hostile(make=partial(ReadsBlocks, -2)),
-    "parameters: moving target": Hostile(
-        make=MovingTarget, refusal=r"written|changed|updated|full_parameters|more than once"
+    "parameters: norm penalty": Hostile(stack(ends=norm_penalty)),
+    "parameters: logged norms": Hostile(stack(ends=logged_norms)),
+    "parameters: the next block's": Hostile(partial(reads_blocks, 1)),
+    "parameters: the first block's later": Hostile(partial(reads_blocks, -2)),
+    "parameters: moving target": Hostile(MovingTarget),
+    "parameters: tied in the middle": Hostile(partial(tied, Stack)),
+    "parameters: one storage": Hostile(one_storage, stays="parameters are views of one storage"),
+    "parameters: shared memory": Hostile(shared_memory, stays="parameters share memory"),
+    "parameters: small": Hostile(
+        stack(
+            does(
+                lambda b, x: (x + b.computed(x)) * b.scale + b.empty.sum(),
+                scale=lambda: nn.Parameter(torch.tensor(0.5)),
+                empty=lambda: nn.Parameter(torch.ones(0, 3)),
+            )
+        ),
+        stays="parameters without elements",
     ),
-    "parameters: tied in the middle": Hostile(make=TiedMiddle),
     # 2
-    "flow: layer drop, torch": Hostile(make=partial(LayerDrop, drawn_by_torch), refusal=_ORDER),
-    "flow: layer drop, python": Hostile(make=partial(LayerDrop, drawn_by_python), refusal=_ORDER),
-    "flow: stochastic depth": Hostile(make=of_blocks(StochasticDepth), refusal=_ORDER),
-    "flow: early exit": Hostile(make=partial(Chosen, early_exit), refusal=_ORDER),
-    "flow: last block skipped": Hostile(make=partial(Chosen, without_last), refusal=_ORDER),
-    "flow: first block skipped": Hostile(make=partial(Chosen, without_first), refusal=_ORDER),
-    "flow: reordered once": Hostile(
-        make=partial(Chosen, swapped_at_two), refusal=_ORDER, gives_up=2
+    "flow: layer drop, python": Hostile(stack(run=drops(random.random))),
+    "flow: layer drop, residual outside": Hostile(
+        stack(does(Block.computed), run=drops(random.random, outside=True))
     ),
-    "flow: twice once": Hostile(make=partial(Chosen, twice_at_two), refusal=_ORDER, gives_up=2),
-    "flow: one block shared": Hostile(make=partial(Shared, lambda _: 3)),
-    "flow: branches take turns": Hostile(make=partial(Chosen, branches), refusal=_ORDER),
-    "flow: a block that comes late": Hostile(make=partial(Chosen, late_comer), refusal=_ORDER),
-    "flow: calls are counted": Hostile(make=CountsSteps, refusal=_ORDER),
+    "flow: stochastic depth": Hostile(stack(does(stochastic_depth))),
+    "flow: early exit": Hostile(
+        stack(run=chosen(lambda step: range(2) if step % 2 else range(4))), _ORDER
+    ),
+    "flow: reordered once": Hostile(
+        stack(run=chosen(lambda step: (0, 2, 1, 3) if step == 2 else range(4))), _ORDER, gives_up=2
+    ),
+    "flow: twice once": Hostile(
+        stack(run=chosen(lambda step: (0, 1, 1, 2, 3) if step == 2 else range(4))),
+        _ORDER,
+        gives_up=2,
+    ),
+    "flow: one block shared": Hostile(stack(depth=3, run=called_thrice, shared=Block)),
+    "flow: a block that comes late": Hostile(
+        # after the first steps, of which one is profiled
+        stack(run=chosen(lambda step: range(4) if step >= 4 else (0, 1, 3))),
+        _ORDER,
+        trains=True,
+        over=123_700,
+    ),
+    "flow: calls are counted": Hostile(stack(run=counts_steps, **_COUNTER)),
+    "flow: turned": Hostile(stack(run=turned, **_COUNTER), _TURNS),
+    "flow: growing": Hostile(stack(run=growing, **_COUNTER), _GREW),
+    "flow: routed by values": Hostile(stack(ROUTED)),
+    "flow: routed, layer drop": Hostile(stack(ROUTED, run=drops(random.random, outside=True))),
+    "flow: masked by values": Hostile(stack(does(masked))),
+    "flow: masked, layer drop": Hostile(stack(does(masked), run=drops(by_torch, outside=True))),
+    "flow: distinct values": Hostile(stack(does(distinct))),
+    "flow: forwards are counted": Hostile(stack(does(counts_forwards, **_COUNTER))),
+    "flow: forwards by chance": Hostile(stack(does(tosses))),
     # 3
-    "in place: residual in the block": Hostile(make=of_blocks(AddsToInput), refusal=_IN_PLACE),
-    "in place: input scaled": Hostile(make=of_blocks(ScalesInput), refusal=_IN_PLACE),
-    "in place: view of the output": Hostile(make=of_blocks(WritesView), refusal=_IN_PLACE),
-    "in place: residual in the model": Hostile(make=partial(Between, add_given), refusal=_IN_PLACE),
-    "in place: activation": Hostile(make=partial(Between, activate), refusal=_IN_PLACE),
-    "in place: mask": Hostile(make=partial(Between, mask), refusal=_IN_PLACE),
-    "in place: one running sum": Hostile(make=RunningSum, refusal=_IN_PLACE),
+    "in place: residual in the block": Hostile(stack(does(adds_to_input))),
+    "in place: input scaled": Hostile(stack(does(scales_input))),
+    "in place: a copy scaled": Hostile(
+        stack(does(lambda b, x: Block.forward(b, x.mul_(0.5).add_(0.1))), run=given_copies),
+        once=_WRITES,
+    ),
+    "in place: view of the output": Hostile(stack(does(writes_view))),
+    "in place: residual in the model": Hostile(written_between(Tensor.add_), over=BETWEEN),
+    "in place: activation": Hostile(
+        written_between(lambda hidden, _: F.relu(hidden, inplace=True)), over=40_500
+    ),
+    "in place: one running sum": Hostile(stack(does(Block.halved), run=running_sum)),
+    "in place: an input, later": Hostile(
+        stack(does(lambda b, x: x + b.computed(x.clone())), run=written_later),
+        once="an input of its forward is written to after it has run",
+    ),
     # 4
-    "peaks: dense": Hostile(make=Dense),
-    "peaks: u-net": Hostile(make=UNet),
-    "peaks: messages": Hostile(make=Graph),
-    "peaks: relative bias": Hostile(make=Relative),
-    "peaks: read between equal blocks": Hostile(make=ReadBetween),
-    "peaks: first to last of equal blocks": Hostile(make=FirstToLast),
-    "peaks: kept on ctx": Hostile(make=of_blocks(OnContext)),
-    "peaks: own checkpoint": Hostile(make=of_blocks(Checkpointed), refusal=_GRAD),
-    "peaks: memory of a block": Hostile(make=of_blocks(Remembers), refusal=r"keeps|attribute"),
-    "peaks: output kept": Hostile(make=of_blocks(KeepsOutput), refusal=r"keeps|attribute"),
+    "peaks: dense": Hostile(
+        stack([partial(DenseBlock, count) for count in range(1, 5)], run=dense), above=140_000
+    ),
+    "peaks: u-net": Hostile(
+        stack(
+            depth=3,
+            run=u_net,
+            decoders=lambda: nn.ModuleList(
+                does(
+                    lambda b, x, skip: Block.forward(b, b.mix(torch.cat([x, skip], dim=-1))),
+                    mix=partial(nn.Linear, 2 * WIDTH, WIDTH),
+                )()
+                for _ in range(3)
+            ),
+        ),
+        above=40_000,
+    ),
+    "peaks: messages": Hostile(stack(Messages, run=graph), above=25_000),
+    "peaks: relative bias": Hostile(
+        stack([partial(BiasedAttention, makes_bias=n == 0) for n in range(4)], run=biased),
+        above=30_000,
+    ),
+    "peaks: one bias for all": Hostile(
+        stack(BiasedAttention, run=biased, bias=partial(nn.Embedding, 2 * SEQUENCE, 4)),
+        above=30_000,
+    ),
+    "peaks: read between equal blocks": Hostile(
+        stack(ENDS_IN_NORM, 5, run=read_between, scale=lambda: nn.Parameter(torch.ones(WIDTH))),
+    ),
+    "peaks: first to last of equal blocks": Hostile(stack(ENDS_IN_NORM, 5, run=first_to_last)),
+    "peaks: embedding again": Hostile(stack(depth=5, run=first_again), above=SLACK_BYTES),
+    "peaks: two outputs": Hostile(
+        stack(does(two_outputs), 5, run=to_the_next_but_one), above=20_000
+    ),
+    "peaks: all hidden states": Hostile(AllHidden, above=SLACK_BYTES),
+    "peaks: named hidden states": Hostile(stack(run=named), above=SLACK_BYTES),
+    "peaks: kept on ctx": Hostile(stack(inside(KeepsOnContext)), above=210_000),
+    "peaks: output on ctx": Hostile(stack(inside(KeepsOutputOnContext)), above=170_000),
+    "peaks: input on ctx": Hostile(
+        stack(does(lambda b, x: Block.forward(b, KeepsOnContext.apply(x)))),  # type: ignore[no-untyped-call]
+        above=230_000,
+    ),
+    "peaks: own checkpoint": Hostile(
+        stack(does(lambda b, x: OwnCheckpoint.apply(x, partial(Block.forward, b))))  # type: ignore[no-untyped-call]
+    ),
+    "peaks: output remembered": Hostile(
+        stack(does(remembers_output, memory=lambda: None)), above=75_000
+    ),
+    "peaks: output kept": Hostile(stack(does(keeps_output))),
+    "peaks: inner kept": Hostile(stack(does(keeps_inner)), above=SLACK_BYTES),
+    "peaks: inner kept in a container": Hostile(
+        stack(does(keeps_in_container, seen=partial(deque, maxlen=2))), above=SLACK_BYTES
+    ),
+    "peaks: cache of the model": Hostile(stack(ends=caches), above=SLACK_BYTES),
+    "peaks: replaced buffer": Hostile(Averaging, above=SLACK_BYTES),
     "peaks: growing cache": Hostile(
-        make=of_blocks(GrowingCache), refusal=r"grow|more|keeps", trains=False
+        stack(does(hoards, history=list)), rf"blocks\.0\.history holds 20\.00 {_HOARDS}"
+    ),
+    "peaks: growing elsewhere": Hostile(
+        HoardsElsewhere, rf"what its code holds besides its attributes holds 20\.00 {_HOARDS}"
     ),
     # 5
-    "random: python": Hostile(make=of_blocks(partial(Scaled, drawn_by_python)), refusal=_RANDOM),
-    "random: numpy": Hostile(make=of_blocks(partial(Scaled, drawn_by_numpy)), refusal=_RANDOM),
-    "random: numpy's mask": Hostile(make=of_blocks(NumpyMask), refusal=_RANDOM),
-    "random: own python": Hostile(make=of_blocks(OwnPython), refusal=_RANDOM),
-    "random: own numpy": Hostile(make=of_blocks(OwnNumpy), refusal=_RANDOM),
-    "random: own torch": Hostile(make=of_blocks(OwnTorch), refusal=_RANDOM),
-    "random: a helper's": Hostile(make=of_blocks(HelperDraws), refusal=_RANDOM),
+    "random: python": Hostile(stack(scaled(random.random))),
+    "random: numpy's mask": Hostile(stack(does(numpy_mask))),
+    "random: generators of its own": Hostile(stack(OWN_GENERATORS)),
+    "random: a helper's": Hostile(
+        stack(
+            does(
+                lambda b, x: x + b.augmentation.factor() * b.computed(x), augmentation=Augmentation
+            )
+        ),
+    ),
+    "once: counts": Hostile(
+        stack(does(counts, **_COUNTER)), once="its forward changes its attribute 'calls'"
+    ),
+    "once: lists": Hostile(
+        stack(does(lists, seen=lambda: {"calls": []})),
+        once="its forward changes its attribute 'seen'",
+    ),
+    "once: sums": Hostile(
+        stack(does(sums, total=lambda: torch.zeros(()))),  # no buffer
+        once="its forward changes its attribute 'total'",
+    ),
+    "once: reads a global": Hostile(
+        reading_global,
+        once="its forward gave another result when it ran again on the same inputs",
+    ),
     # 6
     "takes: complex": Hostile(
-        make=of_blocks(Spectral),
-        refusal=r"complex",
-        factory=partial(torch.optim.AdamW, lr=3e-4, foreach=False),
+        stack(does(filters, weight=complex_weight(SEQUENCE // 2 + 1, WIDTH))),
+        stays="complex parameters beside real ones",
     ),
-    "takes: arguments of all kinds": Hostile(make=Arguments),
-    "takes: objects": Hostile(make=Objects, refusal=r"argument|tensor|object|State"),
-    "takes: a gradient in a block": Hostile(make=of_blocks(GradientInBlock), refusal=_GRAD),
-    "takes: forces": Hostile(make=Forces, refusal=_GRAD),
-    "takes: gradient of weights": Hostile(make=GradientOfWeights, refusal=_GRAD),
-    "takes: sparse gradient": Hostile(
-        make=SparseTable,
-        refusal=r"sparse",
+    "takes: complex alone": Hostile(
+        # Fused for real parameters, and unfused for all where one is complex: pieces would differ.
+        stack(Spectral),
+        stays="the optimizer steps on all parameters at once",
+    ),
+    "takes: arguments of all kinds": Hostile(stack(does(takes_all), run=gives_all)),
+    "takes: dicts": Hostile(stack(does(in_dict), 5, run=dicts), stays=""),
+    "takes: objects": Hostile(stack(does(takes_object), run=objects)),
+    "takes: an object that is written": Hostile(
+        stack(does(accumulates), run=all_with(lambda _, x: State(x.mean(-1, keepdim=True), x))),
+        stays="hands tensors on in its arguments",
+    ),
+    "takes: a gradient in a block": Hostile(stack(does(gradient_inside)), _GRAD),
+    "takes: forces": Hostile(stack(run=forces), _GRAD),
+    "takes: gradient of weights": Hostile(stack(ends=gradient_of_weights), _GRAD),
+    "takes: sparse gradient": Hostile(stack(sparse=True), stays=_SPARSE, optimizer="sgd"),
+    "takes: sparse bags": Hostile(
+        partial(
+            Bags,
+            does(
+                lambda b, x, tokens: Block.forward(b, x) + b.bag(tokens)[:, None],
+                bag=lambda: nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True, mode="sum"),
+            ),
+        ),
+        stays=_SPARSE,
         optimizer="sgd",
-        factory=partial(torch.optim.SGD, lr=0.1, foreach=False),
     ),
-    "takes: sparse matrix": Hostile(make=SparseNeighbours, refusal=r"sparse"),
+    "takes: sparse matrix": Hostile(stack(does(aggregates), run=all_with(neighbours)), stays=""),
     # 7
     **dict(own_checkpoints()),
     # 8
     **dict(several_dtypes()),
 }
+"""The models by their names: the class of what is hostile, and the case."""
+
+
+def batches() -> list[Batch]:
+    return [batch_of(step) for step in range(4)]
+
+
+def factory(name: str) -> Callable[[], tuple[nn.Module, list[Batch]]]:
+    """A factory for `protrain profile`."""
+    return lambda: (HOSTILE[name].make(), batches())
+
+
+mixed_factory = factory("dtypes: norms")
+complex_factory = factory("takes: complex")
+complex_alone_factory = factory("takes: complex alone")
+dicts_factory = factory("takes: dicts")
+objects_factory = factory("takes: objects")
+sparse_factory = factory("takes: sparse gradient")

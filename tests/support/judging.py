@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,14 +38,16 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Recompute,
     Swap,
+    SwapInput,
     UnitPlan,
 )
-from protrain_runtime.contract.records.profile import OptimizerCost, Profile, Workload
+from protrain_runtime.contract.records.profile import OptimizerCost, Profile
 from protrain_runtime.devices.lanes import LaneError
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device
 from tests.support.forked import CONTEXT
+from tests.support.hostile_models import Hostile
 from tests.support.peaks import bytes_of_others, without_freedom
 from tests.support.programs import compile_units
 from tests.support.runtime_cases import (
@@ -62,38 +64,13 @@ NUM_STEPS = 6
 """The last is measured, and is an odd one: steps that take turns are not all the profiled one."""
 PIECE_BYTES = 1 << 15
 
-PlanName = Literal["kept", "offloaded", "recomputed", "mixed"]
+PlanName = Literal["kept", "offloaded", "recomputed", "mixed", "lite", "mlp", "attn", "swap lite"]
 PLANS: tuple[PlanName, ...] = ("kept", "offloaded", "recomputed", "mixed")
-
-
-class Subject(Protocol):
-    """A model that is judged, and how it is trained."""
-
-    @property
-    def optimizer(self) -> str:
-        """Whose states the profile counts."""
-        ...
-
-    @property
-    def factory(self) -> Callable[..., torch.optim.Optimizer] | None:
-        """What trains instead of it."""
-        ...
-
-    @property
-    def gives_up(self) -> int | None:
-        """The step that a plan refuses when it comes."""
-        ...
-
-    def build(self) -> nn.Module:
-        """The same model every time, in train mode."""
-        ...
-
-    def batch(self, step: int) -> Batch: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a model under one plan, or in the profile.
+    """The end of a model under one plan, or in the profile.
 
     `discarded` is a model that plain PyTorch does not train the same way twice.
     """
@@ -105,7 +82,7 @@ class Verdict:
 
 
 def judged(
-    find: Callable[..., Subject], *arguments: object, plans: Sequence[PlanName], seed: int
+    find: Callable[..., Hostile], *arguments: object, plans: Sequence[PlanName], seed: int
 ) -> list[Verdict]:
     """The verdicts on `find(*arguments)`, found in a process of its own.
 
@@ -120,7 +97,7 @@ def judged(
             target=_answer, args=(find, arguments, plans, seed, Path(folder), answers, errors)
         )
         process.start()
-        process.join(100)
+        process.join(300)
         ended = process.exitcode
         if ended is None:
             process.kill()
@@ -137,7 +114,7 @@ def judged(
 
 
 def _answer(
-    find: Callable[..., Subject],
+    find: Callable[..., Hostile],
     arguments: tuple[object, ...],
     plans: Sequence[PlanName],
     seed: int,
@@ -157,7 +134,7 @@ def _answer(
 
 @dataclass
 class Trained:
-    """What training computed, and the bytes of the last step."""
+    """The results of training, and the bytes of the last step."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, str]] = field(default_factory=list)  # digests, of each step
@@ -172,7 +149,9 @@ class Trained:
 class Judge:
     """Judges one model; `seed` draws the mixed plan."""
 
-    def __init__(self, subject: Subject, seed: int, folder: Path) -> None:
+    profile: Profile
+
+    def __init__(self, subject: Hostile, seed: int, folder: Path) -> None:
         self._subject, self._seed, self._folder = subject, seed, folder
         self._waits = random.Random(seed).random() < 0.5  # the mixed plan, for all gradients
         self._factory = subject.factory or optimizer_factory(subject.optimizer)
@@ -189,42 +168,37 @@ class Judge:
             return
         del again
         try:
-            profile = self._profile()
+            self.profile = profile = profiled(self._subject, self._folder)
         except Exception as error:  # noqa: BLE001
             yield _told("profile", error)
             return
+        if wrong := "; ".join(self._mistold(profile)):
+            yield Verdict(under="profile", kind="wrong", text=wrong)
         for name in plans:
-            yield self._under(name, profile)
+            yield self._under(name, profile, expected)
 
     def _plain(self, skipped: Sequence[int]) -> Trained:
         model = self._subject.build()
         optimizer = self._factory(p for p in model.parameters() if p.requires_grad)
         return self._train(model, optimizer, skipped=skipped)
 
-    def _profile(self) -> Profile:
-        subject = self._subject
-        return measure_model(
-            subject.build(),
-            (subject.batch(step) for step in itertools.count()),
-            workload=Workload(
-                model="",
-                model_config="",
-                batch_size=1,
-                seq_len=1,
-                dtype="float32",
-                device="cpu",
-                seed=0,
-            ),
-            num_steps=1,
-            spill_directory=self._folder,
-            progress=lambda *_: None,
-            optimizer=subject.optimizer,
-            machine=load_hardware("cpu"),
-            cost=_cost(subject.optimizer),
-        )
+    def _mistold(self, profile: Profile) -> Iterator[str]:
+        """Why blocks cannot run twice and states stay: what the profile has no reason to say."""
+        once = {unit.runs_once for unit in profile.units} - {""}
+        stays = {unit.stays for unit in profile.units} - {""}
+        for told, right in ((once, self._subject.once), (stays, self._subject.stays)):
+            if right is not None and told != {right} - {""}:
+                yield f"told {sorted(told)}, not {right!r}"
 
-    def _under(self, name: PlanName, profile: Profile) -> Verdict:
-        units = open_to(profile, self._decided(name, described_by(profile)))
+    def _under(self, name: PlanName, profile: Profile, expected: Trained) -> Verdict:
+        units = tuple(
+            replace(plan, states=Persistent()) if unit.stays else plan
+            for plan, unit in zip(
+                open_to(profile, self._decided(name, described_by(profile))),
+                profile.units,
+                strict=True,
+            )
+        )
         plan = plan_of(
             units,
             fingerprint=profile.model_fingerprint,
@@ -245,8 +219,9 @@ class Judge:
         except Exception as error:  # noqa: BLE001
             return _told(name, error)
         disk = below_device(model)[1]
-        wrong = list(_compared(found, self._plain(tuple(found.gave_up))))
-        wrong += self._above(profile, plan, found, disk)
+        same = expected if not found.gave_up else self._plain(tuple(found.gave_up))
+        wrong = list(_compared(found, same))
+        wrong += self._beside(profile, plan, found, disk)
         texts = " | ".join(found.gave_up.values())
         return Verdict(
             under=name,
@@ -262,7 +237,13 @@ class Judge:
             case "offloaded":
                 return without_freedom(decided(units, Swap(tier="disk"), Offload(tier="disk")))
             case "recomputed":
-                return without_freedom(decided(units, Recompute(), Persistent()))
+                gathered = Offload(tier="disk", keep_gathered=True)
+                return without_freedom(decided(units, Recompute(), gathered))
+            case "lite" | "mlp" | "attn" as form:
+                return without_freedom(decided(units, Recompute(form=form), Persistent()))
+            case "swap lite":
+                swapped = SwapInput(tier="disk", form="lite")
+                return without_freedom(decided(units, swapped, Persistent()))
             case "mixed":
                 rng = random.Random(self._seed)
                 return without_freedom(mixed(units, rng, "disk", stepped=not self._waits))
@@ -280,8 +261,10 @@ class Judge:
         random.seed(1)
         np.random.seed(1)
         found = Trained()
+        loss: Tensor | None = None  # has a name up to the next one
 
         def step(batch: Batch, observe: Observer | None) -> None:
+            nonlocal loss
             loss = loss_of(call_model(model, batch))
             loss.backward()
             if observe is None:
@@ -313,7 +296,8 @@ class Judge:
         found.random_state = (torch.get_rng_state(), random.getstate(), np.random.rand())
         return found
 
-    def _above(self, profile: Profile, plan: Plan, found: Trained, disk: int) -> list[str]:
+    def _beside(self, profile: Profile, plan: Plan, found: Trained, disk: int) -> list[str]:
+        """Bytes above the prediction, or further below it than is said."""
         program = compile_units(
             plan.units,
             profile,
@@ -321,33 +305,56 @@ class Judge:
             updates=plan.settings.updates,
         )
         predicted = [slot.total for slot in device_bytes(program)]
-        on_disk = program.tier_bytes("disk")
-        above = [] if disk <= on_disk else [f"{disk - on_disk} bytes more on disk than predicted"]
-        if len(found.slot_bytes) <= 1:  # nothing is installed
-            most = max(predicted)
-            if found.device_bytes > most:
-                above.append(f"peak {found.device_bytes} above the predicted {most}")
-            return above
-        more = [
-            (slot, seen - most)
-            for slot, (seen, most) in enumerate(zip(found.slot_bytes, predicted, strict=True))
-            if seen > most
-        ]
-        return above + ([f"(slot, bytes above the prediction): {more}"] if more else [])
+        on_disk, most = program.tier_bytes("disk"), max(predicted)
+        wrong = [] if disk <= on_disk else [f"{disk - on_disk} bytes more on disk than predicted"]
+        over, above = self._subject.over, self._subject.above
+        if found.device_bytes > most + over:
+            wrong.append(f"peak {found.device_bytes} above the predicted {most}")
+        if above is not None and most - found.device_bytes > above:
+            wrong.append(f"peak {most - found.device_bytes} below the predicted {most}")
+        if len(found.slot_bytes) > 1:  # else nothing is installed
+            slots = list(enumerate(zip(found.slot_bytes, predicted, strict=True)))
+            more = [(slot, seen - said) for slot, (seen, said) in slots if seen > said + over]
+            wrong += [f"(slot, bytes above the prediction): {more}"] if more else []
+            above = self._subject.above_slots
+            less = [(n, said - seen) for n, (seen, said) in slots if said - seen > (above or 0)]
+            wrong += [f"(slot, bytes below the prediction): {less}"] if less and above else []
+        return wrong
+
+
+def profiled(
+    subject: Hostile, folder: Path, batches: Callable[[], Iterator[Batch]] | None = None
+) -> Profile:
+    """The model's measured profile, without the bytes of what others hold in this process."""
+    others, model = bytes_of_others(), subject.build()
+    seen = (subject.batch(step) for step in itertools.count() if step != subject.gives_up)
+    dtypes = frozenset(parameter.dtype for parameter in model.parameters())
+    profile = measure_model(
+        model,
+        batches() if batches else seen,
+        workload=subject.workload,
+        num_steps=1,
+        spill_directory=folder,
+        progress=lambda *_: None,
+        optimizer=subject.optimizer,
+        machine=load_hardware("cpu"),
+        cost=_cost(subject.optimizer, dtypes),
+    )
+    return replace(profile, base_bytes=profile.base_bytes - others)
 
 
 @cache
-def _cost(optimizer: str) -> OptimizerCost:
+def _cost(optimizer: str, dtypes: frozenset[torch.dtype]) -> OptimizerCost:
     return OptimizerCost(
         name=optimizer,
         host_parameters_per_s=1e9,
         device_parameters_per_s=1e9,
-        **workspace(optimizer, "float32", "pure"),
+        **workspace(optimizer, "float32", "pure", beside=dtypes),
     )
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    """Of the gradients that can be seen: after updates in backward there are none."""
+    """Digests of visible gradients: after updates in backward there are none."""
 
     def digest(gradient: Tensor) -> str:
         dense = gradient.to_dense().contiguous().view(-1)

@@ -36,7 +36,6 @@ def known() -> list[tuple[str, str]]:
 
 
 def environment(level: tuple[str, str]) -> dict[str, str]:
-    """That of a process which takes kernels of the level."""
     aten, onednn = level
     return {**os.environ, "ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
 

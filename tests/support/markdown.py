@@ -25,7 +25,7 @@ def rendered(markdown: str) -> list[Token]:
 
 
 def code(tokens: list[Token]) -> list[str]:
-    """What its code spans hold."""
+    """The text of its code spans."""
     return [token.content for token in leaves(tokens) if token.type == "code_inline"]
 
 

@@ -44,7 +44,7 @@ class Mutation:
 
     where: str
     line: str
-    instead: str
+    instead: str = "pass"
     keeps: str
     test: str = ""
     scenario: str = ""
@@ -132,7 +132,6 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/devices/lanes.py::ThreadTicket.wait",
         line="self.synchronize()",
-        instead="pass",
         keeps="compute reads a buffer that is being read from disk",
         scenario="from_disk_with_late_threads",
     ),
@@ -146,7 +145,6 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/devices/lanes.py::StreamTicket._end",
         line="self._issue.synchronize()",
-        instead="pass",
         keeps="work is waited for that is not on its stream yet",
         scenario="the_launching_thread_goes_on",
     ),
@@ -160,14 +158,12 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/devices/lanes.py::StreamLane._issue",
         line="self._stream.wait_event(item.fence)",
-        instead="pass",
         keeps="a copy takes what compute has not written yet, or overwrites what it still reads",
         scenario="from_host_with_late_compute",
     ),
     Mutation(
         where="runtime/protrain_runtime/devices/lanes.py::StreamLane._issue",
         line="other.wait()",
-        instead="pass",
         keeps="a gradient arrives where the one before it is still being added",
         scenario="micro_batches_with_late_threads",
     ),
@@ -188,21 +184,18 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/devices/lanes.py::StreamLane.close",
         line="self._stream.synchronize()",
-        instead="pass",
         keeps="a lane that is closed still works on what is freed then",
         scenario="a_closed_lane_has_ended",
     ),
     Mutation(
         where="runtime/protrain_runtime/devices/lanes.py::ThreadLane._run",
         line="other.synchronize()",
-        instead="pass",
         keeps="the host's optimizer starts before the gradients are there",
         scenario="from_host_with_late_lanes",
     ),
     Mutation(
         where="runtime/protrain_runtime/devices/lanes.py::ThreadLane._do",
         line="self._stream.wait_event(item.fence)",
-        instead="pass",
         keeps="what goes to disk is taken before compute has written it",
         scenario="from_disk_on_another_stream_with_late_streams",
     ),
@@ -216,14 +209,12 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._begin_slot",
         line="self._tickets[number].wait()",
-        instead="pass",
         keeps="a slot computes before what it reads is back",
         scenario="from_host_with_late_lanes",
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._begin_slot",
         line="self._end(earlier)",
-        instead="pass",
         keeps="the device holds what a slot's bytes do not count any more",
         scenario="peaks_with_late_lanes",
     ),
@@ -237,21 +228,18 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._end_moves",
         line="self._tickets[number].synchronize()",
-        instead="pass",
         keeps="the next step reads parameters that are being updated",
         scenario="from_host_with_late_lanes",
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._give_up",
         line="end.synchronize()",
-        instead="pass",
         keeps="a forward that was cut short frees what its copies still use",
         scenario="cut_short",
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._await_fetches",
         line="self._tickets[number].wait()",
-        instead="pass",
         keeps="an evaluation computes with a chunk that is on its way",
         scenario="evaluated_between",
     ),
@@ -293,14 +281,12 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._submit",
         line="after += [self._carried[other] for other in awaited if other in self._carried]",
-        instead="pass",
         keeps="the next step fetches parameters that are being updated",
         scenario="overlapping_with_late_threads",
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine.__init__",
         line="self._awaited[unit].add(number)",
-        instead="pass",
         keeps="the next step fetches parameters that an update ahead of the norm still writes",
         scenario="ahead_of_the_norm_with_late_lanes",
     ),
@@ -321,14 +307,12 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/contract/program/compiling.py::_Compiler._add_updates",
         line="waits = gradients  # which it reads, too",
-        instead="pass",
         keeps="gradients are read with the states before they are in host memory",
         scenario="micro_batches_on_the_device_with_late_threads",
     ),
     Mutation(
         where="runtime/protrain_runtime/contract/program/compiling.py::_Compiler._add_updates",
         line="waits = gradients  # which it reads, too",
-        instead="pass",
         keeps="gradients are copied for an update ahead of the norm before they are in host memory",
         scenario="ahead_of_the_norm_from_disk_with_late_lanes",
     ),
@@ -356,7 +340,6 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/engine/step_times.py::StepTimes.end",
         line="devices.synchronize(self._device)",
-        instead="pass",
         keeps="a step counts as ended, and is read off events, while the device is in it",
         scenario="recorded",
     ),
@@ -370,14 +353,12 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/devices/stores.py::HostStore.write",
         line="self._backend.synchronize()",
-        instead="pass",
         keeps="an evaluation that runs still computes with what is loaded after it",
         scenario="evaluated_then_loaded",
     ),
     Mutation(
         where="runtime/protrain_runtime/devices/stores.py::HostStore.close",
         line="self._backend.synchronize()",
-        instead="pass",
         keeps="host memory is unpinned under a copy",
         scenario="evaluated_then_dropped",
     ),
@@ -398,14 +379,12 @@ ON_A_DEVICE = (
     Mutation(
         where="runtime/protrain_runtime/devices/stores.py::_Passage.up",
         line="gone[-2].synchronize()",
-        instead="pass",
         keeps="a part is read over one that the device still copies",
         scenario="through_the_passage",
     ),
     Mutation(
         where="runtime/protrain_runtime/devices/stores.py::_Passage.up",
         line="event.synchronize()",
-        instead="pass",
         keeps="the next read overwrites what the device still copies",
         scenario="through_the_passage",
     ),
@@ -450,7 +429,6 @@ AMONG_RANKS = (
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._end_moves",
         line="self._tickets[number].wait()",
-        instead="pass",
         keeps="the same, where nothing is updated in backward",
         scenario="persistent_with_late_lanes",
     ),
@@ -558,7 +536,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="chunk.offloaded_gradients",
         keeps="gradients of an update that runs on are dropped when its step ends",
         test=(
-            "tests/runtime/test_overlapping_steps.py"
+            "tests/runtime/test_running_on.py"
             "::test_updates_run_on_and_training_is_bitwise[in backward-late-emulated]"
         ),
     ),
@@ -568,7 +546,7 @@ GUARDS: tuple[Mutation, ...] = (
         instead="chunk.offloaded_gradients",
         keeps="an update ahead of the norm counts as made of the gradients that are left",
         test=(
-            "tests/runtime/test_clipping.py"
+            "tests/runtime/test_steps.py"
             "::test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such[ahead-removed]"
         ),
     ),
@@ -578,47 +556,43 @@ GUARDS: tuple[Mutation, ...] = (
         instead="pass  # the first of all leave",
         keeps="staging buffers are missing in the second step, whose updates read states",
         test=(
-            "tests/runtime/test_overlapping_steps.py"
+            "tests/runtime/test_running_on.py"
             "::test_updates_run_on_and_training_is_bitwise[in backward-late-cpu]"
         ),
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/moves.py::GradientMoves.spill",
         line="stored.factors = []",
-        instead="pass",
         keeps="what scaled a sum of micro-batches is applied once more when it is read",
         test=(
-            "tests/runtime/test_accumulation.py"
+            "tests/runtime/test_steps.py"
             "::test_sums_that_are_clipped_between_micro_batches_are_those_of_plain_pytorch[emulated]"
         ),
     ),
     Mutation(
         where="runtime/protrain_runtime/activations/saved_tensors.py::SwappedStorage.leave",
         line="self._check()",
-        instead="pass",
         keeps="a write to what is on its way out is lost, or half of it",
         test=(
-            "tests/runtime/test_guards.py"
+            "tests/runtime/test_habits.py"
             "::test_a_write_to_a_saved_activation_is_refused_as_in_plain_pytorch[leaves]"
         ),
     ),
     Mutation(
         where="runtime/protrain_runtime/activations/saved_tensors.py::SwappedStorage.bytes",
         line="self._check()",
-        instead="pass",
         keeps="backward reads what was written after it was saved",
         test=(
-            "tests/runtime/test_guards.py"
+            "tests/runtime/test_habits.py"
             "::test_a_write_to_a_saved_activation_is_refused_as_in_plain_pytorch[stays]"
         ),
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._end_slot",
         line="chunk.refuse_written()",
-        instead="pass",
         keeps="what a forward writes to a parameter is lost when that leaves the device",
         test=(
-            "tests/runtime/test_guards.py"
+            "tests/runtime/test_habits.py"
             "::test_a_forward_that_writes_to_a_parameter_that_leaves_is_refused"
         ),
     ),
@@ -712,7 +686,7 @@ def asked(tree: Path, *tests: str) -> subprocess.CompletedProcess[str]:
 
 
 def verdict(mutation: Mutation, tree: Path) -> str:
-    """What its test says in a copy of the tree that has the mutation."""
+    """The end of its test in a copy of the tree that has the mutation."""
     file = tree / mutation.file.relative_to(ROOT)
     text = file.read_text(encoding="utf-8")
     file.write_text(mutated_text(mutation, text), encoding="utf-8")

@@ -47,7 +47,7 @@ TOGETHER = (
     "draws",
 )
 UNCOUNTED = ("keeps more and more", "keeps more later", "keeps copies beside")
-"""What they keep is not told by a first step."""
+"""A first step does not tell what they keep."""
 
 
 class Odd(torch.optim.AdamW):
@@ -129,8 +129,20 @@ def _gradients(every: list[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in every if p.grad is not None]
 
 
-def _clip(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    nn.utils.clip_grad_norm_(every, 0.1)
+Before = Callable[[Odd, list[nn.Parameter]], object]
+
+
+def _of_gradients(change: Callable[[Tensor], object]) -> Before:
+    return lambda _, every: [change(gradient) for gradient in _gradients(every)]
+
+
+def _of_groups(change: Callable[[dict[str, Any]], object]) -> Before:
+    return lambda optimizer, _: [change(group) for group in optimizer.param_groups]
+
+
+def _of_stepped(change: Callable[[Odd, Any], object]) -> Before:
+    """The change, for parameters that have a gradient."""
+    return lambda optimizer, every: [change(optimizer, p) for p in every if p.grad is not None]
 
 
 def _clip_large(optimizer: Odd, every: list[nn.Parameter]) -> None:
@@ -139,10 +151,9 @@ def _clip_large(optimizer: Odd, every: list[nn.Parameter]) -> None:
         nn.utils.clip_grad_norm_(every, 5e3)
 
 
-def _clip_each(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    for gradient in _gradients(every):
-        if (norm := gradient.norm()) > 500:
-            gradient.mul_(500 / norm)
+def _clip_one(gradient: Tensor) -> None:
+    if (norm := gradient.norm()) > 500:
+        gradient.mul_(500 / norm)
 
 
 def _skip(optimizer: Odd, every: list[nn.Parameter]) -> None:
@@ -157,27 +168,10 @@ def _scale(optimizer: Odd, every: list[nn.Parameter]) -> None:
         group["scale"] = max(group.get("scale", 0.5), 1 / (1 + total))
 
 
-def _count_in_groups(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    for group in optimizer.param_groups:
-        group["calls"] = group.get("calls", 0) + 1
-
-
-def _count_in_place(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    for group in optimizer.param_groups:
-        group.setdefault("counted", torch.zeros(())).add_(1)
-
-
-def _list_in_groups(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    for group in optimizer.param_groups:
-        group.setdefault("kept", []).append(len(group.get("kept", ())) % 3)
-
-
-def _count_in_states(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    for parameter in every:
-        if parameter.grad is not None:
-            state = _state(optimizer, parameter)
-            state["calls"] = state.get("calls", 0) + 1
-            parameter.grad.div_(state["calls"])
+def _count_in_state(optimizer: Odd, parameter: Any) -> None:
+    state = _state(optimizer, parameter)
+    state["calls"] = state.get("calls", 0) + 1
+    parameter.grad.div_(state["calls"])
 
 
 def _state(optimizer: Odd, parameter: nn.Parameter) -> dict[str, Any]:
@@ -197,14 +191,6 @@ def _count_in_class(optimizer: Odd, every: list[nn.Parameter]) -> None:
     type(optimizer).calls_of_class += 1
 
 
-def _count_in_tensor(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    type(optimizer).tensor_of_class.add_(1)
-
-
-def _count_in_module(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    COUNTS["calls"] += 1
-
-
 def _look_ahead(optimizer: Odd, every: list[nn.Parameter]) -> None:
     optimizer.calls += 1
     if optimizer.calls % 4 == 0:
@@ -218,97 +204,87 @@ def _stack(optimizer: Odd, every: list[nn.Parameter]) -> None:
         gradient.sub_(mean)
 
 
-def _look(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    torch.stack([g.norm() for g in _gradients(every)]).max()
-
-
 def _by_position(optimizer: Odd, every: list[nn.Parameter]) -> None:
     for number, parameter in enumerate(every):
         if parameter.grad is not None:
             parameter.grad.div_(1 + number)
 
 
-def _by_name(optimizer: Odd, every: list[nn.Parameter]) -> None:
+def _by_name(group: dict[str, Any]) -> None:
     """Names of parameters without names are their numbers."""
-    for group in optimizer.param_groups:
-        names = group.get("param_names") or [str(n) for n in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
-            if parameter.grad is not None and "1" in name:
-                parameter.grad.mul_(0.5)
+    names = group.get("param_names") or [str(n) for n in range(len(group["params"]))]
+    for name, parameter in zip(names, group["params"], strict=True):
+        if parameter.grad is not None and "1" in name:
+            parameter.grad.mul_(0.5)
 
 
-def _read(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    for parameter in every:
-        if parameter.grad is not None:
-            parameter.grad.mul_(getattr(parameter, "slower_by", 1.0))
-
-
-def _draw(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    for gradient in _gradients(every):
-        gradient.add_(torch.randn_like(gradient), alpha=1e-3)
-
-
-def _look_at_all(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    for group in optimizer.param_groups:
-        group["steps"] = group.get("steps", 0) + bool(group["params"])
-
-
-def _grow(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    for parameter in every:
-        if parameter.grad is not None:
-            optimizer.copies.append(parameter.grad.clone())
+def _copy_all(optimizer: Odd, every: list[nn.Parameter], *, now: bool) -> None:
+    if now:
+        optimizer.copies = [p.detach().clone() for p in every]
 
 
 def _grow_later(optimizer: Odd, every: list[nn.Parameter]) -> None:
     optimizer.calls += 1
-    if optimizer.calls == 3:
-        optimizer.copies = [p.detach().clone() for p in every]
-
-
-def _keep_beside(optimizer: Odd, every: list[nn.Parameter]) -> None:
-    if not optimizer.copies:
-        optimizer.copies = [p.detach().clone() for p in every]
+    _copy_all(optimizer, every, now=optimizer.calls == 3)
 
 
 def _average(optimizer: Odd, every: list[nn.Parameter]) -> None:
     for group in optimizer.param_groups:
-        if not group["training"]:
-            raise RuntimeError("not in train mode")
-        group["k"] = group.get("k", 0) + 1
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                state = _state(optimizer, parameter)
-                if "behind" not in state:
-                    state["behind"] = parameter.detach().clone()
-                state["behind"].lerp_(parameter, 1 / group["k"])
+        _average_group(optimizer, group)
 
 
-_BEFORE: dict[str, Callable[[Odd, list[nn.Parameter]], None]] = {
-    "clips": _clip,
+def _average_group(optimizer: Odd, group: dict[str, Any]) -> None:
+    if not group["training"]:
+        raise RuntimeError("not in train mode")
+    group["k"] = group.get("k", 0) + 1
+    for parameter in group["params"]:
+        if parameter.grad is not None:
+            state = _state(optimizer, parameter)
+            if "behind" not in state:
+                state["behind"] = parameter.detach().clone()
+            state["behind"].lerp_(parameter, 1 / group["k"])
+
+
+_BEFORE: dict[str, Before] = {
+    "clips": lambda _, every: nn.utils.clip_grad_norm_(every, 0.1),
     "clips when it is large": _clip_large,
-    "clips each parameter when it is large": _clip_each,
+    "clips each parameter when it is large": _of_gradients(_clip_one),
     "skips where a gradient is infinite": _skip,
     "scales by all": _scale,
-    "counts in its groups": _count_in_groups,
-    "counts in its states": _count_in_states,
-    "counts in its groups in place": _count_in_place,
-    "keeps a list in its groups": _list_in_groups,
-    "looks at groups without gradients": _look_at_all,
+    "counts in its groups": _of_groups(lambda group: group.update(calls=group.get("calls", 0) + 1)),
+    "counts in its states": _of_stepped(_count_in_state),
+    "counts in its groups in place": _of_groups(
+        lambda group: group.setdefault("counted", torch.zeros(())).add_(1)
+    ),
+    "keeps a list in its groups": _of_groups(
+        lambda group: group.setdefault("kept", []).append(len(group["kept"]) % 3)
+    ),
+    "looks at groups without gradients": _of_groups(
+        lambda group: group.update(steps=group.get("steps", 0) + bool(group["params"]))
+    ),
     "counts in itself": _count,
     "counts in its class": _count_in_class,
-    "counts in its module": _count_in_module,
-    "counts in a tensor of its class": _count_in_tensor,
-    "reads attributes of parameters": _read,
+    "counts in its module": lambda *_: COUNTS.update(calls=COUNTS["calls"] + 1),
+    "counts in a tensor of its class": lambda optimizer, _: type(optimizer).tensor_of_class.add_(1),
+    "reads attributes of parameters": _of_stepped(
+        lambda _, parameter: parameter.grad.mul_(getattr(parameter, "slower_by", 1.0))
+    ),
     "looks ahead in some steps": _look_ahead,
     "stacks gradients": _stack,
-    "stacks gradients to look at them": _look,
+    "stacks gradients to look at them": lambda _, every: torch.stack(
+        [gradient.norm() for gradient in _gradients(every)]
+    ).max(),
     "goes by position": _by_position,
     "goes by number": lambda *_: None,
-    "goes by name": _by_name,
-    "draws": _draw,
-    "keeps more and more": _grow,
+    "goes by name": _of_groups(_by_name),
+    "draws": _of_gradients(lambda gradient: gradient.add_(torch.randn_like(gradient), alpha=1e-3)),
+    "keeps more and more": _of_stepped(
+        lambda optimizer, parameter: optimizer.copies.append(parameter.grad.clone())
+    ),
     "keeps more later": _grow_later,
-    "keeps copies beside": _keep_beside,
+    "keeps copies beside": lambda optimizer, every: _copy_all(
+        optimizer, every, now=not optimizer.copies
+    ),
     "switches modes": _average,
 }
 

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from protrain_plan.commands.training import Run, train
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.program.program import LARGE_BEGIN_BYTES, PAGE_BYTES
-from protrain_runtime.contract.records import write_profile
+from protrain_runtime.contract.records import read_profile, write_profile
 from protrain_runtime.contract.records.plan import Plan, UnitPlan, Updates
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices import device as devices
@@ -25,26 +26,40 @@ PIECE_BYTES = 1 << 16
 NUM_STEPS = 3  # the last one is measured
 
 SLACK_BYTES = 4096
-"""What a bound may stand above the truth where the programme's waits leave no freedom: scalars of
-the optimizer and of the loss, and the alignment of pieces."""
+"""Bytes that a bound may stand above the truth where the programme's waits leave no freedom:
+scalars of the optimizer and of the loss, and the alignment of pieces."""
 
 
 def profile_file(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     """A measured profile of a model in float32, made once for all processes and test files."""
 
-    def make(path: Path) -> None:
+    def make(folder: Path) -> Profile:
+        return profiled_here(name, folder, num_steps=2)
+
+    return _made(tmp_path_factory, f"peaks-{name.rpartition(':')[2]}.yaml", make)
+
+
+def profile_made(
+    tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Profile]
+) -> Profile:
+    """A profile that is made once for all processes, with a folder to spill into."""
+    return read_profile(_made(tmp_path_factory, f"{name}.yaml", make))
+
+
+def _made(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Profile]) -> Path:
+    def write(path: Path) -> None:
         others = bytes_of_others()  # are what a script's data would be
-        record = profiled_here(name, path.parent, num_steps=2)
+        record = make(path.parent)
         write_profile(replace(record, base_bytes=record.base_bytes - others), path)
 
-    return made_once(tmp_path_factory, f"peaks-{name.rpartition(':')[2]}.yaml", make)
+    return made_once(factory, name, write)
 
 
 _HELD: list[torch.Tensor] = []
 
 
 def bytes_of_others() -> int:
-    """Of tensors that other tests have left in this process, as soon as they are the same twice.
+    """Bytes of tensors that other tests have left here, as soon as they are the same twice.
 
     A thread that another test has ended may hold tensors for a moment longer. Those that are there
     then stay until the next call: what would be freed while a step is measured is in no sum.

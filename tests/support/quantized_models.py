@@ -2,7 +2,8 @@
 
 import importlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,27 +39,20 @@ def replace_linears(model: nn.Module, make: Any) -> None:
         model.set_submodule(name, make(model.get_submodule(name)))
 
 
-def packed(linear: nn.Linear, **settings: Any) -> nn.Module:
-    """A layer of 4 bits with the linear layer's values, which a move to a device packs."""
+def packed(linear: nn.Linear, *, bits: int = 4, **settings: Any) -> nn.Module:
+    """A layer of so many bits with the linear layer's values, which a move to a device packs."""
     library = importlib.import_module("bitsandbytes")
-    bias = linear.bias is not None
-    settings = {"compute_dtype": torch.float32, "quant_type": "nf4", **settings}
-    layer: nn.Module = library.nn.Linear4bit(
-        linear.in_features, linear.out_features, bias, **settings
-    )
+    usual: dict[str, Any] = {"has_fp16_weights": False}
+    if bits == 4:
+        usual = {"compute_dtype": torch.float32, "quant_type": "nf4"}
+    make = library.nn.Linear4bit if bits == 4 else library.nn.Linear8bitLt
+    has_bias = linear.bias is not None
+    layer: nn.Module = make(linear.in_features, linear.out_features, has_bias, **usual | settings)
     layer.load_state_dict(linear.state_dict())
-    return layer
+    return layer if bits == 4 else layer.requires_grad_(False)
 
 
-def packed_in_8_bits(linear: nn.Linear, **settings: Any) -> nn.Module:
-    """A layer of 8 bits with the linear layer's values, which a move to a device packs."""
-    library = importlib.import_module("bitsandbytes")
-    settings = {"has_fp16_weights": False, **settings}
-    layer: nn.Module = library.nn.Linear8bitLt(
-        linear.in_features, linear.out_features, linear.bias is not None, **settings
-    )
-    layer.load_state_dict(linear.state_dict())
-    return layer.requires_grad_(False)
+packed_in_8_bits = partial(packed, bits=8)
 
 
 def with_adapters(model: nn.Module, **settings: Any) -> nn.Module:
@@ -78,41 +72,26 @@ def batches() -> list[Batch]:
     return [{"input_ids": one, "labels": one} for one in tokens]
 
 
-def nf4_factory() -> tuple[nn.Module, Iterable[Batch]]:
-    """NF4 with nested scales, packed by the move to the CPU."""
-    model = llama()
-    replace_linears(model, packed)
-    return with_adapters(model.to("cpu")), batches()
+Factory = Callable[[], tuple[nn.Module, Iterable[Batch]]]
 
 
-def plain_scales_factory() -> tuple[nn.Module, Iterable[Batch]]:
-    """FP4 with scales in float32; its layers are packed when the profiler moves them."""
-    model = llama()
-    replace_linears(
-        model, lambda linear: packed(linear, quant_type="fp4", compress_statistics=False)
-    )
-    return with_adapters(model), batches()
+def factory(*makers: Any, moved: bool = True, **settings: Any) -> Factory:
+    """Layers by the makers in turn; `moved` to the CPU, else packed when the profiler does it."""
+
+    def make() -> tuple[nn.Module, Iterable[Batch]]:
+        model, in_turn = llama(), itertools.cycle(makers)
+        replace_linears(model, lambda linear: next(in_turn)(linear))
+        return with_adapters(model.to("cpu") if moved else model, **settings), batches()
+
+    return make
 
 
-def int8_factory() -> tuple[nn.Module, Iterable[Batch]]:
-    """Of 8 bits, packed by the move to the CPU."""
-    model = llama()
-    replace_linears(model, packed_in_8_bits)
-    return with_adapters(model.to("cpu")), batches()
-
-
-def mixed_factory() -> tuple[nn.Module, Iterable[Batch]]:
-    """Layers of 8 bits among those of NF4; they are packed when the profiler moves them."""
-    model, makers = llama(), itertools.cycle((packed, packed_in_8_bits))
-    replace_linears(model, lambda linear: next(makers)(linear))
-    return with_adapters(model), batches()
-
-
-def dora_factory() -> tuple[nn.Module, Iterable[Batch]]:
-    """Layers of 8 bits among those of NF4 with DoRA and dropout."""
-    model, makers = llama(), itertools.cycle((packed, packed_in_8_bits))
-    replace_linears(model, lambda linear: next(makers)(linear))
-    return with_adapters(model.to("cpu"), use_dora=True, lora_dropout=0.1), batches()
+FP4 = partial(packed, quant_type="fp4", compress_statistics=False)  # scales in float32
+nf4_factory = factory(packed)  # with nested scales
+plain_scales_factory = factory(FP4, moved=False)
+int8_factory = factory(packed_in_8_bits)
+mixed_factory = factory(packed, packed_in_8_bits, moved=False)
+dora_factory = factory(packed, packed_in_8_bits, use_dora=True, lora_dropout=0.1)
 
 
 def plain_factory() -> tuple[nn.Module, Iterable[Batch]]:

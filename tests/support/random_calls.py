@@ -105,7 +105,7 @@ MAKERS: tuple[Callable[[random.Random], RandomCall], ...] = (product, convolutio
 
 
 def overruns(num_calls: int, seed: int) -> Iterator[str]:
-    """Those of the random calls that took more than their bounds, described."""
+    """Descriptions of the random calls that took more than their bounds."""
     rng = random.Random(seed)
     bounds: dict[MeasuredCall, tuple[int, str]] = {}
     for _ in range(num_calls):

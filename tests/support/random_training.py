@@ -1,19 +1,17 @@
 """Random models, trained under random plans and plainly."""
 
 import random
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from protrain_plan.models.batches import call_model, loss_of
-from protrain_runtime import prepare, restore
 from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import Updates
+from protrain_runtime.contract.records.plan import Plan, Updates
 from tests.support.plan_settings import with_settings
 from tests.support.random_models import (
     Between,
@@ -24,20 +22,8 @@ from tests.support.random_models import (
     random_batch,
     random_model,
 )
-from tests.support.runtime_cases import (
-    ADAMW,
-    Outcome,
-    assert_bitwise,
-    attached,
-    delays,
-    differences,
-    mixed,
-    on_device,
-    outcome,
-    plan_for,
-    speculative,
-    units_of,
-)
+from tests.support.runtime_cases import Subject, delays, mixed, one_group, plan_for, speculative
+from tests.support.scenario import Looking, Loop, Scenario, restored
 
 NUM_STEPS = 3
 
@@ -64,40 +50,15 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
-Looking = type[torch.no_grad | torch.inference_mode]
+def subject(shape: Shape) -> Subject:
+    return RandomSubject(partial(random_model, shape), random_batch)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loop:
-    """A few steps of a plain loop, with dropout from a known state.
+class RandomSubject(Subject):
+    """A random model, whose weights have a seed of their own."""
 
-    `looks`: how the model is evaluated before each backward, and after each step.
-    """
-
-    micro_batches: int = 1
-    looks: tuple[Looking | None, Looking | None] = (None, None)
-
-    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
-        torch.manual_seed(1)
-        losses: list[Tensor] = []
-        for number in range(NUM_STEPS * self.micro_batches):
-            loss = loss_of(call_model(model, random_batch(number)))
-            losses += looked(model, number + 100, self.looks[0])
-            loss.backward()
-            losses.append(loss.detach())
-            if (number + 1) % self.micro_batches == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                losses += looked(model, number + 200, self.looks[1])
-        return outcome(model, optimizer, losses)
-
-
-def looked(model: nn.Module, number: int, looking: Looking | None) -> list[Tensor]:
-    """The loss without a graph, if it is looked at."""
-    if looking is None:
-        return []
-    with looking():
-        return [loss_of(call_model(model, random_batch(number)))]
+    def build(self, seed: int = 0) -> nn.Module:
+        return self.make()
 
 
 def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
@@ -106,35 +67,26 @@ def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
     tiers: tuple[TierName, ...] = rng.choice((("disk",), ("host",), ("disk", "host")))
     micro_batches = rng.choice((1, 1, 2))
     looking: list[Looking | None] = [None, torch.no_grad, torch.inference_mode]
-    loop = Loop(micro_batches=micro_batches, looks=(rng.choice(looking), rng.choice(looking)))
-    model = random_model(shape)
-    expected = loop.train(model, ADAMW(model.parameters()))
-    model = random_model(shape)
-    with on_device("cpu"):
-        found = units_of(random_model(shape), random_batch(0))
+    looks = (rng.choice(looking), rng.choice(looking))
     updates: Updates = rng.choice(("in backward", "after backward"))
     alone = updates == "in backward" and micro_batches == 1
-    units = mixed(found, rng, *tiers, stepped=alone)
-    plan = with_settings(
-        plan_for(model, units, piece_bytes=rng.choice((1_000, 20_000, 10**9))),
-        micro_batches=micro_batches,
-        updates=updates,
-    )
-    if updates == "after backward" and micro_batches == 1 and rng.random() < 0.5:
-        plan = speculative(plan)
-    before = attached(model)
-    model, optimizer = prepare(
-        model,
-        plan,
-        optimizer=ADAMW,
-        param_groups=[{"params": list(model.parameters())}],
-        spill_directory=folder,
-        lane_delay=delays(seed) if rng.random() < 0.5 else None,
-    )
-    assert_bitwise(loop.train(model, optimizer), expected)
-    restore(model)
-    assert attached(model) == before
-    assert list(differences(model.state_dict(), expected.parameters, "restored")) == []
+    own = subject(shape)
+    units = mixed(own.units(), rng, *tiers, stepped=alone)
+    pieces = rng.choice((1_000, 20_000, 10**9))
+    ahead = updates == "after backward" and micro_batches == 1 and rng.random() < 0.5
+
+    def plan(model: nn.Module) -> Plan:
+        found = plan_for(model, units, piece_bytes=pieces)
+        found = with_settings(found, micro_batches=micro_batches, updates=updates)
+        return speculative(found) if ahead else found
+
+    Scenario(
+        model=own,
+        plan=plan,
+        script=Loop(num_steps=NUM_STEPS, micro_batches=micro_batches, looks=looks),
+        groups=one_group,
+        options={"lane_delay": delays(seed) if rng.random() < 0.5 else None},
+    ).assert_like_plain(folder, restored)
 
 
 # Every example is a training run: what shrinking would take is better spent on other examples.

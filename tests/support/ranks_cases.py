@@ -25,7 +25,7 @@ JOIN_S = 240.0
 
 @dataclass(frozen=True)
 class Cards:
-    """What ranks train on: the devices' names, in turn (none: a CPU), and whose delays they have.
+    """The devices that ranks train on, in turn (none: a CPU), and whose delays they have.
 
     `current` says which device is the current one of each, meanwhile: another one than its own.
     """
@@ -82,7 +82,7 @@ class Ended:
 
 
 def run_ranks(work: Work, count: int, folder: Path, *arguments: Any) -> list[Any]:
-    """What `work` returns on each of `count` ranks; fails where one of them does."""
+    """Results of `work` on each of `count` ranks; fails where one of them does."""
     ended = end_ranks(work, count, folder, *arguments)
     wrong = [
         f"rank {rank} ({end.exit_code}): {end.error}"

@@ -1,10 +1,12 @@
 """A training loop on several ranks: plain with DistributedDataParallel, and under plans."""
 
 import itertools
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from protrain_plan.models.batches import call_model, loss_of
-from protrain_runtime import prepare, restore
+from protrain_runtime import load, prepare, restore, save
 from protrain_runtime.activations.compiled import compile_each
+from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
+    DeviceGroup,
     Offload,
     Persistent,
     Placement,
@@ -25,22 +28,40 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.diagnostics.compiling import compiled_whole
+from tests.support import scenario
+from tests.support.pairwise import Impossible, Row, covering_rows
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import (
     ADAMW,
+    CATALOGUE,
+    RECOMPUTED,
     Factory,
+    Groups,
     Outcome,
-    batch,
-    build,
+    Subject,
     copied,
     described,
     differences,
+    one_group,
+    outcome,
     plan_for,
+    random_states,
+    set_random_states,
+    weight_decay_groups,
+)
+from tests.support.scenario import Run, Script
+from tests.support.training_rows import (
+    ALWAYS_IMPOSSIBLE,
+    PRECISIONS,
+    SCHEDULES,
+    of_row,
+    optimizer_of,
+    plain_optimizer_of,
+    plan_of_row,
 )
 
 STEPS = 5
-
 
 TIERS: tuple[StateTier, ...] = ("device", "host", "disk")
 
@@ -54,7 +75,7 @@ PLACES: tuple[Placement, ...] = (
 
 @dataclass(frozen=True)
 class Loop:
-    """What a training script does besides forward, backward and step."""
+    """The options of a training script on ranks."""
 
     name: str = "llama"
     factory: Factory = ADAMW
@@ -63,73 +84,140 @@ class Loop:
     double: bool = False  # everything in float64
     compiled: str = ""  # a backend of torch.compile's, for the blocks; empty: they are plain
 
+    @property
+    def subject(self) -> Subject:
+        own = CATALOGUE[self.name]
+        return replace(own, change=nn.Module.double) if self.double else own
 
-def built(loop: Loop, seed: int = 0) -> nn.Module:
-    model = build(loop.name, seed=seed)
-    return model.double() if loop.double else model
+    @property
+    def script(self) -> scenario.Loop:
+        clips = 0.05 if self.clips else None
+        return scenario.Loop(num_steps=STEPS, micro_batches=self.micro_batches, clips=clips)
 
 
-def train(
-    loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int
-) -> list[Tensor]:
-    """Losses and norms of a plain loop on this rank's batches; in modes, where there are some."""
-    modes: Any = optimizer if hasattr(optimizer, "eval") else None
-    torch.manual_seed(1 + rank)
-    seen: list[Tensor] = []
-    numbers = itertools.count(rank, count)
-    for _ in range(STEPS):
-        if modes is not None:
-            modes.train()
-        for number in range(loop.micro_batches):
-            ddp = model if isinstance(model, DistributedDataParallel) else None
-            waits = number + 1 < loop.micro_batches
-            with ddp.no_sync() if ddp is not None and waits else nullcontext():
-                loss = loss_of(call_model(model, batch(loop.name, next(numbers))))
-                (loss / loop.micro_batches).backward()
-            seen.append(loss.detach())
-        if loop.clips:
-            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        if modes is not None:
-            modes.eval()
-    return seen
+@dataclass
+class RanksRun(Run):
+    """A run on one rank of several: under a plan, or in DistributedDataParallel."""
+
+    factor: float = 1.0  # of the losses
+    clips_by: Sequence[Tensor] | None = None  # norms of others; its own, without them
+    norms: list[Tensor] = field(default_factory=list[Tensor])
+
+    def backward(
+        self,
+        number: int,
+        *,
+        weigh: Callable[[Tensor], Tensor] | None = None,
+        between: Callable[[], object] | None = None,
+        last: bool = True,
+    ) -> None:
+        def weighed(loss: Tensor) -> Tensor:
+            return (loss * self.factor) if weigh is None else weigh(loss * self.factor)
+
+        ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
+        with ddp.no_sync() if ddp is not None and not last else nullcontext():
+            super().backward(number, weigh=weighed, between=between, last=last)
+
+    def clip(self, max_norm: float, **options: Any) -> None:
+        parameters = list(self.model.parameters())
+        if self.clips_by is None:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options)
+        else:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            by = self.clips_by[len(self.norms)]
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, by)
+        self.norms.append(norm.detach().clone())
+
+    def outcome(self) -> Outcome:
+        ddp = isinstance(self.model, DistributedDataParallel)
+        plain = self.model.module if ddp else self.model
+        return outcome(plain, self.optimizer, self.seen)  # type: ignore[arg-type]
+
+
+def in_ddp(
+    subject: Subject,
+    rank: int,
+    count: int,
+    factory: Factory,
+    *,
+    groups: Groups = one_group,
+    clips_by: Sequence[Tensor] | None = None,
+) -> RanksRun:
+    model = DistributedDataParallel(subject.build())
+    run = RanksRun(subject, model, factory(groups(model)), rank=rank, num_ranks=count)
+    return replace(run, clips_by=clips_by)
+
+
+def under_plan(
+    subject: Subject,
+    rank: int,
+    count: int,
+    plan: Callable[[nn.Module], Plan],
+    *,
+    folder: Path,
+    seed: int = 0,
+    groups: Groups = one_group,
+    **options: Any,
+) -> RanksRun:
+    # Rank 0's weights are everybody's, as with DistributedDataParallel.
+    model = subject.build(seed if rank == 0 else 5)
+    rng = random.Random(rank)
+    made = prepare(
+        model,
+        plan(model),
+        param_groups=groups(model),
+        spill_directory=folder,
+        wait_limit_s=60,
+        lane_delay=lambda: rng.random() * 0.0005,
+        **options,
+    )
+    return RanksRun(subject, *made, folder=folder, rank=rank, num_ranks=count)
+
+
+def played(run: RanksRun, script: Script) -> Outcome:
+    """The outcome of a script, with dropout from a state of this rank's."""
+    torch.manual_seed(1 + run.rank)
+    script(run)
+    return run.outcome()
+
+
+def built(loop: Loop) -> nn.Module:
+    return loop.subject.build()
+
+
+def with_norms(run: RanksRun, loop: Loop) -> Outcome:
+    run.factor = 1 / loop.micro_batches
+    found = played(run, loop.script)
+    return replace(found, losses=[*found.losses, *run.norms])
 
 
 def ddp(rank: int, count: int, loop: Loop) -> Outcome:
-    """What DistributedDataParallel computes."""
-    plain = built(loop)
-    if loop.compiled:
-        units = described(loop.name)
-        blocks = {u.name: plain.get_submodule(u.name) for u in units if u.kind == "block"}
-        compile_each(blocks, backend=loop.compiled)
-    model = DistributedDataParallel(plain)
-    optimizer = loop.factory(list(model.parameters()))
-    losses = train(loop, model, optimizer, rank, count)
-    return Outcome(losses, copied(model.module.state_dict()), copied(optimizer.state_dict()))
+
+    def build(model: nn.Module) -> None:
+        if loop.double:
+            model.double()
+        units = described(loop.name) if loop.compiled else ()
+        blocks = {u.name: model.get_submodule(u.name) for u in units if u.kind == "block"}
+        if blocks:
+            compile_each(blocks, backend=loop.compiled)
+
+    subject = replace(loop.subject, change=build)
+    return with_norms(in_ddp(subject, rank, count, loop.factory), loop)
 
 
 def planned(
     rank: int, count: int, loop: Loop, plan: Plan, spill: Path, *, checked: bool = False
 ) -> Outcome:
-    # Rank 0's weights are everybody's, as with DistributedDataParallel.
-    model = built(loop, seed=0 if rank == 0 else 5)
     spill = spill / str(rank)
     spill.mkdir(exist_ok=True)
-    rng = random.Random(rank)
-    model, optimizer = prepare(
-        model,
-        plan,
-        optimizer=loop.factory,
-        spill_directory=spill,
-        check="spills" if checked else None,
-        wait_limit_s=60,
-        lane_delay=lambda: rng.random() * 0.0005,
-    )
-    losses = train(loop, model, optimizer, rank, count)
-    found = Outcome(losses, copied(model.state_dict()), copied(optimizer.state_dict()))
-    restore(model)
-    assert list(differences(copied(model.state_dict()), found.parameters, "restored")) == []
+    check: Any = "spills" if checked else None
+    options = {"optimizer": loop.factory, "check": check}
+    run = under_plan(loop.subject, rank, count, lambda _: plan, folder=spill, **options)
+    found = with_norms(run, loop)
+    restore(run.model)
+    restored = copied(run.model.state_dict())
+    assert list(differences(restored, found.parameters, "restored")) == []
     return found
 
 
@@ -152,7 +240,7 @@ def compared(
 
 
 def _backend(name: str) -> AbstractContextManager[object]:
-    """What PyTorch compiles inside is compiled by this one, as a plan compiles it in DDP, too."""
+    """PyTorch compiles with this one inside, as a plan compiles in DDP, too."""
     stack = ExitStack()
     if name:
         stack.enter_context(torch.compiler.set_stance("default", force_backend=name))
@@ -212,3 +300,160 @@ def assert_as_ddp(
 
 ROUNDING = 1e-11
 """In float64, of what five steps make of roundings in the last of 53 bits."""
+
+
+# --- rows of all that a run on several ranks may combine ------------------------------------------
+
+NUM_STEPS, OVERFLOWS_AT, RESUMED_AT = 5, 1, 3
+CLIP_NORM = 0.5
+COUNTED = {
+    2: [(0, 1)] * NUM_STEPS,
+    4: [(0, 1), (2, 3), (1, 2), (0, 3), (1, 3)],
+}
+"""By the number of ranks, the two that count in each step."""
+
+ROW_TIERS: dict[str, tuple[StateTier, ...]] = {
+    "device": ("device",),
+    "host": ("host",),
+    "disk": ("disk",),
+    "all": ("device", "host", "disk"),
+}
+SWAPS: dict[str, tuple[TierName, ...]] = {"host": ("host",), "disk": ("disk",)}
+FACTORS: dict[str, tuple[str, ...]] = {
+    "ranks": ("2", "4"),
+    "replicas": ("1", "2", "4"),
+    "model": ("llama", "llama-tied", "gpt2", "functional", "t5"),
+    "trained": ("all", "some", "lora"),
+    "activations": ("keep", "recompute", "swap", "swap input", "mixed"),
+    "form": ("none", *RECOMPUTED),
+    "placement": ("persistent", "offload", "buffer", "mixed"),
+    "tier": tuple(ROW_TIERS),
+    "schedule": tuple(SCHEDULES),
+    "pieces": ("small", "whole"),
+    "micro-batches": ("1", "2", "3"),
+    "clipping": ("none", "norm", "loss scale"),
+    "updates": ("in backward", "after backward"),
+    "precision": tuple(PRECISIONS),
+    "optimizer": ("adamw", "adamw, not fused", "momentum", "sgd"),
+    "resumed": ("no", "files into another plan", "states into another plan"),
+}
+IMPOSSIBLE = (
+    Impossible(
+        reason="each replica has as many ranks",
+        values={"ranks": ("2",), "replicas": ("4",)},
+    ),
+    *ALWAYS_IMPOSSIBLE,
+)
+
+
+@cache
+def every_row() -> list[Row]:
+    """Not made by the ranks, which import this module too."""
+    return covering_rows(FACTORS, IMPOSSIBLE, costly=("ranks",))
+
+
+def plan_for_row(row: Row, model: nn.Module, *, seed: int) -> Plan:
+    swaps_to = SWAPS.get(row["tier"], ("host", "disk"))
+    found = plan_of_row(row, model, seed=seed, states_on=ROW_TIERS[row["tier"]], swaps_to=swaps_to)
+    count, replicas = int(row["ranks"]), int(row["replicas"])
+    return with_settings(found, group=DeviceGroup(num_devices=count, num_replicas=replicas))
+
+
+def planned_row(row: Row, rank: int, folder: Path, *, seed: int = 0) -> RanksRun:
+    return under_plan(
+        of_row(row),
+        rank,
+        int(row["ranks"]),
+        partial(plan_for_row, row, seed=seed),
+        folder=folder,
+        seed=seed,
+        groups=weight_decay_groups,
+        optimizer=optimizer_of(row),
+    )
+
+
+def script_of(row: Row, folder: Path) -> scenario.Loop:
+    """Five steps on each rank's batches; the last rank's loss overflows in the second."""
+    count, scales = int(row["ranks"]), row["clipping"] == "loss scale"
+
+    def before(run: Run, step: int) -> None:
+        """Go on under another plan, with what was saved or handed over; count, or not."""
+        assert isinstance(run, RanksRun)
+        run.factor = 1.0 if run.rank in COUNTED[count][step] else 0.0
+        if scales and step == OVERFLOWS_AT and run.rank == count - 1:
+            run.factor = math.inf
+        if run.folder is not None and step == RESUMED_AT and row["resumed"] != "no":
+            resume(run, partial(planned_row, row, run.rank, folder, seed=1), row["resumed"], folder)
+
+    clips = None if row["clipping"] == "none" else CLIP_NORM
+    return scenario.Loop(
+        num_steps=NUM_STEPS,
+        micro_batches=int(row["micro-batches"]),
+        clips=clips,
+        scales=scales,
+        before=before,
+    )
+
+
+def resume(run: Run, again: Callable[[], RanksRun], how: str, folder: Path) -> None:
+    model, optimizer = run.model, run.optimizer
+    if how == "files into another plan":
+        save(model, optimizer, folder / "checkpoint")
+        restore(model)
+        run.become(again())
+        load(run.model, run.optimizer, folder / "checkpoint")
+        return
+    weights, states, randomness = model.state_dict(), optimizer.state_dict(), random_states()
+    restore(model)
+    run.become(again())
+    run.model.load_state_dict(weights)
+    run.optimizer.load_state_dict(states)
+    set_random_states(randomness)
+
+
+def compared_rows(
+    rank: int, _: int, rows: Sequence[tuple[int, Row]], folder: Path
+) -> dict[int, tuple[list[str], list[float]]]:
+    """By row, where a plan's training differs from DistributedDataParallel's, and its norms."""
+    found: dict[int, tuple[list[str], list[float]]] = {}
+    for number, row in rows:
+        run, loop = planned_row(row, rank, folder), script_of(row, folder)
+        own = played(run, loop)
+        plain = plain_optimizer_of(row)
+        groups = weight_decay_groups
+        ddp = in_ddp(of_row(row), rank, int(row["ranks"]), plain, groups=groups, clips_by=run.norms)
+        expected = played(ddp, loop)
+        differing = [*differing_of(own, expected), *far(run.norms, ddp.norms)]
+        found[number] = differing, [norm.item() for norm in run.norms]
+    return found
+
+
+def differing_of(found: Outcome, expected: Outcome) -> Iterator[str]:
+    for name in ("losses", "parameters", "optimizer", "random_states"):
+        yield from differences(getattr(found, name), getattr(expected, name), name)
+
+
+def far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[str]:
+    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
+        eps = torch.finfo(other.dtype).eps
+        if not torch.isclose(one, other, rtol=ROUNDINGS * eps, atol=0, equal_nan=True):
+            yield f"norm {step}: {one.item()}, not {other.item()}"
+
+
+ROUNDINGS = 8
+"""In the last bits of a norm, of what sums of squares in another order make."""
+
+
+def numbered(ranks: str, part: int, parts: int) -> list[tuple[int, Row]]:
+    """Some of the rows for so many ranks, by their numbers."""
+    rows = [(number, row) for number, row in enumerate(every_row()) if row["ranks"] == ranks]
+    return rows[part::parts]
+
+
+def assert_rows(rows: Sequence[tuple[int, Row]], count: int, folder: Path) -> None:
+    by_rank = run_ranks(compared_rows, count, folder, rows, folder)
+    for number, row in rows:
+        for found in by_rank:
+            differences, norms = found[number]
+            assert differences == [], (number, row)
+            assert repr(norms) == repr(by_rank[0][number][1]), (number, row)

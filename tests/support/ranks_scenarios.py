@@ -1,4 +1,4 @@
-"""What keeps collectives in their place, and on every rank the scenarios that fail without it."""
+"""Scenarios, on every rank, that fail without a line that keeps collectives in their place."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -70,35 +70,6 @@ def trains(
         return list(differing(found, expected, tolerance))
 
 
-def persistent_with_late_lanes() -> list[str]:
-    return trains(LATE_LANES, Persistent())
-
-
-def updated_in_backward_with_late_lanes() -> list[str]:
-    """Some of the units, while others' sums are on their way."""
-    return trains(LATE_LANES, Persistent(), Offload(tier="host"))
-
-
-def persistent_with_late_compute() -> list[str]:
-    return trains(LATE_COMPUTE, Persistent())
-
-
-def shards_with_late_lanes() -> list[str]:
-    return trains(LATE_LANES, Offload(tier="device"))
-
-
-def shards_with_late_compute() -> list[str]:
-    return trains(LATE_COMPUTE, Offload(tier="device"))
-
-
-def replicas_with_late_lanes() -> list[str]:
-    return trains(LATE_LANES, Offload(tier="device"), num_replicas=2)
-
-
-def from_host_with_late_lanes() -> list[str]:
-    return trains(LATE_LANES, Offload(tier="host"))
-
-
 def evaluated() -> list[str]:
     """A model is evaluated while its shards come late."""
     model = build(NAME)
@@ -118,10 +89,22 @@ def running_statistics() -> list[str]:
         return routed_model.routed(dist.get_rank(), 2, (Persistent(),))
 
 
-def clipped() -> list[str]:
-    """A norm is summed from those of shards."""
-    loop = Loop(NAME, clips=True, double=True)
-    return trains(LATE_LANES, Offload(tier="device"), loop=loop, tolerance=ROUNDING)
+DEVICE, HOST = Offload(tier="device"), Offload(tier="host")
+NORMED = Loop(NAME, clips=True, double=True)
+SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    "persistent_with_late_lanes": partial(trains, LATE_LANES, Persistent()),
+    # Some of the units, while others' sums are on their way.
+    "updated_in_backward_with_late_lanes": partial(trains, LATE_LANES, Persistent(), HOST),
+    "persistent_with_late_compute": partial(trains, LATE_COMPUTE, Persistent()),
+    "shards_with_late_lanes": partial(trains, LATE_LANES, DEVICE),
+    "shards_with_late_compute": partial(trains, LATE_COMPUTE, DEVICE),
+    "replicas_with_late_lanes": partial(trains, LATE_LANES, DEVICE, num_replicas=2),
+    "from_host_with_late_lanes": partial(trains, LATE_LANES, HOST),
+    "evaluated": evaluated,
+    "running_statistics": running_statistics,
+    # A norm is summed from those of shards.
+    "clipped": partial(trains, LATE_LANES, DEVICE, loop=NORMED, tolerance=ROUNDING),
+}
 
 
 # --- without the lines ----------------------------------------------------------------------------
@@ -137,19 +120,19 @@ def told(rank: int, count: int, scenario: Callable[[], list[str]], hosts: Any) -
 def holding(rank: int, count: int, scenarios: Sequence[str]) -> list[tuple[str, list[list[str]]]]:
     """The scenarios that do not hold, and by rank what they found."""
     hosts = dist.new_group(backend="gloo")
-    found = [(each, told(rank, count, globals()[each], hosts)) for each in scenarios]
+    found = [(each, told(rank, count, SCENARIOS[each], hosts)) for each in scenarios]
     return [(each, by_rank) for each, by_rank in found if any(by_rank)]
 
 
 def mutants(rank: int, count: int, chosen: Sequence[int]) -> list[int]:
-    """Of these mutations, those without which a scenario held, with several delays."""
+    """The chosen mutations under which a scenario held, with several delays."""
     from tests.emulated.device import longer
 
     hosts, left = dist.new_group(backend="gloo"), list[int]()
     for number in chosen:
         with pytest.MonkeyPatch.context() as patch:
             mutate(patch, AMONG_RANKS[number])
-            scenario = globals()[AMONG_RANKS[number].scenario]
+            scenario = SCENARIOS[AMONG_RANKS[number].scenario]
             for attempt in range(TRIES):
                 with longer(2.0**attempt):
                     if any(told(rank, count, scenario, hosts)):

@@ -1,4 +1,4 @@
-"""What is equal up to rounding: gradients beside those of plain PyTorch and of float64."""
+"""Equality up to rounding: gradients beside those of plain PyTorch and of float64."""
 
 from collections.abc import Mapping
 

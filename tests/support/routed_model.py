@@ -1,5 +1,6 @@
 """A small model whose batches choose what they use, for tests of ranks."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,21 +97,41 @@ def step(
     return loss.detach()
 
 
+Play = Callable[[nn.Module, nn.Module, torch.optim.Optimizer], Any]
+"""Trains what runs, with the model inside of it; gives what it has seen."""
+
+
+def against_ddp(
+    plans: Sequence[Callable[[nn.Module], Plan]],
+    play: Play,
+    make: Callable[[], nn.Module] = built,
+) -> list[list[str]]:
+    """By plan, where training under it differs from DistributedDataParallel's."""
+    results = []
+    for plan in (None, *plans):
+        plain = make()
+        model: nn.Module = plain
+        optimizer: torch.optim.Optimizer
+        if plan is None:
+            # The experts that no batch goes to.
+            model = DistributedDataParallel(plain, find_unused_parameters=True)
+            optimizer = ADAMW(list(plain.parameters()))
+        else:
+            model, optimizer = prepare(plain, plan(plain), optimizer=ADAMW, wait_limit_s=60)
+        seen = play(model, plain, optimizer)
+        results.append((seen, copied(plain.state_dict()), copied(optimizer.state_dict())))
+    return [list(differences(found, results[0], "")) for found in results[1:]]
+
+
 def routed(rank: int, count: int, places: tuple[Placement, ...] = SHARED) -> list[str]:
     """Experts that both ranks, one or none of them meet; running statistics of rank 0."""
     routes = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]
-    results = []
-    for planned in (False, True):
-        if planned:
-            model, optimizer = made(rank, count, places)
-            plain = model
-        else:
-            plain = built()
-            model = DistributedDataParallel(plain, find_unused_parameters=True)
-            optimizer = ADAMW(list(plain.parameters()))
-        losses = [step(model, optimizer, n, rank, route[rank]) for n, route in enumerate(routes)]
-        results.append((losses, copied(plain.state_dict()), copied(optimizer.state_dict())))
-    return list(differences(results[1], results[0], ""))
+
+    def play(model: nn.Module, _: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        return [step(model, optimizer, n, rank, route[rank]) for n, route in enumerate(routes)]
+
+    (found,) = against_ddp([lambda plain: plan_of(plain, count, places)], play)
+    return found
 
 
 State = tuple[dict[str, Any], dict[str, Any]]

@@ -151,6 +151,11 @@ def on_device(name: str, *, exact_optimizer: bool = False) -> Iterator[None]:
         _WHERE.device, _WHERE.exact_optimizer = before
 
 
+def where() -> tuple[str, bool]:
+    """What plain training depends on beside its script."""
+    return str(device()), _WHERE.exact_optimizer
+
+
 def moved_to_device(tree: Any) -> Any:
     """The same tree of tensors on the device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device()), tree)
@@ -213,47 +218,78 @@ def t5() -> nn.Module:
     return model
 
 
-_MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": partial(llama, tied=False),
-    "llama-tied": partial(llama, tied=True),
-    "gpt2": gpt2,
-    "t5": t5,
-    "functional": FunctionalStack,
-    "functional-relu": partial(FunctionalStack, ends_in_relu=True),
-    "functional-no-attention": partial(FunctionalStack, attends=False),
-}
-MODELS = tuple(_MODELS)
+@dataclass(frozen=True)
+class Subject:
+    """A model that tests train: how it is made, its batches, and what is done to it at first."""
 
+    make: Callable[[], nn.Module]
+    batches: Callable[[int], Batch]
+    change: Callable[[nn.Module], object] | None = None
 
-def build(name: str, *, seed: int = 0) -> nn.Module:
-    """The model in train mode; other weights for another seed."""
-    with seeded(seed):
-        model = _MODELS[name]().train().to(device())
-    if isinstance(model, PreTrainedModel):
-        # Where a CPU's tensors may not become the device's in place, every name got one of its own.
-        model.tie_weights()
-    return model
+    def build(self, seed: int = 0) -> nn.Module:
+        """The model in train mode; other weights for another seed."""
+        with seeded(seed):
+            model = self.make().train()
+        if self.change is not None:
+            self.change(model)
+        model = model.to(device())
+        if isinstance(model, PreTrainedModel):
+            # Where a CPU's tensors may not become the device's in place, every name got its own.
+            model.tie_weights()
+        return model
 
+    def batch(self, number: int) -> Batch:
+        found: Batch = moved_to_device(self.batches(number))
+        return found
 
-def batch(name: str, step: int) -> Batch:
-    tokens = torch.randint(
-        VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step)
-    )
-    made: Batch = {"input_ids": tokens, "labels": tokens.clone()}
-    if name.startswith("functional"):
-        made = tokens
-    found: Batch = moved_to_device(made)
-    return found
-
-
-# --- plans ----------------------------------------------------------------------------------------
+    def units(self) -> tuple[UnitPlan, ...]:
+        """Its units, with nothing decided: the same on every device."""
+        return _units_of(self)
 
 
 @cache
-def described(name: str) -> tuple[UnitPlan, ...]:
-    """What the units of one of the models are, with nothing decided: the same on every device."""
+def _units_of(subject: Subject) -> tuple[UnitPlan, ...]:
     with on_device("cpu"):
-        return units_of(build(name), batch(name, 0))
+        return units_of(subject.build(), subject.batch(0))
+
+
+def tokens(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+
+
+def labelled(number: int) -> Batch:
+    """Tokens, and the same as labels."""
+    return {"input_ids": tokens(number), "labels": tokens(number)}
+
+
+CATALOGUE: dict[str, Subject] = {
+    "llama": Subject(partial(llama, tied=False), labelled),
+    "llama-tied": Subject(partial(llama, tied=True), labelled),
+    "gpt2": Subject(gpt2, labelled),
+    "t5": Subject(t5, labelled),
+    "functional": Subject(FunctionalStack, tokens),
+    "functional-relu": Subject(partial(FunctionalStack, ends_in_relu=True), tokens),
+    "functional-no-attention": Subject(partial(FunctionalStack, attends=False), tokens),
+}
+"""Models by name; other files may add theirs."""
+MODELS = tuple(CATALOGUE)
+
+
+def build(name: str, *, seed: int = 0) -> nn.Module:
+    return CATALOGUE[name].build(seed)
+
+
+def batch(name: str, step: int) -> Batch:
+    return CATALOGUE[name].batch(step)
+
+
+def described(name: str) -> tuple[UnitPlan, ...]:
+    """The units of one of the models, with nothing decided."""
+    return CATALOGUE[name].units()
+
+
+# --- plans ----------------------------------------------------------------------------------------
 
 
 def units_of(model: nn.Module, first: Batch) -> tuple[UnitPlan, ...]:
@@ -344,16 +380,20 @@ def offloads(tier: StateTier) -> tuple[Offload, ...]:
     return (*found, *(replace(one, update_on_device=True) for one in found))
 
 
-def speculative(plan: Plan) -> Plan:
-    """The plan with every update below the device speculative; of host memory, on the device."""
-    units: list[UnitPlan] = []
-    for unit in plan.units:
+def ahead(units: Iterable[UnitPlan]) -> tuple[UnitPlan, ...]:
+    """The units with every update below the device speculative; of host memory, on the device."""
+    found: list[UnitPlan] = []
+    for unit in units:
         if isinstance(states := unit.states, Offload):
             on_device = states.tier == "host"
-            ahead = replace(states, speculate=True, update_on_device=on_device)
-            unit = replace(unit, states=ahead)
-        units.append(unit)
-    return replace(plan, units=tuple(units))
+            early = replace(states, speculate=True, update_on_device=on_device)
+            unit = replace(unit, states=early)
+        found.append(unit)
+    return tuple(found)
+
+
+def speculative(plan: Plan) -> Plan:
+    return replace(plan, units=ahead(plan.units))
 
 
 def decisions(tier: TierName) -> list[tuple[Activations, Placement]]:
@@ -529,6 +569,8 @@ class Outcome:
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
     random_states: list[Tensor] = field(default_factory=random_states)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
+    """By step and parameter, those that stand after backward."""
 
 
 def step(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
@@ -607,6 +649,9 @@ def assert_bitwise(found: Outcome, expected: Outcome) -> None:
     assert list(differences(found.parameters, expected.parameters, "parameters")) == []
     assert list(differences(found.optimizer, expected.optimizer, "optimizer")) == []
     assert list(differences(found.random_states, expected.random_states, "random state")) == []
+    for seen, plain in zip(found.gradients, expected.gradients, strict=True):
+        # Those that updates in backward have taken are not there to be compared.
+        assert list(differences(seen, {name: plain[name] for name in seen}, "gradients")) == []
 
 
 def differences(found: Any, expected: Any, where: str) -> Iterator[str]:

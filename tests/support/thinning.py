@@ -1,4 +1,4 @@
-"""Of a table of cases, a part in every run of the tests and the rest in the slow one."""
+"""Tables of cases, a part in every run of the tests and the rest in the slow one."""
 
 from collections.abc import Sequence
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import pytest
@@ -39,11 +39,13 @@ from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     BATCH,
+    CATALOGUE,
     FRACTIONAL,
     LARGE,
     RECOMPUTED,
     SEQUENCE,
     Factory,
+    Subject,
     activation_decisions,
     batch,
     build,
@@ -160,6 +162,28 @@ def units(model: str, trained: str) -> tuple[UnitPlan, ...]:
         return units_of(uncompiled(row), batch(model, 0))
 
 
+@dataclass(frozen=True)
+class OfRow(Subject):
+    """A row's model; in its precision, with what is trained, compiled if the row says so."""
+
+    row: tuple[tuple[str, str], ...] = ()
+
+    def build(self, seed: int = 0) -> nn.Module:
+        row = dict(self.row)
+        model = uncompiled(row, seed=seed)
+        if row.get("compiled", "no") != "no":
+            torch.compiler.reset()
+            for unit in units(row["model"], row["trained"]):
+                if unit.kind == "block":
+                    model.get_submodule(unit.name).compile(backend=row["compiled"])
+        return model
+
+
+def of_row(row: Row) -> Subject:
+    own = CATALOGUE[row["model"]]
+    return OfRow(own.make, own.batches, row=tuple(row.items()))
+
+
 def plan_of_row(
     row: Row,
     model: nn.Module,
@@ -242,7 +266,10 @@ def optimizer_of(row: Row) -> Factory:
     return OPTIMIZERS[row["optimizer"]] if device().type == "cpu" else ADAMW
 
 
-def plainly(row: Row, model: nn.Module) -> torch.optim.Optimizer:
+def plain_optimizer_of(row: Row) -> Factory:
     factory = optimizer_of(row)
-    factory = with_master_weights(factory) if row["precision"] == "master" else factory
-    return factory(weight_decay_groups(model))
+    return with_master_weights(factory) if row["precision"] == "master" else factory
+
+
+def plainly(row: Row, model: nn.Module) -> torch.optim.Optimizer:
+    return plain_optimizer_of(row)(weight_decay_groups(model))

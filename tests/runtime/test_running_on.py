@@ -1,0 +1,449 @@
+"""Updates that run ahead of the norm, or on into the next step: whoever reads waits for them.
+
+That they train bitwise under every kind of plan is asked by test_parity_matrix, and that each wait
+is needed by test_ordering.
+"""
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain_runtime import MovingAverage, full_parameters, load, restore, save
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
+    Offload,
+    Persistent,
+    Placement,
+    Recompute,
+    Schedule,
+    Updates,
+)
+from protrain_runtime.devices.lanes import LaneError
+from protrain_runtime.model.optimizer import PlannedOptimizer
+from protrain_runtime.model.prepared import parameter_values
+from protrain_runtime.states.updates import Piece
+from tests.support.cards import every_device
+from tests.support.messages import Speaker
+from tests.support.runtime_cases import (
+    ADAMW,
+    CATALOGUE,
+    Subject,
+    ahead,
+    assert_bitwise,
+    copied,
+    decided,
+    device,
+    offloads,
+)
+from tests.support.scenario import Loop, Run, Scenario, Script, Units, recorded, refusal
+from tests.support.thinning import thinned
+from tests.support.training_rows import OPTIMIZERS
+
+OWN = CATALOGUE["llama-tied"]
+AHEAD = Schedule(forward_lead=1, backward_lead=1)
+LATE = Schedule(forward_lead=1, backward_lead=1, update_late=True)
+
+
+def interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+# --- ahead of the norm ----------------------------------------------------------------------------
+
+
+def speculating(
+    script: Script = Loop(),  # noqa: B008
+    tier: TierName = "disk",
+    *,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> Scenario:
+    """Every third unit's states on the device, those of the others updated speculatively."""
+    ways: list[Placement] = [Persistent(), *(one for one in offloads(tier) if one.staged)]
+
+    def units(given: Units) -> Units:
+        places = itertools.cycle(ways)
+        schedule = replace(AHEAD, update_drain=1)
+        return ahead(replace(unit, states=next(places), schedule=schedule) for unit in given)
+
+    return Scenario(
+        script=script,
+        units=units,
+        settings={"updates": "after backward", "overlap_steps": True, **(settings or {})},
+        piece_bytes=50_000,
+        **options,
+    )
+
+
+def watched(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """By step, once it was: whether what ran ahead was done again."""
+    engine = cast(PlannedOptimizer, optimizer)._engine
+    assert engine is not None
+    steps: list[bool] = []
+    begin, again = engine.begin_update, engine._again
+
+    def told(*, same_options: bool) -> None:
+        begin(same_options=same_options)
+        steps.append(bool(engine._running & again))
+
+    engine.begin_update = told  # type: ignore[method-assign]
+    return steps
+
+
+def assert_done_again(asked: Scenario, folder: Path, expected: list[bool]) -> None:
+    """Like plain PyTorch; by step whether updates were done again."""
+    run = asked.start(folder)
+    steps = watched(run.optimizer)
+    assert_bitwise(asked.played(run), asked.plain())
+    assert steps == expected
+
+
+def clipped_by_turns(run: Run) -> None:
+    for number, norm in enumerate([1e6, 0.01, 0.02, None, 1e6, 0.01]):
+        run.backward(number)
+        if norm is not None:
+            run.clip(norm)
+        run.update()
+
+
+@pytest.mark.parametrize(
+    ("tier", "overlap", "name"),
+    thinned(["disk", "host"], [True, False], sorted(OPTIMIZERS), every=3),
+)
+def test_steps_that_are_clipped_and_others_match_plain_torch_bitwise(
+    tier: TierName, overlap: bool, name: str, tmp_path: Path
+) -> None:
+    settings = {"overlap_steps": overlap}
+    asked = speculating(clipped_by_turns, tier, factory=OPTIMIZERS[name], settings=settings)
+    assert_done_again(asked, tmp_path, [False, True, True, False, False, True])
+
+
+def save_states(run: Run) -> None:
+    """What is saved are the values before the update, as in plain PyTorch."""
+    run.seen += copied(run.model.state_dict()).values()
+
+
+def write_parameters(run: Run) -> None:
+    with torch.no_grad(), full_parameters(run.model, modify=True):
+        for parameter in run.model.parameters():
+            parameter.mul_(0.9)
+
+
+def load_parameters(run: Run) -> None:
+    run.model.load_state_dict({name: value * 0.9 for name, value in run.values().items()})
+
+
+def load_states(run: Run) -> None:
+    run.optimizer.load_state_dict(copied(run.optimizer.state_dict()))
+
+
+def skip_step(run: Run) -> None:
+    run.optimizer.zero_grad()
+    run.backward(60)
+
+
+def change_rate(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] *= 0.7
+
+
+BETWEEN: dict[Script, bool] = {
+    (lambda run: None): False,
+    (lambda run: run.look(50)): False,
+    skip_step: False,
+    save_states: True,
+    write_parameters: True,
+    load_parameters: True,
+    load_states: True,
+    change_rate: True,
+}
+"""What may come between backward and the step; whether updates are done again then."""
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_what_comes_before_the_step_counts_as_in_plain_torch_bitwise(
+    tier: TierName, tmp_path: Path
+) -> None:
+    """One of them in each step."""
+
+    def between(run: Run, number: int) -> None:
+        [*BETWEEN][number](run)
+
+    script = Loop(num_steps=len(BETWEEN), between=between)
+    assert_done_again(speculating(script, tier), tmp_path, [*BETWEEN.values()])
+
+
+def freezing(every: int, place: int) -> Subject:
+    def freeze(model: nn.Module) -> None:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(number % every != place)
+
+    return replace(OWN, change=freeze)
+
+
+def test_frozen_parameters_are_the_same_in_both_copies(tmp_path: Path) -> None:
+    """They are loaded once, and read from whichever copy the last update made."""
+
+    def loaded(run: Run, number: int) -> None:
+        if number == 1:
+            load_parameters(run)
+
+    script = Loop(num_steps=4, before=loaded)
+    speculating(script, model=freezing(2, 1)).assert_like_plain(tmp_path)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path, *, frozen: bool) -> None:
+    """Saved after one update of each copy, and loaded where the other one is current."""
+
+    def trained(run: Run, numbers: range) -> Run:
+        for number in numbers:
+            run.backward(number)
+            run.clip(0.1 if number % 2 else 1e6)
+            run.update()
+        run.seen.clear()
+        return run
+
+    asked = speculating(model=freezing(3, 1) if frozen else OWN)
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    first = trained(asked.start(folders[0]), range(2))
+    save(first.model, first.optimizer, tmp_path / "saved")
+    second = trained(asked.start(folders[1]), range(3))  # other values, in the other copy
+    load(second.model, second.optimizer, tmp_path / "saved")
+    trained(second, range(2, 5))
+    assert_bitwise(second.outcome(), trained(asked.start(), range(5)).outcome())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"updates": "in backward"}, {"micro_batches": 2}, {"num_devices": 2}]
+)
+def test_plans_in_which_updates_cannot_run_ahead_are_refused(
+    changes: dict[str, object], assert_says: Speaker, tmp_path: Path
+) -> None:
+    asked = speculating(settings={"overlap_steps": False, **changes})
+    model = asked.subject.build()
+    before = copied(model.state_dict())
+    assert_says(refusal(partial(asked.prepared, model, tmp_path), ProtrainError))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_step_that_fails_ahead_of_the_norm_is_given_up(tmp_path: Path) -> None:
+    """The states are those before it: training goes on."""
+
+    def failing(run: Run, number: int) -> None:
+        if number == 2:
+            hook = next(run.model.parameters()).register_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run.backward(40)
+            hook.remove()
+            run.optimizer.zero_grad()
+
+    speculating(Loop(num_steps=4, before=failing)).assert_like_plain(tmp_path)
+
+
+def test_both_copies_are_in_the_store(tmp_path: Path) -> None:
+    for chunk in speculating().start(tmp_path).engine._offloaded:
+        assert chunk.spare is not None and chunk.store is not None
+        for part in chunk.slices:
+            size = part.num_bytes
+            first, second = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
+            chunk.store.read(chunk.current.place(part), first)
+            chunk.store.read(chunk.spare.place(part), second)
+            assert abs(chunk.current.place(part) - chunk.spare.place(part)) >= size
+            assert part.trainable or torch.equal(first, second)
+
+
+# --- on into the next step ------------------------------------------------------------------------
+
+
+def slow_updates() -> float:
+    """Seconds before each item of a lane: updates are what a step would wait for."""
+    return 0.01 if threading.current_thread().name.startswith("protrain update") else 0.0
+
+
+def overlapping(
+    script: Script = Loop(),  # noqa: B008
+    schedule: Schedule = AHEAD,
+    *,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> Scenario:
+    tier: TierName = "disk" if device().type == "cpu" else "host"
+    return Scenario(
+        script=script,
+        units=lambda units: decided(units, Recompute(), Offload(tier=tier), schedule),
+        settings={"overlap_steps": True, **(settings or {})},
+        options={"lane_delay": slow_updates},
+        **options,
+    )
+
+
+def running(run: Run) -> int:
+    """Moves of the last step that nobody has waited for."""
+    return len(run.engine._carried)
+
+
+def stepped(folder: Path) -> Run:
+    """A run whose first step's updates run on."""
+    run = overlapping().start(folder)
+    run.step(0)
+    assert running(run)
+    return run
+
+
+def plainly(num_steps: int) -> Run:
+    run = overlapping().start()
+    run.step(*range(num_steps))
+    return run
+
+
+@every_device
+@pytest.mark.parametrize("schedule", [AHEAD, LATE], ids=["in the order of backward", "late"])
+@pytest.mark.parametrize("updates", ["in backward", "after backward"])
+def test_updates_run_on_and_training_is_bitwise(
+    schedule: Schedule, updates: Updates, tmp_path: Path
+) -> None:
+    def script(run: Run) -> None:
+        for number in range(4):
+            run.step(number)
+            assert running(run) if run.planned else True
+
+    run = overlapping(script, schedule, settings={"updates": updates}).assert_like_plain(tmp_path)
+    assert not running(run)
+
+
+def read_on_the_device(run: Run, _: Path) -> dict[str, Tensor]:
+    with full_parameters(run.model):
+        return {name: p.detach().cpu().clone() for name, p in run.model.named_parameters()}
+
+
+def read_an_average(run: Run, _: Path) -> dict[str, Tensor]:
+    average = MovingAverage(run.model)
+    average.update()
+    read: dict[str, Tensor] = average.state_dict()["parameters"]
+    return {name: value.cpu() for name, value in read.items()}
+
+
+def read_a_checkpoint(run: Run, folder: Path) -> dict[str, Tensor]:
+    save(run.model, run.optimizer, folder / "checkpoint")
+    other = OWN.build(3)
+    load(other, ADAMW(other.parameters()), folder / "checkpoint")
+    return other.state_dict()
+
+
+READERS: dict[str, Callable[[Run, Path], dict[str, Tensor]]] = {
+    "state_dict": lambda run, _: run.values(),
+    "one by one": lambda run, _: {n: value.clone() for n, value in parameter_values(run.model)},
+    "on the device": read_on_the_device,
+    "a copy": lambda run, _: copy.deepcopy(run.model).state_dict(),
+    "an average": read_an_average,
+    "a checkpoint": read_a_checkpoint,
+    "a restored model": lambda run, _: restore(run.model).state_dict(),
+}
+
+
+@every_device
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_reads_between_steps_reads_what_is_updated(reader: str, tmp_path: Path) -> None:
+    found = READERS[reader](stepped(tmp_path), tmp_path)
+    expected = plainly(1).values()
+    assert all(torch.equal(value.cpu(), expected[name].cpu()) for name, value in found.items())
+
+
+@every_device
+def test_an_evaluation_and_the_optimizers_states_are_those_of_the_last_step(tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        run.step(0)
+        run.look(5)
+        run.step(1)
+        assert running(run) if run.planned else True
+
+    overlapping(script).assert_like_plain(tmp_path)
+
+
+def with_a_rate(parameters: Any, *, tensor: bool) -> torch.optim.Optimizer:
+    rate: Any = torch.tensor(1e-2) if tensor else 1e-2
+    return torch.optim.AdamW(parameters, lr=rate, fused=True)
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+def test_a_learning_rate_that_changes_after_a_step_is_the_next_ones(
+    tensor: bool, tmp_path: Path
+) -> None:
+    """A tensor is changed in place, as schedulers do: what runs on has the value of its step."""
+
+    def script(run: Run) -> None:
+        (group,) = run.optimizer.param_groups
+        for number in range(3):
+            run.step(number)
+            if tensor:
+                group["lr"].mul_(0.1)
+            else:
+                group["lr"] *= 0.1
+        group["lr"] = float(group["lr"])
+
+    factory = partial(with_a_rate, tensor=tensor)
+    overlapping(script, factory=factory).assert_like_plain(tmp_path)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Once it is set, updates fail."""
+    fails, update = threading.Event(), Piece.update
+
+    def broken(piece: Piece, *arguments: Any) -> None:
+        if fails.is_set():
+            raise OSError("the memory of this machine is broken")
+        update(piece, *arguments)
+
+    monkeypatch.setattr(Piece, "update", broken)
+    return fails
+
+
+@pytest.mark.parametrize("use", ["forward", "state_dict"])
+def test_an_update_that_fails_late_is_told_and_ends_the_training(
+    use: str, failing: threading.Event, tmp_path: Path, assert_says: Speaker
+) -> None:
+    run = stepped(tmp_path)
+    run.backward(1)
+    run.optimizer.step()
+    failing.set()  # some of the updates run on
+    with pytest.raises(LaneError, match="the memory of this machine is broken"):
+        run.loss(2) if use == "forward" else run.model.state_dict()
+    failing.clear()
+    for again in (partial(run.step, 2), run.model.state_dict, partial(restore, run.model)):
+        assert_says(refusal(again))
+
+
+def test_a_forward_that_is_cut_short_leaves_whole_updates(tmp_path: Path) -> None:
+    run = stepped(tmp_path)
+    handle = run.model.get_submodule("model.layers.1").register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.loss(1)
+    handle.remove()
+    assert not running(run)
+    run.step(1)
+    assert_bitwise(run.outcome(), plainly(2).outcome())
+
+
+def test_a_recorded_step_ends_with_its_updates(tmp_path: Path) -> None:
+    run = stepped(tmp_path)
+    recorded(run)
+    run.step(2)
+    assert running(run)
+
+
+def test_micro_batches_cannot_overlap(assert_says: Speaker, tmp_path: Path) -> None:
+    asked = overlapping(settings={"micro_batches": 2})
+    assert_says(refusal(partial(asked.start, tmp_path), ProtrainError))
