@@ -1,9 +1,10 @@
 """What the program says, in one catalogue: tests/golden/messages.json.
 
 A test asks `assert_says(error)`, or `assert_says.refused(call)`, and its words are looked up by the
-test's file and name; where it asks several times, in that order. `pytest --write-golden FILES` writes down what is said today: a
-change of wording is that command, and one file to review. What a test promises apart from words,
-an error's type, its key, whether it says what to do, the test asserts itself.
+test's file and name; where it asks several times, in that order. `pytest --write-golden FILES`
+writes down what is said today: a change of wording is that command, and one file to review. What a
+test promises apart from words, an error's type, its key, whether it says what to do, the test
+asserts itself.
 """
 
 import fcntl
