@@ -71,14 +71,6 @@ def test_with_json_the_file_has_standard_output_for_itself(folder: Path) -> None
     assert read_plan(folder / "found.yaml").units
 
 
-def test_two_files_cannot_both_be_standard_output(folder: Path) -> None:
-    found = protrain("plan", "profile.yaml", "-o", "-", "--lp", "/dev/fd/1", folder=folder)
-    assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr == (
-        "error: --lp: standard output is what -o writes to\n  fix: name a file with --lp\n"
-    )
-
-
 def test_where_no_plan_fits_standard_output_is_empty(folder: Path) -> None:
     arguments = ("plan", "profile.yaml", "--device-memory", "1MB", "-o", "-")
     found = protrain(*arguments, folder=folder)

@@ -488,15 +488,6 @@ def test_text_for_people_is_made_and_printed_in_two_places() -> None:
                 ), name
 
 
-def test_strings_that_are_laid_out_are_ours() -> None:
-    """What stands beside texts and tables in a group is no data: rich would read it as markup."""
-    for file in ROOT.glob("protrain_plan/**/*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Group", "Lines"):
-                strings = [arg for arg in node.args if isinstance(arg, ast.JoinedStr)]
-                assert strings == [], f"{file}:{node.lineno}"
-
-
 def test_a_string_that_was_laid_out_all_the_same_is_shown_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -20,9 +20,7 @@ from protrain_plan.hardware.probe import probe
 from protrain_plan.hardware.speeds import measure_overheads
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.profiling.memory.unit_bytes import analyze_units
 from protrain_plan.profiling.rehearsal import ALLOWANCE_BYTES, Reserve
@@ -34,7 +32,7 @@ from protrain_runtime.contract.records.profile import DType, Profile, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from tests.support.cards import need_compiler
-from tests.support.planning_cases import gpu
+from tests.support.planning_cases import gpu, kept_bytes, least_bytes, solved
 from tests.support.programs import compile_units
 
 pytestmark = pytest.mark.emulated
@@ -183,14 +181,11 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
 
     profile = profiled(card)
     problem = Problem.of(profile, AMPLE)
-    lean = min_memory(problem)
-    assert lean is not None
-    plain = max(problem.static_bytes(tuple((0, 0) for _ in problem.options)))
-    room = lean.bytes + round(share * (plain - lean.bytes))
+    least = least_bytes(problem)
+    room = least + round(share * (kept_bytes(problem) - least))
     budgets = replace(AMPLE, device=room + profile.hardware.device.besides_bytes)
-    solved = solve(profile, budgets)
-    assert isinstance(solved, Solved)
-    plan, peak = solved.plan, solved.plan.prediction.peak_bytes
+    plan = solved(solve(profile, budgets)).plan
+    peak = plan.prediction.peak_bytes
     assert peak.on_device <= budgets.device
     program = compile_units(
         plan.units,
