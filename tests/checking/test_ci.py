@@ -36,7 +36,7 @@ def example(tmp_path: Path) -> Path:
 
 
 def widen(example: Path) -> None:
-    """What the example's README says to try."""
+    """Edits that the example's README says to try."""
     config = example / "model/config.json"
     before, after = '"intermediate_size": 2816', '"intermediate_size": 4096'
     assert before in config.read_text()

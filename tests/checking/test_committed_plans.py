@@ -67,7 +67,7 @@ def options(command: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_the_commands_that_made_them_are_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rule that fails says to do is what was done."""
+    """The fix of a rule that fails is what was done."""
     monkeypatch.chdir(ROOT)
     case = opened(read_files(Path("plans") / pair.name / "plan.yaml"))
     assert case is not None

@@ -300,7 +300,7 @@ WORDS = {
     "reads_the_environment": "the model cannot be built: KeyError: 'GITHUB_ENV' (at hostile.py:",
     "rewrites_the_repository": f"{ENDED}program: sys.exit(0) (at hostile.py:",
 }
-"""What is said of each, in a run where memory is limited to 1 GiB."""
+"""The finding of each, in a run where memory is limited to 1 GiB."""
 
 SHADOWS = ("yaml.py", "torch.py", "sitecustomize.py", "typer/__init__.py", "protrain_plan/cli.py")
 
@@ -333,7 +333,7 @@ class Repository:
         return ran(*command, folder=self.folder, **environment)
 
     def findings(self, *arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
-        """What is said of each plan's model, by the plan's folder; the check fails."""
+        """The findings about each plan's model, by the plan's folder; the check fails."""
         result = self.check("--json", *arguments, **environment)
         assert (result.returncode, result.stderr) == (1, ""), result
         report = json.loads(result.stdout)
@@ -487,7 +487,7 @@ def test_no_process_outlives_its_check(system: str, repository: Repository) -> N
 
 @needs_namespaces
 def test_a_system_that_holds_no_processes_is_told_of(repository: Repository) -> None:
-    """Of another architecture, as far as Python knows, so that nobody knows its system calls."""
+    """A processor of another architecture, as far as Python knows, so that nobody knows its system calls."""
     repository.commit("a", "hostile:exits")
     repository.before = (*WITHOUT_NAMESPACES, "setarch", "linux32")
     result = repository.check()
@@ -832,7 +832,7 @@ def test_a_profile_or_budgets_that_cannot_be_read_fail(tmp_path: Path) -> None:
 
 
 def test_other_people_s_files_are_theirs(tmp_path: Path) -> None:
-    """Those of this repository, and some that speak of us."""
+    """Names of this repository, and some that speak of us."""
     commit(tmp_path / "plans/a")
     others = [ROOT / "mkdocs.yml", ROOT / "action.yml", ROOT / ".pre-commit-hooks.yaml"]
     others += (ROOT / ".github/workflows").iterdir()
@@ -872,7 +872,7 @@ def test_as_many_plans_are_checked_as_are_expected(tmp_path: Path) -> None:
 
 
 def test_a_mistake_of_ours_is_no_reason_to_pass(tmp_path: Path) -> None:
-    """What a rule raises is a finding of its plan, and others are checked."""
+    """An error of a rule is a finding of its plan, and others are checked."""
     plan = commit(tmp_path / "plans/a")
 
     def look(_: object) -> Today:

@@ -124,7 +124,7 @@ def repository(made: tuple[Repository, Profile]) -> Repository:
 
 @pytest.fixture
 def peak(made: tuple[Repository, Profile], repository: Repository) -> int:
-    """What the first plan takes of the device, in bytes."""
+    """The first plan's bytes on the device."""
     return read_plan(repository.plan).prediction.peak_bytes.on_device
 
 

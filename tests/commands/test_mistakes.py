@@ -1,4 +1,4 @@
-"""What cannot be done is one message and exit code 2; the catalogue has the messages.
+"""A mistake is one message and exit code 2; the catalogue has the messages.
 
 Commands run in this process, as `main` runs them, in a folder with records of all kinds.
 """

@@ -1,4 +1,4 @@
-"""What goes to standard output, and what happens where that cannot be written: real processes."""
+"""Standard output, and what happens where it cannot be written: real processes."""
 
 import json
 import os
@@ -170,7 +170,7 @@ def test_characters_that_an_encoding_lacks_are_shown_as_escapes(tmp_path: Path) 
 
 
 def test_no_standard_output_is_none(folder: Path) -> None:
-    """What is written then is not what is printed: the first free descriptor is taken."""
+    """Written and printed text differ then: the first free descriptor is taken."""
     script = f"{PROTRAIN} export plan.yaml --to trl -o found >&- 2>&- <&-; echo $? > code"
     subprocess.run(["bash", "-c", script], cwd=folder, check=True)
     assert (folder / "code").read_text() == "0\n"

@@ -117,7 +117,7 @@ def test_the_generic_cpu_is_a_measurement() -> None:
 
 
 def numbers(machine: Hardware) -> Iterator[str]:
-    """What a card's sources have to speak of."""
+    """Keys that a card's sources have to speak of."""
     yield from ("memory_bytes", "context_bytes", "num_threads", "link", "contention", "move_s")
     yield from (tier.name for tier in machine.tiers)
     unknown = ("error_low", "error_high", "host_piece_s")

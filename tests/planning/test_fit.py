@@ -1,4 +1,4 @@
-"""What fit says beside a plan: alternatives, the best micro-batch, a bill."""
+"""Answers of fit beside a plan: alternatives, the best micro-batch, a bill."""
 
 from dataclasses import replace
 from typing import Literal
@@ -167,7 +167,7 @@ def test_a_search_without_the_fine_bound_finds_the_same_plan() -> None:
 
 
 def profiled(machine: Hardware, *, dtype: DType = "bfloat16", flops: float = 20e12) -> Profile:
-    """Of two sequences of 1,000 tokens."""
+    """Two sequences of 1,000 tokens."""
     profile = decoder(machine, blocks=2, block_parameters=MB, embedding_parameters=MB)
     workload = replace(profile.workload, batch_size=2, seq_len=1000, dtype=dtype)
     return replace(profile, workload=workload, model_flops=flops)

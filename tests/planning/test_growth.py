@@ -289,7 +289,7 @@ def told(trained: Trained) -> dict[Size, list[Profile]]:
 
 
 def too_low(promised: Profile, true: Profile) -> list[tuple[str, int]]:
-    """What the promise says too few bytes of, and how few."""
+    """Slots of which the promise says too few bytes, and how few."""
     found = [("base", true.base_bytes - promised.base_bytes)]
     for unit, real in zip(promised.units, true.units, strict=True):
         forms = {cost.form: cost for cost in real.forms}

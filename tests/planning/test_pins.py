@@ -64,7 +64,7 @@ def decided(units: tuple[UnitOptions, ...]) -> dict[str, str]:
 
 
 def pinned(of: Problem, *texts: str) -> dict[str, str]:
-    """What the pins change: the decisions that were open without them."""
+    """Changes by pins: the decisions that were open without them."""
     pins = [parse_pin(text) for text in texts]
     before, after = decided(of.options), decided(pinned_options(of.implied, pins))
     return {name: words for name, words in after.items() if words != before[name]}

@@ -1,4 +1,4 @@
-"""What is not exact is said wherever a plan is shown, and of plain PyTorch nowhere."""
+"""Plans that are not exact say so wherever they are shown, and plain PyTorch nowhere."""
 
 import random
 import re
@@ -32,7 +32,7 @@ TOLD = re.compile(
 
 
 def text_of(shown: Any) -> str:
-    """What people see, in one line."""
+    """The line that people see."""
     console = Console(width=400)
     with console.capture() as printed:
         console.print(shown)

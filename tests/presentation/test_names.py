@@ -66,7 +66,7 @@ REPORT = Report(findings=tuple(findings()), num_plans=len(FILES))
 
 
 def assert_safe(printed: str) -> None:
-    """What a terminal and the log of a job take as it is: lines of what can be seen, no command."""
+    """Text that a terminal and the log of a job take as it is: lines of what can be seen, no command."""
     for line in OUR_COLOURS.sub("", printed).split("\n"):
         assert line.isprintable(), ascii(line)
         assert not line.lstrip().startswith("::"), line
@@ -254,7 +254,7 @@ def unescaped(value: str, *also: str) -> str:
 
 
 def command(line: str) -> tuple[str, dict[str, str], str] | None:
-    """What a runner of GitHub Actions makes of a line (its ActionCommand.TryParseV2)."""
+    """A line as a runner of GitHub Actions reads it (its ActionCommand.TryParseV2)."""
     line = line.strip()
     if not line.startswith("::") or "::" not in line[2:]:
         return None

@@ -1,4 +1,4 @@
-"""What is shown of a step against the simulator's own sums, and its outputs against golden files.
+"""A step as it is shown, against the simulator's own sums and golden files.
 
 Golden files lie in tests/golden; `pytest --write-golden` on this file writes them anew.
 """

@@ -39,7 +39,7 @@ def names(units: tuple[FoundUnit, ...]) -> list[str]:
 
 
 def assert_sound(model: nn.Module, units: tuple[FoundUnit, ...]) -> None:
-    """What holds for the units of every model."""
+    """Laws of the units of every model."""
     owned = [name for unit in units for name in unit.parameters]
     assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
     assert len({unit.name for unit in units}) == len(units)

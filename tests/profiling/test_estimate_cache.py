@@ -32,7 +32,7 @@ def known(machine: str = "rtx-4090") -> tuple[EstimateRequest, Profile]:
 
 
 def kept() -> tuple[EstimateRequest, Profile, EstimateCache]:
-    """What is known, and a cache that has it."""
+    """An answer that is known, and a cache that has it."""
     question, profile = known()
     cache = EstimateCache()
     cache.keep_profile(question, profile)

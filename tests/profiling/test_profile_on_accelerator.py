@@ -64,7 +64,7 @@ def profiled(where: torch.device) -> Profile:
 
 
 def measured_model(where: torch.device, dtype: DType) -> Profile:
-    """Of a machine that is not probed."""
+    """A profile of a machine that is not probed."""
     machine = gpu(disk_gb=1)
     device = replace(machine.device, kind="emulated", memory_bytes=2**32)
     batches = SOURCE.batches(batch_size=2, seq_len=64, dtype=dtype, device=where)
@@ -213,7 +213,7 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
 def test_launching_is_measured_beside_what_the_device_takes(
     card: torch.device, tmp_path: Path
 ) -> None:
-    """Of a move by the probe's layers, and of every block in the thread that launches it."""
+    """A move's seconds by the probe's layers, and of every block in the thread that launches it."""
     assert 1e-6 < measure_overheads(tmp_path, device=card).move_s < 0.1
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(mode=True)

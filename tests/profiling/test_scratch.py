@@ -1,4 +1,4 @@
-"""What operators take while they run: measured here, bounded for other processors."""
+"""Scratch memory of operators: measured here, bounded for other processors."""
 
 import sys
 from typing import Any

@@ -38,7 +38,7 @@ PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
     "published": published.page,
     **{name: partial(markdown, title=name) for name in ("cpu", "gpu")},
 }
-"""What makes a page of a file of results."""
+"""The function that makes a page of each file of results."""
 RESULTS_OF_CODE = [path for path in sorted(RESULTS.glob("*.json")) if path.stem in PAGES]
 
 

@@ -1,4 +1,4 @@
-"""What is packed: a source distribution from which everything can be built and tested."""
+"""The package: a source distribution from which everything can be built and tested."""
 
 import sys
 import tarfile

@@ -1,4 +1,4 @@
-"""What is wrong in a record is one error, and these are its words."""
+"""A mistake in a record is one error, and these are its words."""
 
 import math
 import re

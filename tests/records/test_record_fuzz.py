@@ -20,7 +20,7 @@ TINY = '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": %s, "voc
 
 
 def told(folder: Path, *arguments: str) -> str:
-    """What a command says that is refused, in one message."""
+    """The one message of a command that is refused."""
     with chdir(folder):
         code, message = run(arguments)
     assert code == 2, message

@@ -105,7 +105,7 @@ def places(node: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 def at(document: Json, path: tuple[str | int, ...]) -> tuple[Json, str | int]:
-    """What holds the value at a path, and its key there."""
+    """The container of the value at a path, and its key there."""
     for key in path[:-1]:
         document = document[key]
     return document, path[-1]
@@ -139,6 +139,6 @@ def test_schema_and_reader_agree_on_every_change(
 
 
 def beyond_a_schema(path: tuple[str | int, ...], wrong: Json) -> bool:
-    """What the reader alone can refuse: references between units, runs, huge whole numbers."""
+    """Mistakes that the reader alone can refuse: references between units, runs, huge whole numbers."""
     together = {"parameter_bytes", "gradient_bytes", "num_parameters"}
     return wrong == 2**70 or bool({"used_by", "also_used_by", "names", *together} & set(path))

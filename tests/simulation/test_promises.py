@@ -1,4 +1,4 @@
-"""What a step took beside what was promised: bytes slot by slot, and seconds within a range."""
+"""Measured steps beside their promises: bytes slot by slot, and seconds within a range."""
 
 import json
 from dataclasses import replace

@@ -32,7 +32,7 @@ def ran(*command: object, folder: Any = ROOT, timeout: Any = 600, **environment:
 
 
 def python(code: str, *arguments: object, folder: Path = ROOT, **environment: str) -> str:
-    """What a script prints, which ends well."""
+    """The output of a script, which ends well."""
     result = ran(sys.executable, "-c", code, *arguments, folder=folder, **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout

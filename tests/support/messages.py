@@ -1,4 +1,4 @@
-"""What the program says, in one catalogue: tests/golden/messages.json.
+"""Messages of the program in one catalogue: tests/golden/messages.json.
 
 A test asks `assert_says(error)`, or `assert_says.refused(call)`, and its words are looked up by the
 test's file and name; where it asks several times, in that order. `pytest --write-golden FILES`
@@ -28,7 +28,7 @@ Messages = dict[str, dict[str, list[Said]]]
 
 
 def words(what: object, places: Mapping[str, str]) -> Said:
-    """What is said, with the places of this run (folders) by their names; an error's type first."""
+    """The message, with the places of this run (folders) by their names; an error's type first."""
     if isinstance(what, BaseException):
         return words(f"{type(what).__name__}: {what}", places)
     if isinstance(what, str):

@@ -48,7 +48,7 @@ Files = dict[str, str]
 Change = Callable[[Json, random.Random], None]
 
 SECONDS, WAITING = 20, 120
-"""What a command may take of a processor's time, and of anybody's on a busy machine."""
+"""Limits on a command's processor time, and on anybody's on a busy machine."""
 BYTES = 2 * 2**30
 
 PLANS = Path(__file__).parents[2] / "plans"
@@ -222,7 +222,7 @@ def _bytes_changed(text: str, rng: random.Random) -> str:
 
 
 def _places(node: Json) -> Iterator[tuple[Json, Any]]:
-    """What holds each value, and under which key."""
+    """The container of each value, and its key."""
     if isinstance(node, dict | list):
         for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
             yield node, key
@@ -334,7 +334,7 @@ def _units(document: Json, rng: random.Random) -> None:
 
 
 def _settings(document: Json, rng: random.Random) -> None:
-    """What holds for a whole step."""
+    """Settings of a whole step."""
     if isinstance(document, dict) and "piece_bytes" in document:
         document["piece_bytes"] = rng.choice((1, 2, 1000, 10**5, 10**6, 2**23, 2**60))
         document["micro_batches"] = rng.choice((1, 2, 1000, 10**6))
@@ -466,7 +466,7 @@ def _limited() -> Iterator[None]:
 
 
 def judged(seed: int, folder: Path, commands: Commands) -> Wrong | None:
-    """What goes wrong when a command looks at the case of this seed."""
+    """The failures of a command on the case of this seed."""
     rng = random.Random(seed)
     files = changed(rng)
     arguments = rng.choice(commands)
