@@ -487,7 +487,7 @@ def test_no_process_outlives_its_check(system: str, repository: Repository) -> N
 
 @needs_namespaces
 def test_a_system_that_holds_no_processes_is_told_of(repository: Repository) -> None:
-    """A processor of another architecture, as far as Python knows, so that nobody knows its system calls."""
+    """Another architecture, as far as Python knows, so that nobody knows its system calls."""
     repository.commit("a", "hostile:exits")
     repository.before = (*WITHOUT_NAMESPACES, "setarch", "linux32")
     result = repository.check()

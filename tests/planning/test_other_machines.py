@@ -124,7 +124,7 @@ def helps(base: Fit) -> dict[str, tuple[Variation, float | None, bool]]:
 
 
 def test_what_helps_is_what_planning_says() -> None:
-    """Changes that a bound leaves out are planned all the same, and are worth less than was said."""
+    """Changes that a bound leaves out are planned here, and are worth less than was said."""
     asked = question(gpu())
     base = reach(asked, effort=Effort(gap_target=GAP))
     found = helps(base)

@@ -66,7 +66,7 @@ REPORT = Report(findings=tuple(findings()), num_plans=len(FILES))
 
 
 def assert_safe(printed: str) -> None:
-    """Text that a terminal and the log of a job take as it is: lines of what can be seen, no command."""
+    """Text that a terminal and the log of a job take as it is: lines that are seen, no command."""
     for line in OUR_COLOURS.sub("", printed).split("\n"):
         assert line.isprintable(), ascii(line)
         assert not line.lstrip().startswith("::"), line

@@ -23,7 +23,7 @@ def rates_of(name: str) -> Rates:
 
 
 def test_a_grace_updates_as_many_parameters_as_published() -> None:
-    """Speed at 28 bytes a parameter: these kernels had nothing copied meanwhile. A tenth is allowed."""
+    """Speed at 28 bytes a parameter: nothing was copied meanwhile. A tenth is allowed."""
     rates = rates_of("gh200")
     updated = min(rates.host_parameters_per_s, rates.host_bandwidth_bytes_per_s / 28)
     assert 0.9 * GRACE_ADAM[0] < updated < 1.1 * GRACE_ADAM[1]

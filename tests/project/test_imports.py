@@ -310,7 +310,7 @@ def test_answers_from_known_estimates_do_not_wait_for_torch(
 
 
 def test_no_test_imports_another() -> None:
-    """Shared parts of tests are in `tests/support`: a question has one home, and a file may be moved."""
+    """Shared parts are in `tests/support`: a question has one home, and a file may be moved."""
     wrong = [
         f"{file.relative_to(ROOT)}: {name}"
         for file in sorted(ROOT.glob("tests/**/*.py"))

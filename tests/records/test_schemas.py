@@ -139,6 +139,6 @@ def test_schema_and_reader_agree_on_every_change(
 
 
 def beyond_a_schema(path: tuple[str | int, ...], wrong: Json) -> bool:
-    """Mistakes that the reader alone can refuse: references between units, runs, huge whole numbers."""
+    """Mistakes for the reader alone: references between units, runs, huge whole numbers."""
     together = {"parameter_bytes", "gradient_bytes", "num_parameters"}
     return wrong == 2**70 or bool({"used_by", "also_used_by", "names", *together} & set(path))
