@@ -95,14 +95,11 @@ INTRODUCTION = """\
 
 Every folder of `plans/` holds a profile and the plan that was made from it, as anyone would commit
 them. Start from one, or compare: on another machine, with another budget, by another version. The
-test suite checks all of them on every run. <!-- tests:
-  tests/checking/test_committed_plans.py::test_the_records_hold,
-  tests/checking/test_committed_plans.py::test_today_s_models_hold -->
+test suite checks all of them on every run.
 
 Bytes are counted, seconds are estimates from data sheets, and none of these plans has been run on
 such a machine. The gap is the distance to the fastest schedule that can exist in the
-budgets. <!-- tests:
-  tests/planning/test_planning_bound.py::test_bound_is_below_every_random_plan_within_its_budget -->
+budgets.
 """
 MEASURED = """\
 `smollm2-135m-cpu-1100MiB` is the plan of `make demo`: its profile was measured, on a machine with
@@ -112,9 +109,7 @@ two cores and a disk, and it has been run. The others are made by
 python plans/make.py
 ```
 
-which runs these commands, and writes this page: <!-- tests:
-  tests/checking/test_committed_plans.py::test_one_command_makes_them_as_they_are,
-  tests/checking/test_committed_plans.py::test_the_page_says_what_is_committed -->
+which runs these commands, and writes this page:
 """
 
 

@@ -3,7 +3,6 @@
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from protrain_plan.checking.rules import Failed, Skipped, check, plan_command, p
 from protrain_runtime.contract.records import read_plan
 from protrain_runtime.contract.units import exact_bytes
 from tests.support.checking_cases import find_plans, look
+from tests.support.commands import ran
 
 ROOT = Path(__file__).parents[2]
 MEASURED = "smollm2-135m-cpu-1100MiB"
@@ -67,7 +67,7 @@ def options(command: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_the_commands_that_made_them_are_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rule that fails says to do is what was done."""
+    """The fix of a rule that fails is what was done."""
     monkeypatch.chdir(ROOT)
     case = opened(read_files(Path("plans") / pair.name / "plan.yaml"))
     assert case is not None
@@ -91,12 +91,9 @@ def test_one_command_makes_them_as_they_are(name: str, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "plans" / name)
     (tmp_path / "docs").mkdir()
     path = os.pathsep.join([str(ROOT), str(ROOT / "runtime")])
-    subprocess.run(
-        [sys.executable, "plans/make.py", name],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path},
-        check=True,
-    )
+    command = (sys.executable, "plans/make.py", name)
+    result = ran(*command, folder=tmp_path, timeout=1800, PYTHONPATH=path)
+    assert result.returncode == 0, result.stderr
     for made in (f"plans/{name}/profile.yaml", f"plans/{name}/plan.yaml", PAGE.relative_to(ROOT)):
         assert (tmp_path / made).read_text() == (ROOT / made).read_text()
 

@@ -4,21 +4,18 @@ Most commands run in forks (`tests.support.forked`), training in a process of it
 """
 
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import chdir
 from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 
 from protrain_runtime.contract.records import read_plan, read_profile, write_hardware, write_profile
 from tests.support import forked
 from tests.support.checking_cases import commit
 from tests.support.commands import ROOT, printed, protrain
+from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
 from tests.support.record_fuzz import run
 
@@ -34,24 +31,9 @@ def synthetic(tmp_path: Path) -> Path:
 TIERS = {"device", "context", "host", "disk"}
 
 
-def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
+def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path, assert_says: Speaker) -> None:
     profiled = json.loads(tiny_llama.with_suffix(".json").read_text())
-    assert profiled.keys() == {
-        "hardware",
-        "method",
-        "measured_over_estimated",
-        "model",
-        "model_fingerprint",
-        "num_units",
-        "num_parameters",
-        "model_states_bytes",
-        "activation_bytes",
-        "forward_seconds",
-        "backward_seconds",
-        "context_bytes",
-        "repetitions",
-        "unsteady",
-    }
+    assert_says(sorted(profiled))
     assert (profiled["model"], profiled["num_units"]) == ("tiny-llama", 6)
     assert profiled["num_parameters"] == 375_648
     assert profiled["model_states_bytes"] == 16 * 375_648
@@ -71,25 +53,8 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
     solved = printed(
         protrain("plan", tiny_llama, "--device-memory", budget, "--json", folder=tmp_path)
     )
-    assert (
-        solved.keys() - {"disk_writes"}  # of a plan that has something there
-        == ample.keys()
-        == {
-            "status",
-            "exactness",
-            "allowed",
-            "gap",
-            "lanes",
-            "lower_bound_seconds",
-            "step_seconds",
-            "expected_seconds",
-            "kept_seconds",
-            "stall_seconds",
-            "solve_seconds",
-            "peak_bytes",
-            "solver",
-        }
-    )
+    assert_says(sorted(ample))
+    assert solved.keys() - {"disk_writes"} == ample.keys()  # of a plan that has something there
     assert solved["peak_bytes"].keys() == TIERS
     assert solved["peak_bytes"]["device"] + solved["peak_bytes"]["context"] <= budget
     assert solved["lower_bound_seconds"] <= solved["step_seconds"]
@@ -98,24 +63,7 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
     assert plan.prediction.step_seconds == solved["step_seconds"]
 
     ran = printed(protrain("run", "plan.yaml", "--steps", 3, "--verify", "--json", folder=tmp_path))
-    assert ran.keys() == {
-        "plain",
-        "exactness",
-        "allowed",
-        "first_step",
-        "losses",
-        "step_seconds",
-        "seconds",
-        "predicted_step_seconds",
-        "expected_seconds",
-        "outside_expected",
-        "overruns",
-        "profile_again",
-        "predicted_peak_bytes",
-        "measured_peak_bytes",
-        "parameters_sha256",
-        "verified",
-    }
+    assert_says(sorted(ran))
     assert ran["verified"] is True
     assert ran["plain"] is False
     assert len(ran["losses"]) == 3
@@ -129,34 +77,8 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path) -> None:
     assert measured["context"] <= 1.005 * ran["predicted_peak_bytes"]["context"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [("--clip",), ("--accumulate", 2), ("--clip", "--accumulate", 3)],
-    ids=["clip", "accumulate", "both"],
-)
-def test_clipped_and_accumulated_steps_run_within_their_promise_and_verify(
-    options: tuple[object, ...], tiny_llama: Path, tmp_path: Path
-) -> None:
-    """At the smallest budget there is, equal to plain PyTorch bitwise."""
-    tight = ("plan", tiny_llama, *options, "--json", "--device-memory")
-    smallest = json.loads(forked.protrain(*tight, "100MiB", folder=tmp_path).stdout)[
-        "smallest_budget_bytes"
-    ]
-    printed(forked.protrain(*tight, smallest, folder=tmp_path))
-    steps = ("--steps", 3, "--verify", "--json")
-    result = forked.protrain("run", "plan.yaml", *steps, folder=tmp_path)
-    run = json.loads(result.stdout)
-    assert run["verified"] is True
-    # What a fork holds besides tensors is not a process's own: stacks of threads before it.
-    besides = "the process besides tensors"
-    assert [each for each in run["overruns"] if each["where"] != besides] == []
-    for tier in ("device", "host", "disk"):
-        assert run["measured_peak_bytes"][tier] <= run["predicted_peak_bytes"][tier]
-
-
 def test_infeasible_names_what_is_missing_and_the_smallest_budget_works(
-    synthetic: Path, tmp_path: Path
+    synthetic: Path, tmp_path: Path, assert_says: Speaker
 ) -> None:
     arguments = ("plan", synthetic, "--device-memory", "400MiB")
     text = forked.protrain(*arguments, folder=tmp_path)
@@ -166,19 +88,7 @@ def test_infeasible_names_what_is_missing_and_the_smallest_budget_works(
     assert result.returncode == 3
     assert result.stderr == ""
     answer = json.loads(result.stdout)
-    assert answer.keys() == {
-        "status",
-        "tier",
-        "slot",
-        "occupants",
-        "budget_bytes",
-        "shortfall_bytes",
-        "smallest_budget_bytes",
-        "advice",
-        "proven_budget_bytes",
-        "largest_batch_size",
-        "largest_seq_len",
-    }
+    assert_says(sorted(answer))
     assert (answer["status"], answer["tier"]) == ("infeasible", "device")
     assert answer["slot"] in {
         f"{way} of {unit.name}"
@@ -205,97 +115,15 @@ def test_infeasible_names_what_is_missing_and_the_smallest_budget_works(
     assert less.returncode == 3
 
 
-def test_every_mistake_is_one_message(synthetic: Path, tmp_path: Path) -> None:
-    forked.protrain("plan", synthetic, folder=tmp_path)
-    (tmp_path / "broken.yaml").write_text("protrain: plan\nunits: [\n")
-    (tmp_path / "typo.yaml").write_text(
-        (tmp_path / "plan.yaml").read_text().replace("persistent", "persistant")
-    )
-    size = "expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got '1.5GX'"
-    directory = "/dev/null/no: the directory is missing or cannot be written\n"
-    cases: dict[tuple[object, ...], str] = {
-        ("plan", "missing.yaml"): "missing.yaml: there is no such file",
-        ("run", "missing.yaml"): "missing.yaml: there is no such file",
-        ("plan", "plan.yaml"): "plan.yaml:9: protrain: expected a profile, got 'plan'",
-        ("run", "profile.yaml"): "profile.yaml:4: protrain: expected a plan, got 'profile'",
-        (
-            "run",
-            "plan.yaml",
-            "--check",
-            "--check-spills",
-        ): "--check and --check-spills are two runs\n  fix: name one of them",
-        ("run", "plan.yaml", "--plain", "--check-spills"): "--check-spills is of planned steps\n"
-        "  fix: leave --plain out",
-        ("run", "plan.yaml", "--plain", "--verify"): "--verify runs plain PyTorch too\n"
-        "  fix: leave --plain out",
-        ("plan", synthetic, "--device-memory", "1.5GX"): f"--device-memory: {size}",
-        ("run", "plan.yaml", "--memory-limit", "1.5GX"): f"--memory-limit: {size}",
-        ("profile", "tiny-llama", "--dtype", "float33"): "--dtype: expected float32, bfloat16 or"
-        " float16, got 'float33'",
-        ("profile", "tiny-llama", "--device", "tpu"): "--device: PyTorch knows no device called"
-        " 'tpu'\n  fix: cpu, cuda, xpu, or another type that this build of PyTorch names",
-        ("plan", synthetic, "-o", "/dev/null/no/plan.yaml"): directory
-        + "  fix: name a file in another directory with -o",
-        ("profile", "tiny-llama", "-o", "."): ".: is a directory\n  fix: name a file with -o",
-        ("nonsense",): "No such command 'nonsense'.\n  try protrain --help",
-        ("run",): "Missing argument 'plan'.\n  try protrain --help",
-    }
-    for arguments, message in cases.items():
-        result = forked.protrain(*arguments, folder=tmp_path)
-        assert (result.stderr, result.stdout) == (f"error: {message}\n", ""), arguments
-        assert result.returncode == 2
-    # The reader's own tests hold these messages; here it is that they arrive whole.
-    for name in ("broken.yaml", "typo.yaml"):
-        result = forked.protrain("run", name, folder=tmp_path)
-        assert result.returncode == 2
-        assert result.stdout == ""
-        assert result.stderr.startswith(f"error: {name}:")
-        assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (
-            "tiny-lama",
-            "no such model: 'tiny-lama' is not a preset, a config.json or package.module:factory\n"
-            "  fix: did you mean tiny-llama or tiny-gpt2?",
-        ),
-        (
-            "no.such.module:factory",
-            "no.such.module:factory: cannot import 'no.such.module': No module named 'no'\n"
-            "  fix: package.module:factory, with the package installed or in the working directory,"
-            " or path/to/file.py:factory",
-        ),
-    ],
-)
-def test_a_model_that_is_not_there_is_one_message(model: str, message: str, tmp_path: Path) -> None:
-    result = forked.protrain("profile", model, "--in-process", folder=tmp_path)
-    assert (result.stderr, result.stdout) == (f"error: {message}\n", "")
-    assert result.returncode == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plan_for_another_model_is_one_message(tiny_llama: Path, tmp_path: Path) -> None:
-    printed(forked.protrain("plan", tiny_llama, "--json", folder=tmp_path))
-    path = tmp_path / "plan.yaml"
-    record = yaml.safe_load(path.read_text())
-    other = path.read_text().replace(record["model_fingerprint"], "sha256:0")
-    path.write_text(other)
+def test_a_plan_for_another_model_is_one_message(tmp_path: Path, assert_says: Speaker) -> None:
+    size = ("--seq-len", 16, "-o", "mine", "--json")
+    printed(forked.protrain("plan", "tiny-llama", "--on", "cpu", *size, folder=tmp_path))
+    path = tmp_path / "mine/plan.yaml"
+    told = read_plan(path).model_fingerprint
+    path.write_text(path.read_text().replace(told, "sha256:0"))
     result = forked.protrain("run", path, folder=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr == (
-        "error: model_fingerprint: the plan was made for another model:\n"
-        "    parameters and buffers are the same; a module has another class or place\n"
-        "  fix: profile and plan this model\n"
-    )
-
-
-@pytest.mark.parametrize("command", ["profile", "plan", "show", "simulate", "report", "run"])
-def test_help_of_every_command_shows_an_example(command: str, tmp_path: Path) -> None:
-    result = forked.protrain(command, "--help", folder=tmp_path)
-    assert result.returncode == 0
-    assert re.search(rf"Examples?: protrain {command} ", result.stdout)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert_says(result.stderr)
 
 
 def test_no_arguments_show_the_help(tmp_path: Path) -> None:
@@ -305,55 +133,29 @@ def test_no_arguments_show_the_help(tmp_path: Path) -> None:
     assert "error:" not in result.stderr
 
 
-def test_piped_output_has_no_colours(synthetic: Path, tmp_path: Path) -> None:
-    for arguments in (("plan", synthetic), ("plan", "missing.yaml"), ("--version",), ("--help",)):
-        result = forked.protrain(*arguments, folder=tmp_path)
-        assert "\x1b" not in result.stdout + result.stderr
-        assert result.stdout + result.stderr
+FAMILIES = {
+    "gpt2 in bfloat16": "tiny-gpt2 --batch-size 2 --seq-len 64 --dtype bfloat16",
+    "a plain nn.Module": "tests.support.functional_model:factory",
+    "a config.json": ". --batch-size 2 --seq-len 32",
+}
 
 
-def test_the_command_line_does_not_load_torch() -> None:
-    script = "import protrain_plan.cli, sys; print('torch' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "False\n"
-
-
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        pytest.param(
-            *("tiny-gpt2", ("--batch-size", 2, "--seq-len", 64, "--dtype", "bfloat16")),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("tests.support.functional_model:factory", (), marks=pytest.mark.slow),
-        pytest.param(
-            *("config.json's folder", ("--batch-size", 2, "--seq-len", 32)),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["gpt2 in bfloat16", "plain nn.Module", "a config.json"],
-)
-def test_other_families_take_the_same_path(
-    model: str, options: tuple[object, ...], tmp_path: Path
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_take_the_same_path(family: str, tmp_path: Path) -> None:
     """At the smallest budget that the planner names, equal to plain PyTorch bitwise."""
-    if model == "config.json's folder":
-        catalogue = ROOT / "protrain_plan/models/catalogue"
-        (tmp_path / "config.json").write_text((catalogue / "tiny-llama.json").read_text())
-        model = str(tmp_path)
+    config = ROOT / "protrain_plan/models/catalogue/tiny-llama.json"
+    (tmp_path / "config.json").write_text(config.read_text())
     command = partial(forked.protrain, folder=tmp_path)
-    printed(command("profile", model, *options, "--steps", 1, "--in-process", "--json"))
+    printed(command("profile", *FAMILIES[family].split(), "--steps", 1, "--in-process", "--json"))
     tight = ("plan", "profile.yaml", "--json", "--device-memory")
     refused = command(*tight, "100MiB")
     assert refused.returncode == 3
-    smallest = json.loads(refused.stdout)["smallest_budget_bytes"]
-    printed(command(*tight, smallest))
-    run = printed(command("run", "plan.yaml", "--steps", 3, "--verify", "--json"))
-    assert run["verified"] is True
+    printed(command(*tight, json.loads(refused.stdout)["smallest_budget_bytes"]))
+    ran = printed(command("run", "plan.yaml", "--steps", 3, "--verify", "--json"))
+    assert ran["verified"] is True
     for tier in ("device", "host", "disk"):
-        assert run["measured_peak_bytes"][tier] <= run["predicted_peak_bytes"][tier]
+        assert ran["measured_peak_bytes"][tier] <= ran["predicted_peak_bytes"][tier]
 
 
 WAYS: dict[str, Callable[[Path], str]] = {

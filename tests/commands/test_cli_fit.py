@@ -1,17 +1,22 @@
-"""`protrain fit` and `protrain profile --on`: answers for machines that are not here."""
+"""`protrain fit`, `profile --on` and `hardware search`: answers for machines that are not here."""
 
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from protrain_plan.commands.output import JsonList, print_json
+from protrain_plan.commands.sweeping import Sweep, read_sweep
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_plan, read_profile
+from protrain_runtime.contract.records.hardware import PCIE
 from protrain_runtime.contract.records.writer import fingerprint
 from tests.support.commands import PROTRAIN, printed
 from tests.support.forked import protrain
+from tests.support.messages import Speaker
 
 
 @pytest.mark.parametrize(
@@ -45,14 +50,6 @@ def test_fit_says_what_fits_with_a_plan_and_what_binds(machines: list[str], tmp_
         tokens = cell["batch_size"] * cell["seq_len"]
         assert cell["tokens_per_second"] == pytest.approx(tokens / cell["step_seconds"])
         assert cell["binds"]
-
-
-@pytest.mark.slow
-def test_fit_needs_no_plan_where_plain_pytorch_fits(tmp_path: Path) -> None:
-    (cell,) = printed_list(tmp_path, "tiny-llama", "--on", "rtx-4090", "--seq-len", 64)
-    assert cell["verdict"] == "fits"
-    assert float(str(cell["plain_step_seconds"])) >= float(str(cell["step_seconds"]))
-    assert cell["measured_over_estimated"] is None  # no card was there to compare with
 
 
 def printed_list(folder: Path, *arguments: object) -> list[dict[str, object]]:
@@ -130,78 +127,6 @@ def test_fit_says_what_is_missing_where_nothing_fits(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in result.stdout.splitlines()[:2])
 
 
-@pytest.mark.slow
-def test_adapters_need_less_than_the_whole_model(tmp_path: Path) -> None:
-    arguments = ("tiny-llama", "--on", "rtx-3090", "--seq-len", 64)
-    (whole,) = printed_list(tmp_path, *arguments)
-    (adapters,) = printed_list(tmp_path, *arguments, "--lora", "r=2")
-    assert int(str(adapters["plain_device_bytes"])) < int(str(whole["plain_device_bytes"]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--on", "rtx-4091"),
-            "no such machine: 'rtx-4091' is neither in the catalogue nor a file",
-        ),
-        (("--on", "cpu", "--seq-len", "many"), "--seq-len: expected numbers such as 1,4,16"),
-        (("--on", "cpu", "--batch-size", "0"), "--batch-size: expected numbers such as 1,4,16"),
-        (("--on", "cpu", "--optimizer", "adan"), "adan"),
-        (
-            ("--on", "cpu", "--host-memory", "64GiB"),
-            "--host-memory: a CPU machine computes in its host memory, and has none below that",
-        ),
-        (("--on", "cpu", "--precision", "mixed"), "--precision: expected pure, master or autocast"),
-        (
-            ("--on", "cpu", "--precision", "autocast", "--dtype", "float32"),
-            "precision: autocast needs the dtype bfloat16 or float16, got float32",
-        ),
-        (
-            ("--on", "cpu", "--price", "cheap"),
-            "--price: expected a price for an hour from 1e-06 to 1e+06, or 0, such as 2.49, got"
-            " 'cheap'",
-        ),
-        (("--on", "cpu", "--price", "1,2"), "--price: 2 prices were given for 1 machines"),
-        (("--on", "cpu", "--columns", "speed"), "--columns: expected mfu, hours, cost or energy"),
-        (("--on", "cpu", "--columns", "cost"), "--columns: no machine has a price"),
-        (("--on", "cpu", "--columns", "energy"), "--columns: no machine says what its device"),
-        (
-            ("--on", "rtx-4090", "--price", "1", "--sweep", "host=64GiB"),
-            "--price: --sweep prints a table of its own",
-        ),
-    ],
-)
-def test_mistakes_are_one_message(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    result = protrain("fit", "tiny-llama", *arguments, folder=tmp_path)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.slow
-def test_an_estimated_profile_is_planned_like_a_measured_one(tmp_path: Path) -> None:
-    profiled = protrain(
-        *("profile", "tiny-llama", "--on", "l4", "--dtype", "bfloat16", "--seq-len", 64),
-        *("--precision", "master", "-o", "profile.yaml", "--json"),
-        folder=tmp_path,
-    )
-    assert printed(profiled)["num_units"] == 6
-    record = read_profile(tmp_path / "profile.yaml")
-    assert (record.method, record.hardware.name) == ("estimated", "l4")
-    planned = protrain("plan", "profile.yaml", "-o", "plan.yaml", "--json", folder=tmp_path)
-    assert printed(planned)["status"] == "optimal"
-
-
-@pytest.mark.parametrize(
-    "option", [("--steps", 3), ("--disk-seconds", 60), ("--disk-bytes", "9GiB")]
-)
-def test_estimating_and_measuring_do_not_mix(option: tuple[object, ...], tmp_path: Path) -> None:
-    result = protrain("profile", "tiny-llama", "--on", "l4", *option, folder=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr == f"error: {option[0]}: is for measuring; --on estimates\n"
-
-
 def test_a_model_is_planned_by_its_name_with_the_best_batch(tmp_path: Path) -> None:
     asked = ("tiny-llama", "--on", "rtx-4090", "--seq-len", 64, "--global-batch", 4)
     answer = printed(protrain("plan", *asked, "-o", "plans/mine", "--json", folder=tmp_path))
@@ -215,52 +140,6 @@ def test_a_model_is_planned_by_its_name_with_the_best_batch(tmp_path: Path) -> N
     assert (record.workload.batch_size, made.settings.micro_batches) == (4, 1)
     assert (record.workload.precision, record.workload.dtype) == ("master", "bfloat16")
     assert answer["step_seconds"] == made.prediction.step_seconds
-
-
-@pytest.mark.slow
-def test_the_best_batch_is_no_slower_than_any_other(tmp_path: Path) -> None:
-    asked = ("tiny-llama", "--on", "rtx-4090", "--seq-len", 256, "--device-memory", "640MiB")
-    (best,) = printed_list(tmp_path, *asked, "--global-batch", 16, "--compare")
-    assert int(str(best["batch_size"])) * int(str(best["micro_batches"])) == 16
-    others = [
-        cell
-        for size in (1, 2, 4, 8, 16)
-        for cell in printed_list(tmp_path, *asked, "--batch-size", size, "--accumulate", 16 // size)
-        if cell["verdict"] != "does not fit"
-    ]
-    assert len(others) > 1
-    fastest = max(float(str(cell["tokens_per_second"])) for cell in others)
-    assert float(str(best["tokens_per_second"])) >= fastest / 1.04  # two gaps of 2 %
-    alternatives = best["alternatives"]
-    assert isinstance(alternatives, list)
-    assert {one["name"] for one in alternatives} >= {"plain PyTorch", "ZeRO-Offload"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("fit", "--global-batch", "8", "--batch-size", "2"), "--batch-size: --global-batch finds"),
-        (("fit", "--global-batch", "8", "--accumulate", "2"), "--accumulate: --global-batch finds"),
-        (("plan", "--global-batch", "8", "--accumulate", "2"), "--accumulate: --global-batch"),
-        (("plan", "-o", "-"), "-o: a plan and its profile are two files"),
-        (("plan", "-o", "there/plan"), "cannot be made: "),
-    ],
-)
-def test_mistakes_with_batches_and_places(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "there").touch()
-    command, *rest = arguments
-    result = protrain(command, "tiny-llama", "--on", "rtx-4090", *rest, folder=tmp_path)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_a_profile_says_already_what_a_model_is_asked_about_with(tmp_path: Path) -> None:
-    result = protrain("plan", "profile.yaml", "--seq-len", 64, folder=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: --seq-len: a profile says it already")
 
 
 def test_a_page_of_answers_has_every_way_to_train_and_no_script(tmp_path: Path) -> None:
@@ -313,3 +192,121 @@ def test_fit_and_profile_with_leave_know_compressed_copies(tmp_path: Path) -> No
     assert {"int8", "low-rank"} <= {cost.form for cost in profile.units[1].forms}
     (cell,) = printed_list(tmp_path, *asked, "--seq-len", 64)
     assert (cell["exactness"], cell["allowed"]) == ("bitwise", [])  # it fits, and nothing is gained
+
+
+# --- `protrain fit --sweep`, `--what-helps` and `protrain hardware search`, as people type them ---
+
+GIB = 2**30
+SMALL = ("tiny-llama", "--seq-len", 256, "--batch-size", 120, "--dtype", "float32")
+
+
+def answered(*arguments: object, folder: Path, code: int = 0) -> dict[str, Any]:
+    result = protrain(*arguments, "--json", folder=folder)
+    assert (result.returncode, result.stderr) == (code, "")
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("host=64GiB..512GiB", (64 * GIB, 128 * GIB, 256 * GIB, 512 * GIB)),
+        ("device=24GiB..80GiB", (24 * GIB, 48 * GIB, 80 * GIB)),
+        ("disk=2TB,0,1TB", (0, 10**12, 2 * 10**12)),
+        ("disk=1GiB..1GiB", (GIB,)),
+        ("link=12GB/s..64GB/s", (12e9, 24e9, 48e9, 64e9)),
+        ("link=pcie-3,pcie-5", (PCIE["pcie-3"], PCIE["pcie-5"])),
+        ("num-devices=1..6", (1, 2, 4, 6)),
+    ],
+)
+def test_ranges_double_and_end_where_they_say(text: str, values: tuple[float, ...]) -> None:
+    assert read_sweep(text) == Sweep(resource=text.partition("=")[0], values=values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("host", "gpu=1", "host=2GiB..1GiB", "host=0..1GiB", "host=many", "link=64GiB"),
+        *("link=0GB/s", "num-devices=0", "num-devices=1GiB", "host=1..1024PiB"),
+    ],
+)
+def test_a_wrong_sweep_is_one_error(text: str, assert_says: Speaker) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        read_sweep(text)
+    assert caught.value.key == "--sweep"
+    assert_says(caught.value)
+
+
+def test_a_sweep_is_a_line_of_answers(tmp_path: Path) -> None:
+    data = answered(
+        *("fit", *SMALL, "--on", "rtx-4090", "--sweep", "device=600MiB..1200MiB"), folder=tmp_path
+    )
+    (line,) = data["lines"]
+    assert (data["sweep"], line["hardware"], line["seq_len"]) == ("device", "rtx-4090", 256)
+    small, large = line["points"]
+    assert (small["value"], large["value"]) == (600 * 2**20, 1200 * 2**20)
+    assert small["verdict"] == "does not fit"
+    assert "of device memory, in " in small["binds"]
+    assert large["tokens_per_second"] == pytest.approx(120 * 256 / large["step_seconds"])
+
+
+@pytest.mark.slow
+def test_a_sweep_is_a_table_with_bars(tmp_path: Path) -> None:
+    text = protrain(
+        *("fit", *SMALL, "--on", "rtx-4090", "--sweep", "link=1GB/s,pcie-4"),
+        *("--device-memory", "1200MiB"),
+        folder=tmp_path,
+    ).stdout
+    assert "rtx-4090 120 x 256" in text.splitlines()[0]
+    assert "24 GB/s (pcie-4)  " in text
+    assert max(map(len, text.splitlines()[:5])) <= 80
+
+
+@pytest.mark.slow
+def test_numbers_of_devices_are_swept(tmp_path: Path) -> None:
+    arguments = ("fit", "tiny-llama", "--on", "h100-sxm", "--seq-len", 64)
+    data = answered(*arguments, "--sweep", "num-devices=1..4", folder=tmp_path)
+    cells = answered(*arguments, "--num-devices", "1,2,4", folder=tmp_path)["cells"]
+    found = [one["tokens_per_second"] for one in data["lines"][0]["points"]]
+    assert found == pytest.approx([one["tokens_per_second"] for one in cells], rel=0.04)
+
+
+@pytest.mark.slow
+def test_what_helps_stands_below_the_answer(tmp_path: Path) -> None:
+    arguments = (*SMALL, "--on", "rtx-4090", "--device-memory", "600MiB", "--what-helps")
+    data = answered("fit", *arguments, folder=tmp_path, code=3)
+    (cell,) = data["cells"]
+    assert cell["verdict"] == "does not fit"
+    by_what = {one["what"]: one for one in cell["what_helps"]}
+    assert {"host memory", "link", "device memory", "disk", "micro-batches"} <= by_what.keys()
+    assert by_what["device memory"]["fits"]
+    assert not by_what["link"]["fits"]
+    text = protrain("fit", *arguments, folder=tmp_path).stdout
+    assert "would fit with 21.75 GiB of device memory in place of 600.00 MiB: " in text
+    assert "  does not fit: host memory, link, " in text
+
+
+def searched(folder: Path) -> tuple[object, ...]:
+    """Among two machines."""
+    prices = "rtx-4090: {price_per_hour: 0.5, num_devices: [1]}\nl4: 0.1\n"
+    (folder / "prices.yaml").write_text(prices)
+    return ("hardware", "search", "tiny-llama", "--seq-len", 64, "--among", "prices.yaml")
+
+
+def test_a_search_names_the_cheapest(tmp_path: Path) -> None:
+    arguments = searched(tmp_path)
+    slow = answered(*arguments, "--speed", 1000, folder=tmp_path)
+    assert slow["best"]["name"] == "l4"
+    assert slow["best"]["tokens_per_second"] >= 1000
+    assert [one["name"] for one in slow["not_looked_at"]] == ["rtx-4090"]
+
+
+@pytest.mark.slow
+def test_a_search_says_where_nothing_is_as_fast(tmp_path: Path) -> None:
+    arguments = searched(tmp_path)
+    none = answered(*arguments, "--speed", 1e9, folder=tmp_path, code=3)
+    assert none["best"] is None
+    assert [one["bound"] for one in none["looked_at"]] == ["compute", "compute"]
+    assert all(one["most_tokens_per_second"] < 1e9 for one in none["looked_at"])
+    text = protrain(*arguments, "--price-limit", 0.2, folder=tmp_path).stdout
+    assert "the fastest: l4 at 0.10 an hour, " in text

@@ -18,7 +18,8 @@ from protrain_plan.isolated.culprit import explained
 from protrain_plan.profiling.structure.whereabouts import REHEARSING, Place
 from protrain_runtime.contract.errors import ProtrainError
 from tests.support import forked
-from tests.support.commands import Result, protrain
+from tests.support.commands import protrain
+from tests.support.messages import Speaker
 
 MODEL = """
 import ctypes, os, signal, sys, time
@@ -60,10 +61,6 @@ class Model(nn.Module):
 def make():
     return Model(), [torch.ones(2, 8)]
 """
-DEBUG = "--in-process measures where a debugger can stop"
-EXTENSION = (
-    f"look for what is no Python there: an extension, or memory that is used after its end; {DEBUG}"
-)
 
 
 def model(folder: Path, *, act: str, where: str) -> str:
@@ -71,100 +68,51 @@ def model(folder: Path, *, act: str, where: str) -> str:
     return "mine.py:make"
 
 
-def assert_said(result: Result, code: int, message: str, folder: Path) -> None:
-    """One message, and nothing left."""
-    assert (result.returncode, result.stdout, result.stderr) == (code, "", f"error: {message}\n")
-    assert [path.name for path in folder.iterdir()] == ["mine.py"]
+SIGNAL = "os.kill(os.getpid(), signal.SIGKILL)"
+ENDS = {
+    "SIGSEGV": ("ctypes.string_at(0)", "backward", 2),
+    "SIGKILL": (SIGNAL, "forward", 4),
+    "_exit": ("os._exit(3)", "forward", 2),
+    "exception": ("raise ValueError('shapes differ')", "forward", 2),
+    "memory": ("raise MemoryError('no more')", "forward", 4),
+    "exit, in process": ("sys.exit(0)", "forward", 2),
+    "exception, in process": ("raise ValueError('shapes differ')", "backward", 2),
+    "operator, in process": ("torch.ones(2) @ torch.ones(3)", "backward", 2),
+}
+AT_NIGHT = ("SIGKILL", "_exit", "exception", "memory")
 
 
 @pytest.mark.parametrize(
-    ("act", "where", "code", "message"),
-    [
-        (
-            *("ctypes.string_at(0)", "backward", 2),
-            "mine.py:17: the measuring process died: SIGSEGV (segmentation fault) in the backward"
-            f" of 'layers.1', while looking at the model in form keep\n  fix: {EXTENSION}",
-        ),
-        pytest.param(
-            *("os.kill(os.getpid(), signal.SIGKILL)", "forward", 4),
-            "the measuring process died: SIGKILL (killed) in the forward of 'layers.1', while"
-            " looking at the model\n  fix: probably memory ran out: a smaller --batch-size or"
-            " --seq-len; the model alone: --unit-by-unit",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("os._exit(3)", "forward", 2),
-            "the measuring process ended with exit code 3 in the forward of 'layers.1',"
-            " while looking at the model\n  fix: if it printed a traceback, that says why;"
-            f" {DEBUG}",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("raise ValueError('shapes differ')", "forward", 2),
-            "mine.py:11: the model's code raised ValueError: shapes differ, in the forward of"
-            f" 'layers.1', while finding units\n  fix: mend what raised it; {DEBUG}",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("raise MemoryError('no more')", "forward", 4),
-            "out of memory: no more\n  fix: a smaller --batch-size or --seq-len; the model alone:"
-            " --unit-by-unit",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["SIGSEGV", "SIGKILL", "_exit", "exception", "memory"],
+    "end",
+    [pytest.param(e, marks=[pytest.mark.slow] if e in AT_NIGHT else []) for e in ENDS],
 )
 def test_what_ends_the_measuring_process_is_one_message(
-    act: str, where: str, code: int, message: str, tmp_path: Path
+    end: str, tmp_path: Path, assert_says: Speaker
 ) -> None:
-    result = protrain("profile", model(tmp_path, act=act, where=where), folder=tmp_path)
-    assert_said(result, code, message, tmp_path)
+    """And nothing is left."""
+    act, where, code = ENDS[end]
+    name = model(tmp_path, act=act, where=where)
+    if "in process" in end:
+        result = forked.protrain("profile", name, "--in-process", folder=tmp_path)
+    else:
+        result = protrain("profile", name, folder=tmp_path)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert_says(result.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
 @pytest.mark.parametrize(
-    ("act", "where", "message"),
-    [
-        (
-            *("sys.exit(0)", "forward"),
-            "mine.py:11: the model's code ended the program: sys.exit(0), in the forward of"
-            " 'layers.1', while looking at the model",
-        ),
-        (
-            *("raise ValueError('shapes differ')", "backward"),
-            "mine.py:17: the model's code raised ValueError: shapes differ, in the backward of"
-            " 'layers.1', while finding units in form keep",
-        ),
-        (
-            *("torch.ones(2) @ torch.ones(3)", "backward"),
-            "mine.py:17: the model's code raised RuntimeError: inconsistent tensor size, expected"
-            " tensor [2] and src [3] to have the same number of elements, but got 2 and 3 elements"
-            " respectively, in the backward of 'layers.1', while finding units in form keep",
-        ),
-    ],
-    ids=["exit", "exception", "operator"],
+    "place", [Place(doing=REHEARSING), Place(form="full")], ids=["rehearsing", "full"]
 )
-def test_what_the_models_code_raises_is_one_message(
-    act: str, where: str, message: str, tmp_path: Path
+def test_what_is_raised_under_a_plan_alone_is_not_told_as_the_models_fault(
+    place: Place, assert_says: Speaker
 ) -> None:
-    name = model(tmp_path, act=act, where=where)
-    result = forked.protrain("profile", name, "--in-process", folder=tmp_path)
-    assert_said(result, 2, f"{message}\n  fix: mend what raised it; {DEBUG}", tmp_path)
-
-
-@pytest.mark.parametrize("place", [Place(doing=REHEARSING), Place(form="full")])
-def test_what_is_raised_under_a_plan_alone_is_not_told_as_the_models_fault(place: Place) -> None:
     with (
         pytest.raises(ProtrainError) as caught,
         explained(lambda: place, planned=lambda: place.planned),
     ):
         raise ValueError("shapes differ")
-    assert caught.value.message == (
-        "the model ran by itself, and as a plan lets it run its code raised ValueError: shapes"
-        f" differ,{place}"
-    )
-    assert caught.value.fix == (
-        f"if it does not raise that by itself, please report it, with the model; {DEBUG}"
-    )
+    assert_says([caught.value.message, caught.value.fix or ""])
 
 
 SLEEP = "open('asleep', 'w').write(str(os.getpid())); time.sleep(200)"

@@ -1,4 +1,4 @@
-"""What goes to standard output, and what happens where that cannot be written: real processes."""
+"""Standard output, and what happens where it cannot be written: real processes."""
 
 import json
 import os
@@ -69,14 +69,6 @@ def test_with_json_the_file_has_standard_output_for_itself(folder: Path) -> None
     assert json.loads(found.stderr)["status"] == "optimal"
     (folder / "found.yaml").write_text(found.stdout)
     assert read_plan(folder / "found.yaml").units
-
-
-def test_two_files_cannot_both_be_standard_output(folder: Path) -> None:
-    found = protrain("plan", "profile.yaml", "-o", "-", "--lp", "/dev/fd/1", folder=folder)
-    assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr == (
-        "error: --lp: standard output is what -o writes to\n  fix: name a file with --lp\n"
-    )
 
 
 def test_where_no_plan_fits_standard_output_is_empty(folder: Path) -> None:
@@ -178,7 +170,7 @@ def test_characters_that_an_encoding_lacks_are_shown_as_escapes(tmp_path: Path) 
 
 
 def test_no_standard_output_is_none(folder: Path) -> None:
-    """What is written then is not what is printed: the first free descriptor is taken."""
+    """Written and printed text differ then: the first free descriptor is taken."""
     script = f"{PROTRAIN} export plan.yaml --to trl -o found >&- 2>&- <&-; echo $? > code"
     subprocess.run(["bash", "-c", script], cwd=folder, check=True)
     assert (folder / "code").read_text() == "0\n"

@@ -28,7 +28,7 @@ def rates_of(name: str) -> Rates:
 
 
 def work(product: Product, multiprocessors: int) -> float:
-    """What a product takes, in products of one number that all multiprocessors do at once."""
+    """Seconds of a product, in products of one number that all multiprocessors do at once."""
     batches, rows, columns, inner = product
     return batches * rows * columns * inner / product_efficiency(product, multiprocessors)
 
@@ -72,7 +72,7 @@ def test_longer_rows_wider_heads_and_no_mask_are_no_less_efficient(
 
 @given(PRODUCTS)
 def test_machines_that_say_no_more_have_one_efficiency_for_all(product: Product) -> None:
-    """What files of hardware say that were written before shapes were looked at."""
+    """Rates of files of hardware from before shapes were looked at."""
     rates = replace(
         rates_of("a100-80gb"),
         multiprocessors=0,

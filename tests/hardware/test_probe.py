@@ -6,7 +6,6 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -20,10 +19,11 @@ from protrain_runtime.contract.records import read_hardware, read_profile, write
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import DType, Precision
 from tests.support import forked
+from tests.support.commands import PROTRAIN, Result, ran
 from tests.support.messages import Speaker
 
 HOW_TO = Path(__file__).parents[2] / "docs/how-to/several-gpus.md"
-PROTRAIN, TORCHRUN = (Path(sys.executable).with_name(name) for name in ("protrain", "torchrun"))
+TORCHRUN = PROTRAIN.with_name("torchrun")
 HERE = {"4": "2", "cuda": "cpu", "llama-3.1-8b": "tiny-llama"}  # what the how-to says, for CPUs
 
 
@@ -38,16 +38,8 @@ def how_to(words: str) -> list[str | Path]:
     ]
 
 
-def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def run(*command: str | Path, folder: Path) -> Result:
+    return ran(*command, folder=folder, OMP_NUM_THREADS="1")
 
 
 def check_rates(hardware: Hardware) -> None:
@@ -126,31 +118,6 @@ def test_the_disk_is_written_for_as_long_as_it_was_asked_for(tmp_path: Path) -> 
         by_time = observed(file, Watch(seconds=0.3, num_bytes=10**15))
         assert by_time.seconds >= 0.3
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_command_writes_what_records_read(tmp_path: Path) -> None:
-    """In a process of its own, as people run it."""
-    (tmp_path / "spill").mkdir()
-    result = subprocess.run(
-        [
-            *(Path(sys.executable).with_name("protrain"), "hardware", "probe", "--json"),
-            *("-o", "here.yaml", "--name", "here", "--spill-directory", "spill"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    hardware = read_hardware(tmp_path / "here.yaml")
-    assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(hardware)))
-    assert hardware.name == "here"
-    # An interpreter with torch in it holds that much on every machine, and no tensor of the probe.
-    assert 50 * 2**20 < hardware.device.context_bytes < 8 * 2**30
-    check_rates(hardware)
-    assert list((tmp_path / "spill").iterdir()) == []
 
 
 @pytest.mark.slow
@@ -235,9 +202,7 @@ def test_a_lane_has_one_thread_and_later_threads_have_the_old_number() -> None:
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path, assert_says: Speaker) -> None:
     missing = tmp_path / "none"
-    with pytest.raises(ProtrainError) as caught:
-        probe("cpu", spill_directory=missing)
-    assert_says(caught.value)
+    assert_says.refused(probe, "cpu", spill_directory=missing)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

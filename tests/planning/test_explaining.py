@@ -1,6 +1,7 @@
 """Reasons against the memory count and the simulator, limits against slower lanes and budgets."""
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,13 +19,11 @@ from protrain_plan.planning.explain.explaining import (
     in_words,
 )
 from protrain_plan.planning.model.fluid import Fluid
-from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
+from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solve
-from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import solve_problem
+from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
     Activations,
@@ -34,99 +33,52 @@ from protrain_runtime.contract.records.plan import (
     Persistent,
     Placement,
     Plan,
-    Prediction,
     Recompute,
     StepSettings,
     Swap,
-    TierBytes,
     Updates,
 )
 from protrain_runtime.contract.records.profile import FormCost, Profile
-from protrain_runtime.contract.records.writer import fingerprint
 from tests.support.messages import Speaker
-from tests.support.planning_cases import MB, decoder, gpu, random_profile
+from tests.support.planning_cases import (
+    MB,
+    drafted,
+    gpu,
+    question,
+    random_profile,
+    small,
+    solved,
+    within,
+)
+from tests.support.random_problems import fixed_seconds, random_choice
 
 PIECE_BYTES = 64 << 20
 OFFLOAD = Offload(tier="host")
 KEPT: tuple[Activations, Placement] = (Keep(), Persistent())
 
 
-def small(hardware: Hardware | None = None, *, blocks: int = 6, host_speed: float = 5e9) -> Profile:
-    return decoder(
-        hardware or gpu(),
-        blocks=blocks,
-        block_parameters=40 * MB,
-        embedding_parameters=20 * MB,
-        kept=400 * MB,
-        seconds=0.02,
-        host_speed=host_speed,
-    )
+def model(hardware: Hardware | None = None, *, blocks: int = 6, host_speed: float = 5e9) -> Profile:
+    return small(hardware or gpu(), blocks=blocks, kept=400 * MB, host_speed=host_speed)
 
 
-def budgets_of(profile: Profile, device: int, host: int = 10**12) -> Budgets:
-    """Budgets with `device` bytes for tensors."""
-    return Budgets(device=device + profile.hardware.device.context_bytes, host=host, disk=10**12)
-
-
-def chosen(problem: Problem, decisions: list[tuple[Activations, Placement]]) -> Choice:
+def chosen(problem: Problem, decisions: Sequence[tuple[Activations, Placement]]) -> Choice:
     return tuple(
-        (
-            [option.decision for option in options.activations].index(activations),
-            [option.decision for option in options.states].index(states),
-        )
+        (options.numbers[0][activations], options.numbers[1][states])
         for options, (activations, states) in zip(problem.options, decisions, strict=True)
     )
 
 
-def made(
-    profile: Profile,
-    budgets: Budgets,
-    choice: Choice,
-    *,
-    updates: Updates = "in backward",
-    micro_batches: int = 1,
-) -> Plan:
+def made(problem: Problem, budgets: Budgets, choice: Choice) -> Plan:
     """A plan with these decisions, whether good or bad."""
-    problem = Problem.of(
-        profile,
-        budgets,
-        settings=replace(
-            OVERLAPPING, piece_bytes=PIECE_BYTES, updates=updates, micro_batches=micro_batches
-        ),
-    )
     evaluation = Evaluator(problem).evaluate(choice)
     assert evaluation
-    return Plan(
-        workload=profile.workload,
-        hardware=profile.hardware.name,
-        optimizer=profile.optimizer.name,
-        profile_fingerprint=fingerprint(profile),
-        model_fingerprint=profile.model_fingerprint,
-        exact=True,
-        budgets=budgets,
-        prediction=Prediction(
-            step_seconds=evaluation.seconds,
-            lower_bound_seconds=evaluation.seconds,
-            peak_bytes=TierBytes(device=0, context=0, host=0, disk=0),
-        ),
-        units=evaluation.plans,
-        settings=StepSettings(
-            piece_bytes=PIECE_BYTES, updates=updates, micro_batches=micro_batches
-        ),
-    )
+    settings = replace(problem.settings, overlap_steps=False)
+    units, seconds = evaluation.plans, evaluation.seconds
+    return drafted(problem.profile, units, budgets, settings, seconds)
 
 
 def problem_of(profile: Profile, plan: Plan) -> Problem:
-    return Problem.of(
-        profile,
-        plan.budgets,
-        settings=StepSettings(
-            piece_bytes=plan.settings.piece_bytes,
-            updates=plan.settings.updates,
-            micro_batches=plan.settings.micro_batches,
-            overlap_steps=plan.settings.overlap_steps,
-        ),
-    )
+    return Problem.of(profile, plan.budgets, settings=plan.settings)
 
 
 def choice_of(problem: Problem, plan: Plan) -> Choice:
@@ -137,17 +89,15 @@ def with_blocks(
     profile: Profile, decisions: list[tuple[Activations, Placement]], *, spare: int
 ) -> Plan:
     """Parts keep everything, blocks do as told; `spare` bytes more than that stands for."""
-    problem = Problem.of(
-        profile, budgets_of(profile, 10**11), settings=replace(OVERLAPPING, piece_bytes=PIECE_BYTES)
-    )
-    choice = chosen(problem, [KEPT, *decisions, KEPT])
-    peak = max(problem.static_bytes(choice))
-    return made(profile, budgets_of(profile, peak + spare), choice)
+    asked = question(profile, within(profile, 10**11), piece_bytes=PIECE_BYTES)
+    choice = chosen(asked.problem(), [KEPT, *decisions, KEPT])
+    budgets = within(profile, max(asked.problem().static_bytes(choice)) + spare)
+    return made(replace(asked, budgets=budgets).problem(), budgets, choice)
 
 
 def recomputing(*, spare: int = 10 * MB) -> tuple[Profile, Plan]:
     """Four blocks that recompute, where one that keeps would need 375 MB more; two that keep."""
-    profile = small()
+    profile = model()
     decisions: list[tuple[Activations, Placement]] = [(Recompute(), Persistent())] * 4
     return profile, with_blocks(profile, [*decisions, KEPT, KEPT], spare=spare)
 
@@ -173,14 +123,6 @@ def test_shortfall_is_that_of_the_memory_count() -> None:
     assert found.extra_seconds is None
 
 
-def test_a_budget_below_the_device_is_named() -> None:
-    profile, planned = recomputing()
-    planned = replace(planned, budgets=replace(planned.budgets, host=100 * MB))
-    found = alternative(explain(profile, planned), "layers.0-3", "swap to host")
-    assert (found.tier, found.slot) == ("host", "")
-    assert found.shortfall_bytes == 375 * MB - 100 * MB
-
-
 def test_extra_seconds_are_those_of_the_simulator() -> None:
     profile, planned = recomputing()
     problem = problem_of(profile, planned)
@@ -198,18 +140,8 @@ def test_extra_seconds_are_those_of_the_simulator() -> None:
 
 def updating() -> tuple[Profile, Plan]:
     """Six blocks whose states are updated on a slow host; the rest has nothing to wait for."""
-    profile = small(host_speed=1e8)
+    profile = model(host_speed=1e8)
     return profile, with_blocks(profile, [(Recompute(), OFFLOAD)] * 6, spare=400 * MB)
-
-
-def test_what_ties_in_one_block_tells_what_all_of_them_would_take() -> None:
-    profile, planned = updating()
-    problem = problem_of(profile, planned)
-    kept = chosen(problem, [KEPT, *[(Keep(), OFFLOAD)] * 6, KEPT])
-    found = alternative(explain(profile, planned), "layers.0-5", "keep")
-    assert found.extra_seconds is not None
-    assert found.in_all
-    assert found.in_all.bytes == max(problem.static_bytes(kept)) - problem.device
 
 
 @settings(max_examples=6, deadline=None)
@@ -245,40 +177,32 @@ def random_plan(rng: random.Random) -> tuple[Profile, Plan]:
     """Any decisions that fit, with up to 300 MB more than they stand for."""
     profile = random_profile(rng)
     updates: list[Updates] = ["in backward", "after backward"]
-    update, micro_batches = rng.choice(updates), rng.choice([1, 3])
-    problem = Problem.of(
+    asked = question(
         profile,
-        budgets_of(profile, 10**12),
-        settings=replace(
-            OVERLAPPING, piece_bytes=PIECE_BYTES, updates=update, micro_batches=micro_batches
-        ),
+        within(profile, 10**12),
+        piece_bytes=PIECE_BYTES,
+        updates=rng.choice(updates),
+        micro_batches=rng.choice([1, 3]),
     )
-    while True:
-        choice = tuple(
-            (rng.randrange(len(options.activations)), rng.randrange(len(options.states)))
-            for options in problem.options
-        )
-        if problem.within_tiers(choice):
-            break
+    problem = asked.problem()
+    while not problem.within_tiers(choice := random_choice(problem, rng)):
+        pass
     device = max(problem.static_bytes(choice)) + rng.choice([0, 30, 300]) * MB
-    budgets = budgets_of(profile, device)
-    return profile, made(profile, budgets, choice, updates=update, micro_batches=micro_batches)
+    budgets = within(profile, device)
+    return profile, made(replace(asked, budgets=budgets).problem(), budgets, choice)
 
 
 def test_large_groups_come_first_and_small_ones_are_counted(assert_says: Speaker) -> None:
-    profile = small(blocks=20)
+    profile = model(blocks=20)
     decisions = [KEPT] * 20
     for number in range(0, 20, 2):  # alternately: two groups of blocks, each with many runs
         decisions[number] = (Recompute(), Persistent())
     explanation = explain(profile, with_blocks(profile, decisions, spare=0))
     assert [group.num_units for group in explanation.groups] == [10, 10, 1, 1]
     assert_says(explanation.groups[0].units)
-    units = tuple(
-        replace(unit, num_parameters=unit.num_parameters + number)  # no two of a class
-        for number, unit in enumerate(profile.units)
-    )
-    units = tuple(
-        replace(unit, state_bytes=unit.state_bytes + number) for number, unit in enumerate(units)
+    units = tuple(  # no two of a class
+        replace(u, num_parameters=u.num_parameters + n, state_bytes=u.state_bytes + n)
+        for n, u in enumerate(profile.units)
     )
     profile = replace(profile, units=units)
     explanation = explain(profile, with_blocks(profile, decisions, spare=0))
@@ -290,23 +214,16 @@ def test_large_groups_come_first_and_small_ones_are_counted(assert_says: Speaker
 # Limits
 
 
-def fixed_seconds(profile: Profile, planned: Plan) -> float:
+def planned_seconds(profile: Profile, planned: Plan) -> float:
     """The relaxation's optimum with the plan's decisions."""
     problem = problem_of(profile, planned)
-    model = Fluid(problem)
-    for (activation, state), xs, ys in zip(
-        choice_of(problem, planned), model.activations, model.states, strict=True
-    ):
-        for variables, taken in ((xs, activation), (ys, state)):
-            for number, variable in enumerate(variables):
-                variable.bounds(float(number == taken), float(number == taken))
-    return solve(model.pulp, integer=False).bound * model.second_unit
+    return fixed_seconds(problem, choice_of(problem, planned))
 
 
 def moving() -> tuple[Profile, Plan]:
     """Everything matters: compute, both directions of the link, and updates."""
     hardware = gpu(pcie=12e9)
-    profile = small(hardware, host_speed=1e9)
+    profile = model(hardware, host_speed=1e9)
     decisions: list[tuple[Activations, Placement]] = [(Swap(tier="host"), OFFLOAD)] * 4
     return profile, with_blocks(profile, [*decisions, KEPT, KEPT], spare=150 * MB)
 
@@ -343,10 +260,10 @@ def test_share_is_what_another_speed_of_the_lane_changes(lane: str) -> None:
     profile, planned = moving()
     limits = explain(profile, planned).limits
     shares = {limit.resource: limit.share for limit in limits if isinstance(limit, LaneLimit)}
-    step = fixed_seconds(profile, planned)
+    step = planned_seconds(profile, planned)
     much = 0.001
-    saved = step - fixed_seconds(slowed(profile, lane, 1 - much), planned)
-    lost = fixed_seconds(slowed(profile, lane, 1 + much), planned) - step
+    saved = step - planned_seconds(slowed(profile, lane, 1 - much), planned)
+    lost = planned_seconds(slowed(profile, lane, 1 + much), planned) - step
     # Equal blocks and exact fits have many optima, of which the solver picks one: "about".
     about = 0.005
     assert saved / step / much - about <= shares[lane] <= lost / step / much + about
@@ -360,20 +277,13 @@ def worth(explanation: Explanation) -> float:
 
 
 def test_worth_of_memory_is_what_planning_with_more_saves() -> None:
-    profile = small(host_speed=5e8)
-    budgets = [budgets_of(profile, device) for device in (1400 * MB, 1600 * MB)]
+    profile = model(host_speed=5e8)
+    budgets = [within(profile, device) for device in (1400 * MB, 1600 * MB)]
+    settings = StepSettings(piece_bytes=PIECE_BYTES, overlap_steps=False)
     before, after = (
-        solve_problem(
-            Problem.of(
-                profile, budget, settings=StepSettings(piece_bytes=PIECE_BYTES, overlap_steps=False)
-            ),
-            budget,
-            effort=Effort(gap_target=0.001),
-        )
+        solved(plan(profile, budget, settings, effort=Effort(gap_target=0.001)))
         for budget in budgets
     )
-    assert isinstance(before, Solved)
-    assert isinstance(after, Solved)
     more = 200 * MB
     at_first, at_last = (worth(explain(profile, one.plan)) for one in (before, after))
     bounds = [
@@ -398,7 +308,7 @@ def test_slots_without_room_are_named() -> None:
     ]
     saved = sum(limit.seconds_per_gib for limit in found) / GIB * MB
     more = replace(planned, budgets=replace(planned.budgets, device=planned.budgets.device + MB))
-    fewer = fixed_seconds(profile, planned) - fixed_seconds(profile, more)
+    fewer = planned_seconds(profile, planned) - planned_seconds(profile, more)
     assert fewer == pytest.approx(saved, rel=0.01)
     assert fewer > 0
 
@@ -406,49 +316,26 @@ def test_slots_without_room_are_named() -> None:
 # Words
 
 
-def test_sentences(assert_says: Speaker) -> None:
-    profile, planned = recomputing()
-    planned = replace(planned, budgets=replace(planned.budgets, host=0))
-    assert_says(in_words(explain(profile, planned)))
+def without_host(profile: Profile, planned: Plan) -> tuple[Profile, Plan]:
+    return profile, replace(planned, budgets=replace(planned.budgets, host=0))
 
 
-def test_sentences_where_updates_take_most_of_the_step(assert_says: Speaker) -> None:
-    words = in_words(explain(*updating()))
-    assert_says(words[0])
-    assert_says(words[3])
+def roomy() -> tuple[Profile, Plan]:
+    return model(), with_blocks(model(), [KEPT] * 6, spare=10**9)
 
 
-def test_where_everything_fits_the_words_say_so() -> None:
-    profile = small()
-    explanation = explain(profile, with_blocks(profile, [KEPT] * 6, spare=10**9))
-    assert in_words(explanation) == [
-        "What makes up the step, about: compute 100 %.",
-        "With these decisions 100.00 MiB more on the device would save nothing.",
-        "With a new plan 100.00 MiB more would save nothing on the device and nothing on the host.",
-        *(
-            f"{units} activations and states on the device: "
-            "there is room, and any other choice only adds work."
-            for units in ("layers.0-5 keep their", "embedding keeps its", "head keeps its")
-        ),
-        "Evaluated between a forward and its backward, the model takes up to 6.56 GiB of tensors "
-        "on the device.",
-    ]
-    assert all(
-        found.shortfall_bytes is None and found.extra_seconds is not None
-        for group in explanation.groups
-        for found in group.alternatives
-    )
+STEPS: dict[str, Callable[[], tuple[Profile, Plan]]] = {
+    "little fits": lambda: without_host(*recomputing()),
+    "updates take most of the step": updating,
+    "everything fits": roomy,
+    "time is wasted": lambda: recomputing(spare=10**10),
+    "slots have no room": moving,
+}
 
 
-def test_a_plan_that_wastes_time_is_told_what_is_faster() -> None:
-    profile, planned = recomputing(spare=10**10)
-    words = in_words(explain(profile, planned))
-    assert "keeping them would be 20.0 ms faster per block" in words[3]
-
-
-def test_slots_without_room_in_words(assert_says: Speaker) -> None:
-    words = in_words(explain(*moving()))
-    assert_says(words[1])
+@pytest.mark.parametrize("step", STEPS)
+def test_sentences(step: str, assert_says: Speaker) -> None:
+    assert_says(in_words(explain(*STEPS[step]())))
 
 
 # Errors
@@ -456,15 +343,7 @@ def test_slots_without_room_in_words(assert_says: Speaker) -> None:
 
 def test_another_profile_is_refused(assert_says: Speaker) -> None:
     profile, planned = recomputing()
-    with pytest.raises(ProtrainError) as units:
-        explain(small(blocks=7), planned)
-    assert_says(units.value)
     alone = replace(profile, hardware=replace(profile.hardware, tiers=()))
-    _, swapping = moving()
-    with pytest.raises(ProtrainError) as decisions:
-        explain(alone, swapping)
-    assert_says(decisions.value)
     tight = replace(planned, budgets=replace(planned.budgets, device=10**9))
-    with pytest.raises(ProtrainError) as budgets:
-        explain(profile, tight)
-    assert_says(budgets.value)
+    for of, refused in ((model(blocks=7), planned), (alone, moving()[1]), (profile, tight)):
+        assert_says.refused(explain, of, refused)

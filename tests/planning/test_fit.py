@@ -1,28 +1,25 @@
-"""What `fit` says beside a plan: alternatives to it, and the best micro-batch."""
+"""Answers of fit beside a plan: alternatives, the best micro-batch, a bill."""
 
 from dataclasses import replace
 from typing import Literal
 
 import pytest
 
-from protrain_plan.planning.explain.explaining import (
-    NOTEWORTHY,
-    LaneLimit,
-    lane_words,
-    limits_of,
-)
-from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.allowance import MOST, PAIRS, allowance_bytes
 from protrain_plan.planning.questions.alternatives import Alternative, alternatives
 from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.objectives import Question, fit
-from protrain_plan.planning.questions.planner import problem_of, solve_any
+from protrain_plan.planning.questions.planner import solve_any
 from protrain_plan.planning.questions.shopping import divisors, fastest_batch
+from protrain_plan.planning.questions.spending import TOKENS, Spending, spending
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.simulation.report import report
+from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import ALONE, Budgets, DeviceGroup, Offload, Persistent
-from tests.support.planning_cases import MB, decoder, gpu, joined
+from protrain_runtime.contract.records.profile import DType, Profile
+from tests.support.planning_cases import MB, RATES, decoder, gpu, joined, kept_bytes, small, solved
+from tests.support.planning_cases import question as asked_of
 
 GB, GAP = 1000 * MB, 0.02
 NAMES = {
@@ -32,22 +29,9 @@ NAMES = {
 
 
 def question(*, device: int, host: int = 100 * GB, num_devices: int = 1) -> Question:
-    profile = decoder(
-        joined(gpu()),
-        blocks=6,
-        block_parameters=40 * MB,
-        embedding_parameters=20 * MB,
-        kept=400 * MB,
-        seconds=0.02,
-        host_speed=1e9,
-        pieces=5,
-    )
+    profile = small(joined(gpu()), kept=400 * MB, pieces=5)
     group = DeviceGroup(num_devices=num_devices) if num_devices > 1 else ALONE
-    return Question(
-        profile=profile,
-        budgets=Budgets(device=device, host=host, disk=0),
-        settings=replace(OVERLAPPING, group=group),
-    )
+    return asked_of(profile, Budgets(device=device, host=host, disk=0), group=group)
 
 
 def by_name(found: tuple[Alternative, ...]) -> dict[tuple[str, bool], Alternative]:
@@ -124,14 +108,11 @@ def test_ddp_holds_gradients_twice_and_others_do_not() -> None:
     copies = sum(unit.gradient_bytes for unit in problem.profile.units)
     others = by_name(alternatives([problem]))
     ddp = others["DDP", False]
-    kept = max(problem.static_bytes(tuple((0, 0) for _ in problem.options)))
-    assert copies > 0
-    assert ddp.peak_bytes.device == kept + copies
+    assert ddp.peak_bytes.device == kept_bytes(problem) + copies > copies > 0
     # What fits without buckets alone does not fit.
-    short = question(device=ddp.peak_bytes.on_device - 1, num_devices=2).problems()
-    assert by_name(alternatives(short))["DDP", False].lacks == ("device",)
-    enough = question(device=ddp.peak_bytes.on_device, num_devices=2).problems()
-    assert by_name(alternatives(enough))["DDP", False].step_seconds is not None
+    for less, lacks in ((1, ("device",)), (0, ())):
+        tight = question(device=ddp.peak_bytes.on_device - less, num_devices=2).problems()
+        assert by_name(alternatives(tight))["DDP", False].lacks == lacks
     alone = by_name(alternatives(question(device=100 * GB).problems()))["plain PyTorch", False]
     assert alone.peak_bytes.on_device == fit(question(device=100 * GB), effort=Effort()).plain_bytes
 
@@ -140,8 +121,7 @@ def test_a_peak_is_tight_where_the_allowance_does_not_fit() -> None:
     asked = question(device=100 * GB)
     profile = replace(asked.profile, method="estimated")
     answer = fit(replace(asked, profile=profile), effort=Effort(gap_target=GAP), compare=True)
-    assert answer.solved is not None
-    peak = answer.solved.plan.prediction.peak_bytes
+    peak = solved(answer.solved).plan.prediction.peak_bytes
     least, most = min(r / t for t, r in PAIRS), max(r / t for t, r in PAIRS)
     assert 1 < least < most == 1 + MOST
     assert answer.allowance_bytes == round(MOST * peak.device) > 0
@@ -167,29 +147,10 @@ def test_a_peak_is_tight_where_the_allowance_does_not_fit() -> None:
     assert on(peak.on_device)[0]
     assert on(peak.on_device, "measured") == (False, {False})
     assert True in on(peak.on_device)[1]
-
-
-def test_no_allowance_is_added_to_what_was_measured() -> None:
-    asked = question(device=100 * GB)
-    answer = fit(asked, effort=Effort(gap_target=GAP))
-    assert answer.solved is not None
-    peak = answer.solved.plan.prediction.peak_bytes
-    estimated = replace(asked.profile, method="estimated")
-    assert allowance_bytes(estimated, peak) > 0
-    assert allowance_bytes(estimated, replace(peak, allocator=1)) == 0
-    assert allowance_bytes(replace(asked.profile, method="measured"), peak) == 0
-
-
-def test_what_binds_is_what_the_plan_is_limited_by() -> None:
-    asked = question(device=2 * GB)
-    answer = fit(asked, effort=Effort(gap_target=GAP))
-    assert answer.solved is not None
-    problem = problem_of(answer.solved, asked.problems())
-    limits = list(limits_of(problem, problem.choice_of(answer.solved.plan.units)))
-    lanes = [one for one in limits if isinstance(one, LaneLimit) and one.share >= NOTEWORTHY]
-    words = [f"{lane_words(one.resource)} {one.share:.0%}" for one in lanes]
-    assert words
-    assert answer.binds == ", ".join(words)
+    # What an allocator holds was measured.
+    assert (
+        allowance_bytes(profile, peak) > 0 == allowance_bytes(profile, replace(peak, allocator=1))
+    )
 
 
 def test_a_search_without_the_fine_bound_finds_the_same_plan() -> None:
@@ -200,3 +161,38 @@ def test_a_search_without_the_fine_bound_finds_the_same_plan() -> None:
     assert coarse
     assert fine.units == coarse.units
     assert coarse.prediction.lower_bound_seconds <= fine.prediction.lower_bound_seconds
+
+
+# --- what a speed means for a bill, worked out by hand --------------------------------------------
+
+
+def profiled(machine: Hardware, *, dtype: DType = "bfloat16", flops: float = 20e12) -> Profile:
+    """Two sequences of 1,000 tokens."""
+    profile = decoder(machine, blocks=2, block_parameters=MB, embedding_parameters=MB)
+    workload = replace(profile.workload, batch_size=2, seq_len=1000, dtype=dtype)
+    return replace(profile, workload=workload, model_flops=flops)
+
+
+def test_two_devices_with_micro_batches_pay_for_each_other() -> None:
+    machine = replace(gpu(), rates=RATES, price_per_hour=2.5, power_w=400.0)
+    group = DeviceGroup(num_devices=2)
+    found = spending(profiled(machine), group, micro_batches=3, step_seconds=1.5)
+    hours = TOKENS / (2 * 3 * 2000 / 1.5) / 3600
+    assert found.mfu == pytest.approx(3 * 20e12 / (1.5 * 100e12))
+    assert found.hours == pytest.approx(hours)
+    assert found.cost == pytest.approx(2 * 2.5 * hours)
+    assert found.energy_kwh == pytest.approx(2 * 0.4 * hours)
+
+
+def test_the_peak_is_that_of_the_workload_s_dtype() -> None:
+    machine = replace(gpu(), rates=RATES)
+    found = spending(profiled(machine, dtype="float32"), ALONE, micro_batches=1, step_seconds=4.0)
+    assert found.mfu == pytest.approx(0.5)
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    profile = profiled(replace(gpu(), rates=None, price_per_hour=0.0, power_w=0.0))
+    found = spending(profile, ALONE, micro_batches=1, step_seconds=1.0)
+    assert found == Spending(mfu=None, hours=TOKENS / 2000 / 3600, cost=None, energy_kwh=None)
+    counted = profiled(replace(gpu(), rates=RATES), flops=0.0)
+    assert spending(counted, ALONE, micro_batches=1, step_seconds=1.0).mfu is None

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from itertools import pairwise
+from itertools import product
 
 import pytest
 
@@ -13,13 +13,11 @@ from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.layouts import (
     choice_of,
     decided,
-    layout_of,
     layouts_near,
-    reordered,
-    steps,
 )
 from protrain_runtime.contract.records.plan import Budgets
 from tests.support.planning_cases import MB, decoder, gpu
+from tests.support.random_problems import random_choice
 
 
 def problem_of(device: int = 3_300 * MB, host: int = 24_000 * MB, blocks: int = 12) -> Problem:
@@ -47,53 +45,6 @@ def test_a_row_has_each_option_as_often_as_it_says(phase: float, *, spread: bool
     assert Counter(decided(row)) == {2: 5, 0: 3, 7: 1}
     if not spread:
         assert decided(row) == (2, 2, 2, 2, 2, 0, 0, 0, 7)
-
-
-def test_spread_options_are_as_far_apart_as_they_can_be() -> None:
-    taken = decided(Row(((1, 4), (0, 12)), spread=True))
-    places = [n for n, option in enumerate(taken) if option == 1]
-    assert {after - before for before, after in pairwise(places)} == {4}
-
-
-def test_layouts_near_amounts_have_all_units_and_numbers_next_to_them() -> None:
-    problem = problem_of()
-    amounts = amounts_of(problem)
-    for layout in layouts_near(problem, amounts):
-        for place, counts in enumerate(numbers(layout)):
-            assert sum(counts.values()) == len(problem.classes[place // 2])
-            for option, amount in amounts.sums[place].items():
-                assert abs(counts[option] - amount) < 1 + 1e-6
-
-
-def test_a_choice_is_its_own_layout_where_its_options_are_in_runs() -> None:
-    problem = problem_of()
-    for layout in layouts_near(problem, amounts_of(problem)):
-        if not any(row.spread for pair in layout for row in pair):
-            choice = choice_of(problem, layout)
-            assert choice_of(problem, layout_of(problem, choice)) == choice
-
-
-def test_steps_move_units_of_one_class_and_orders_move_none() -> None:
-    problem = problem_of()
-    layout = next(iter(layouts_near(problem, amounts_of(problem))))
-    open_to = [
-        (range(len(o.activations)), range(len(o.states)))
-        for o in (problem.options[units[0]] for units in problem.classes)
-    ]
-    found = list(steps(layout, open_to))
-    assert found
-    for move in found:
-        before, after = numbers(layout), numbers(move.layout)
-        changed = [
-            n for n, (one, other) in enumerate(zip(before, after, strict=True)) if one != other
-        ]
-        assert changed == [2 * move.group + move.kind]
-        moved = before[changed[0]] - after[changed[0]]
-        assert set(moved) == {move.option}
-        assert after[changed[0]][move.into] - before[changed[0]][move.into] == moved[move.option]
-    for move in reordered(layout):
-        assert numbers(move.layout) == numbers(layout)
-        assert move.layout != layout
 
 
 @pytest.mark.parametrize(("device", "host"), [(3_300, 24_000), (2_900, 9_000), (6_000, 12_000)])
@@ -143,17 +94,12 @@ def test_what_the_relaxation_prices_out_lifts_it_by_so_much() -> None:
     evaluator, rng = Evaluator(problem), random.Random(0)
     looked_at = 0
     for _ in range(300):
-        choice = tuple(
-            (rng.randrange(len(o.activations)), rng.randrange(len(o.states)))
-            for o in problem.options
-        )
+        choice = random_choice(problem, rng)
         if (found := evaluator.evaluate(choice)) is None:
             continue
         looked_at += 1
         for units, pair in zip(problem.classes, prices.reduced_costs, strict=True):
-            for unit in units:
-                for kind in (0, 1):
-                    assert found.seconds >= (prices.bound + pair[kind][choice[unit][kind]]) * (
-                        1 - 1e-6
-                    )
+            for unit, kind in product(units, (0, 1)):
+                least = prices.bound + pair[kind][choice[unit][kind]]
+                assert found.seconds >= least * (1 - 1e-6)
     assert looked_at > 5

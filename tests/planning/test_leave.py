@@ -1,25 +1,38 @@
-"""Leave for activations that are not exact is used where it gains something, and only there."""
+"""Plans of other bits: with leave where it gains something, and updates that the host rounds."""
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from protrain_plan.planning.model.options import parse_pin
+from protrain_plan.planning.model.options import EXACT_UPDATES, Pin, parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import TOLERANCE
+from protrain_plan.presentation.plans import other_results
+from protrain_runtime.contract.records import read_plan, write_plan
 from protrain_runtime.contract.records.forms import FORMS
-from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.plan import Budgets, Plan
 from protrain_runtime.contract.records.profile import Profile
-from tests.support.planning_cases import random_profile, with_copies
+from tests.support.planning_cases import (
+    cpu,
+    decoder,
+    gpu,
+    kept_bytes,
+    least_bytes,
+    random_profile,
+    solved,
+    with_copies,
+)
 
 LEAVE = ("rounding", "int8-activations")
 AMPLE = 10**12
 
 
-def solved(profile: Profile, device: int, allow: tuple[str, ...]) -> Solved | Infeasible:
+def planned_with(profile: Profile, device: int, allow: tuple[str, ...]) -> Solved | Infeasible:
     budgets = Budgets(device=device, host=AMPLE, disk=AMPLE)
     return solve_problem(Problem.of(profile, budgets, allow=allow), budgets)
 
@@ -36,20 +49,16 @@ def test_leave_is_taken_where_it_is_faster_or_fits_at_all(seed: int) -> None:
         Problem.of(profile, Budgets(device=AMPLE, host=AMPLE, disk=AMPLE), allow=allow)
         for allow in ((), LEAVE)
     )
-    lean, leaner = min_memory(exact_problem), min_memory(problem)
-    assert lean is not None and leaner is not None
-    most = max(exact_problem.static_bytes(tuple((0, 0) for _ in exact_problem.options)))
-    sizes = {leaner.bytes, lean.bytes - 1, lean.bytes}
-    sizes |= {lean.bytes + (most - lean.bytes) * part // 3 for part in (1, 2, 3)}
-    for size in sorted(size for size in sizes if size >= leaner.bytes):
-        with_leave, exact = (solved(profile, size + besides, allow) for allow in (LEAVE, ()))
-        assert isinstance(with_leave, Solved)
-        plan = with_leave.plan
+    least, less, most = (*map(least_bytes, (exact_problem, problem)), kept_bytes(exact_problem))
+    sizes = {less, least - 1, least, *(least + (most - least) * part // 3 for part in (1, 2, 3))}
+    for size in sorted(size for size in sizes if size >= less):
+        with_leave, exact = (planned_with(profile, size + besides, allow) for allow in (LEAVE, ()))
+        plan = solved(with_leave).plan
         assert plan.prediction.lower_bound_seconds <= plan.prediction.step_seconds
         forms = {FORMS[form].leave for form in plan.forms} - {""}
         assert set(plan.allowed) == forms and (plan.exactness == "bitwise") == (not forms)
         if isinstance(exact, Infeasible):
-            assert size < lean.bytes
+            assert size < least
             assert forms
         elif forms:
             slowest = exact.plan.prediction.step_seconds
@@ -62,6 +71,56 @@ def test_a_pin_by_leave_is_kept_though_it_gains_nothing() -> None:
     block = next(unit.name for unit in profile.units if unit.forms[1:])
     pins = (parse_pin(f"{block}: keep int8"),)
     problem = Problem.of(profile, budgets, pins=pins, allow=LEAVE)
-    found = solve_problem(problem, budgets)
-    assert isinstance(found, Solved)
-    assert found.plan.exactness == "approximate"
+    assert solved(solve_problem(problem, budgets)).plan.exactness == "approximate"
+
+
+# --- plans for accelerators say what the host's kernels round otherwise, and do without if asked --
+
+
+def planned(hardware: Hardware, *pins: Pin) -> Plan:
+    """The plan for little more than the least device memory that host memory makes possible."""
+    profile = decoder(hardware, blocks=3)
+    ample = Budgets(device=AMPLE, host=AMPLE, disk=AMPLE)
+    least = least_bytes(Problem.of(profile, ample, pins=pins))
+    budgets = replace(ample, device=round(1.1 * least) + hardware.device.besides_bytes)
+    return solved(solve_problem(Problem.of(profile, budgets, pins=pins), budgets)).plan
+
+
+def test_a_plan_that_updates_on_the_host_says_so_and_its_reader_knows(tmp_path: Path) -> None:
+    plan = planned(gpu())
+    assert plan.host_updated
+    assert (plan.exact, plan.exactness, plan.allowed) == (False, "host rounding", ())
+    (line,) = other_results(plan)
+    assert line.startswith(f"host rounding: {len(plan.host_updated)} of {len(plan.units)} units")
+    promise = plan.prediction
+    assert promise.host_update_threads == gpu().device.num_threads - 1
+    assert 0 < promise.host_update_seconds < promise.step_seconds
+    write_plan(plan, tmp_path / "plan.yaml")
+    assert read_plan(tmp_path / "plan.yaml") == plan
+    # Files of before said that they were exact.
+    write_plan(replace(plan, exact=True, exactness="bitwise"), tmp_path / "told.yaml")
+    assert read_plan(tmp_path / "told.yaml") == plan
+
+
+def test_exact_updates_stay_on_the_device_or_stream_to_it() -> None:
+    plan = planned(gpu(), EXACT_UPDATES)
+    assert not plan.host_updated
+    assert (plan.exact, plan.exactness) == (True, "bitwise")
+    assert other_results(plan) == []
+    assert plan.prediction.host_update_threads == plan.prediction.host_update_seconds == 0
+
+
+def test_a_cpu_machines_updates_are_its_own() -> None:
+    profile, ample = decoder(cpu(), blocks=3), Budgets(device=AMPLE, host=0, disk=AMPLE)
+    usual, exact = (Problem.of(profile, ample, pins=pins) for pins in ((), (EXACT_UPDATES,)))
+    assert any(o.tier == "disk" for unit in exact.options for o in unit.states)
+    assert usual.options == exact.options
+
+
+def test_what_is_frozen_is_not_updated() -> None:
+    plan = planned(gpu())
+    name = next(unit.name for unit in plan.host_updated if unit.kind == "block")
+    frozen = tuple(f"{unit.name}.weight 2x2 float32 frozen" for unit in plan.units)
+    assert replace(plan, tensors=frozen).graded == "bitwise"
+    lines = (*frozen, f"{name}.bias 2 float32 trainable")
+    assert [unit.name for unit in replace(plan, tensors=lines).host_updated] == [name]

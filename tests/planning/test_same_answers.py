@@ -15,23 +15,15 @@ import pytest
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.planning.search.choices import min_memory
+from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.plan import (
     ALONE,
-    Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
-    Placement,
     Plan,
-    Recompute,
     Schedule,
-    Swap,
-    SwapInput,
     Updates,
 )
-from tests.support.planning_cases import MB, on_several, random_profile
+from tests.support.planning_cases import MB, kept_bytes, least_bytes, on_several, random_profile
 from tests.support.thinning import thinned
 
 NUM_CASES = 60
@@ -51,60 +43,24 @@ def problem_of(number: int) -> tuple[Problem, Budgets]:
     if number % 3 == 2:
         profile, group = on_several(profile, rng)
     updates, micro_batches = MODES[number % len(MODES)]
-    context = profile.hardware.device.context_bytes
-
-    def budgets(device: int) -> Budgets:
-        return Budgets(device=device, host=BELOW, disk=BELOW)
-
-    def problem(device: int) -> Problem:
-        return Problem.of(
-            profile,
-            budgets(device),
-            settings=replace(
-                OVERLAPPING,
-                updates=updates,
-                micro_batches=micro_batches,
-                group=group,
-                piece_bytes=64 * MB,
-            ),
-        )
-
-    ample = problem(10**15)
-    lean = min_memory(ample)
-    assert lean is not None
-    least = lean.bytes
-    most = max(ample.static_bytes(((0, 0),) * ample.count))
-    device = round(least + (most - least) * SHARES[number // 2 % len(SHARES)]) + context
-    return problem(device), budgets(device)
-
-
-def activations(decision: Activations) -> str:
-    match decision:
-        case Keep():
-            return "keep"
-        case Recompute():
-            return f"recompute {decision.form}"
-        case Swap():
-            return f"swap {decision.tier}"
-        case SwapInput():
-            return f"swap {decision.tier}, recompute {decision.form}"
-
-
-def states(decision: Placement) -> str:
-    match decision:
-        case Persistent(update_in_backward=True):
-            return "persistent, updated in backward"
-        case Persistent():
-            return "persistent"
-        case Offload(keep_gathered=False):
-            return f"offload {decision.tier}"
-        case Offload():
-            return f"offload {decision.tier}, kept gathered"
+    settings = replace(
+        OVERLAPPING,
+        updates=updates,
+        micro_batches=micro_batches,
+        group=group,
+        piece_bytes=64 * MB,
+    )
+    ample = Budgets(device=10**15, host=BELOW, disk=BELOW)
+    problem = Problem.of(profile, ample, settings=settings)
+    least, share = least_bytes(problem), SHARES[number // 2 % len(SHARES)]
+    device = round(least + (kept_bytes(problem) - least) * share)
+    budgets = replace(ample, device=device + profile.hardware.device.context_bytes)
+    return Problem.of(profile, budgets, settings=settings), budgets
 
 
 def decided(plan: Plan) -> list[str]:
     return [
-        f"{unit.name}: {activations(unit.activations)}; {states(unit.states)};"
+        f"{unit.name}: {activations_text(unit.activations)}; {states_text(unit.states)};"
         f" {' '.join(slots(lead) for lead in leads(unit.schedule))}"
         for unit in plan.units
     ]

@@ -7,7 +7,6 @@ import pytest
 from protrain_plan.checking.plan_on_machine import misfit
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
-from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
@@ -17,7 +16,7 @@ from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.plan import Budgets, Offload, Persistent
 from protrain_runtime.contract.records.profile import SPARSE, Profile
 from tests.support.messages import Speaker
-from tests.support.planning_cases import MB, decoder, gpu
+from tests.support.planning_cases import MB, decoder, gpu, infeasible, least_bytes, solved
 
 STAYING = (0, 2)
 WHY = "complex parameters beside real ones"
@@ -38,18 +37,13 @@ def budgets(device_bytes: int) -> Budgets:
 
 
 def least() -> int:
-    lean = min_memory(Problem.of(profile(), budgets(10**13)))
-    assert lean is not None
-    return lean.bytes + profile().hardware.device.besides_bytes
-
-
-def test_the_reason_is_in_the_record() -> None:
-    assert loads_profile(dumps_profile(profile()), source="p.yaml") == profile()
+    besides = profile().hardware.device.besides_bytes
+    return least_bytes(Problem.of(profile(), budgets(10**13))) + besides
 
 
 def test_states_that_stay_are_persistent_where_all_others_leave() -> None:
-    found = plan(profile(), budgets(int(least() * 1.05)))
-    assert isinstance(found, Solved)
+    assert loads_profile(dumps_profile(profile()), source="p.yaml") == profile()
+    found = solved(plan(profile(), budgets(int(least() * 1.05))))
     states = [unit.states for unit in found.plan.units]
     assert [states[index] for index in STAYING] == [Persistent()] * len(STAYING)
     assert Offload(tier="host") in states
@@ -58,10 +52,8 @@ def test_states_that_stay_are_persistent_where_all_others_leave() -> None:
 
 
 def test_the_least_counts_what_cannot_leave() -> None:
-    free = min_memory(Problem.of(profile(""), budgets(10**13)))
-    assert free is not None
-    kept = sum(profile().units[index].state_bytes for index in STAYING)
-    assert least() >= free.bytes + kept
+    free = least_bytes(Problem.of(profile(""), budgets(10**13)))
+    assert least() >= free + sum(profile().units[index].state_bytes for index in STAYING)
 
 
 def test_every_baseline_leaves_them_there() -> None:
@@ -84,8 +76,7 @@ def test_a_pin_against_it_is_refused_with_the_reason() -> None:
 
 
 def test_where_no_plan_fits_the_reason_is_among_the_advice() -> None:
-    found = plan(profile(), budgets(least() - 2**20))
-    assert isinstance(found, Infeasible)
+    found = infeasible(plan(profile(), budgets(least() - 2**20)))
     name = profile().units[0].name
     assert [line for line in found.advice if "cannot leave" in line] == [
         f"4.30 GiB of states cannot leave the device: those of {name} and 1 more ({WHY})"
@@ -93,8 +84,7 @@ def test_where_no_plan_fits_the_reason_is_among_the_advice() -> None:
 
 
 def test_a_plan_that_moves_them_does_not_fit_its_profile() -> None:
-    made = plan(profile(""), budgets(least()))
-    assert isinstance(made, Solved)
+    made = solved(plan(profile(""), budgets(least())))
     units = tuple(replace(unit, states=Offload(tier="host")) for unit in made.plan.units)
     name = profile().units[0].name
     assert misfit(replace(made.plan, units=units), profile()) == (
@@ -103,6 +93,6 @@ def test_a_plan_that_moves_them_does_not_fit_its_profile() -> None:
 
 
 def test_sparse_gradients_are_not_summed(assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as error:
-        Problem.of(profile(SPARSE), budgets(10**12), settings=replace(OVERLAPPING, micro_batches=2))
-    assert_says(error.value)
+    assert_says.refused(
+        Problem.of, profile(SPARSE), budgets(10**12), settings=replace(OVERLAPPING, micro_batches=2)
+    )

@@ -1,4 +1,4 @@
-"""What is not exact is said wherever a plan is shown, and of plain PyTorch nowhere."""
+"""Plans that are not exact say so wherever they are shown, and plain PyTorch nowhere."""
 
 import random
 import re
@@ -13,7 +13,6 @@ from rich.console import Console
 from protrain_plan.commands.training import Run
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.objectives import Fit, Question, fit
-from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.plans import fits_text, run_json, run_text
 from protrain_plan.presentation.profiles import profile_json, profile_text
@@ -21,7 +20,7 @@ from protrain_plan.presentation.report.fit_page import fit_page
 from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.plan import Budgets, Plan
 from protrain_runtime.contract.records.profile import Compilation
-from tests.support.planning_cases import cpu, decoder, random_profile, with_copies
+from tests.support.planning_cases import cpu, decoder, least_bytes, random_profile, with_copies
 
 AMPLE = 10**12
 LEAVE = ("rounding", "int8-activations")
@@ -33,7 +32,7 @@ TOLD = re.compile(
 
 
 def text_of(shown: Any) -> str:
-    """What people see, in one line."""
+    """The line that people see."""
     console = Console(width=400)
     with console.capture() as printed:
         console.print(shown)
@@ -46,9 +45,8 @@ def fits() -> tuple[Fit, Fit]:
     rng = random.Random(8)
     profile = with_copies(random_profile(rng, max_blocks=3), rng)
     ample = Budgets(device=AMPLE, host=AMPLE, disk=AMPLE)
-    lean = min_memory(Problem.of(profile, ample))
-    assert lean is not None
-    tight = replace(ample, device=lean.bytes - 1 + profile.hardware.device.besides_bytes)
+    least = least_bytes(Problem.of(profile, ample))
+    tight = replace(ample, device=least - 1 + profile.hardware.device.besides_bytes)
     asked = partial(Question, profile=profile, allow=LEAVE)
     ample_fit, tight_fit = (fit(asked(budgets=one), effort=Effort()) for one in (ample, tight))
     return ample_fit, tight_fit
@@ -105,26 +103,18 @@ def test_a_run_of_compiled_blocks_says_what_it_was_compared_with(fits: tuple[Fit
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("num_graphs", "seconds", "cache", "said"),
     [
-        (
-            Compilation(num_graphs=2, seconds=19.0, cache="cold"),
-            "compiled 2 graphs in 19.0 s (cold)",
-        ),
-        (
-            Compilation(num_graphs=1, seconds=3.0, cache="warm"),
-            "compiled 1 graph in 3.00 s (warm)",
-        ),
-        (
-            Compilation(num_graphs=2, seconds=9.0, cache="partly"),
-            "compiled 2 graphs in 9.00 s (partly warm)",
-        ),
-        (Compilation(num_graphs=1, seconds=0.5, cache="none"), "compiled 1 graph in 500 ms"),
+        (2, 19.0, "cold", "compiled 2 graphs in 19.0 s (cold)"),
+        (1, 3.0, "warm", "compiled 1 graph in 3.00 s (warm)"),
+        (2, 9.0, "partly", "compiled 2 graphs in 9.00 s (partly warm)"),
+        (1, 0.5, "none", "compiled 1 graph in 500 ms"),
     ],
 )
 def test_what_the_compiler_did_is_said_of_a_run_and_of_a_profile(
-    fits: tuple[Fit, Fit], found: Compilation, said: str
+    fits: tuple[Fit, Fit], num_graphs: int, seconds: float, cache: Any, said: str
 ) -> None:
+    found = Compilation(num_graphs=num_graphs, seconds=seconds, cache=cache)
     assert fits[0].solved is not None
     run = replace(RUN, compilation=found)
     shown = said_of(fits[0].solved.plan, run, plain=True, verified=None)

@@ -66,7 +66,7 @@ REPORT = Report(findings=tuple(findings()), num_plans=len(FILES))
 
 
 def assert_safe(printed: str) -> None:
-    """What a terminal and the log of a job take as it is: lines of what can be seen, no command."""
+    """Text that a terminal and the log of a job take as it is: lines that are seen, no command."""
     for line in OUR_COLOURS.sub("", printed).split("\n"):
         assert line.isprintable(), ascii(line)
         assert not line.lstrip().startswith("::"), line
@@ -254,7 +254,7 @@ def unescaped(value: str, *also: str) -> str:
 
 
 def command(line: str) -> tuple[str, dict[str, str], str] | None:
-    """What a runner of GitHub Actions makes of a line (its ActionCommand.TryParseV2)."""
+    """A line as a runner of GitHub Actions reads it (its ActionCommand.TryParseV2)."""
     line = line.strip()
     if not line.startswith("::") or "::" not in line[2:]:
         return None
@@ -486,15 +486,6 @@ def test_text_for_people_is_made_and_printed_in_two_places() -> None:
                 assert {key.arg: ast.unparse(key.value) for key in node.keywords}["markup"] == (
                     "False"
                 ), name
-
-
-def test_strings_that_are_laid_out_are_ours() -> None:
-    """What stands beside texts and tables in a group is no data: rich would read it as markup."""
-    for file in ROOT.glob("protrain_plan/**/*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Group", "Lines"):
-                strings = [arg for arg in node.args if isinstance(arg, ast.JoinedStr)]
-                assert strings == [], f"{file}:{node.lineno}"
 
 
 def test_a_string_that_was_laid_out_all_the_same_is_shown_too(

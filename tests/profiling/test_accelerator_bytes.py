@@ -13,7 +13,7 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.building import kernels
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.presentation.plans import tiers_json
@@ -30,7 +30,7 @@ from protrain_runtime.contract.records.writer import dumps
 from protrain_runtime.diagnostics.matching import check_kernels
 from protrain_runtime.states.chunk_layouts import make_chunk
 from tests.support.messages import Speaker
-from tests.support.planning_cases import MB, decoder, gpu
+from tests.support.planning_cases import MB, decoder, gpu, solved
 
 BLOCK = 512
 HELD_BACK = 300 * MB
@@ -144,9 +144,7 @@ def test_estimates_for_other_accelerators_are_refused(assert_says: Speaker) -> N
     source: ModelSource = OddSource()  # type: ignore[assignment]
     machine = load_hardware("h100-sxm")
     other = replace(machine, name="other", device=replace(machine.device, kind="xpu"))
-    with pytest.raises(ProtrainError) as caught:
-        estimate(source, hardware=other, batch_size=1, seq_len=1, dtype="float32")
-    assert_says(caught.value)
+    assert_says.refused(estimate, source, hardware=other, batch_size=1, seq_len=1, dtype="float32")
 
 
 # --- what is held back ----------------------------------------------------------------------------
@@ -160,9 +158,7 @@ def with_holes(allocator_bytes: int, *, fixed_bytes: int = 0) -> Profile:
 
 
 def planned(profile: Profile, device: int) -> Plan:
-    solved = solve(profile, Budgets(device=device, host=10**12, disk=0))
-    assert isinstance(solved, Solved)
-    return solved.plan
+    return solved(solve(profile, Budgets(device=device, host=10**12, disk=0))).plan
 
 
 def test_plans_hold_back_what_the_allocator_held_beyond_tensors() -> None:
@@ -251,9 +247,7 @@ def test_other_kernels_than_the_profiled_ones_are_refused_on_an_accelerator(
             check_kernels(usual)
     assert_says(caught.value)
     assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(ProtrainError) as caught:
-        check_kernels(exact)
-    assert_says(caught.value)
+    assert_says.refused(check_kernels, exact)
     on_cpu = replace(exact, workload=replace(exact.workload, device="cpu"))
     check_kernels(on_cpu)  # a CPU's are not asked about
 

@@ -1,6 +1,5 @@
 """Stand-ins for equal blocks: the units' bytes are those of the whole model."""
 
-import json
 from collections.abc import Callable
 
 import pytest
@@ -9,17 +8,14 @@ from torch import Tensor, nn
 
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.models.batches import Batch, call_model, loss_of
-from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.memory.block_classes import equal_blocks, filled, stubs_in_place
 from protrain_plan.profiling.memory.fake_meter import FakeMeter
-from protrain_plan.profiling.memory.passes import Meter
-from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
+from protrain_plan.profiling.memory.passes import MeterFactory
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.profiling.structure.faking import fake_batch, faking
-from protrain_runtime.contract.records.hardware import Device
 from protrain_runtime.contract.records.profile import Form, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
-from tests.support.configs import CONFIGS, SMALL
+from tests.support.estimates import device, small_source, weighed
 from tests.support.thinning import thinned
 
 # Per unit, the one that runs for it. A part has its own; so has the first layer of a T5 stack,
@@ -31,45 +27,35 @@ REPRESENTATIVES = {
     "t5": (0, 1, 2, 3, 3, 5, 6, 7, 8, 9, 9, 11, 12),
 }
 FORMS: tuple[Form, ...] = ("keep", "full")
-CPU = Device(
-    kind="cpu", name="", memory_bytes=0, context_bytes=0, num_threads=torch.get_num_threads()
-)
 
 
-def weighed(
-    model: nn.Module, batch: Batch, meter: Callable[[], Meter], *, whole: bool
-) -> tuple[list[Unit], tuple[int, ...]]:
+def measured(
+    model: nn.Module, batch: Batch, meter: MeterFactory = MemoryMeter
+) -> tuple[list[Unit], list[Unit], tuple[int, ...]]:
+    """Units of the whole model, those of stand-ins, and which of them ran."""
     found = discover(model, batch)
-    block_classes = equal_blocks(model, found, batch)
-    if whole:
-        return measure_bytes(
-            model, batch, analyze_units(model, batch, found, forms=FORMS), meter
-        ).units, block_classes.representatives
-    with stubs_in_place(found, block_classes):
-        units = measure_bytes(
-            model, batch, analyze_units(model, batch, found, forms=FORMS), meter
-        ).units
-    return filled(units, block_classes), block_classes.representatives
+    classes = equal_blocks(model, found, batch)
+    whole, _ = weighed(model, batch, meter, forms=FORMS)
+    with stubs_in_place(found, classes):
+        some, _ = weighed(model, batch, meter, forms=FORMS)
+    return whole, filled(some, classes), classes.representatives
 
 
-@pytest.mark.parametrize("name", thinned(tuple(CONFIGS), every=4))
+@pytest.mark.parametrize("name", thinned(tuple(REPRESENTATIVES), every=4))
 def test_units_are_equal_to_the_byte_with_fake_tensors(name: str) -> None:
-    source = load_source(name, model_config=json.dumps({**SMALL, **CONFIGS[name]}))
+    source = small_source(name)
     real = next(iter(source.batches(batch_size=2, seq_len=32)))
     with faking() as mode:
         model, batch = source.build(), fake_batch(mode, real)
-        whole, _ = weighed(model, batch, lambda: FakeMeter(allocator_of(CPU)), whole=True)
-        some, ran = weighed(model, batch, lambda: FakeMeter(allocator_of(CPU)), whole=False)
+        whole, some, ran = measured(model, batch, lambda: FakeMeter(allocator_of(device())))
     assert ran == REPRESENTATIVES[name]
     assert some == whole
 
 
 def test_units_are_equal_to_the_byte_with_real_tensors() -> None:
-    source = load_source("x", model_config=json.dumps({**SMALL, **CONFIGS["llama"]}))
+    source = small_source("llama")
     batch = next(iter(source.batches(batch_size=2, seq_len=32)))
-    model = source.build()
-    whole, _ = weighed(model, batch, MemoryMeter, whole=True)
-    some, _ = weighed(model, batch, MemoryMeter, whole=False)
+    whole, some, _ = measured(source.build(), batch)
     assert some == whole
 
 
@@ -109,14 +95,13 @@ class Loop(nn.Module):
 def test_units_in_a_loop_with_residuals_are_equal_to_the_byte(block: str, outside: str) -> None:
     torch.manual_seed(0)
     model, batch = Loop(block, outside), (torch.ones(512, 8),)
-    whole, ran = weighed(model, batch, MemoryMeter, whole=True)
-    some, _ = weighed(model, batch, MemoryMeter, whole=False)
+    whole, some, ran = measured(model, batch)
     assert some == whole
     assert len(set(ran)) < len(ran) or block == "saves its output"  # that one is no class
 
 
 def test_stand_ins_need_no_parameters_and_values_stay_finite() -> None:
-    source = load_source("x", model_config=json.dumps({**SMALL, **CONFIGS["llama"]}))
+    source = small_source("llama")
     batch = next(iter(source.batches(batch_size=2, seq_len=32)))
     model = source.build()
     found = discover(model, batch)

@@ -1,10 +1,12 @@
 """Units of real models, known by construction; and the model as it was afterwards."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 
 from protrain_plan.models.batches import Batch
@@ -37,7 +39,7 @@ def names(units: tuple[FoundUnit, ...]) -> list[str]:
 
 
 def assert_sound(model: nn.Module, units: tuple[FoundUnit, ...]) -> None:
-    """What holds for the units of every model."""
+    """Laws of the units of every model."""
     owned = [name for unit in units for name in unit.parameters]
     assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
     assert len({unit.name for unit in units}) == len(units)
@@ -49,61 +51,6 @@ def assert_sound(model: nn.Module, units: tuple[FoundUnit, ...]) -> None:
         assert (unit.module is not None) == (unit.kind == "block")
         if unit.module is not None:
             assert unit.module is model.get_submodule(unit.name)
-
-
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_every_parameter_has_one_owner(name: str) -> None:
-    model, batch = built(name)
-    assert_sound(model, discover(model, batch))
-
-
-def test_llama_is_embedding_layers_and_head() -> None:
-    model, batch = built("llama")
-    units = discover(model, batch)
-    assert names(units) == [
-        "part model.embed_tokens",
-        *(f"block model.layers.{i}" for i in range(4)),
-        "part model.norm",
-    ]
-    assert units[-1].parameters == ("model.norm.weight", "lm_head.weight")
-    assert [p.rpartition("0.")[2] for p in units[1].parameters] == [
-        "input_layernorm.weight",
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-        "self_attn.o_proj.weight",
-        "post_attention_layernorm.weight",
-        "mlp.gate_proj.weight",
-        "mlp.up_proj.weight",
-        "mlp.down_proj.weight",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "tied"),
-    [("llama-tied", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")],
-)
-def test_a_tied_head_uses_the_first_units_parameter(name: str, tied: str) -> None:
-    model, batch = built(name)
-    units = discover(model, batch)
-    assert tied in units[0].parameters
-    assert units[-1].also_uses == (tied,)
-    assert all(unit.also_uses == () for unit in units[:-1])
-
-
-def test_encoder_and_decoder_have_a_part_between() -> None:
-    model, batch = built("t5")
-    units = discover(model, batch)
-    assert names(units)[1:] == [
-        "block encoder.block.0",
-        "block encoder.block.1",
-        "part encoder.final_layer_norm",
-        "block decoder.block.0",
-        "block decoder.block.1",
-        "part decoder.final_layer_norm",
-    ]
-    assert units[0].parameters == ("shared.weight",)
-    assert units[3].also_uses == units[6].also_uses == ("shared.weight",)
 
 
 class FunctionalBlock(nn.Module):
@@ -134,18 +81,6 @@ class Functional(nn.Module):
             x = block(x.view(-1, 8))
         loss: Tensor = F.linear(x, self.head).square().mean()
         return loss
-
-
-def test_functional_operators_on_bare_parameters_are_seen() -> None:
-    model = Functional()
-    units = discover(model, (torch.ones(4, 3),))
-    assert_sound(model, units)
-    assert names(units) == [
-        "part norm", "block blocks.0", "block blocks.1", "block blocks.2", "part (output)",
-    ]  # fmt: skip
-    assert units[0].parameters == ("inlet", "norm.weight", "norm.bias")
-    assert units[2].parameters == ("blocks.1.up", "blocks.1.gain.g")
-    assert units[-1].parameters == ("head", "unused")
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -196,24 +131,6 @@ class TwoLists(nn.Module):
         return loss
 
 
-def test_two_lists_and_the_work_between() -> None:
-    model = TwoLists()
-    units = discover(model, torch.ones(2, 4))
-    assert_sound(model, units)
-    assert names(units) == [
-        "part scale.weight",
-        "block first.0",
-        "block first.1",
-        "part scale.weight#2",
-        "block second.0",
-        "part (after second.0)",
-        "block second.1",
-        "part (output)",
-    ]
-    assert units[3].also_uses == ("scale.weight", "scale.bias")
-    assert units[5].parameters == units[5].also_uses == ()
-
-
 class Routed(nn.Module):
     """A block with experts of which only one runs."""
 
@@ -226,72 +143,127 @@ class Routed(nn.Module):
         return y
 
 
-def test_an_expert_without_tokens_stays_in_its_block() -> None:
-    model = nn.Sequential(Routed(), Routed(), nn.Linear(4, 1, bias=False), nn.Flatten(0))
-    units = discover(model, torch.ones(1, 4))
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+class Keyword(nn.Module):
+    """Frozen blocks that are called with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([FunctionalBlock(4) for _ in range(2)])
+        self.layers.requires_grad_(False)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x=x)
+        return x.sum()
+
+
+def routed() -> nn.Module:
+    return nn.Sequential(Routed(), Routed(), nn.Linear(4, 1, bias=False), nn.Flatten(0))
+
+
+def without_repetition() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)))
+
+
+LAYERS = [f"block model.layers.{number}" for number in range(4)]
+MODELS: dict[str, tuple[Callable[[], nn.Module], Batch, list[str]]] = {
+    "functional operators on bare parameters": (
+        Functional,
+        (torch.ones(4, 3),),
+        ["part norm", "block blocks.0", "block blocks.1", "block blocks.2", "part (output)"],
+    ),
+    "two lists, and work between": (
+        TwoLists,
+        torch.ones(2, 4),
+        [
+            *("part scale.weight", "block first.0", "block first.1", "part scale.weight#2"),
+            *("block second.0", "part (after second.0)", "block second.1", "part (output)"),
+        ],
+    ),
+    "an expert without tokens": (
+        routed,
+        torch.ones(1, 4),
+        ["part (input)", "block 0", "block 1", "part 2"],
+    ),
+    "no repetition": (
+        without_repetition,
+        torch.ones(1, 3),
+        ["part (input)", "block 0.0", "part 0.1", "block 0.2", "part (output)"],
+    ),
+    "no children": (Bare, torch.ones(3), ["part (model)"]),
+    "frozen blocks, keywords": (
+        Keyword,
+        {"x": torch.ones(2, 4)},
+        ["part (input)", "block layers.0", "block layers.1", "part (output)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_units_are_those_of_the_model_s_code(name: str) -> None:
+    make, batch, expected = MODELS[name]
+    model = make()
+    units = discover(model, batch)
+    assert names(units) == expected
     assert_sound(model, units)
-    assert names(units) == ["part (input)", "block 0", "block 1", "part 2"]
-    assert units[1].parameters == (
-        "0.experts.1.weight", "0.experts.0.weight", "0.experts.2.weight",
-    )  # fmt: skip
+    owned = {unit.name: (unit.parameters, unit.also_uses) for unit in units}
+    match name:
+        case "functional operators on bare parameters":
+            assert owned["norm"][0] == ("inlet", "norm.weight", "norm.bias")
+            assert owned["blocks.1"][0] == ("blocks.1.up", "blocks.1.gain.g")
+            assert owned["(output)"][0] == ("head", "unused")
+        case "two lists, and work between":
+            assert owned["scale.weight#2"][1] == ("scale.weight", "scale.bias")
+            assert owned["(after second.0)"] == ((), ())
+        case "an expert without tokens":
+            experts = (f"0.experts.{number}.weight" for number in (1, 0, 2))
+            assert owned["0"][0] == tuple(experts)
+        case _:
+            assert all(uses == () for _, uses in owned.values())
 
 
-def test_without_repetition_the_children_are_blocks() -> None:
-    inner = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
-    units = discover(nn.Sequential(inner), torch.ones(1, 3))
-    assert names(units) == ["part (input)", "block 0.0", "part 0.1", "block 0.2", "part (output)"]
-
-
-def test_a_model_without_children_is_one_part() -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * self.weight).sum()
-
-    (unit,) = discover(Bare(), torch.ones(3))
-    assert (unit.kind, unit.name, unit.parameters) == ("part", "(model)", ("weight",))
-
-
-def test_frozen_parameters_and_keyword_calls_are_found() -> None:
-    class Keyword(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([FunctionalBlock(4) for _ in range(2)])
-            self.layers.requires_grad_(False)
-
-        def forward(self, *, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x=x)
-            return x.sum()
-
-    units = discover(Keyword(), {"x": torch.ones(2, 4)})
-    assert names(units) == ["part (input)", "block layers.0", "block layers.1", "part (output)"]
-
-
-def described(units: tuple[FoundUnit, ...]) -> list[object]:
-    """What the units are, their modules apart; the order of use inside a unit may change."""
-    return [(u.kind, u.name, sorted(u.parameters), sorted(u.also_uses)) for u in units]
-
-
-def test_another_batch_gives_the_same_units() -> None:
-    model, batch = built("llama")
-    assert isinstance(batch, dict)
-    smaller = {name: tokens[:1, :8] for name, tokens in batch.items()}
-    assert described(discover(model, smaller)) == described(discover(model, batch))
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_every_parameter_has_one_owner(name: str) -> None:
+    """A tied head uses the first unit's; encoder and decoder have a part between."""
+    model, batch = built(name)
+    units = discover(model, batch)
+    assert_sound(model, units)
+    match name:
+        case "llama":
+            assert names(units) == ["part model.embed_tokens", *LAYERS, "part model.norm"]
+            assert units[-1].parameters == ("model.norm.weight", "lm_head.weight")
+        case "llama-tied" | "gpt2":
+            tied = units[0].parameters[0]
+            assert [unit.also_uses for unit in units] == [()] * (len(units) - 1) + [(tied,)]
+        case "t5":
+            assert units[0].parameters == ("shared.weight",)
+            assert names(units)[3:] == [
+                "part encoder.final_layer_norm",
+                "block decoder.block.0",
+                "block decoder.block.1",
+                "part decoder.final_layer_norm",
+            ]
+            assert units[3].also_uses == units[6].also_uses == ("shared.weight",)
+        case _:
+            assert all(unit.also_uses == () for unit in units)
 
 
 def test_fake_tensors_give_the_same_units() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     model, batch = built("llama-tied")
-    units = discover(model, batch)
+    expected = [(unit.kind, unit.name, sorted(unit.parameters)) for unit in discover(model, batch)]
     with FakeTensorMode():
         source = load_source("x", model_config=json.dumps(CONFIGS["llama-tied"]))
         fake = source.build()
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         found = discover(fake, {"input_ids": tokens, "labels": tokens})
-    assert described(found) == described(units)
+    assert [(unit.kind, unit.name, sorted(unit.parameters)) for unit in found] == expected
     assert model_fingerprint(fake) == model_fingerprint(model)

@@ -31,6 +31,14 @@ def known(machine: str = "rtx-4090") -> tuple[EstimateRequest, Profile]:
     return question, profile
 
 
+def kept() -> tuple[EstimateRequest, Profile, EstimateCache]:
+    """An answer that is known, and a cache that has it."""
+    question, profile = known()
+    cache = EstimateCache()
+    cache.keep_profile(question, profile)
+    return question, profile, cache
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache's folder, beside the working directory."""
@@ -56,23 +64,16 @@ def test_what_was_kept_is_found_in_another_process(folder: Path) -> None:
 
 
 def test_another_question_has_no_answer(folder: Path) -> None:
-    question, profile = known()
-    cache = EstimateCache()
-    cache.keep_profile(question, profile)
+    question, profile, cache = kept()
     assert cache.profile(question, load_hardware("a100-80gb")) is None
     assert cache.profile(question, replace(profile.hardware, name="mine")) is None
-    for other in (
-        asking(question, batch_size=7),
-        asking(question, seq_len=7),
-        asking(question, dtype="float16"),
-        asking(question, precision="master"),
-        asking(question, adapter="lora r=16"),
-        asking(question, adapter="lora r=16", quantize="nf4"),
-        replace(question, optimizer="sgd"),
-        asking(question, model="mine.json"),
-        asking(question, model_config="{}"),
-        asking(question, seed=7),
-    ):
+    changes: list[dict[str, Any]] = [
+        *({"batch_size": 7}, {"seq_len": 7}, {"dtype": "float16"}, {"precision": "master"}),
+        *({"adapter": "lora r=16"}, {"adapter": "lora r=16", "quantize": "nf4"}, {"seed": 7}),
+        *({"model": "mine.json"}, {"model_config": "{}"}),
+    ]
+    others = [asking(question, **change) for change in changes]
+    for other in (*others, replace(question, optimizer="sgd")):
         assert cache.profile(other, profile.hardware) is None
 
 
@@ -96,9 +97,7 @@ def test_another_installation_has_no_answer(
 
 
 def test_damage_is_made_anew(folder: Path) -> None:
-    question, profile = known()
-    cache = EstimateCache()
-    cache.keep_profile(question, profile)
+    question, profile, cache = kept()
     [path] = folder.iterdir()
     whole = path.read_bytes()
     for content in (b"", whole[:-1], whole.replace(b"kept", b"kepd"), b"\xff", bytes(5 * 2**20)):
@@ -115,20 +114,14 @@ def test_damage_is_made_anew(folder: Path) -> None:
 
 def test_an_answer_under_another_name_is_none(folder: Path) -> None:
     """Neither one that was renamed, nor one whose checksum was made for it."""
-    question, profile = known()
-    cache = EstimateCache()
-    cache.keep_profile(question, profile)
+    question, profile, cache = kept()
     [path] = folder.iterdir()
     other = asking(question, batch_size=7)
     entry = cache._entry(other, dumps_hardware(profile.hardware))
     assert entry is not None
     path.rename(entry[0])
     assert cache.profile(other, profile.hardware) is None
-    cache._write(
-        other,
-        dumps_hardware(profile.hardware),
-        dumps_profile(profile),
-    )
+    cache._write(other, dumps_hardware(profile.hardware), dumps_profile(profile))
     assert cache.profile(other, profile.hardware) is None
 
 

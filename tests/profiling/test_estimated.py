@@ -13,16 +13,11 @@ from rich.console import Console
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.presentation.profiles import profile_text
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.profiling.memory import passes
-from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
-from protrain_plan.profiling.structure.discovery import discover
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import DType, Profile
-from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
-from tests.support.estimates import bytes_alone, machine
+from tests.support.estimates import bytes_alone, machine, weighed
 from tests.support.messages import Speaker
 
 TIED = {"model_type": "llama", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96,
@@ -69,11 +64,7 @@ def test_bytes_are_those_of_real_tensors(name: str) -> None:
     profile = estimated(source, machine())
     model = source.build()
     batch = next(iter(source.batches(batch_size=2, seq_len=32)))
-    found = discover(model, batch)
-    passes.training_step(model, batch)  # as a measured profile does, for caches
-    passes.drop_gradients(model)
-    anatomy = analyze_units(model, batch, found)
-    real = measure_bytes(model, batch, anatomy, MemoryMeter).units
+    real, anatomy = weighed(model, batch, warm=True)
     assert list(map(bytes_alone, profile.units, real)) == real
     assert profile.base_bytes == anatomy.base_bytes
     assert profile.model_fingerprint == model_fingerprint(model)
@@ -160,17 +151,13 @@ def test_the_devices_step_moves_parameters_gradients_and_states() -> None:
 
 
 def test_a_machine_without_rates_is_refused(assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as refused:
-        estimated(load_source("tiny-llama"), replace(machine(), rates=None))
-    assert_says(refused.value)
+    assert_says.refused(estimated, load_source("tiny-llama"), replace(machine(), rates=None))
 
 
 def test_a_processor_whose_kernels_are_not_bounded_is_refused(assert_says: Speaker) -> None:
     hardware = machine()
     arm = replace(hardware, device=replace(hardware.device, name="aarch64", num_threads=10**4))
-    with pytest.raises(ProtrainError) as refused:
-        estimated(load_source("tiny-llama"), arm)
-    assert_says(refused.value)
+    assert_says.refused(estimated, load_source("tiny-llama"), arm)
 
 
 CHECKPOINTED = """

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
-from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.activations.forms import in_form as code_in_form
 from protrain_runtime.contract.records.forms import allowed_forms, names_of
-from protrain_runtime.contract.records.profile import Form, Unit
+from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.devices.memory_meter import MemoryMeter
+from tests.support.estimates import weighed
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import RECOMPUTED, batch, build
 
@@ -116,51 +115,6 @@ def run_in_backward(block: Block) -> Counter[str]:
 # --- what runs again ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("form", "products", "kernels"),
-    [("lite", 0, 0), ("mlp", 2, 0), ("attn", 3, 0), ("full", 6, 1)],
-)
-def test_what_a_form_does_not_keep_is_computed_once_more(
-    form: Form, products: int, kernels: int
-) -> None:
-    block, _ = transformer(kernel)
-    extra = run_in_backward(in_form(block, form)) - run_in_backward(block)
-    assert (extra["aten::mm"], extra[KERNEL]) == (products, kernels)
-
-
-def test_a_product_that_nothing_in_backward_needs_is_not_kept() -> None:
-    """A block's last one: recomputation ends before it."""
-    first, second = weights(2)
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.detach())
-        return saved[-1]
-
-    given = hidden()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        in_form(lambda given: F.silu(given @ first) @ second, "lite")(given)
-    its_input, product = saved
-    assert torch.equal(its_input, given)
-    assert torch.equal(product.view_as(given), given @ first)
-
-
-@pytest.mark.parametrize(("form", "batched"), [("lite", 0), ("mlp", 0), ("attn", 0), ("full", 2)])
-def test_attention_without_a_kernel_is_found_by_its_softmax(form: Form, batched: int) -> None:
-    block, _ = transformer(spelled_out)
-    extra = run_in_backward(in_form(block, form)) - run_in_backward(block)
-    assert extra["aten::bmm"] == batched
-
-
-@pytest.mark.parametrize(("form", "batched"), [("lite", 0), ("mlp", 0), ("attn", 0), ("full", 2)])
-def test_attention_s_own_products_are_kept_however_low_their_ranks(
-    form: Form, batched: int
-) -> None:
-    block, _ = transformer(narrow_heads)
-    extra = run_in_backward(in_form(block, form)) - run_in_backward(block)
-    assert extra["aten::bmm"] == batched
-
-
 def adapted() -> tuple[Block, list[Tensor]]:
     """A pre-norm block whose matrices have low-rank products beside them, and its parameters."""
     parameters = weights(6)  # query, key, value, out, up, down
@@ -189,22 +143,66 @@ def adapted() -> tuple[Block, list[Tensor]]:
     return block, [*parameters, *first, *second]
 
 
-@pytest.mark.parametrize(
-    ("form", "products", "added", "batched"),
-    [("lite", 4, 1, 0), ("mlp", 3 + 2 + 2, 1, 1), ("attn", 3 + 3 + 2, 1, 1), ("full", 14, 1, 1)],
-)
-def test_low_rank_products_run_once_more_in_every_form(
-    form: Form, products: int, added: int, batched: int
-) -> None:
-    """Of q, k, v, the projection and `down`; the very last is never reached."""
-    block, _ = adapted()
-    extra = run_in_backward(in_form(block, form)) - run_in_backward(block)
-    found = extra["aten::mm"], extra["aten::baddbmm"], extra["aten::bmm"]
-    assert found == (products, added, batched)
+MM, BMM, ADDED = "aten::mm", "aten::bmm", "aten::baddbmm"
+BLOCKS: dict[str, Callable[[], tuple[Block, list[Tensor]]]] = {
+    "with a kernel": partial(transformer, kernel),
+    "spelled out": partial(transformer, spelled_out),
+    "of narrow heads": partial(transformer, narrow_heads),
+    "adapted": adapted,
+}
+AGAIN: dict[str, dict[Form, dict[str, int]]] = {
+    "with a kernel": {
+        "lite": {MM: 0, KERNEL: 0},
+        "mlp": {MM: 2, KERNEL: 0},
+        "attn": {MM: 3, KERNEL: 0},
+        "full": {MM: 6, KERNEL: 1},
+    },
+    # Without a kernel attention is found by its softmax, and its own products are kept, however
+    # low their ranks.
+    **{
+        block: {"lite": {BMM: 0}, "mlp": {BMM: 0}, "attn": {BMM: 0}, "full": {BMM: 2}}
+        for block in ("spelled out", "of narrow heads")
+    },
+    # Low-rank products run once more in every form: of q, k, v, the projection and `down`. The
+    # very last is never reached.
+    "adapted": {
+        "lite": {MM: 4, ADDED: 1, BMM: 0},
+        "mlp": {MM: 3 + 2 + 2, ADDED: 1, BMM: 1},
+        "attn": {MM: 3 + 3 + 2, ADDED: 1, BMM: 1},
+        "full": {MM: 14, ADDED: 1, BMM: 1},
+    },
+}
 
 
-def test_forms_of_a_block_with_low_rank_products_match_plain_torch_bitwise() -> None:
-    assert_forms_change_nothing(*adapted())
+@pytest.mark.parametrize("block", AGAIN)
+def test_what_a_form_does_not_keep_is_computed_once_more(block: str) -> None:
+    made, _ = BLOCKS[block]()
+    plain = run_in_backward(made)
+    for form, expected in AGAIN[block].items():
+        extra = run_in_backward(in_form(made, form)) - plain
+        assert {name: extra[name] for name in expected} == expected, form
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_forms_match_plain_torch_bitwise(block: str) -> None:
+    assert_forms_change_nothing(*BLOCKS[block]())
+
+
+def test_a_product_that_nothing_in_backward_needs_is_not_kept() -> None:
+    """A block's last one: recomputation ends before it."""
+    first, second = weights(2)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    given = hidden()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        in_form(lambda given: F.silu(given @ first) @ second, "lite")(given)
+    its_input, product = saved
+    assert torch.equal(its_input, given)
+    assert torch.equal(product.view_as(given), given @ first)
 
 
 def test_a_low_rank_product_that_the_block_hands_on_is_not_copied() -> None:
@@ -224,13 +222,6 @@ def test_a_low_rank_product_that_the_block_hands_on_is_not_copied() -> None:
 
     assert copies(in_form(block, "lite")) == copies(block)
     assert_forms_change_nothing(block, parameters, lambda given: given.mul_(3))
-
-
-@pytest.mark.parametrize("attend", [kernel, spelled_out, narrow_heads])
-def test_forms_of_a_block_with_dropout_match_plain_torch_bitwise(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> None:
-    assert_forms_change_nothing(*transformer(attend))
 
 
 def test_evaluation_runs_plainly() -> None:
@@ -357,16 +348,12 @@ def test_autocast_is_that_of_the_forward() -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_a_second_backward_is_refused(assert_says: Speaker) -> None:
-    block, _ = transformer(kernel)
-    loss = in_form(block, "lite")(hidden()).sum()
+def test_a_second_backward_and_another_computation_are_refused(assert_says: Speaker) -> None:
+    loss = in_form(transformer(kernel)[0], "lite")(hidden()).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError) as caught:
         loss.backward()
     assert_says(caught.value)
-
-
-def test_a_block_that_computes_something_else_in_backward_is_refused(assert_says: Speaker) -> None:
     matrix, bias = weights(2)
     calls: list[int] = []
 
@@ -385,21 +372,16 @@ def test_a_block_that_computes_something_else_in_backward_is_refused(assert_says
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("made", [partial(transformer, kernel), adapted])
-def test_forms_of_a_compiled_block_match_it_bitwise(
-    made: Callable[[], tuple[Block, list[Tensor]]], backend: str
-) -> None:
-    block, parameters = made()
-    assert_forms_change_nothing(torch.compile(block, backend=backend), parameters)
+@pytest.mark.parametrize("block", ["with a kernel", "adapted"])
+def test_forms_of_a_compiled_block_match_it_bitwise(block: str, backend: str) -> None:
+    made, parameters = BLOCKS[block]()
+    assert_forms_change_nothing(torch.compile(made, backend=backend), parameters)
 
 
 def forms(name: str) -> list[tuple[str, ...]]:
     """The forms of every unit of a model."""
     model, first = build(name), batch(name, 0)
-    found = discover(model, first)
-    units: list[Unit] = measure_bytes(
-        model, first, analyze_units(model, first, found), MemoryMeter
-    ).units
+    units, _ = weighed(model, first)
     return [tuple(cost.form for cost in unit.forms) for unit in units]
 
 

@@ -154,7 +154,7 @@ def test_the_model_is_the_same_after_its_profile(tmp_path: Path) -> None:
 
 
 NUM_CALLS = 44
-"""Of the model's forward, in a whole profile of one step per form."""
+"""Calls of the model's forward, in a whole profile of one step per form."""
 
 
 def test_the_calls_that_the_other_tests_end_in_are_those_of_a_profile(tmp_path: Path) -> None:

@@ -11,14 +11,10 @@ from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.hardware.operators import INT8_PRODUCT, PACKED_PRODUCT, allocator_of
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.profiling.memory import passes
-from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
-from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.program.program import BLOCK_BYTES, in_blocks
 from protrain_runtime.contract.records.profile import DType, Profile, Quantize
-from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
-from tests.support.estimates import bytes_alone, machine
+from tests.support.estimates import bytes_alone, machine, weighed
 
 pytest.importorskip("bitsandbytes")
 
@@ -68,11 +64,7 @@ def test_bytes_are_those_of_real_tensors(dtype: DType, kind: Quantize, adapter: 
     source = load_source("packed", model_config=config(width, inner))
     model = source.build(dtype=dtype, adapter=adapter, quantize=kind)
     batch = next(iter(source.batches(batch_size=1, seq_len=tokens, dtype=dtype)))
-    found = discover(model, batch)
-    passes.training_step(model, batch)  # as a measured profile does, for caches
-    passes.drop_gradients(model)
-    structure = analyze_units(model, batch, found)
-    real = measure_bytes(model, batch, structure, MemoryMeter).units
+    real, structure = weighed(model, batch, warm=True)
     assert list(map(bytes_alone, profile.units, real)) == real
     assert profile.base_bytes == structure.base_bytes
     assert profile.model_fingerprint == model_fingerprint(model)

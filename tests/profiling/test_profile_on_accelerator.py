@@ -20,9 +20,7 @@ from protrain_plan.hardware.probe import probe
 from protrain_plan.hardware.speeds import measure_overheads
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.profiling.memory.unit_bytes import analyze_units
 from protrain_plan.profiling.rehearsal import ALLOWANCE_BYTES, Reserve
@@ -34,7 +32,7 @@ from protrain_runtime.contract.records.profile import DType, Profile, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from tests.support.cards import need_compiler
-from tests.support.planning_cases import gpu
+from tests.support.planning_cases import gpu, kept_bytes, least_bytes, solved
 from tests.support.programs import compile_units
 
 pytestmark = pytest.mark.emulated
@@ -66,7 +64,7 @@ def profiled(where: torch.device) -> Profile:
 
 
 def measured_model(where: torch.device, dtype: DType) -> Profile:
-    """Of a machine that is not probed."""
+    """A profile of a machine that is not probed."""
     machine = gpu(disk_gb=1)
     device = replace(machine.device, kind="emulated", memory_bytes=2**32)
     batches = SOURCE.batches(batch_size=2, seq_len=64, dtype=dtype, device=where)
@@ -183,14 +181,11 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
 
     profile = profiled(card)
     problem = Problem.of(profile, AMPLE)
-    lean = min_memory(problem)
-    assert lean is not None
-    plain = max(problem.static_bytes(tuple((0, 0) for _ in problem.options)))
-    room = lean.bytes + round(share * (plain - lean.bytes))
+    least = least_bytes(problem)
+    room = least + round(share * (kept_bytes(problem) - least))
     budgets = replace(AMPLE, device=room + profile.hardware.device.besides_bytes)
-    solved = solve(profile, budgets)
-    assert isinstance(solved, Solved)
-    plan, peak = solved.plan, solved.plan.prediction.peak_bytes
+    plan = solved(solve(profile, budgets)).plan
+    peak = plan.prediction.peak_bytes
     assert peak.on_device <= budgets.device
     program = compile_units(
         plan.units,
@@ -218,7 +213,7 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
 def test_launching_is_measured_beside_what_the_device_takes(
     card: torch.device, tmp_path: Path
 ) -> None:
-    """Of a move by the probe's layers, and of every block in the thread that launches it."""
+    """A move's seconds by the probe's layers, and of every block in the thread that launches it."""
     assert 1e-6 < measure_overheads(tmp_path, device=card).move_s < 0.1
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(mode=True)

@@ -1,6 +1,5 @@
-"""What operators take while they run: measured here, bounded for other processors."""
+"""Scratch memory of operators: measured here, bounded for other processors."""
 
-import subprocess
 import sys
 from typing import Any
 
@@ -16,7 +15,8 @@ from protrain_plan.profiling.memory.fake_meter import (
 )
 from protrain_plan.profiling.structure.faking import faking
 from protrain_runtime.activations.trees import tensors_in
-from tests.support.levels import ROOT, environment, known
+from tests.support.commands import ran
+from tests.support.levels import environment, known
 from tests.support.random_calls import overruns
 
 aten = torch.ops.aten
@@ -43,10 +43,8 @@ def test_bounds_hold_at_every_level_of_instructions(
     level: tuple[str, str], num_threads: int
 ) -> None:
     command = (sys.executable, "-m", "tests.support.random_calls", "150", "3", str(num_threads))
-    ran = subprocess.run(
-        command, cwd=ROOT, env=environment(level), capture_output=True, text=True, check=False
-    )
-    assert (ran.stdout.strip(), ran.returncode) == ("", 0)
+    found = ran(*command, **environment(level))
+    assert (found.stdout.strip(), found.returncode) == ("", 0)
 
 
 def test_calls_are_told_apart_by_geometry_and_by_the_types_of_numbers() -> None:

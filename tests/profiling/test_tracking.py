@@ -1,6 +1,5 @@
 """Bytes of fake tensors against bytes of real ones, which the allocator reports."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,42 +12,22 @@ from torch import Tensor
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import processor_name
 from protrain_plan.models.batches import Batch
-from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.fake_meter import FakeMeter
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.profiling.structure.faking import fake_batch, faking, without_values
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import BLOCK_BYTES
-from protrain_runtime.contract.records.hardware import Device, DeviceKind
+from protrain_runtime.contract.records.hardware import DeviceKind
 from protrain_runtime.contract.records.profile import DType, Form
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment
+from tests.support.configs import CONFIGS
+from tests.support.estimates import device, small_source
 from tests.support.messages import Speaker
 from tests.support.thinning import thinned
 
 aten = torch.ops.aten
-SMALL: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2,
-                         "num_hidden_layers": 2, "vocab_size": 300}  # fmt: skip
-CONFIGS: dict[str, dict[str, object]] = {
-    "llama": {"model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": True},
-    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2},
-    "t5": {"model_type": "t5", "num_layers": 2, "d_model": 64, "d_ff": 96, "num_heads": 2,
-           "d_kv": 32, "decoder_start_token_id": 0},
-    "bert": {"model_type": "bert"},
-    "gemma2": {"model_type": "gemma2", "num_key_value_heads": 1, "head_dim": 32,
-               "sliding_window": 16},
-    "mixtral": {"model_type": "mixtral", "num_key_value_heads": 1, "num_local_experts": 4},
-}  # fmt: skip
-
-
-def device(kind: DeviceKind = "cpu", name: str = "") -> Device:
-    """One that is not here, unless it is named so."""
-    threads = torch.get_num_threads()
-    return Device(kind=kind, name=name, memory_bytes=0, context_bytes=0, num_threads=threads)
-
-
-def source(name: str) -> ModelSource:
-    return load_source(name, model_config=json.dumps({**SMALL, **CONFIGS[name]}))
 
 
 def segments(
@@ -63,43 +42,30 @@ def segments(
     return passes.memory_segments(model, modules, batch, form, meter=meter)
 
 
-@pytest.mark.parametrize(("name", "form"), thinned(sorted(CONFIGS), ["keep", "full"]))
-def test_every_slot_of_a_step_has_the_bytes_of_real_tensors(name: str, form: Form) -> None:
-    made = source(name)
-    batch = next(iter(made.batches(batch_size=2, seq_len=32)))
-    real = segments(made, batch, form, MemoryMeter)
-    with faking() as mode:
-        fake = segments(
-            made, fake_batch(mode, batch), form, lambda: FakeMeter(allocator_of(device()))
-        )
-    assert fake == real
+SLOTS: dict[str, tuple[str, Form, DType, int, int]] = {
+    **{
+        f"{name}, {form}": (name, form, "float32", 2, 32)
+        for name in sorted(CONFIGS)
+        for form in ("keep", "full")
+    },
+    # Transformers looks at the position ids of all sequences: with many, that is a slot's peak.
+    "looking for packed sequences": ("llama", "keep", "float32", 64, 16),
+    "bfloat16": ("llama", "keep", "bfloat16", 2, 32),
+    "float16": ("llama", "keep", "float16", 2, 32),
+}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_slots_in_16_bits_have_the_bytes_of_real_tensors_on_the_machine_at_hand(
-    dtype: DType,
-) -> None:
-    made = source("llama")
-    batch = next(iter(made.batches(batch_size=2, seq_len=32)))
-    here = device(name=processor_name())
-    real = segments(made, batch, "keep", MemoryMeter, dtype=dtype)
+@pytest.mark.parametrize("case", thinned(tuple(SLOTS)))
+def test_every_slot_of_a_step_has_the_bytes_of_real_tensors(case: str) -> None:
+    """In 16 bits, those of the machine at hand."""
+    name, form, dtype, batch_size, seq_len = SLOTS[case]
+    made = small_source(name, num_hidden_layers=2)
+    batch = next(iter(made.batches(batch_size=batch_size, seq_len=seq_len)))
+    allocator = allocator_of(device(name="" if dtype == "float32" else processor_name()))
+    real = segments(made, batch, form, MemoryMeter, dtype)
     with faking() as mode:
         faked = fake_batch(mode, batch)
-        meter = partial(FakeMeter, allocator_of(here))
-        fake = segments(made, faked, "keep", meter, dtype=dtype)
-    assert fake == real
-
-
-def test_looking_for_packed_sequences_takes_what_it_takes_with_real_tensors() -> None:
-    """Transformers looks at the position ids of all sequences: with many, that is a slot's peak."""
-    made = source("llama")
-    batch = next(iter(made.batches(batch_size=64, seq_len=16)))
-    real = segments(made, batch, "keep", MemoryMeter)
-    with faking() as mode:
-        fake = segments(
-            made, fake_batch(mode, batch), "keep", lambda: FakeMeter(allocator_of(device()))
-        )
-    assert fake == real
+        assert segments(made, faked, form, partial(FakeMeter, allocator), dtype) == real
 
 
 def live(operator: Callable[..., Any], *args: Any, name: str = "") -> tuple[Segment, Segment]:

@@ -1,9 +1,7 @@
 """Models larger than the device: the profile is that of the whole model, the memory is not."""
 
 import json
-import os
 import resource
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import filled, stubs_in_place
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
-from protrain_plan.profiling.structure.discovery import discover, undisturbed
+from protrain_plan.profiling.structure.discovery import undisturbed
 from protrain_plan.profiling.unit_by_unit import build_sparsely, free_bytes, sketched
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_plan, read_profile
@@ -25,11 +23,12 @@ from protrain_runtime.contract.records.profile import Unit, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of
 from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.commands import python
 from tests.support.configs import CONFIGS, SMALL
+from tests.support.estimates import weighed
 
-ROOT = Path(__file__).parents[2]
 CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
-    **{name: (config, {}) for name, config in CONFIGS.items()},
+    **{name: (CONFIGS[name], {}) for name in ("llama", "gpt2", "gemma2", "t5")},
     "tied": ({**CONFIGS["llama"], "tie_word_embeddings": True}, {}),
     "lora": (CONFIGS["llama"], {"adapter": "lora r=4"}),
     "packed": (CONFIGS["llama"], {"adapter": "lora r=4", "quantize": "nf4"}),
@@ -71,11 +70,7 @@ def whole(source: ModelSource, workload: Workload) -> tuple[list[Unit], int, str
     batch = next(
         source.batches(batch_size=2, seq_len=32, dtype=workload.dtype, precision=workload.precision)
     )
-    found = discover(model, batch)
-    passes.training_step(model, batch)
-    passes.drop_gradients(model)
-    anatomy = analyze_units(model, batch, found, precision=workload.precision)
-    units = measure_bytes(model, batch, anatomy, MemoryMeter).units
+    units, anatomy = weighed(model, batch, warm=True, precision=workload.precision)
     return units, anatomy.base_bytes, model_fingerprint(model)
 
 
@@ -202,15 +197,7 @@ def test_a_model_whose_parameters_exceed_the_limit_is_profiled_within_it_and_pla
     limit = 1100 * 2**20
 
     def protrain(*arguments: str) -> None:
-        result = subprocess.run(
-            [sys.executable, "-c", LIMITED, str(limit), *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
+        python(LIMITED, limit, *arguments, folder=tmp_path, OMP_NUM_THREADS="1")
 
     protrain("profile", "config.json", "--seq-len", "64", "--steps", "1", "-o", "profile.yaml")
     profile = read_profile(tmp_path / "profile.yaml")

@@ -1,4 +1,4 @@
-"""What the README and the documentation say to type works, and the site is built from them.
+"""Commands of the README and the documentation work, and the site is built from them.
 
 Commands are those of fenced `sh` blocks. The ones below a heading are one script, which runs as it
 stands in bash, in a folder of its own. The reference is made from the code: `--write-golden`.
@@ -206,7 +206,7 @@ def test_a_script_of_one_s_own_trains_and_goes_on_where_it_was_killed(tmp_path: 
     examples(tmp_path)
 
     def planned(name: str) -> None:
-        """What the example says to type, up to its own start."""
+        """The commands of the example, up to its own start."""
         said = (ROOT / "examples" / name).read_text(encoding="utf-8").split("\n\n")[1]
         made = bash(said.partition("python ")[0], folder=tmp_path)
         assert made.returncode == 0, made.stderr
@@ -287,7 +287,7 @@ def test_pages_have_no_hidden_comments(page: Path) -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(name: str) -> None:
-    """Those of the pages outside of the site; building the site looks at all others."""
+    """Links of the pages outside of the site; building the site looks at all others."""
     text = (ROOT / name).read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"\w+:", link):
@@ -372,7 +372,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
 @pytest.mark.browser
 @needs_chromium
 def test_a_browser_asks_nobody_else(site: Path) -> None:
-    """What scripts load at run time, too: pages are opened, and something is searched for."""
+    """Scripts may load at run time, too: pages are opened, and something is searched for."""
     handler = functools.partial(QuietHandler, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium() as browser:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,9 +15,9 @@ from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.estimate_cache import SWITCH
 from protrain_runtime.contract.records import write_profile
 from tests.support.checking_cases import commit
+from tests.support.commands import ROOT, ran
 from tests.support.planning_cases import MB, cpu, decoder
 
-ROOT = Path(__file__).parents[2]
 # The floors of the house, from the ground up: a room imports rooms of lower floors, never one of
 # its own floor or above. A folder of a package is a room of its own ("planning/model").
 FLOORS: tuple[tuple[str, ...], ...] = (
@@ -178,15 +177,8 @@ def test_torch_is_imported_where_models_run(file: Path) -> None:
 def run_without_torch(script: str, *args: str) -> tuple[int, str]:
     """Exit code and standard error of `script`, in a process that must not load torch."""
     check = f"import sys; loaded = {TORCH} & sys.modules.keys(); assert not loaded, loaded"
-    result = subprocess.run(
-        [sys.executable, "-c", f"{script}\n{check}", *args],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "runtime")))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    path = os.pathsep.join((str(ROOT), str(ROOT / "runtime")))
+    result = ran(sys.executable, "-c", f"{script}\n{check}", *args, PYTHONPATH=path)
     return result.returncode, result.stderr
 
 
@@ -318,7 +310,7 @@ def test_answers_from_known_estimates_do_not_wait_for_torch(
 
 
 def test_no_test_imports_another() -> None:
-    """What tests share is in `tests/support`: a question has one home, and a file may be moved."""
+    """Shared parts are in `tests/support`: a question has one home, and a file may be moved."""
     wrong = [
         f"{file.relative_to(ROOT)}: {name}"
         for file in sorted(ROOT.glob("tests/**/*.py"))

@@ -1,21 +1,24 @@
-"""Mutations of the product stay where they are in its text, and their tests run for every change.
+"""Mutations of the product, the list for the night and the catalogue of messages are today's.
 
-That the tests fail under them is seen at night: `python -m tests.support.mutations`.
+That the tests fail under mutations is seen at night: `python -m tests.support.mutations`.
 """
 
-import subprocess
+import ast
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support import long_tests
-from tests.support.mutations import ALL, BY_DEFAULT, ROOT, mutated_text
+from tests.support.commands import ran
+from tests.support.messages import catalogue
+from tests.support.mutations import ALL, BY_DEFAULT, mutated_text
 
 
 def collected(*arguments: str) -> set[str]:
     """The names of the tests that pytest would run."""
     command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
-    listed = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    listed = ran(*command, *arguments)
     assert listed.returncode == 0, listed.stdout
     return {line for line in listed.stdout.splitlines() if "::" in line}
 
@@ -35,3 +38,21 @@ def test_the_tests_that_kill_mutations_run_for_every_change() -> None:
 @pytest.mark.slow
 def test_the_list_for_the_night_names_tests_that_there_are() -> None:
     assert long_tests.read() <= collected()
+
+
+# --- the catalogue of messages has no entries of tests that are gone ------------------------------
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_every_message_is_some_tests() -> None:
+    """A test that is renamed is written anew, and its old entry removed by hand."""
+    for file, tests in catalogue().items():
+        tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+        asking = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef)
+            and "assert_says" in {argument.arg for argument in node.args.args}
+        }
+        assert {name.partition("[")[0] for name in tests} == asking, file

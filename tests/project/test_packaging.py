@@ -1,6 +1,5 @@
-"""What is packed: a source distribution from which everything can be built and tested."""
+"""The package: a source distribution from which everything can be built and tested."""
 
-import subprocess
 import sys
 import tarfile
 from importlib.util import find_spec
@@ -8,18 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import ROOT, ran
 from tests.support.markdown import PAGES
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = (
-    "protrain_plan",
-    "runtime",
-    "tests",
-    "benchmarks",
-    "plans",
-    "examples",
-    "docs",
-    "schemas",
+    *("protrain_plan", "runtime", "tests", "benchmarks", "plans", "examples", "docs", "schemas"),
 )
 FILES = (
     *("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"),
@@ -30,7 +22,7 @@ FILES = (
 @pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling builds the package")
 def test_the_source_distribution_holds_the_documentation_and_the_tests(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path)
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    built = ran(*command)
     assert built.returncode == 0, built.stderr
     [archive] = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as packed:

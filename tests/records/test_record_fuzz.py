@@ -4,34 +4,24 @@
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
 from protrain_runtime.contract.records import read_plan
-from protrain_runtime.contract.records.schema import MAX_UNITS
 from tests.support.checking_cases import commit
+from tests.support.messages import Speaker
 from tests.support.record_fuzz import OFTEN, SELDOM, WITH_TORCH, judged, run
 from tests.support.record_samples import PLAN_TEXT
 
 TINY = '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": %s, "vocab_size": %s}'
 
 
-@contextmanager
-def inside(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def told(folder: Path, *arguments: str) -> str:
-    """What a command says that is refused, in one message."""
-    with inside(folder):
+    """The one message of a command that is refused."""
+    with chdir(folder):
         code, message = run(arguments)
     assert code == 2, message
     assert message.startswith("error: ")
@@ -69,47 +59,26 @@ def test_commands_that_build_models_take_hostile_records(number: int, tmp_path: 
 
 # --- what is small on disk ------------------------------------------------------------------------
 
+RUNS = [f"  - {{names: m{n}.0-999, activations: keep, states: persistent}}\n" for n in range(100)]
 FLOODS = {
-    "runs": (
-        PLAN_TEXT[: PLAN_TEXT.index("units:")]
-        + "units:\n"
-        + "".join(
-            f"  - {{names: m{n}.0-999, activations: keep, states: persistent}}\n"
-            for n in range(100)
-        ),
-        f"units: expected at most {MAX_UNITS} units, runs unfolded, got 2000 up to 'm1.999'",
-    ),
-    "a long run": (
-        PLAN_TEXT.replace("model.layers.0-11", "model.layers.0-99999"),
-        f"units[1].names: expected a run of at most {MAX_UNITS} units, got 100000",
-    ),
-    "nesting": ("[" * 100_000, "not readable as YAML: nested more than 20 deep"),
-    "nested blocks": (
-        "".join(f"{' ' * n}a:\n" for n in range(1000)),
-        "not readable as YAML: nested more than 20 deep",
-    ),
-    "keys": (
-        "".join(f"k{n}: 1\n" for n in range(25_001)),
-        "not readable as YAML: more than 50000 keys and values",
-    ),
-    "digits": (
-        PLAN_TEXT.replace("seed: 0", f"seed: {'9' * 5000}"),
-        f"workload.seed: expected an integer below 2**63, got {'9' * 57}...",
-    ),
-    "a version of digits": (f"%YAML {'9' * 5000}.1\n---\na: 1\n", "a number in it is too large"),
-    "a character of digits": ('a: "\\UFFFFFFFF"\n', "a number in it is too large"),
-    "text": (
-        PLAN_TEXT.replace("hardware: laptop", f"hardware: {'x' * 1001}"),
-        "hardware: expected a text of at most 1000 characters, got 1001 of them",
-    ),
+    "runs": PLAN_TEXT[: PLAN_TEXT.index("units:")] + "units:\n" + "".join(RUNS),
+    "a long run": PLAN_TEXT.replace("model.layers.0-11", "model.layers.0-99999"),
+    "nesting": "[" * 100_000,
+    "nested blocks": "".join(f"{' ' * n}a:\n" for n in range(1000)),
+    "keys": "".join(f"k{n}: 1\n" for n in range(25_001)),
+    "digits": PLAN_TEXT.replace("seed: 0", f"seed: {'9' * 5000}"),
+    "a version of digits": f"%YAML {'9' * 5000}.1\n---\na: 1\n",
+    "a character of digits": 'a: "\\UFFFFFFFF"\n',
+    "text": PLAN_TEXT.replace("hardware: laptop", f"hardware: {'x' * 1001}"),
 }
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_what_would_fill_the_memory_is_refused(name: str, tmp_path: Path) -> None:
-    text, message = FLOODS[name]
-    (tmp_path / "plan.yaml").write_text(text)
-    assert message in told(tmp_path, "diff", "plan.yaml", "plan.yaml")
+def test_what_would_fill_the_memory_is_refused(
+    name: str, tmp_path: Path, assert_says: Speaker
+) -> None:
+    (tmp_path / "plan.yaml").write_text(FLOODS[name])
+    assert_says(told(tmp_path, "diff", "plan.yaml", "plan.yaml"))
 
 
 def test_pieces_that_never_end_are_refused(tmp_path: Path) -> None:
@@ -123,20 +92,11 @@ def test_pieces_that_never_end_are_refused(tmp_path: Path) -> None:
         assert message.startswith(
             "plan.yaml: settings.piece_bytes: optimizer states would move in "
         )
-        with inside(tmp_path):
+        with chdir(tmp_path):
             assert run(["check", "plan.yaml", "--records-only"])[0] == 1
 
 
 # --- files that are none --------------------------------------------------------------------------
-
-
-def test_files_that_never_end_are_refused(tmp_path: Path) -> None:
-    with (tmp_path / "sparse.yaml").open("wb") as file:
-        file.truncate(5 * 2**30)
-    larger = "this file is larger than the 2.00 MiB that are read of one"
-    for path in ("sparse.yaml", "/dev/zero"):
-        assert told(tmp_path, "show", path) == f"{path}: {larger}"
-        assert told(tmp_path, "hardware", "show", path) == f"{path}: {larger}"
 
 
 def test_a_named_pipe_is_refused_and_one_of_the_shell_is_read(tmp_path: Path) -> None:
@@ -148,7 +108,7 @@ def test_a_named_pipe_is_refused_and_one_of_the_shell_is_read(tmp_path: Path) ->
     (tmp_path / "plan.yaml").write_bytes(content)
     assert os.write(writes, content) == len(content)  # as much as a pipe holds
     os.close(writes)
-    with inside(tmp_path):
+    with chdir(tmp_path):
         assert run(["diff", f"/dev/fd/{reads}", "plan.yaml"])[0] == 0
     os.close(reads)
 
@@ -176,33 +136,34 @@ def test_names_that_no_file_has_are_one_error(name: str, tmp_path: Path) -> None
 
 # --- configurations -------------------------------------------------------------------------------
 
-LLAMA = "expected a number of at most"
 CONFIGURATIONS = {
-    "": "not readable as JSON: Expecting value",
-    "not json": "not readable as JSON: Expecting value",
-    "[]": "expected a JSON object, got list",
-    "[" * 100_000: "not readable as JSON: ",
-    TINY % ("9" * 5000, 1): "not readable as JSON: ",
-    "{}": "model_type: the configuration does not say which architecture it is of",
-    '{"model_type": ["llama"]}': "model_type: the configuration does not say",
-    '{"model_type": "zzz"}': "has no architecture 'zzz'",
-    TINY % (10**9, 256): f"num_hidden_layers: {LLAMA} 480, got 1000000000",
-    TINY % (2, 10**30): f"vocab_size: {LLAMA} 2147483648, got more than 2**63",
-    TINY % ("[]", 256): "transformers refuses the configuration",
-    TINY % (-1, '"7"'): "transformers refuses the configuration",
-    TINY % (2, '256, "num_attention_heads": 0'): "transformers refuses the configuration",
-    TINY % (2, '256, "architectures": ["Trainer"]'): "architectures: transformers",
-    TINY % (2, '256, "architectures": ["pipeline"]'): "architectures: transformers",
-    TINY % (2, '256, "architectures": [5]'): "architectures: expected a list of names",
-    TINY % (2, f'256, "intermediate_size": {2**31}, "hidden_size": {2**30}'): (
-        "the configuration is of a model with more than 10000000000000 of parameters"
-    ),
+    "nothing": "",
+    "no JSON": "not json",
+    "a list": "[]",
+    "nesting": "[" * 100_000,
+    "digits": TINY % ("9" * 5000, 1),
+    "no architecture": "{}",
+    "a list as architecture": '{"model_type": ["llama"]}',
+    "another architecture": '{"model_type": "zzz"}',
+    "many layers": TINY % (10**9, 256),
+    "many words": TINY % (2, 10**30),
+    "a list as number": TINY % ("[]", 256),
+    "a negative number": TINY % (-1, '"7"'),
+    "no heads": TINY % (2, '256, "num_attention_heads": 0'),
+    "what is no model": TINY % (2, '256, "architectures": ["Trainer"]'),
+    "a function": TINY % (2, '256, "architectures": ["pipeline"]'),
+    "a number as class": TINY % (2, '256, "architectures": [5]'),
+    "many parameters": TINY % (2, f'256, "intermediate_size": {2**31}, "hidden_size": {2**30}'),
 }
 
 
-@pytest.mark.parametrize("number", range(len(CONFIGURATIONS)))
-def test_hostile_configurations_are_one_error(number: int, tmp_path: Path) -> None:
-    text, message = list(CONFIGURATIONS.items())[number]
-    (tmp_path / "config.json").write_text(text)
+@pytest.mark.parametrize("what", CONFIGURATIONS)
+def test_hostile_configurations_are_one_error(
+    what: str, tmp_path: Path, assert_says: Speaker
+) -> None:
+    (tmp_path / "config.json").write_text(CONFIGURATIONS[what])
     arguments = ("profile", "config.json", "--on", "rtx-4090", "--seq-len", "16")
-    assert message in told(tmp_path, *arguments)
+    message = told(tmp_path, *arguments).partition("\n")[0]
+    # Versions and words of transformers are its own.
+    message = message.partition("refuses the configuration: ")[0]
+    assert_says(re.sub(r"transformers [\d.]+", "transformers", message))

@@ -77,24 +77,20 @@ def reads(tmp_path: Path) -> Callable[[str, Json], bool]:
     return read
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [(name, text) for name, texts in SAMPLES.items() for text in texts]
-)
-def test_what_is_written_is_valid(name: str, text: str) -> None:
-    Draft202012Validator(SCHEMAS[name]()).validate(yaml.safe_load(text))
-
-
-@pytest.mark.parametrize(
-    ("kind", "path"),
-    [
-        (kind, path)
+WRITTEN = {
+    **{f"{name} {n}": (name, text) for name, ts in SAMPLES.items() for n, text in enumerate(ts)},
+    **{
+        f"{path.parent.name}/{kind}": (kind, path.read_text(encoding="utf-8"))
         for kind in ("plan", "profile")
         for path in sorted(ROOT.glob(f"plans/**/{kind}.yaml"))
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.parent.name,
-)
-def test_what_is_committed_is_valid(kind: str, path: Path) -> None:
-    Draft202012Validator(SCHEMAS[kind]()).validate(yaml.safe_load(path.read_text()))
+    },
+}
+
+
+@pytest.mark.parametrize("what", WRITTEN)
+def test_what_is_written_is_valid(what: str) -> None:
+    kind, text = WRITTEN[what]
+    Draft202012Validator(SCHEMAS[kind]()).validate(yaml.safe_load(text))
 
 
 def places(node: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -109,7 +105,7 @@ def places(node: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 def at(document: Json, path: tuple[str | int, ...]) -> tuple[Json, str | int]:
-    """What holds the value at a path, and its key there."""
+    """The container of the value at a path, and its key there."""
     for key in path[:-1]:
         document = document[key]
     return document, path[-1]
@@ -143,6 +139,6 @@ def test_schema_and_reader_agree_on_every_change(
 
 
 def beyond_a_schema(path: tuple[str | int, ...], wrong: Json) -> bool:
-    """What the reader alone can refuse: references between units, runs, huge whole numbers."""
+    """Mistakes for the reader alone: references between units, runs, huge whole numbers."""
     together = {"parameter_bytes", "gradient_bytes", "num_parameters"}
     return wrong == 2**70 or bool({"used_by", "also_used_by", "names", *together} & set(path))

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.units import (
     MAX_BYTES,
     exact_bytes,
@@ -14,6 +13,7 @@ from protrain_runtime.contract.units import (
     format_seconds,
     parse_bytes,
 )
+from tests.support.messages import Speaker
 
 
 @pytest.mark.parametrize(
@@ -37,32 +37,14 @@ def test_parsed_bytes_are_those_of_the_definition(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("-1GiB", "expected a size that is not negative, got '-1GiB'"),
-        ("1e9", "expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got '1e9'"),
-        ("", "expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got ''"),
-        ("GiB", "expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got 'GiB'"),
-        ("inf", "expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got 'inf'"),
-        ("1 GiB 2", "expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got '1 GiB 2'"),
-        ("1XB", "expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got '1XB'"),
-        ("1.5", "expected whole bytes, got '1.5'\n  fix: add a unit, such as GiB"),
-        (
-            "24g",
-            "expected a size with its unit, got '24g'\n"
-            "  fix: write 24GiB (powers of 1024) or 24GB (powers of 1000)",
-        ),
-        ("1025PiB", "expected a size of at most 1024PiB, got '1025PiB'"),
-        (
-            "9" * 100,
-            f"expected a size such as 1536MiB, 1.5GB or 4096 (bytes), got '{'9' * 57}...'",
-        ),
+        *("-1GiB", "1e9", "", "GiB", "inf", "1 GiB 2", "1XB", "1.5", "24g", "1025PiB"),
+        pytest.param("9" * 100, id="a hundred nines"),
     ],
 )
-def test_what_is_no_size_is_an_error(text: str, message: str) -> None:
-    with pytest.raises(ProtrainError) as caught:
-        parse_bytes(text)
-    assert str(caught.value) == message
+def test_what_is_no_size_is_an_error(text: str, assert_says: Speaker) -> None:
+    assert_says.refused(parse_bytes, text)
 
 
 @given(st.integers(0, MAX_BYTES) | st.integers(0, 2**40).map(lambda n: 256 * n))

@@ -1,4 +1,4 @@
-"""What a step took beside what was promised: bytes slot by slot, and seconds within a range."""
+"""Measured steps beside their promises: bytes slot by slot, and seconds within a range."""
 
 import json
 from dataclasses import replace
@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 import yaml
 
-from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.presentation.profiles import trust, unsteady
-from protrain_runtime.contract.program.memory import Excess, exceeded, promised_bytes
+from protrain_runtime.contract.program.memory import exceeded, promised_bytes
 from protrain_runtime.contract.records import (
     dumps_profile,
     loads_profile,
     read_profile,
     write_profile,
 )
-from protrain_runtime.contract.records.hardware import PublishedError, Rates
+from protrain_runtime.contract.records.hardware import PublishedError
 from protrain_runtime.contract.records.plan import Budgets, Plan
 from protrain_runtime.contract.records.profile import Profile, Repetitions
 from tests.support import forked
 from tests.support.commands import printed, protrain
 from tests.support.peaks import profile_file
-from tests.support.planning_cases import MB, cpu, decoder
+from tests.support.planning_cases import MB, RATES, cpu, decoder, solved
 
+BUDGETS = Budgets(device=5000 * MB, host=0, disk=10**12)
 REPETITIONS = Repetitions(num_steps=9, low=0.9, high=1.05, planned=1.3)
 
 
@@ -36,9 +36,7 @@ def decoder_measured() -> Profile:
 @cache
 def case() -> tuple[Plan, Profile]:
     profile = decoder(cpu(), blocks=3)
-    solved = solve(profile, Budgets(device=5000 * MB, host=0, disk=10**12), solver="offload-all")
-    assert isinstance(solved, Solved)
-    return solved.plan, profile
+    return solved(solve(profile, BUDGETS, solver="offload-all")).plan, profile
 
 
 def test_a_step_within_its_promise_exceeds_nothing() -> None:
@@ -72,29 +70,14 @@ def test_without_the_profile_the_peak_is_named_with_its_slot() -> None:
     plan, profile = case()
     slots = list(promised_bytes(plan, profile))
     peak = plan.prediction.peak_bytes
-    at = slots.index(peak.device)
-    slots[at] += 7
+    slots[slots.index(peak.device)] += 7
     more = replace(peak, device=peak.device + 7, context=peak.context + 1, disk=peak.disk + 2)
-    first, *others = exceeded(plan, more, slots)
+    first, disk, beside = exceeded(plan, more, slots)
     assert first.where.startswith("the step's peak of tensors, ")
-    assert [str(one) for one in others] == [
-        str(Excess(where=where, predicted_bytes=before, measured_bytes=now))
-        for where, before, now in (
-            ("disk", peak.disk, peak.disk + 2),
-            ("the process besides tensors", peak.context, peak.context + 1),
-        )
-    ]
-    whole = Excess(
-        where="the step's peak of tensors",
-        predicted_bytes=peak.device,
-        measured_bytes=peak.device + 7,
-    )
-    assert exceeded(plan, replace(peak, device=peak.device + 7), ()) == (whole,)
-
-
-def test_an_excess_reads_as_a_sentence() -> None:
-    said = str(Excess(where="disk", predicted_bytes=2**20, measured_bytes=2**20 + 512))
-    assert said == "disk: 1.00 MiB predicted, 1.00 MiB measured, 512 B more"
+    assert str(disk).startswith("disk: ") and str(disk).endswith(" measured, 2 B more")
+    assert beside.where == "the process besides tensors"
+    (whole,) = exceeded(plan, replace(peak, device=peak.device + 7), ())
+    assert whole == replace(first, where="the step's peak of tensors")
 
 
 def test_run_says_what_took_more_and_fails_a_verification(
@@ -142,26 +125,15 @@ def test_the_range_of_a_profile_is_its_plans() -> None:
     measured = decoder_measured()
     assert measured.error_band == (0.9, 1.3)
     assert loads_profile(dumps_profile(measured)) == measured
-    solved = solve(measured, Budgets(device=5000 * MB, host=0, disk=10**12), solver="offload-all")
-    assert isinstance(solved, Solved)
-    step = solved.plan.prediction.step_seconds
-    assert solved.plan.prediction.expected_seconds == (0.9 * step, 1.3 * step)
+    promise = solved(solve(measured, BUDGETS, solver="offload-all")).plan.prediction
+    step = promise.step_seconds
+    assert promise.expected_seconds == (0.9 * step, 1.3 * step)
     unknown = replace(measured, repetitions=None)
     assert unknown.error_band == (0.0, 0.0)
 
 
 def test_the_range_of_an_estimate_is_its_machines() -> None:
-    rates = Rates(
-        float32_flops_per_s=1.0,
-        bfloat16_flops_per_s=1.0,
-        compute_efficiency=1.0,
-        memory_bytes_per_s=1.0,
-        memory_efficiency=1.0,
-        operator_s=0.0,
-        host_parameters_per_s=1.0,
-        error_low=1.1,
-        error_high=1.9,
-    )
+    rates = replace(RATES, error_low=1.1, error_high=1.9)
     estimated = replace(decoder(cpu(), blocks=3), method="estimated", repetitions=REPETITIONS)
     assert estimated.error_band == (0.0, 0.0)
     known = replace(estimated, hardware=replace(estimated.hardware, rates=rates))

@@ -21,7 +21,7 @@ from protrain_plan.checking.plan_files import search
 from protrain_plan.checking.plan_on_machine import predicted
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records import fingerprint, loads_profile, write_plan, write_profile
+from protrain_runtime.contract.records import loads_profile, write_plan, write_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
     ALONE,
@@ -35,10 +35,9 @@ from protrain_runtime.contract.records.plan import (
     Recompute,
     Schedule,
     StepSettings,
-    TierBytes,
 )
 from protrain_runtime.contract.records.profile import Profile
-from tests.support.planning_cases import MB, cpu, decoder
+from tests.support.planning_cases import MB, cpu, decoder, drafted
 
 AssertGolden = Callable[[str | Path, str], None]
 """The fixture `assert_golden`: a golden file's path, and the text that it should hold."""
@@ -65,27 +64,8 @@ def offloading(
         else problem.unit_plan(index, Keep(), Persistent(), Schedule())
         for index, unit in enumerate(profile.units)
     )
-    nothing = TierBytes(device=0, context=0, host=0, disk=0)
-    draft = Plan(
-        workload=profile.workload,
-        hardware=profile.hardware.name,
-        optimizer=profile.optimizer.name,
-        profile_fingerprint=fingerprint(profile),
-        model_fingerprint=profile.model_fingerprint,
-        exact=True,
-        budgets=budgets,
-        prediction=Prediction(step_seconds=1.0, lower_bound_seconds=1.0, peak_bytes=nothing),
-        units=units,
-        settings=StepSettings(
-            piece_bytes=problem.settings.piece_bytes,
-            group=DeviceGroup(
-                num_devices=group.num_devices,
-                num_replicas=group.num_replicas,
-                num_nodes=group.num_nodes,
-            ),
-        ),
-    )
-    draft = draft.regraded()
+    settings = StepSettings(piece_bytes=problem.settings.piece_bytes, group=group)
+    draft = drafted(profile, units, budgets, settings).regraded()
     found = predicted(draft, profile)
     return replace(
         draft,

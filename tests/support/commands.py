@@ -17,16 +17,29 @@ PROTRAIN = Path(sys.executable).with_name("protrain")
 Result = subprocess.CompletedProcess[str]
 
 
-def protrain(*arguments: object, folder: Path, **environment: str) -> Result:
+def ran(*command: object, folder: Any = ROOT, timeout: Any = 600, **environment: str) -> Result:
+    """A process, and how it ended; `stdin` is given to it, and is not of its environment."""
     return subprocess.run(
-        [PROTRAIN, *map(str, arguments)],
+        [*map(str, command)],
         cwd=folder,
+        input=environment.pop("stdin", None),
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=timeout,
         check=False,
     )
+
+
+def python(code: str, *arguments: object, folder: Path = ROOT, **environment: str) -> str:
+    """The output of a script, which ends well."""
+    result = ran(sys.executable, "-c", code, *arguments, folder=folder, **environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def protrain(*arguments: object, folder: Path, **environment: str) -> Result:
+    return ran(PROTRAIN, *arguments, folder=folder, timeout=200, **environment)
 
 
 def printed(result: Result) -> dict[str, Any]:
@@ -54,15 +67,8 @@ EXAMPLE = ROOT / "examples/ci"
 
 
 def shell(script: str, *, folder: Path, environment: dict[str, str]) -> Result:
-    return subprocess.run(
-        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
+    command = ("bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script)
+    return ran(*command, folder=folder, timeout=1800, **environment)
 
 
 def version(folder: Path) -> None:

@@ -11,4 +11,7 @@ CONFIGS: dict[str, dict[str, object]] = {
                "num_hidden_layers": 8, "sliding_window": 16},
     "t5": {"model_type": "t5", "num_layers": 5, "d_model": 64, "d_ff": 96, "num_heads": 2,
            "d_kv": 32, "decoder_start_token_id": 0},
+    "bert": {"model_type": "bert", "num_hidden_layers": 2},
+    "mixtral": {"model_type": "mixtral", "num_hidden_layers": 2, "num_key_value_heads": 1,
+                "num_local_experts": 4},
 }  # fmt: skip

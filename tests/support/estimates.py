@@ -1,18 +1,39 @@
 """Models estimated without memory for them."""
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.batches import Batch
+from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES
-from protrain_runtime.contract.records.hardware import Hardware
+from protrain_plan.profiling.memory.unit_bytes import ModelStructure, analyze_units, measure_bytes
+from protrain_plan.profiling.structure.discovery import discover
+from protrain_runtime.contract.records.hardware import Device, DeviceKind, Hardware
 from protrain_runtime.contract.records.profile import FormCost, Unit
+from protrain_runtime.devices.memory_meter import MemoryMeter
+from tests.support.configs import CONFIGS, SMALL
 
 
 def machine(name: str = "cpu") -> Hardware:
     hardware = load_hardware(name)
     return replace(hardware, device=replace(hardware.device, num_threads=torch.get_num_threads()))
+
+
+def small_source(name: str, **changes: object) -> ModelSource:
+    """A published architecture at small sizes."""
+    return load_source(name, model_config=json.dumps({**SMALL, **CONFIGS[name], **changes}))
+
+
+def device(kind: DeviceKind = "cpu", name: str = "") -> Device:
+    """One that is not here, unless it is named so."""
+    threads = torch.get_num_threads()
+    return Device(kind=kind, name=name, memory_bytes=0, context_bytes=0, num_threads=threads)
 
 
 def bytes_alone(unit: Unit, real: Unit) -> Unit:
@@ -24,3 +45,20 @@ def bytes_alone(unit: Unit, real: Unit) -> Unit:
         peak = form.forward_peak_bytes - (excess if excess in allowed else 0)
         forms.append(replace(form, forward_peak_bytes=peak, forward_s=0.0, backward_s=0.0))
     return replace(unit, forms=tuple(forms))
+
+
+def weighed(
+    model: nn.Module,
+    batch: Batch,
+    meter: passes.MeterFactory = MemoryMeter,
+    *,
+    warm: bool = False,
+    **own: Any,
+) -> tuple[list[Unit], ModelStructure]:
+    """Bytes of a model's units, and what stands beside them; `warm`: after a step, for caches."""
+    found = discover(model, batch)
+    if warm:
+        passes.training_step(model, batch)
+        passes.drop_gradients(model)
+    anatomy = analyze_units(model, batch, found, **own)
+    return measure_bytes(model, batch, anatomy, meter).units, anatomy

@@ -1,16 +1,22 @@
-"""What the program says, in one catalogue: tests/golden/messages.json.
+"""Messages of the program in one catalogue: tests/golden/messages.json.
 
-A test asks `assert_says(error)`, and its words are looked up by the test's file and name; where it
-asks several times, in that order. `pytest --write-golden FILES` writes down what is said today: a
-change of wording is that command, and one file to review. What a test promises apart from words,
-an error's type, its key, whether it says what to do, the test asserts itself.
+A test asks `assert_says(error)`, or `assert_says.refused(call)`, and its words are looked up by the
+test's file and name; where it asks several times, in that order. `pytest --write-golden FILES`
+writes down what is said today: a change of wording is that command, and one file to review. What a
+test promises apart from words, an error's type, its key, whether it says what to do, the test
+asserts itself.
 """
 
 import fcntl
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protrain_runtime.contract.errors import ProtrainError
 
 CATALOGUE = Path(__file__).parents[1] / "golden/messages.json"
 
@@ -22,7 +28,7 @@ Messages = dict[str, dict[str, list[Said]]]
 
 
 def words(what: object, places: Mapping[str, str]) -> Said:
-    """What is said, with the places of this run (folders) by their names; an error's type first."""
+    """The message, with the places of this run (folders) by their names; an error's type first."""
     if isinstance(what, BaseException):
         return words(f"{type(what).__name__}: {what}", places)
     if isinstance(what, str):
@@ -67,6 +73,13 @@ class Speaker:
             expected = catalogue().get(self._file, {}).get(self._test, [])
             assert number < len(expected), f"not in the catalogue (--write-golden): {said}"
             assert said == expected[number]
+
+    def refused(self, call: Callable[..., object], *args: Any, **options: Any) -> ProtrainError:
+        """The error that a call ends with, whose words are looked up."""
+        with pytest.raises(ProtrainError) as caught:
+            call(*args, **options)
+        self(caught.value)
+        return caught.value
 
     def end(self) -> None:
         if self._writes and self._said:

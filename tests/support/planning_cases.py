@@ -1,8 +1,16 @@
 """Synthetic profiles for tests of planning: records only, sizes of a decoder."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from protrain_plan.planning.model.options import Pin
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
+from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.objectives import Question
+from protrain_plan.planning.search.choices import min_memory
+from protrain_runtime.contract.records import fingerprint
 from protrain_runtime.contract.records.hardware import (
     Collectives,
     Contention,
@@ -10,10 +18,19 @@ from protrain_runtime.contract.records.hardware import (
     Hardware,
     Interconnect,
     Link,
+    Rates,
     Shared,
     Tier,
 )
-from protrain_runtime.contract.records.plan import DeviceGroup
+from protrain_runtime.contract.records.plan import (
+    Budgets,
+    DeviceGroup,
+    Plan,
+    Prediction,
+    StepSettings,
+    TierBytes,
+    UnitPlan,
+)
 from protrain_runtime.contract.records.profile import (
     FormCost,
     OptimizerCost,
@@ -23,6 +40,15 @@ from protrain_runtime.contract.records.profile import (
 )
 
 MB = 1_000_000
+RATES = Rates(
+    float32_flops_per_s=10e12,
+    bfloat16_flops_per_s=100e12,
+    compute_efficiency=0.5,
+    memory_bytes_per_s=1e12,
+    memory_efficiency=0.8,
+    operator_s=1e-6,
+    host_parameters_per_s=1e9,
+)
 FREE = Contention(compute=1.0, lane=1.0)
 
 
@@ -215,6 +241,75 @@ def decoder(
         base_bytes=20 * MB,
         units=tuple(units),
     )
+
+
+def small(hardware: Hardware, *, blocks: int = 6, **own: Any) -> Profile:
+    """A decoder of 20 ms a block, with states that a slow host updates; `own` is what differs."""
+    sizes = {"block_parameters": 40 * MB, "embedding_parameters": 20 * MB, "kept": 200 * MB}
+    return decoder(hardware, blocks=blocks, **{**sizes, "host_speed": 1e9, **own})
+
+
+def within(profile: Profile, device: int, below: int = 10**12) -> Budgets:
+    """Budgets with `device` bytes for tensors, beside the context."""
+    context = profile.hardware.device.context_bytes
+    return Budgets(device=device + context, host=below, disk=below)
+
+
+def question(
+    profile: Profile, budgets: Budgets, *pins: Pin, replicas: tuple[int, ...] = (), **own: Any
+) -> Question:
+    """A question about steps that overlap; `own` settings are what differs."""
+    settings = replace(OVERLAPPING, **own)
+    return Question(
+        profile=profile, budgets=budgets, settings=settings, pins=pins, replicas=replicas
+    )
+
+
+def drafted(
+    profile: Profile,
+    units: Sequence[UnitPlan],
+    budgets: Budgets,
+    settings: StepSettings,
+    seconds: float = 1.0,
+) -> Plan:
+    """A plan with these decisions, good or bad; what it predicts means nothing."""
+    nothing = TierBytes(device=0, context=0, host=0, disk=0)
+    return Plan(
+        workload=profile.workload,
+        hardware=profile.hardware.name,
+        optimizer=profile.optimizer.name,
+        profile_fingerprint=fingerprint(profile),
+        model_fingerprint=profile.model_fingerprint,
+        exact=True,
+        budgets=budgets,
+        prediction=Prediction(
+            step_seconds=seconds, lower_bound_seconds=seconds, peak_bytes=nothing
+        ),
+        units=tuple(units),
+        settings=settings,
+    )
+
+
+def solved(outcome: Solved | Infeasible | None) -> Solved:
+    assert isinstance(outcome, Solved)
+    return outcome
+
+
+def infeasible(outcome: Solved | Infeasible | None) -> Infeasible:
+    assert isinstance(outcome, Infeasible)
+    return outcome
+
+
+def least_bytes(problem: Problem) -> int:
+    """Device bytes of tensors with which some choice fits."""
+    lean = min_memory(problem)
+    assert lean
+    return lean.bytes
+
+
+def kept_bytes(problem: Problem) -> int:
+    """Device bytes where everything is kept and persistent."""
+    return max(problem.static_bytes(tuple((0, 0) for _ in problem.options)))
 
 
 def joined(

@@ -1,13 +1,17 @@
 """Random planning problems, choices within them, and rules for their schedules."""
 
 import random
+from math import inf
 
+from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.search.evaluation import plans_of
 from protrain_plan.planning.search.scheduling import ALL, ScheduleRule, fill
 from protrain_runtime.contract.records.plan import (
     ALONE,
     Budgets,
+    Schedule,
     StepSettings,
     UnitPlan,
     Updates,
@@ -50,6 +54,38 @@ def random_problem(
             overlap_steps=rng.random() < 0.7,
         ),
     )
+
+
+def fixed_seconds(problem: Problem, choice: Choice) -> float:
+    """The fluid model's step with these decisions; infinity where it has none."""
+    fluid = Fluid(problem)
+    kinds = zip(fluid.activations, fluid.states, choice, strict=True)
+    for activations, states, (activation, state) in kinds:
+        for variables, chosen in ((activations, activation), (states, state)):
+            for number, variable in enumerate(variables):
+                variable.bounds(int(number == chosen), int(number == chosen))
+    answer = solve(fluid.pulp, integer=False)
+    return fluid.second_unit * answer.bound if answer.status == "optimal" else inf
+
+
+def random_units(profile: Profile, rng: random.Random, settings: StepSettings) -> list[UnitPlan]:
+    """Any decisions with any leads and drains, whatever memory they take."""
+    leads, drains = [0, 0.5, 1, 2, 50], [None, 0, 0.5, 1, 7]
+    return [
+        UnitPlan(
+            name=options.unit.name,
+            activations=rng.choice(options.activations).decision,
+            states=rng.choice(options.states).decision,
+            schedule=Schedule(
+                forward_lead=rng.choice(leads),
+                backward_lead=rng.choice(leads),
+                swap_lead=rng.choice(leads),
+                swap_drain=rng.choice(drains),
+                update_drain=rng.choice(drains),
+            ),
+        )
+        for options in Problem.of(profile, PLENTY, settings=settings).options
+    ]
 
 
 def random_rule(rng: random.Random) -> ScheduleRule:

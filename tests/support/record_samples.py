@@ -176,17 +176,3 @@ forward_lead: 1, swap_drain: 2}
   - {names: model.layers.12-31, activations: recompute, states: offload to disk}
   - {name: head, activations: keep, states: persistent}
 """
-
-PROFILE_UNITS = """\
-  - names: model.layers.0-31
-    kind: block
-    num_parameters: 1000
-    parameter_bytes: 2000
-    gradient_bytes: 2000
-    state_bytes: 12000
-    forms:
-      - {form: keep, forward_peak_bytes: 108MiB, kept_bytes: 16777217, \
-backward_peak_bytes: 216MiB, swappable_bytes: 16MiB, forward_s: 0.0125, backward_s: 0.025}
-      - {form: full, forward_peak_bytes: 108MiB, kept_bytes: 16777217, \
-backward_peak_bytes: 216MiB, swappable_bytes: 16MiB, forward_s: 0.0125, backward_s: 0.025}
-"""

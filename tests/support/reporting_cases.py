@@ -17,19 +17,18 @@ from protrain_runtime.contract.records.plan import (
     Offload,
     Persistent,
     Placement,
-    Plan,
     Prediction,
     Recompute,
     Schedule,
     StepSettings,
     Swap,
     SwapInput,
-    TierBytes,
     UnitPlan,
     Updates,
 )
 from protrain_runtime.contract.records.profile import Profile
-from tests.support.planning_cases import MB, decoder, gpu, random_profile
+from tests.support.planning_cases import MB, decoder, drafted, gpu, random_profile
+from tests.support.random_problems import random_units
 
 Decision = tuple[Activations, Placement, Schedule]
 
@@ -53,22 +52,9 @@ def step_of(
         )
         for unit, (activations, states, schedule) in zip(profile.units, decisions, strict=True)
     )
-    nothing = TierBytes(device=0, context=0, host=0, disk=0)
-    plan = Plan(
-        workload=profile.workload,
-        hardware=profile.hardware.name,
-        optimizer=profile.optimizer.name,
-        profile_fingerprint=fingerprint(profile),
-        model_fingerprint=profile.model_fingerprint,
-        exact=True,
-        budgets=Budgets(device=0, host=0, disk=0),
-        prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
-        units=units,
-        settings=StepSettings(
-            piece_bytes=piece_bytes, updates=updates, micro_batches=micro_batches
-        ),
-    )
-    plan = plan.regraded()
+    settings = StepSettings(piece_bytes=piece_bytes, updates=updates, micro_batches=micro_batches)
+    nothing = Budgets(device=0, host=0, disk=0)
+    plan = drafted(profile, units, nothing, settings).regraded()
     report = simulated(plan, profile).report
     peaks, seconds = report.tier_peaks, report.step_seconds
     budgets = Budgets(
@@ -118,33 +104,19 @@ def deep_step(blocks: int = 126) -> Step:
 def random_step(rng: random.Random) -> Step:
     """Any decisions with any leads and drains on any machine, whatever memory they take."""
     profile = random_profile(rng)
-    tiers = [tier.name for tier in profile.hardware.tiers]
-    decisions: list[Decision] = []
-    for unit in profile.units:
-        tier = rng.choice(tiers)
-        activations: list[Activations] = [Keep(), Swap(tier=tier)]
-        if len(unit.forms) > 1:
-            activations += [Recompute(), SwapInput(tier=tier)]
-        states: list[Placement] = [
-            Persistent(),
-            Offload(tier=tier),
-            Offload(tier=tier, keep_gathered=True),
-        ]
-        schedule = Schedule(
-            forward_lead=rng.choice([0, 0.5, 1, 2]),
-            backward_lead=rng.choice([0, 0.5, 1, 2]),
-            swap_lead=rng.choice([0, 0.5, 1, 2]),
-            swap_drain=rng.choice([None, 0, 0.5, 1]),
-            update_drain=rng.choice([None, 0, 0.5, 1]),
-        )
-        decisions.append((rng.choice(activations), rng.choice(states), schedule))
     updates: list[Updates] = ["in backward", "after backward"]
-    return step_of(
-        profile,
-        decisions,
+    settings = StepSettings(
         piece_bytes=rng.choice([16 << 20, 1 << 40]),
         updates=rng.choice(updates),
         micro_batches=rng.choice([1, 2]),
+    )
+    units = random_units(profile, rng, settings)
+    return step_of(
+        profile,
+        [(unit.activations, unit.states, unit.schedule) for unit in units],
+        piece_bytes=settings.piece_bytes,
+        updates=settings.updates,
+        micro_batches=settings.micro_batches,
     )
 
 

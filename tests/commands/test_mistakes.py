@@ -1,0 +1,151 @@
+"""A mistake is one message and exit code 2; the catalogue has the messages.
+
+Commands run in this process, as `main` runs them, in a folder with records of all kinds.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protrain_runtime.contract.records import write_plan, write_profile
+from tests.support.checking_cases import offloading
+from tests.support.messages import Speaker
+from tests.support.planning_cases import cpu, decoder, gpu
+from tests.support.record_fuzz import run
+from tests.support.reporting_cases import small_step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """It is as it was, after all of them."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    step, measured = small_step(), replace(decoder(gpu(host_gb=64), blocks=2), method="measured")
+    write_profile(decoder(cpu(), blocks=3), folder / "profile.yaml")
+    write_profile(decoder(gpu(), blocks=6, pieces=4), folder / "card.yaml")
+    write_profile(measured, folder / "measured.yaml")
+    write_plan(step.plan, folder / "plan.yaml")
+    write_plan(offloading(), folder / "offloading.yaml")
+    text = (folder / "plan.yaml").read_text()
+    (folder / "typo.yaml").write_text(text.replace("persistent", "persistant"))
+    (folder / "broken.yaml").write_text("protrain: plan\nunits: [\n")
+    (folder / "prices.yaml").write_text("rtx-4090: {price_per_hour: 0.5, num_devices: [1]}\n")
+    (folder / "shown").mkdir()
+    write_profile(step.profile, folder / "shown/profile.yaml")
+    write_plan(step.plan, folder / "shown/plan.yaml")
+    (folder / "there").touch()
+    before = sorted(folder.rglob("*"))
+    yield folder
+    assert sorted(folder.rglob("*")) == before
+
+
+MISTAKES = """
+nonsense
+run
+run missing.yaml
+run card.yaml
+run broken.yaml
+run typo.yaml
+run offloading.yaml --check --check-spills
+run offloading.yaml --plain --check-spills
+run offloading.yaml --plain --verify
+run offloading.yaml --memory-limit 1.5GX
+profile tiny-lama --in-process
+profile no.such.module:factory --in-process
+profile tiny-llama --dtype float33
+profile tiny-llama --device tpu
+profile tiny-llama -o .
+profile tiny-llama --on l4 --steps 3
+profile tiny-llama --on l4 --disk-seconds 60
+profile tiny-llama --on l4 --disk-bytes 9GiB
+plan missing.yaml
+plan offloading.yaml
+plan profile.yaml --device-memory 1.5GX
+plan profile.yaml --host-memory 8GiB
+plan profile.yaml -o /dev/null/no/plan.yaml
+plan profile.yaml -o - --lp /dev/fd/1
+plan profile.yaml --seq-len 64
+plan measured.yaml --host-memory 2TiB
+plan card.yaml --allow int8-activations
+plan card.yaml --num-devices 2
+plan card.yaml --pin 'layer.0: recompute'
+plan card.yaml --pareto --maximize batch-size
+plan card.yaml --maximize layers
+plan card.yaml --updates later
+plan card.yaml --updates in-backward --clip
+plan card.yaml --clip-share 0.2
+plan card.yaml --clip --clip-share 1.2
+plan card.yaml --solver cplex
+plan tiny-llama --on rtx-4090 --global-batch 8 --accumulate 2
+plan tiny-llama --on rtx-4090 -o -
+plan tiny-llama --on rtx-4090 -o there/plan
+show shown/plan.yaml --profile card.yaml
+simulate shown/plan.yaml --profile card.yaml
+simulate shown/plan.yaml --trace no/trace.json
+report shown/plan.yaml --profile card.yaml
+report shown/plan.yaml -o .
+report shown/plan.yaml --recording none.json
+report shown/plan.yaml --recording card.yaml
+export plan.yaml --to megatron
+fit tiny-llama --on rtx-4091
+fit tiny-llama --on cpu --seq-len many
+fit tiny-llama --on cpu --batch-size 0
+fit tiny-llama --on cpu --optimizer adan
+fit tiny-llama --on cpu --host-memory 64GiB
+fit tiny-llama --on cpu --precision mixed
+fit tiny-llama --on cpu --precision autocast --dtype float32
+fit tiny-llama --on cpu --price cheap
+fit tiny-llama --on cpu --price 1,2
+fit tiny-llama --on cpu --columns speed
+fit tiny-llama --on cpu --columns cost
+fit tiny-llama --on cpu --columns energy
+fit tiny-llama --on cpu --seq-len 64 --sweep host=1GiB
+fit tiny-llama --on rtx-4090 --price 1 --sweep host=64GiB
+fit tiny-llama --on rtx-4090 --global-batch 8 --batch-size 2
+fit tiny-llama --on rtx-4090 --global-batch 8 --accumulate 2
+hardware show rtx-4091
+hardware show 'RTX 4090'
+hardware show A100
+hardware show toaster
+hardware show plan.yaml
+hardware show broken.yaml
+hardware show ./none.yaml
+hardware show .
+hardware probe --device tpu
+hardware probe -o /no/such/folder/machine.yaml
+hardware search tiny-llama
+hardware search tiny-llama --speed 1
+hardware search tiny-llama --speed 1 --among none.yaml
+hardware search tiny-llama --speed 1 --among prices.yaml --price-limit 0.2
+hardware search tiny-llama --speed 1 --among prices.yaml --dtype int8
+"""
+
+
+@pytest.mark.parametrize("command", MISTAKES.strip().splitlines())
+def test_mistakes_are_one_message(command: str, folder: Path, assert_says: Speaker) -> None:
+    with chdir(folder):
+        code, told = run(shlex.split(command))
+    assert code == 2, told
+    assert told.startswith("error: ")
+    assert "Traceback" not in told
+    assert_says(told)
+
+
+HELPED = (
+    *("profile", "plan", "show", "simulate", "report", "run", "hardware", "hardware list"),
+    *("hardware show", "hardware probe", "hardware search"),
+)
+
+
+@pytest.mark.parametrize("command", HELPED)
+def test_help_shows_an_example(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, told = run([*command.split(), "--help"])
+    assert code == 0
+    assert f"protrain {command} " in told.partition("Example")[2]
+    assert max(map(len, told.splitlines())) <= 80
+    assert os.environ["COLUMNS"] == "80"
