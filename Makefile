@@ -69,9 +69,10 @@ heap: $(STAMP) ## run the tests of the zoo under an allocator that finds stray w
 	@PYTHONMALLOC=malloc LD_PRELOAD=$(abspath .venv/heap_guard.so) $(BIN)/python -m pytest -q -n 0 \
 		-o timeout=0 -m "not gpu and not emulated" $(ZOO)
 
-lint: $(STAMP) ## check style and format
+lint: $(STAMP) ## check style, format, and how docstrings begin
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/python -m tests.support.english
 
 types: $(STAMP) ## check types
 	@$(BIN)/mypy --no-error-summary

@@ -249,7 +249,7 @@ def deterministic() -> bool:
 
 
 def test_a_plan_may_take_all_that_is_free(tmp_path: Path) -> None:
-    """What is free is free beside the context; a byte more than there is, is too much."""
+    """Free memory is free beside the context; a byte more than there is, is too much."""
     asked = on_host(model="functional")
     run = asked.start(tmp_path)
     model = restore(run.model)  # the context has grown to what kernels of `prepare` take
@@ -524,7 +524,7 @@ def machine_of(card: torch.device) -> Hardware:
 
 
 def bytes_of_others() -> int:
-    """Of tensors that other tests have left on the card; what libraries keep is predicted."""
+    """Bytes of tensors that other tests have left on the card; what libraries keep is predicted."""
     while gc.collect():  # what one collection finalizes, the next one frees
         pass
     return reachable_bytes(device())
@@ -544,7 +544,7 @@ def ran(plan: Plan, spill: Path) -> Trained:
 
 
 def assert_kept(plan: Plan, profile: Profile, spill: Path) -> tuple[int, int]:
-    """Of tensors, in every slot and in all steps; and below the device, to the byte."""
+    """Bytes of tensors, in every slot and in all steps; and below the device, to the byte."""
     program, run = program_of(plan, profile), ran(plan, spill)
     predicted = [slot.total for slot in device_bytes(program)]
     over = [(n, m - p) for n, (p, m) in enumerate(zip(predicted, run.slot_bytes, strict=True))]
@@ -572,7 +572,7 @@ def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_
 def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
     profile: Profile, how: str, tmp_path: Path
 ) -> None:
-    """Of the first step, in which the optimizer makes its states, and of those that follow."""
+    """Bytes of the first step, which makes the optimizer's states, and of those that follow."""
     speculate = how == "ahead of the norm"
     schedule = Schedule(forward_lead=1, update_drain=1)
     states = Offload(tier="host", update_on_device=True, speculate=speculate)

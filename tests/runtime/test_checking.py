@@ -391,7 +391,7 @@ def test_whoever_reads_finds_a_bit(use: str, tier: TierName, tmp_path: Path) -> 
 
 @linux
 def test_a_full_disk_costs_a_checked_step_and_nothing_else(tmp_path: Path) -> None:
-    """What a write has left half done is neither trusted nor in the way of what comes after."""
+    """A write that is left half done is neither trusted nor in the way of the next."""
     run = summed(Swap(tier="disk"), Offload(tier="disk")).start(tmp_path)
     states = os.fstat(spill_descriptor(tmp_path)).st_size
     with file_limit(states), pytest.raises(ProtrainError, match="no room for "):

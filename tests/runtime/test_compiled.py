@@ -240,7 +240,7 @@ def test_a_models_own_checkpointing_is_switched_off_under_a_plan(tmp_path: Path)
 
 @pytest.fixture
 def quick_compiler() -> Iterator[None]:
-    """What names no other backend is compiled with one that needs no C++ compiler."""
+    """Compile with a backend that needs no C++ compiler where no other is named."""
     torch.compiler.reset()
     with torch.compiler.set_stance("default", force_backend="aot_eager"):
         yield

@@ -80,7 +80,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def scales_of(packed: Tensor, count: int) -> Tensor:
-    """Of every element: float64 [elements]."""
+    """Scale of every element: float64 [elements]."""
     groups = -(-count // GROUP)
     scales = packed[: 4 * groups].view(torch.float32).double()
     return scales.repeat_interleave(GROUP)[:count]
@@ -90,7 +90,7 @@ def scales_of(packed: Tensor, count: int) -> Tensor:
 
 
 def elements(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of sizes that differ from group to group, with zeros among them."""
+    """Numbers whose sizes differ from group to group, with zeros among them."""
     values = torch.randn(count, generator=torch.Generator().manual_seed(0))
     values *= torch.linspace(0, 30, count).exp2()
     values[::7] = 0
@@ -227,11 +227,11 @@ def test_a_linear_layers_gradient_is_unbiased_and_its_inputs_exact(form: Form) -
 
 
 Expected = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Of inputs and the gradient above: the bias of their gradient, and a bound on it."""
+"""Derived from inputs and the gradient above: the bias of their gradient, and a bound on it."""
 
 
 def variances_of(values: Tensor) -> Tensor:
-    """Of the errors of a tensor's int8 copy: f (1 - f) scale^2, f an element's fraction."""
+    """Variance of a tensor's int8 copy: f (1 - f) scale^2, f an element's fraction."""
     flat = values.detach().flatten()
     scales = scales_of(quantized(flat), flat.numel())
     fractions = (flat.double() / scales) % 1
@@ -259,7 +259,7 @@ def of_silu(hidden: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_softmax(hidden: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    """What is saved is the output y. Of y_i g_i - y_i sum_j y_j g_j, y_i^2 g_i alone is curved."""
+    """The output y is saved. Of y_i g_i - y_i sum_j y_j g_j, y_i^2 g_i alone is curved."""
     output = hidden.softmax(-1)
     return -variances_of(output) * above, bound_of(output) * above.abs()
 
@@ -317,7 +317,7 @@ def test_the_bias_of_what_is_not_linear_is_the_one_of_second_order(
 
 
 class Seen:
-    """What reaches the hooks around a block."""
+    """The tensors that reach the hooks around a block."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

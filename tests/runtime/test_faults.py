@@ -1,4 +1,4 @@
-"""What goes wrong while training: one clear error or a clean resume, and nothing is left behind.
+"""Faults while training: one clear error or a clean resume, and nothing is left behind.
 
 Faults and signals are real. Where they come is told by the engine's observer, never by a clock.
 """
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lo
 
 @pytest.fixture(params=["past the page cache", "through it"])
 def page_cache_bytes(request: pytest.FixtureRequest) -> int:
-    """What a plan lets the page cache have."""
+    """The page cache that a plan counts on."""
     return 2**20 if request.param == "through it" else 0
 
 
@@ -172,7 +172,7 @@ SYSTEM = {
     "statvfs": os,
     "mmap": mmap,
 }
-"""What stores and files ask of the system, and where."""
+"""Calls of stores and files to the system, and where."""
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL, errno.ENOMEM])
@@ -318,7 +318,7 @@ def test_a_wait_ends_and_names_the_move(assert_says: Speaker) -> None:
 
 @contextmanager
 def ctrl_c() -> Iterator[Callable[[], None]]:
-    """What sends SIGINT to this process, which becomes KeyboardInterrupt where it stands.
+    """A caller of SIGINT to this process, which becomes KeyboardInterrupt where it stands.
 
     Python drops what is raised in a garbage collector's callback, and hypothesis installs one.
     """

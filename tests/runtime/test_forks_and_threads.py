@@ -50,7 +50,7 @@ from tests.support.scenario import Run, Scenario, refusal
 NAME = "functional"
 UNITS = len(described(NAME))
 PATIENCE_S = 60
-"""What hangs is ended after this, and fails."""
+"""Seconds after which a test that hangs is ended."""
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
 
@@ -104,7 +104,7 @@ def saved(run: Run, name: str = "checkpoint") -> Path:
 
 
 def in_fork(work: Callable[[], Any]) -> Any:
-    """What a forked process finds, which then ends as one that came to the end of its script."""
+    """The findings of a forked process, which ends as at the end of its script."""
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
@@ -188,7 +188,7 @@ def forks(folder: Path) -> None:
 
 
 def resident(folder: Path) -> None:
-    """What needs no lane works."""
+    """Reads that need no lane work."""
     torch.set_num_threads(1)  # those of a pool are not in a fork either, and PyTorch waits for them
     run = tried(states=Persistent()).start(folder)
     run.step(0)
@@ -261,7 +261,7 @@ def test_a_fork_is_refused_what_needs_threads_and_the_parent_goes_on(
 
 
 def in_thread(work: Callable[[], object]) -> BaseException | None:
-    """What it raised in a thread of its own."""
+    """The error that it raised in a thread of its own."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What training scripts do beside forward, backward and step, on a model that follows a plan.
+"""Habits of training scripts beside forward, backward and step, on a planned model.
 
 The oracle is plain PyTorch doing the same; what a plan cannot keep is refused in clear words.
 """
@@ -99,7 +99,7 @@ def plain_values(*numbers: int) -> dict[str, Tensor]:
 
 
 def assert_values(run: Run, *numbers: int) -> None:
-    """Those of plain training with these batches."""
+    """The values of plain training with these batches."""
     assert list(differences(run.values(), plain_values(*numbers), "values")) == []
 
 

@@ -265,7 +265,7 @@ def offloading(profile: Profile, *, context_bytes: int) -> Plan:
 def message(
     folder: Path, plan: Plan, profile: Path | None, *, slot: str, data: bool = True, hog: int = 1
 ) -> str:
-    """What is said when no memory is left in `slot`."""
+    """The message when no memory is left in `slot`."""
     write_plan(plan, folder / "plan.yaml")
     script = (
         SCRIPT.replace("@plan", repr(str(folder / "plan.yaml")))

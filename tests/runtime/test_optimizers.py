@@ -132,7 +132,7 @@ STAYING = Way((Persistent(),))
 
 
 def forgetting(model: nn.Module) -> None:
-    """What trials have counted in a module is forgotten; some optimizers read parameters' own."""
+    """Counts of trials in a module are forgotten; some optimizers read parameters' own."""
     odd_optimizers.COUNTS["calls"] = 0
     for parameter in model.parameters():
         parameter.slower_by = 1.0 / parameter.dim()  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ def test_what_looks_at_one_parameter_at_a_time_trains_everywhere_bitwise(
 def test_what_looks_at_all_parameters_is_refused_and_trains_where_all_stay(
     feature: str, way: str, tmp_path: Path
 ) -> None:
-    """What trials have counted in a class or a module is forgotten."""
+    """Counts of trials in a class or a module are forgotten."""
     own, other = odd(feature), odd(feature)
     expected = plainly(STAYING.scenario(other))
     with pytest.raises(ProtrainError, match=r"cannot update"):
@@ -196,7 +196,7 @@ def of_feature(feature: str) -> Hostile:
 
 
 class JudgeOfOpen(judging.Judge):
-    """Of plans' decisions, those that the profile leaves open."""
+    """The decisions that the profile leaves open."""
 
     def _decided(self, name: judging.PlanName, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
         problem = Problem.of(self.profile, Budgets(device=2**40, host=2**40, disk=2**40))
@@ -256,7 +256,7 @@ def test_features_are_found_whatever_comes_with_them(
 
 
 IN_STATES = ("adamw", "counts in its states", "reads attributes of parameters")
-"""What a feature keeps is in the states of parameters alone."""
+"""A feature keeps nothing outside the states of parameters."""
 
 
 @pytest.mark.parametrize("feature", [*APART, *WHOLE, *TOGETHER])
@@ -332,7 +332,7 @@ TORCHAO: dict[str, dict[str, StateRule]] = {
     "AdamW4bit": {"codes": StateRule(torch.uint8, 2), "scale": StateRule(torch.float32, 128)},
     "AdamWFp8": {"codes": StateRule(torch.float8_e4m3fn), "scale": StateRule(torch.float32, 256)},
 }
-"""What each state of a large parameter is made of, as a value for so many elements."""
+"""The rule of each state of a large parameter: a value for so many elements."""
 
 
 @contextmanager

@@ -234,7 +234,7 @@ def run_under(
 
 
 def loaded_and_read() -> None:
-    """What is loaded is what is read, while copies come late."""
+    """Reads see what was loaded, while copies come late."""
     weights = {name: value.cpu() for name, value in build(NAME, seed=5).state_dict().items()}
     with run_under(LATE_COMPUTE, tried(Keep(), HOST)) as run:
         run.model.load_state_dict(weights)
@@ -296,7 +296,7 @@ def evaluated_between() -> None:
 
 
 def cut_short() -> None:
-    """What is allocated after a forward that raised is nobody's any more."""
+    """Memory that is allocated after a forward that raised is nobody's any more."""
 
     def interrupt(what: str) -> None:
         if what == "slot 3":
@@ -314,7 +314,7 @@ def cut_short() -> None:
 
 
 def aside_with_late_lanes() -> None:
-    """What nobody needs any more comes back, and is dropped meanwhile: its room is compute's."""
+    """A graph is dropped while its tensors come back: their room is compute's."""
     model = build(NAME)
     block = model.get_submodule("blocks.0")
     forward, aside, fresh = block.forward, list[Tensor](), list[Tensor]()
@@ -341,7 +341,7 @@ def aside_with_late_lanes() -> None:
 
 
 def peaks_with_late_lanes() -> None:
-    """What has to leave before a slot has left: no lateness makes the device hold more."""
+    """Moves that have to end before a slot have ended: no lateness makes the device hold more."""
     prompt, delayed = (peak(lateness) for lateness in (late, LATE_LANES))
     assert delayed <= prompt
 
@@ -394,7 +394,7 @@ def filling(value: Tensor, number: float) -> Callable[[], None]:
 
 
 def a_stream_keeps_its_order() -> None:
-    """What is submitted second runs second, also where the first waits for a thread."""
+    """Work that is submitted second runs second, also where the first waits for a thread."""
     with waiting_lanes() as (first, lane, release):
         value = torch.zeros(1, device=device())
         one = lane.submit("one", filling(value, 1.0), (first,))

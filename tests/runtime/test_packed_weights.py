@@ -513,7 +513,7 @@ def test_what_no_plan_can_follow_is_refused_by_name(name: str, assert_says: Spea
 
 
 def test_a_bias_that_a_forward_would_convert_is_refused_by_name(assert_says: Speaker) -> None:
-    """Of a layer of 8 bits, in place: a plan has placed it."""
+    """Conversions of a layer of 8 bits, in place: a plan has placed it."""
     model = of_kind("int8").build()
     settle_quantized(model)
     layer = next(layer for _, layer in packed_layers(model))

@@ -185,7 +185,7 @@ def test_measured_bytes_of_other_steps_never_exceed_predicted(
 def test_measured_bytes_of_speculative_updates_never_exceed_predicted(
     profile: Profile, gathered: bool, tmp_path: Path
 ) -> None:
-    """Of steps that are clipped, as those of random weights are."""
+    """Bytes of steps that are clipped, as those of random weights are."""
     states = replace(DISK, keep_gathered=gathered, speculate=True)
     units = decided(described_by(profile), Recompute(), states)
     assert_within_the_promise(peaks(profile, units, tmp_path, updates="after backward"))
@@ -319,7 +319,7 @@ def test_measured_bytes_of_eight_bits_never_exceed_predicted_and_are_near(
 
 
 def update_bytes(update: Callable[[], object]) -> int:
-    """What the second update takes: the first makes the states."""
+    """Bytes of the second update: the first makes the states."""
     for _ in range(2):
         with MemoryMeter() as meter:
             meter.mark("update")
@@ -330,7 +330,7 @@ def update_bytes(update: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("optimizer", "dtype"), [("adamw8bit", "float32"), ("nadam", "bfloat16")])
 def test_a_lanes_update_takes_the_workspace_of_one_run(optimizer: str, dtype: DType) -> None:
-    """Of the thread that counts: a meter does not see a lane's."""
+    """Bytes of the thread that counts: a meter does not see a lane's."""
     if optimizer == "adamw8bit":
         pytest.importorskip("bitsandbytes")
     run, runs = 2**16, 8
@@ -420,7 +420,7 @@ def slow_peaks(
 def test_measured_bytes_of_updates_that_run_on_match_predicted(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """What is updated in place stands until the next step fetches it again."""
+    """Chunks updated in place stand until the next step fetches them again."""
     profile = read_profile(profile_file(tmp_path_factory, "tiny-llama"))
     schedule = Schedule(forward_lead=1)
     units = decided(described_by(profile), Recompute(), Offload(tier="disk"), schedule)
@@ -607,7 +607,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is trained, in which numbers."""
+    """A model, and the numbers that it is trained in."""
 
     model: str
     precision: Precision
@@ -661,7 +661,7 @@ def profile_by_leave(factory: Profiles, kind: Kind) -> Profile:
 
 
 def excess_bytes(profile: Profile, states: Placement, step: tuple[Updates, int]) -> int:
-    """What the promised peak may stand above the measured one."""
+    """The most that the promised peak stands above the measured one."""
     most = SLACK_BYTES + 8 * BATCH * TOKENS  # and the tokens, as what is to be predicted
     # The first block's input and the last one's output, in float32, and with adapters one more: a
     # frame of the model's forward holds them, and autograd under `int8` does not. A part is

@@ -1,4 +1,4 @@
-"""What a plan takes against what there is: the numbers of both are in the message."""
+"""The needs of a plan against what there is: the numbers of both are in the message."""
 
 import resource
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_as_much_room_as_the_plan_takes_is_enough() -> None:
 
 
 def test_the_page_cache_of_a_plan_is_memory_that_has_to_be_there() -> None:
-    """What is on disk, and not all that the cache might have taken."""
+    """The room on disk, and not all that the cache might have taken."""
     cached = with_settings(plan(device="cpu"), page_cache_bytes=2**40)
     with pytest.raises(ProtrainError) as caught:
         check_room(cached, Room(memory_bytes=580 * MIB - 1), FOLDER)

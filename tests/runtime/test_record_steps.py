@@ -212,7 +212,7 @@ def promising(num_bytes: int) -> Scenario:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """What is warned of inside."""
+    """The warnings inside."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""What random models and the matrix have found once: each a case of its own."""
+"""Faults that random models and the matrix found once: each a case of its own."""
 
 from dataclasses import replace
 from functools import partial

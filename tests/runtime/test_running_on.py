@@ -129,7 +129,7 @@ def test_steps_that_are_clipped_and_others_match_plain_torch_bitwise(
 
 
 def save_states(run: Run) -> None:
-    """What is saved are the values before the update, as in plain PyTorch."""
+    """A save has the values before the update, as in plain PyTorch."""
     run.seen += copied(run.model.state_dict()).values()
 
 
@@ -166,7 +166,7 @@ BETWEEN: dict[Script, bool] = {
     load_states: True,
     change_rate: True,
 }
-"""What may come between backward and the step; whether updates are done again then."""
+"""Events between backward and the step; whether updates are done again then."""
 
 
 @pytest.mark.parametrize("tier", ["disk", "host"])

@@ -98,7 +98,7 @@ def test_five_steps_match_plain_torch_bitwise(
 
 @pytest.mark.parametrize("schedule", FRACTIONAL, ids=["0", "1"])
 def test_fractional_schedules_cut_every_kind_of_transfer(schedule: Schedule) -> None:
-    """What the tests above run is what they say: otherwise they would test less."""
+    """The tests above run what they say: otherwise they would test less."""
     cut: set[str] = set()
     whole = ((0.0, 0.0), (0.0, 1.0))
     for tier in ("disk", "host"):

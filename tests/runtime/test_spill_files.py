@@ -199,7 +199,7 @@ def test_a_request_that_fails_is_one_error_and_the_file_goes_on(
 def test_an_edge_that_fails_is_told_and_is_not_taken_for_the_files(
     name: str, tmp_path: Path
 ) -> None:
-    """What the disk has is what is read, and the next change of the block begins with that."""
+    """Reads see what the disk has, and the next change of the block begins with that."""
     with closing(taking_direct_io(tmp_path)) as file:
         start = file.reserve(3 * BLOCK)
         marks = [torch.full((5,), value, dtype=torch.uint8) for value in (7, 8, 9)]

@@ -166,7 +166,7 @@ def test_what_cannot_be_updated_in_backward_is_refused(name: str, assert_says: S
 def test_the_planner_updates_in_backward_where_gradients_have_no_room_alone(
     assert_says: Speaker,
 ) -> None:
-    """What it saves is the room that all gradients would take when the step begins."""
+    """It saves the room that all gradients would take when the step begins."""
     profile = decoder(gpu(), blocks=6)
     nothing_below = replace(profile, hardware=replace(profile.hardware, tiers=()))
 

@@ -1,4 +1,4 @@
-"""What may happen in a step: several forwards, micro-batches, norms, loss scales, exceptions.
+"""Events in a step: several forwards, micro-batches, norms, loss scales, exceptions.
 
 As plain PyTorch has it, or one clear error.
 """
@@ -595,7 +595,7 @@ def test_a_backward_of_several_forwards_is_one_error(
 
 
 def contrasted_in_one(run: Run) -> None:
-    """What the error says to do."""
+    """The fix of the error."""
     for number in range(2):
         output: Any = call_model(run.model, run.subject.batch(number))
         loss = pair_loss(*output.logits.chunk(2))

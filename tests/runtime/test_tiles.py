@@ -97,7 +97,7 @@ ROUNDING = ("rounding",)
 # --- one loss -------------------------------------------------------------------------------------
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Of logits [batch, sequence, classes] and labels [batch, sequence]."""
+"""Cross entropy of logits [batch, sequence, classes] and labels [batch, sequence]."""
 
 
 def causal(logits: Tensor, labels: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ def test_tiles_are_few_and_of_whole_groups_of_rows() -> None:
 
 
 def head(num_rows: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """What goes into a head, its weight, and the targets."""
+    """The input of a head, its weight, and the targets."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_rows, 16, generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(300, 16, generator=generator).bfloat16().requires_grad_()
@@ -639,7 +639,7 @@ def test_gradients_of_heads_in_tiles_are_as_near_to_those_of_float64_as_plain_py
 
 @pytest.mark.parametrize("name", ["llama", "capped", "softcapped"])
 def test_nothing_is_as_large_as_the_logits(name: str) -> None:
-    """Of what autograd keeps; the bytes of all slots are compared below."""
+    """Bytes that autograd keeps; those of all slots are compared below."""
     model = made(HEADS[name])
 
     def largest(context: AbstractContextManager[object]) -> int:
@@ -969,7 +969,7 @@ def test_a_tight_budget_takes_it_and_stays_within_the_peak(
 
 
 def test_estimates_have_the_forms_that_round() -> None:
-    """Of tensors without values, too: an MLP is told by operators, not by numbers."""
+    """Tensors without values tell as much: an MLP is told by operators, not by numbers."""
     sizes: Any = {"batch_size": 1, "seq_len": 128, "dtype": "float32"}
     machine, source = load_hardware("cpu"), load_source("tiny-llama")
     found = estimate(source, **sizes, hardware=machine, allow=("rounding",))

@@ -499,7 +499,7 @@ def test_a_step_on_masters_stays_within_the_room_that_is_counted(name: str, room
 
 
 def test_the_workspace_of_masters_is_two_bytes_per_byte_of_the_parameter() -> None:
-    """What test_peaks counts with: a float32 gradient for each bfloat16 element."""
+    """As test_peaks counts: a float32 gradient for each bfloat16 element."""
     assert workspace("adamw", "bfloat16", "master")["workspace_fraction"] == 2.0
 
 

@@ -152,7 +152,7 @@ def on_device(name: str, *, exact_optimizer: bool = False) -> Iterator[None]:
 
 
 def where() -> tuple[str, bool]:
-    """What plain training depends on beside its script."""
+    """The conditions of plain training beside its script."""
     return str(device()), _WHERE.exact_optimizer
 
 
@@ -162,7 +162,7 @@ def moved_to_device(tree: Any) -> Any:
 
 
 def random_states() -> list[Tensor]:
-    """Of all generators that training here may draw from."""
+    """States of all generators that training here may draw from."""
     host = [torch.get_rng_state()]
     return host if devices.on_host(device()) else [*host, devices.random_state(device())]
 
@@ -293,7 +293,7 @@ def described(name: str) -> tuple[UnitPlan, ...]:
 
 
 def units_of(model: nn.Module, first: Batch) -> tuple[UnitPlan, ...]:
-    """What a model's units are, with nothing decided, as the profiler finds them."""
+    """A model's units as the profiler finds them, with nothing decided."""
     found = discover(model, first)
     own = saved_bytes(model, [unit.module for unit in found], first, "keep")
     return tuple(
@@ -317,7 +317,7 @@ def units_of(model: nn.Module, first: Batch) -> tuple[UnitPlan, ...]:
 
 
 def described_by(profile: Profile) -> tuple[UnitPlan, ...]:
-    """What a profile's units are, with nothing decided."""
+    """A profile's units, with nothing decided."""
     return tuple(
         UnitPlan(
             name=unit.name,
@@ -551,7 +551,7 @@ ADAMW: Factory = _adamw
 
 @dataclass
 class Outcome:
-    """What training computed: compared bit by bit."""
+    """The results of training: compared bit by bit."""
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -632,7 +632,7 @@ def differences(found: Any, expected: Any, where: str) -> Iterator[str]:
 
 
 def attached(model: nn.Module) -> dict[str, tuple[list[str], dict[str, int]]]:
-    """What a person could see on the modules: their attributes, and how many hooks they have."""
+    """The visible parts of the modules: their attributes, and how many hooks they have."""
     return {
         path: (
             sorted(module.__dict__),

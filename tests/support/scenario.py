@@ -230,7 +230,7 @@ class Loop:
 
 
 def standing_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Those after backward; of one that waits below the device, as its update will see it."""
+    """Gradients after backward; of one that waits below the device, as its update will see it."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
@@ -301,7 +301,7 @@ class Scenario:
         return run.outcome()
 
     def plain(self) -> Outcome:
-        """What plain PyTorch computes."""
+        """The outcome of plain PyTorch."""
         if isinstance(self.script, Loop) and not self.script.hooked:
             return _plain(
                 self.subject, self.script, self.factory, self.plain_factory, self.groups, where()

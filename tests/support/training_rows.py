@@ -118,7 +118,7 @@ ALWAYS_IMPOSSIBLE = (
         values={"model": ("functional",), "trained": ("lora", PACKED)},
     ),
 )
-"""What no row of any matrix combines."""
+"""Combinations that no row of any matrix has."""
 
 
 def uncompiled(row: Row, *, seed: int = 0) -> nn.Module:
