@@ -8,14 +8,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from protrain_runtime.contract.records import read_plan, read_profile
-from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 FOLDER = Path(__file__).parent
@@ -99,7 +96,7 @@ test suite checks all of them on every run.
 
 Bytes are counted, seconds are estimates from data sheets, and none of these plans has been run on
 such a machine. The gap is the distance to the fastest schedule that can exist in the
-budgets.
+budgets. `protrain show PLAN` says what each unit does.
 """
 MEASURED = """\
 `smollm2-135m-cpu-1100MiB` is the plan of `make demo`: its profile was measured, on a machine with
@@ -118,8 +115,7 @@ def page() -> str:
     lines = [INTRODUCTION, "| Plan | Model states | Device | Host | Step | Gap |"]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: |", *map(_row, PAIRS), "", MEASURED]
     for pair in PAIRS:
-        lines += [f"## {pair.name}\n", f"{pair.shows}.\n", *_decisions(pair)]
-        lines += ["```sh", *pair.commands, "```\n"]
+        lines += [f"## {pair.name}\n", f"{pair.shows}.\n", "```sh", *pair.commands, "```\n"]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -136,17 +132,6 @@ def _row(pair: Pair) -> str:
         f"{plan.gap:.2%}",
     )
     return f"| {' | '.join(cells)} |"
-
-
-def _decisions(pair: Pair) -> Iterator[str]:
-    """How many units take which decisions, the most frequent first."""
-    units = read_plan(FOLDER / pair.name / "plan.yaml").units
-    made = Counter((activations_text(u.activations), states_text(u.states)) for u in units)
-    yield "| Units | Activations | Model states |"
-    yield "| ---: | --- | --- |"
-    for (activations, states), number in made.most_common():
-        yield f"| {number} | {activations} | {states} |"
-    yield ""
 
 
 def slug(heading: str) -> str:
