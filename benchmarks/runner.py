@@ -127,7 +127,7 @@ def main(
         left = run_all(
             [cell for cell in cells if any(word in cell.key for word in words)],
             results,
-            command=" ".join((f"python -m benchmarks.{name}", *sys.argv[1:])),
+            command=" ".join((f"python -m benchmarks.{name}", *_without_paths(sys.argv[1:]))),
             stop_at=time.monotonic() + 60 * options.minutes,
             jobs=options.jobs,
             folder=options.work,
@@ -140,6 +140,12 @@ def main(
     if options.before:
         print(_against(results, Results.at(options.before)))
     return 0
+
+
+def _without_paths(arguments: Sequence[str]) -> list[str]:
+    """The arguments but for where files lie."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [word for before, word in pairs if not {before, word} & {"--out", "--work", "--before"}]
 
 
 def _against(now: Results, before: Results) -> str:
