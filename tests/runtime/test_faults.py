@@ -102,13 +102,15 @@ def assert_as_it_was(model: torch.nn.Module) -> None:
 # --- disks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("limit", [100_000, 500_000])
 def test_a_disk_that_is_full_at_the_start_leaves_the_model_as_it_was(
-    page_cache_bytes: int, tmp_path: Path
+    limit: int, page_cache_bytes: int, tmp_path: Path
 ) -> None:
+    """With the larger limit the first chunk is on its way when the system refuses."""
     asked = spilling(page_cache_bytes)
     model = asked.subject.build()
     with nothing_left(tmp_path):
-        with file_limit(100_000), pytest.raises(ProtrainError) as caught:
+        with file_limit(limit), pytest.raises(ProtrainError) as caught:
             asked.prepared(model, tmp_path)
         assert caught.value.source == str(tmp_path)
         assert caught.value.message.endswith("of spilled bytes: File too large")
