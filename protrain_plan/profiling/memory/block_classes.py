@@ -34,7 +34,7 @@ from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_plan.profiling.structure.rerun import writing_arguments
 from protrain_runtime.activations.compiled import replace_code
-from protrain_runtime.activations.trees import is_value, tensors_in
+from protrain_runtime.activations.trees import is_value, tensors_in, written_arguments
 from protrain_runtime.contract.records.plan import UnitPlan
 from protrain_runtime.contract.records.profile import Unit
 
@@ -89,8 +89,8 @@ def equal_blocks(
     does one that makes gradients flow out of inputs without any, or saves its own output for
     backward: the next block reads that too, which a stub before or after it would not show. Nor
     would one show what stays of a block for others than the next unit: an output that the model's
-    code holds or hands to more than one unit, what a context or an attribute holds. And a stub
-    cannot write into its arguments, or return what is no tensor and no plain value.
+    code holds, writes to or hands to more than one unit, what a context or an attribute holds. And
+    a stub cannot write into its arguments, or return what is no tensor and no plain value.
     """
     with writing_arguments([unit.module for unit in found]) as written:
         seen = _observed(model, found, batch)
@@ -171,7 +171,8 @@ class _Block:
     outputs: _Outputs
     saves_output: bool  # an output that it makes is saved for its own backward
     output_is_saved: bool = False  # by whoever runs next
-    stays: bool = False  # something that it made is held when the unit after the next begins
+    # Something that it made is held when the unit after the next begins, or is written to.
+    stays: bool = False
 
 
 class _Making(NothingCompiled, TorchDispatchMode):
@@ -219,6 +220,9 @@ class _Making(NothingCompiled, TorchDispatchMode):
     ) -> object:
         if func.namespace == "prim":
             return asked(func, args, kwargs or {})
+        if func._schema.is_mutable:  # a block's output perhaps, once it has ended
+            written = identities(written_arguments(func, args, kwargs or {}))
+            self.staying |= {block for block, made in self.outputs.items() if made & written}
         result = func(*args, **(kwargs or {}))
         made = self._made.get(self._block)
         if made is not None:

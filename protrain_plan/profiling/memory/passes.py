@@ -237,6 +237,7 @@ class SavedBytes:
     """
 
     pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
+    leaving: Set[int]  # the numbers of the tensors that lie in these, of all that the unit saves
     own_inputs: tuple[int, ...]  # positions among the unit's input tensors
     awaited: bool
     linked: bool
@@ -287,6 +288,7 @@ def saved_bytes(
     count = len(modules)
     shared = identities(model.parameters())
     saved: list[dict[int, TrackedStorage]] = [{} for _ in range(count)]
+    packed: list[list[int]] = [[] for _ in range(count)]  # the storages of all that is saved
     inputs: list[list[TrackedStorage]] = [[] for _ in range(count)]
     held: list[set[int]] = [set() for _ in range(count)]  # by others, of what is saved
     gone: list[set[int]] = [set() for _ in range(count)]  # of what is saved, when the unit ends
@@ -325,6 +327,7 @@ def saved_bytes(
             # The last block's input: no unit begins two units later.
             look_at_inputs(count - 2)
         one = storages.of(tensor)
+        packed[current].append(one.key)
         if tensor.layout == torch.strided:
             saved[current].setdefault(one.key, one)
         return one.pack(tensor)
@@ -359,7 +362,9 @@ def saved_bytes(
         }
         # What the loss does not depend on ends with the forward: a swap would take it twice.
         swaps = module is not None and leaving.keys() <= awaited[unit]
-        swappable = list(leaving.values()) if swaps else []
+        if not swaps:
+            leaving = {}
+        swappable = list(leaving.values())
         pieces = tuple(sum(swappable[place] for place in group) for group in grouped(swappable))
         # Beyond the unit that made it, which may save it, and the one after that.
         linked = any(
@@ -370,6 +375,7 @@ def saved_bytes(
         found.append(
             SavedBytes(
                 pieces=pieces,
+                leaving={place for place, key in enumerate(packed[unit]) if key in leaving},
                 own_inputs=own,
                 awaited=bool(awaited[unit]) or not saved[unit],
                 linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
@@ -447,14 +453,57 @@ def memory_segments(
     counting = meter()
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
     with watched(model, modules, form, watch, kept=kept, may_skip=may_skip), counting:
-        for _ in range(num_warm):
-            training_step(model, batch)
-            drop_gradients(model)
+        _warm(model, batch, num_warm)
         loss = loss_of(call_model(model, batch))
         loss.backward()
         counting.mark("end")
     drop_gradients(model)
     return counting.segments[-(2 * len(modules) + 1) :]
+
+
+def _warm(model: nn.Module, batch: Batch, num_steps: int) -> None:
+    for _ in range(num_steps):
+        training_step(model, batch)
+        drop_gradients(model)
+
+
+def swapped_segments(
+    model: nn.Module,
+    modules: Sequence[nn.Module | None],
+    batch: Batch,
+    saved: Sequence[SavedBytes],
+    *,
+    meter: MeterFactory,
+    num_warm: int = 0,
+) -> tuple[Segment, ...]:
+    """Live bytes of one forward in which the units' swappable bytes leave when they end.
+
+    A frame of the model's forward may hold a block's input a while longer.
+    """
+    gc.collect()
+    counting = meter()
+    packed: list[list[list[torch.Tensor]]] = []  # by unit; an empty one has left
+
+    def on_slot(slot: int, _: object) -> None:
+        for number in saved[slot - 1].leaving if packed and slot <= len(saved) else ():
+            if number < len(packed[-1]):
+                packed[-1][number].clear()
+        packed.append([])
+        counting.mark(str(slot))
+
+    def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
+        packed[-1].append([tensor.detach()])
+        return packed[-1][-1]
+
+    watch = SlotWatch(on_slot)
+    with watched(model, modules, "keep", watch, may_skip=True), counting:
+        _warm(model, batch, num_warm)
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held[0]):
+            loss = loss_of(call_model(model, batch))
+        counting.mark("end")
+        del loss
+    return counting.segments[-(len(modules) + 1) : -1]
 
 
 SlotSeconds = dict[Form, list[list[float]]]

@@ -407,8 +407,8 @@ def measure_bytes(
     """The units with their bytes, from one training step per form; seconds are zero.
 
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
-    `structure.saved`, in order, one for each of `structure.last_forms`, and one for each mixture
-    where the model is more than a chain.
+    `structure.saved`, in order, one for each of `structure.last_forms`, one where units can swap,
+    and one for each mixture where the model is more than a chain.
     """
 
     def segments(
@@ -447,7 +447,13 @@ def measure_bytes(
         memory = {form: segments(form) for form in structure.saved}
         last = _of_last_part(model, structure, segments)
     units = _units(structure, memory, last, arrived, sparse)
-    if len(memory) > 1 and any(saved.linked for saved in structure.saved["keep"]):
+    keep = structure.saved["keep"]
+    if any(saved.leaving for saved in keep):
+        cuts = passes.swapped_segments(
+            model, structure.modules, batch, keep, meter=meter, num_warm=structure.num_warm
+        )
+        units = _raised(units, ["keep"] * len(units), cuts, structure, arrived)
+    if len(memory) > 1 and any(saved.linked for saved in keep):
         for forms in _mixtures(units):
             units = _raised(units, forms, segments(forms), structure, arrived)
     if structure.variation is not None:
@@ -504,7 +510,10 @@ def _raised(
     structure: ModelStructure,
     arrived: Mapping[str, int],
 ) -> list[Unit]:
-    """The units with peaks that are not below those of a step of such forms."""
+    """The units with peaks that are not below those of a step of such forms.
+
+    Segments of a forward alone are those of one in which what can be swapped leaves.
+    """
     start = cuts[0].start_bytes + structure.shared_bytes  # which the base has
     level = 0
     raised: list[Unit] = []
@@ -513,9 +522,12 @@ def _raised(
         gradients = _live_gradients(structure, arrived, after=index)
         forward = cuts[index].peak_bytes - start - level
         level += cost.kept_bytes
-        backward = cuts[2 * len(units) - 1 - index].peak_bytes - start - level - gradients
-        more_forward = max(0, forward - cost.forward_peak_bytes)
-        more_backward = max(0, backward - cost.backward_peak_bytes)
+        more_forward, more_backward = max(0, forward - cost.forward_peak_bytes), 0
+        if len(cuts) > len(units):
+            backward = cuts[2 * len(units) - 1 - index].peak_bytes - start - level - gradients
+            more_backward = max(0, backward - cost.backward_peak_bytes)
+        else:
+            level -= cost.swappable_bytes
         higher = (
             replace(
                 each,
@@ -677,10 +689,6 @@ def _units(
     units: list[Unit] = []
     for index, unit in enumerate(found):
         size = chunks[index].size(structure.rules)
-        # The frame that called the block before names its input until the call has returned,
-        # which is after this slot has begun: a swapped one is live until then.
-        before_full = saved["full"][index - 1] if index and "full" in saved else None
-        lingering = before_full.swappable_bytes if before_full else 0
 
         def cost(
             form: Form,
@@ -688,7 +696,6 @@ def _units(
             pieces: tuple[int, ...] = (),
             *,
             index: int = index,
-            lingering: int = lingering,
         ) -> FormCost:
             before = cuts[index].start_bytes
             level = cuts[index + 1].start_bytes
@@ -715,7 +722,7 @@ def _units(
                 gone = max(0, here - keeping)
             return FormCost(
                 form=form,
-                forward_peak_bytes=max(cuts[index].peak_bytes - before, lingering),
+                forward_peak_bytes=cuts[index].peak_bytes - before,
                 kept_bytes=level - before + handed,
                 backward_peak_bytes=backward.peak_bytes - level - gradients + gone,
                 swappable_bytes=sum(pieces),
