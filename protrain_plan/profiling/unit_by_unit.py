@@ -263,12 +263,14 @@ def _settled() -> Iterator[None]:
     Every step collects garbage before it is counted, and would look through a million objects.
     """
     gc.collect()
+    frozen_by_others = gc.get_freeze_count() > 0
     gc.freeze()
     try:
         with collected_as_usual():
             yield
     finally:
-        gc.unfreeze()
+        if not frozen_by_others:
+            gc.unfreeze()
 
 
 def build_sparsely(

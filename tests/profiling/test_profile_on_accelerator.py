@@ -194,7 +194,8 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
         updates=plan.settings.updates,
         overlap_steps=plan.settings.overlap_steps,
     )
-    predicted = [slot.total for slot in device_bytes(program)]
+    slots = device_bytes(program)
+    predicted = [slot.total for slot in slots]
     gc.collect()
     devices.free_cached(card)
     # What other tests have left on the device, and what libraries keep, of which the plan knows.
@@ -207,7 +208,9 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     measured = [size - others for size in run.slot_bytes]
     over = [(n, m - p) for n, (m, p) in enumerate(zip(measured, predicted, strict=True))]
     assert [(slot, more) for slot, more in over if more > 0] == []
-    assert max(measured) >= 0.9 * max(predicted)
+    # Copies may end early: what leaves is promised for as long as it can take.
+    staying = [slot.total - slot.by_kind.get("leaving", 0) for slot in slots]
+    assert max(measured) >= 0.9 * max(staying)
 
 
 def test_launching_is_measured_beside_what_the_device_takes(

