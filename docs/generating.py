@@ -58,7 +58,7 @@ profiles and plans of version 2. A size is a whole number of bytes or
 a text such as `1.5GiB`. What machines cost is a list without such a head, for one command:
 [Choose a machine](../how-to/choose-a-machine.md).
 
-The tables are made from the JSON Schemas in `schemas/` and the texts from the code that reads the
+The lists are made from the JSON Schemas in `schemas/` and the texts from the code that reads the
 files. Editors check a file as it is written when its first line is
 `# yaml-language-server: $schema=PATH`. Units that are
 equal and stand in a row are one entry with `names: layers.0-11` in the place of `name`.
@@ -66,10 +66,8 @@ equal and stand in a row are one entry with `names: layers.0-11` in the place of
 ## Limits
 
 A file from somebody else takes no more than seconds and some memory: what is beyond these limits is
-an error that names the key and the number, and no file ends a command in any other way.
+an error that names the key and the number, and no file ends a command in any other way. At most:
 
-| What | At most |
-| --- | --- |
 """
 LIMITS = {
     "a file": format_bytes(MAX_FILE_BYTES),
@@ -122,10 +120,8 @@ def _command(command: Any, path: str, told: set[tuple[str, str]]) -> Iterator[st
     words = [_argument(argument) for argument in arguments]
     yield f"## `{' '.join((path, *words))}`\n"
     yield f"{inspect.cleandoc(command.help)}\n"
-    yield "| Argument, option | Meaning | Default |"
-    yield "| --- | --- | --- |"
     for argument, word in zip(arguments, words, strict=True):
-        yield f"| `{word}` | {_cell(argument.help)} | {_default(argument)} |"
+        yield f"- `{word}`: {_meaning(argument)}"
     again = []
     for option in command.params:
         if option in arguments:
@@ -133,7 +129,7 @@ def _command(command: Any, path: str, told: set[tuple[str, str]]) -> Iterator[st
         if (what := (option.name, option.help)) in told:
             again.append(f"`{_option(option)}`")
         else:
-            yield f"| `{_option(option)}` | {_cell(option.help)} | {_default(option)} |"
+            yield f"- `{_option(option)}`: {_meaning(option)}"
         told.add(what)
     yield f"\nAs above: {', '.join(again)}.\n" if again else ""
     examples = re.sub(r"^Examples?: ", "", command.epilog or "")
@@ -156,13 +152,14 @@ def _option(option: Any) -> str:
     return f"{names} {value}".rstrip()
 
 
-def _default(parameter: Any) -> str:
+def _meaning(parameter: Any) -> str:
+    words = re.sub(r"\s+", " ", parameter.help or "").removesuffix(".")
     value = parameter.default
     if value is None or isinstance(value, bool) or parameter.show_default is False:
-        return ""
+        return words
     if isinstance(value, list | tuple):
         value = " ".join(map(str, value))
-    return f"`{value}`"
+    return f"{words} (default: `{value}`)"
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -170,9 +167,9 @@ def _default(parameter: Any) -> str:
 
 def files_page() -> str:
     """docs/reference/files.md."""
-    lines = [FILES.rstrip()]
+    lines = [FILES.rstrip() + "\n"]
     for what, number in LIMITS.items():
-        lines.append(f"| {what} | {f'{number:,}' if isinstance(number, int) else number} |")
+        lines.append(f"- {what}: {f'{number:,}' if isinstance(number, int) else number}")
     lines += [CHARACTERS]
     described: set[str] = set()
     for name, title in TITLES.items():
@@ -209,16 +206,13 @@ def _paragraph(text: str) -> str:
 
 
 def _fields(schema: Json, comments: Mapping[str, str]) -> Iterator[str]:
-    """A table; its last column has the comments beside a record's fields, where there are any."""
+    """A list of keys, their values and the comments beside a record's fields."""
     required = schema.get("required", [])
-    keys = [key for key in schema["properties"] if key not in ("protrain", "version")]
-    explained = not comments.keys().isdisjoint(keys)
-    yield "| Key | Value |" + " Meaning |" * explained
-    yield "| --- | --- |" + " --- |" * explained
-    for key in keys:
-        allowed = _value(schema["properties"][key]) + ("" if key in required else " (optional)")
-        meaning = f" {_cell(comments.get(key))} |" if explained else ""
-        yield f"| `{key}` | {allowed} |{meaning}"
+    for key, value in schema["properties"].items():
+        if key not in ("protrain", "version"):
+            allowed = _value(value) + ("" if key in required else " (optional)")
+            meaning = f"; {comments[key]}" if key in comments else ""
+            yield f"- `{key}`: {allowed}{meaning}"
     yield ""
 
 
@@ -248,7 +242,3 @@ def _value(schema: Json) -> str:
             return {"string": "text", "boolean": "boolean"}[kind]
         case _:
             raise ValueError(schema)
-
-
-def _cell(text: str | None) -> str:
-    return re.sub(r"\s+", " ", text or "").replace("|", r"\|")

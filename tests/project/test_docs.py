@@ -261,17 +261,15 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
 PROMISES = "docs/reference/promises.md"
 
 
-def test_promises_and_their_tests_stand_in_one_table() -> None:
-    """Every page and heading of the table is there, and so is every test."""
-    table = (ROOT / PROMISES).read_text(encoding="utf-8").partition("| Where | Tests |\n")[2]
-    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| [")]
-    assert len(rows) > 50
-    for where, tests in rows:
-        link = re.fullmatch(r"\| \[.+\]\((.+?)(?:#(.+))?\)", where)
-        assert link, where
-        page = (ROOT / PROMISES).parent / link[1]
+def test_promises_and_their_tests_stand_in_one_list() -> None:
+    """Every page and heading of the list is there, and so is every test."""
+    text = (ROOT / PROMISES).read_text(encoding="utf-8").partition("## Which tests")[2]
+    rows = re.findall(r"^- \[.+?\]\((.+?)(?:#(.+?))?\): (`tests/.+)$", text, re.MULTILINE)
+    assert len(rows) == text.count("\n- [") > 50
+    for link, anchor, tests in rows:
+        page = (ROOT / PROMISES).parent / link
         headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-        assert link[2] in map(slug, headings), where
+        assert anchor in map(slug, headings), link
         for file, names in re.findall(r"`(tests/\S+?)`(?:: ((?:`\w+`,? ?)+))?", tests):
             named = re.findall(r"`(\w+)`", names)
             assert named, tests
