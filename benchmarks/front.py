@@ -36,8 +36,17 @@ ADAPTERS = ("", "r=16")
 SHARES = (0.3, 1.0)
 """Where budgets lie between the least that works and the card's memory, on a logarithmic scale."""
 
-PAPER = ("gpt2-xl", "mistral-7b", "opt-13b", "opt-30b", "llama-2-13b", "llama-2-70b")
+PAPER = {
+    "gpt2-xl": 1024,
+    "mistral-7b": 8192,
+    "opt-13b": 2048,
+    "opt-30b": 2048,
+    "llama-2-13b": 4096,
+    "llama-2-70b": 4096,
+}
+"""The longest sequence, in tokens, that each of the paper's models takes."""
 PAPER_TOKENS = 8192
+"""In a batch."""
 CARDS = {
     "rtx-3090": "1.77-2.71 times DeepSpeed, Colossal-AI and FSDP; up to 34 B on one card",
     "a100-80gb": "1.85 times DeepSpeed, 1.43 Colossal-AI, 2.22 FSDP; up to 75 B on one card",
@@ -55,7 +64,8 @@ def cells() -> list[Cell]:
         for adapter, updates, share in product(ADAPTERS, UPDATES, SHARES)
     ]
     return asked + [
-        _cell(model, card, PAPER_TOKENS, host=HOST_BYTES) for model, card in product(PAPER, CARDS)
+        _cell(model, card, tokens, batch_size=PAPER_TOKENS // tokens, host=HOST_BYTES)
+        for (model, tokens), card in product(PAPER.items(), CARDS)
     ]
 
 
@@ -64,20 +74,23 @@ def _cell(
     machine: str,
     tokens: int,
     *,
+    batch_size: int = 1,
     adapter: str = "",
     updates: Updates = "in backward",
     share: float = 1.0,
     host: int = 0,
 ) -> Cell:
     words = [model, *(["LoRA"] if adapter else []), *(["clipped"] if updates != UPDATES[0] else [])]
+    batch = f"{batch_size} x {tokens}" if batch_size > 1 else tokens
     return Cell(
-        key=f"{machine}: {' '.join(words)}, {tokens} tokens, {'paper' if host else share}",
+        key=f"{machine}: {' '.join(words)}, {batch} tokens, {'paper' if host else share}",
         part="paper" if host else "front",
         task="front",
         arguments={
             "model": model,
             "machine": machine,
             "tokens": tokens,
+            "batch_size": batch_size,
             "adapter": adapter,
             "updates": updates,
             "share": share,
@@ -92,13 +105,14 @@ def answered(
     machine: str,
     tokens: int,
     *,
+    batch_size: int,
     adapter: str,
     updates: Updates,
     share: float,
     host: int,
 ) -> Document:
     """The plan for a question, and the baselines; `host` bytes in place of all tiers."""
-    profile = estimate(model, machine, tokens, adapter)
+    profile = estimate(model, machine, tokens, adapter, batch_size)
     tiers = {tier.name: tier.capacity_bytes for tier in profile.hardware.tiers}
     if host:
         kept = (replace(t, capacity_bytes=host) for t in profile.hardware.tiers if t.name == "host")
@@ -127,7 +141,7 @@ def answered(
         "device": within.device,
         "step_seconds": prediction.step_seconds,
         "gap": answer.gap,
-        "tokens_per_s": tokens / prediction.step_seconds,
+        "tokens_per_s": batch_size * tokens / prediction.step_seconds,
         "solve_seconds": taken,
         "waits": told.stall_by_cause,
         "lanes": {lane.name: lane.utilisation for lane in told.lanes},
@@ -143,13 +157,14 @@ def page(document: Document) -> str:
     solved = {key: one for key, one in found(document).items() if one["status"] != "infeasible"}
     lines = ["# The front of memory against time", "", *runs_list(document["runs"]), ""]
     lines += ["All seconds are simulated, on estimated profiles.", "", baselines_in_short(solved)]
-    rows = [["case", "device", "step", "tokens/s", "gap", "planning", "waits for"]]
+    rows = [["case", "device", "step", "tokens/s", "gap", "planning", "waits for, of the step"]]
     rows[0] += [f"{name} / ours" for name in BASELINES]
     for key, one in found(document).items():
         if one["status"] == "infeasible":
             rows.append([key, f"needs {format_bytes(one['device'])}", *[""] * (len(rows[0]) - 2)])
             continue
-        waits = (f"{cause} {seconds:.2f} s" for cause, seconds in one["waits"].items())
+        shares = {cause: seconds / one["step_seconds"] for cause, seconds in one["waits"].items()}
+        waits = (f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.01)
         rows.append(
             [
                 *(key, format_bytes(one["device"]), format_seconds(one["step_seconds"])),

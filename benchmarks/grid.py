@@ -97,12 +97,17 @@ class Case:
         return budgets(self.setup, self.device)
 
 
-def estimate(model: str, machine: str, tokens: int, adapter: str = "") -> Profile:
-    """A model of the catalogue on a machine of the catalogue, one sequence, in bfloat16."""
+def estimate(
+    model: str, machine: str, tokens: int, adapter: str = "", batch_size: int = 1
+) -> Profile:
+    """A model of the catalogue on a machine of the catalogue, in bfloat16.
+
+    A batch has `batch_size` sequences of `tokens` tokens.
+    """
     workload = Workload(
         model=model,
         model_config="",
-        batch_size=1,
+        batch_size=batch_size,
         seq_len=tokens,
         dtype="bfloat16",
         device="cuda",
