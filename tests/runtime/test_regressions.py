@@ -1,15 +1,19 @@
 """Faults that random models and the matrix found once: each a case of its own."""
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from protrain_runtime import with_master_weights
+from protrain_runtime.activations.recompute import full
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
@@ -223,3 +227,33 @@ def test_what_is_computed_beside_a_unit_waits_for_its_slot_in_backward(
         script=Loop(num_steps=4),
         options={"lane_delay": lambda: 0.01},
     ).assert_like_plain(tmp_path)
+
+
+class Scaled(nn.Module):
+    """Scales by numbers of `random`, of NumPy, and of generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.own: list[Any] = [random.Random(1), np.random.default_rng(2), torch.Generator()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        python, numpy, generator = self.own
+        drawn = random.random() + np.random.rand() + python.random() + numpy.random()
+        return torch.tanh(self.linear(x) * (1 + drawn + torch.rand((), generator=generator)))
+
+
+def test_a_recomputed_block_draws_the_same_numbers_and_leaves_every_generator_as_it_was() -> None:
+    found = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        random.seed(1)
+        np.random.seed(2)
+        block = Scaled()
+        run: Callable[[Tensor], Any] = full(block, block) if recomputes else block
+        run(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        python, numpy, generator = block.own
+        after = [random.random(), np.random.rand(), python.random(), numpy.random()]
+        gradients = [one.grad for one in block.parameters()]
+        found.append([*gradients, *map(torch.tensor, after), torch.rand(2, generator=generator)])
+    assert all(map(torch.equal, *found))

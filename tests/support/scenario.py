@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_runtime import load, prepare, record, restore, save
-from protrain_runtime.contract.program.implications import BoundProgram
-from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.plan import Plan, UnitPlan
 from protrain_runtime.diagnostics.recording import StepMemory, measure_step
 from protrain_runtime.engine.engine import Engine, Observer
@@ -373,15 +371,6 @@ def recorded(run: Run) -> None:
         names = {event.name for event in recorder.recording().events}
     program = run.engine.program
     assert {program.move_name(number) for number in range(len(program.moves))} <= names
-
-
-def assert_within(memory: StepMemory, program: BoundProgram, *, slack: int) -> None:
-    """No slot takes more than is predicted, and the peak is at most `slack` below."""
-    predicted = [slot.total for slot in device_bytes(program)]
-    if len(memory.slot_bytes) > 1:  # else nothing is installed
-        slots = zip(memory.slot_bytes, predicted, strict=True)
-        assert [number for number, (seen, most) in enumerate(slots) if seen > most] == []
-    assert 0 <= max(predicted) - memory.device_bytes <= slack
 
 
 def refusal(use: Callable[[], object], kind: type[Exception] = RuntimeError) -> Any:
