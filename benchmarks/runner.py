@@ -316,10 +316,9 @@ def _says_out_of_memory(printed: str) -> bool:
 
 def environment() -> Document:
     """Day, machine, versions and commit; nothing of where files lie."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = ""
-    with contextlib.suppress(FileNotFoundError):
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = _git("describe", "--always", "--abbrev=12")
+    if _git("status", "--porcelain", "--", ".", ":!benchmarks/results"):
+        commit += "-dirty"
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -330,6 +329,14 @@ def environment() -> Document:
         "commit": commit or None,
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def _git(*arguments: str) -> str:
+    """What git prints of this tree; nothing where there is no git."""
+    git = ["git", "-C", str(ROOT), *arguments]
+    with contextlib.suppress(FileNotFoundError):
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def _version(package: str) -> str | None:
