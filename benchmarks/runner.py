@@ -332,7 +332,7 @@ def environment() -> Document:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints of this tree; nothing where there is no git."""
+    """Text that git prints of this tree; none where there is no git."""
     git = ["git", "-C", str(ROOT), *arguments]
     with contextlib.suppress(FileNotFoundError):
         return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
