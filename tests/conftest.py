@@ -52,14 +52,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from tests.emulated.device import extension
 
         extension()
-    _set_aside()
 
 
 def pytest_runtest_setup() -> None:
-    _set_aside()
-
-
-def _set_aside() -> None:
     """Let the garbage collector look at what a test makes, and at nothing from before.
 
     A measured step collects garbage: in a process that has run hundreds of tests that took half a
