@@ -87,6 +87,14 @@ class UnitOptions:
             return None
         return known[activations], placements[states]
 
+    def only(self, activations: Sequence[int], states: Sequence[int]) -> "UnitOptions":
+        """Return the unit with these options, by their numbers."""
+        return UnitOptions(
+            self.unit,
+            tuple(self.activations[number] for number in activations),
+            tuple(self.states[number] for number in states),
+        )
+
 
 def homes(implied: Implications) -> list[StateTier]:
     """Homes of states that are not persistent, the nearest first."""

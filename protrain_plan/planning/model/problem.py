@@ -1,6 +1,6 @@
 """One planning problem: a profile, what may be used of each tier, and the options per unit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -263,6 +263,7 @@ class Problem:
     tiers: dict[TierName, int]
     pins: tuple[Pin, ...] = ()
     ahead_on: tuple[StateTier, ...] = get_args(TierName)  # where states may be so updated
+    left: tuple[tuple[Sequence[int], Sequence[int]], ...] = ()  # of options; none: all
 
     @staticmethod
     def of(
@@ -382,8 +383,16 @@ class Problem:
         pins = self.pins
         if not is_accelerator(self.implied.device):  # its own kernels update all there is
             pins = tuple(pin for pin in pins if not pin.exact_updates)
-        found = pinned_options(self.implied, pins)
-        return tuple(speculating_on(self.ahead_on, options) for options in found)
+        pinned = pinned_options(self.implied, pins)
+        found = tuple(speculating_on(self.ahead_on, options) for options in pinned)
+        if not self.left:
+            return found
+        return tuple(one.only(*left) for one, left in zip(found, self.left, strict=True))
+
+    def with_options(self, left: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Problem":
+        """Return the problem with these of its options, by their numbers, per unit."""
+        assert not self.left, "numbers are those of all options"
+        return replace(self, left=tuple(left))
 
     def speculating(self, *tiers: StateTier) -> "Problem":
         """Return the problem with speculative updates on these tiers alone, and pinned ones."""
@@ -461,10 +470,15 @@ class Problem:
 
     def choice_of(self, plans: Sequence[UnitPlan]) -> Choice:
         """A plan's decisions, which are among the options, as a choice."""
-        return tuple(
-            (options.numbers[0][plan.activations], options.numbers[1][plan.states])
-            for options, plan in zip(self.options, plans, strict=True)
-        )
+        choice = self.known_choice((plan.activations, plan.states) for plan in plans)
+        assert choice, "all of them are"
+        return choice
+
+    def known_choice(self, decisions: Iterable[tuple[Activations, Placement]]) -> Choice | None:
+        """The units' decisions as a choice; None where one of them is not among the options."""
+        pairs = zip(self.options, decisions, strict=True)
+        numbers = [options.decision(*decided) for options, decided in pairs]
+        return tuple(one for one in numbers if one) if None not in numbers else None
 
     @cached_property
     def _changes(self) -> list[tuple[list[tuple[tuple[int, int], ...]], ...]]:

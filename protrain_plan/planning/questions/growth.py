@@ -41,9 +41,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
+from protrain_plan.planning.model.fitting import least_bytes
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory, plain_choices
-from protrain_runtime.contract.program.memory import base_bytes
 from protrain_runtime.contract.program.program import BLOCK_BYTES
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import is_accelerator
@@ -311,7 +311,7 @@ def largest(
 
     def fits_plainly(number: int) -> bool:
         problem = problem_at(number)
-        if _least_bytes(problem) > problem.device:
+        if least_bytes(problem) > problem.device:
             return False
         return any(problem.fits(choice) for choice in plain_choices(problem))
 
@@ -319,17 +319,15 @@ def largest(
         assert found, "asked when there is a choice"
         problem = problem_at(number)
         # Another size can close an option: what is too small is not swapped.
-        units = zip(problem.options, found, strict=True)
-        numbers = [unit.decision(*decisions) for unit, decisions in units]
-        choice = tuple(one for one in numbers if one is not None)
-        return len(choice) == problem.count and problem.fits(choice)
+        choice = problem.known_choice(found)
+        return choice is not None and problem.fits(choice)
 
     # `fitting` fits, `beyond` does not; ever larger strides in between, until one is too large.
     fitting, beyond, stride = _last(fits_plainly, 0, most + 1), most + 1, 1
     while beyond - fitting > 1:
         number = min(fitting + stride, beyond - 1)
         problem = problem_at(number)
-        lean = None if _least_bytes(problem) > problem.device else min_memory(problem)
+        lean = None if least_bytes(problem) > problem.device else min_memory(problem)
         if lean is None or lean.bytes > problem.device:
             beyond, stride = number, 1
         else:
@@ -351,20 +349,3 @@ def _last(fits: Callable[[int], bool], fitting: int, beyond: int) -> int:
         else:
             beyond = number
     return fitting
-
-
-def _least_bytes(problem: Problem) -> int:
-    """No choice's peak is lower: each slot with the least that each unit may hold in it."""
-    end = 2 * problem.count
-    least = [base_bytes(problem.profile, problem.settings)] * (end + 1)
-    for unit in problem.options:
-        activations = [option.holdings for option in unit.activations]
-        for options in (activations, [option.holdings for option in unit.states]):
-            held = [[0] * (end + 1) for _ in options]
-            for row, stays in zip(held, options, strict=True):
-                for stay in stays:
-                    for slot in range(stay.first, stay.last + 1):
-                        row[slot] += stay.bytes
-            for slot, column in enumerate(zip(*held, strict=True)):
-                least[slot] += min(column)
-    return max(least)

@@ -18,6 +18,7 @@ from protrain_plan.planning.questions.allowance import allowance_bytes, is_tight
 from protrain_plan.planning.questions.alternatives import Alternative, alternatives, bucket_bytes
 from protrain_plan.planning.questions.growth import Quantity, largest
 from protrain_plan.planning.questions.planner import (
+    Hint,
     Progress,
     Solver,
     problem_of,
@@ -144,7 +145,7 @@ def ask(
     solver: Solver = "milp",
     progress: Progress | None = None,
     told: "Callable[[Point], None] | None" = None,
-    hints: Sequence[Choice] = (),
+    hints: Sequence[Hint] = (),
 ) -> Answer:
     """The answer to a question; ProtrainError where a pin does not fit it.
 
@@ -191,7 +192,7 @@ def ask(
         return replace(answer, infeasible=outcome)
     if question.pins and objective == Objective():
         unpinned = replace(question, pins=()).problems()
-        known = [unpinned[0].choice_of(outcome.plan.units)]
+        known = [outcome.plan.units]
         free = solve_any(unpinned, budgets, effort=effort, progress=progress, hints=known)
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
@@ -242,7 +243,7 @@ def least_memory(
     if not effort.spent():
         least = int(min(_least_bytes(problem, limit_s, effort) for problem in problems))
     best, best_bytes = fastest, _needed(fastest)
-    hints = [fewest.choice_of(fastest.plan.units)]
+    hints = [fastest.plan.units]
     inner = replace(effort, enough_s=limit_s)
 
     def planned(device: int) -> bool:
@@ -252,7 +253,7 @@ def least_memory(
             within(problems, device), smaller, effort=inner, progress=progress, hints=hints
         )
         if isinstance(found, Solved):
-            hints.append(fewest.choice_of(found.plan.units))
+            hints.append(found.plan.units)
         if isinstance(found, Infeasible) or found.plan.prediction.step_seconds > limit_s:
             return False
         if _needed(found) < best_bytes:
@@ -327,7 +328,7 @@ def pareto(
     plain: Choice = tuple((0, 0) for _ in problem.options)
     largest = max(lean.bytes, min(problem.device, max(problem.static_bytes(plain))))
     points: list[Point] = []
-    hints: Sequence[Choice] = ()
+    hints: Sequence[Hint] = ()
     for number in range(num_points):
         share = number / max(1, num_points - 1)
         device = round(lean.bytes * (largest / lean.bytes) ** share)
@@ -342,7 +343,7 @@ def pareto(
         )
         if isinstance(found, Infeasible):
             continue  # rounding of the least budget
-        hints = (problem.choice_of(found.plan.units),)
+        hints = (found.plan.units,)
         step = found.plan.prediction.step_seconds
         if not points or step < points[-1].solved.plan.prediction.step_seconds:
             points.append(Point(device_bytes=_needed(found) + besides, solved=found))
@@ -462,7 +463,7 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
         enough_s = answer.solved.plan.prediction.step_seconds / (1 + effort.gap_target)
         faster = [one for one in others if one.step_seconds and one.step_seconds < enough_s]
         if faster:
-            hints = [problems[0].choice_of(one.units) for one in faster]
+            hints = [one.units for one in faster]
             answer = ask(question, Objective(), effort=effort, hints=hints)
     problem = problem_of(answer.solved, problems) if answer.solved else problems[0]
     besides = problem.profile.hardware.device.besides_bytes

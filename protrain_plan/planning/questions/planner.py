@@ -32,6 +32,7 @@ from protrain_plan.garbage import collected_seldom
 from protrain_plan.planning.explain.advice import infeasible
 from protrain_plan.planning.model.counting import Counting, Layout, Prices
 from protrain_plan.planning.model.decision_model import least_lane_seconds
+from protrain_plan.planning.model.fitting import within_reach
 from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
 from protrain_plan.planning.model.solver import solver_name
 from protrain_plan.planning.outcome import Infeasible, Replicas, Solved, Status
@@ -64,7 +65,7 @@ from protrain_plan.simulation.timeline import (
 )
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import peak_bytes
-from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, StepSettings
+from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, StepSettings, UnitPlan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.writer import fingerprint
 
@@ -127,6 +128,9 @@ FINE = 6500
 Solver = Literal["milp"] | Baseline
 SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
 
+Hint = Sequence[UnitPlan]
+"""The units of a plan to begin with; one that is not open is passed over."""
+
 Progress = Callable[[str, float | None, float | None], None]
 
 
@@ -138,7 +142,7 @@ def plan(
     effort: Effort | None = None,
     solver: Solver = "milp",
     progress: Progress | None = None,
-    hints: Sequence[Choice] = (),
+    hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """The fastest plan found for `profile` within `budgets`, or why there is none.
 
@@ -158,12 +162,12 @@ def solve_problem(
     effort: Effort | None = None,
     solver: Solver = "milp",
     progress: Progress | None = None,
-    hints: Sequence[Choice] = (),
+    hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """The fastest plan found for a problem with these budgets, or why there is none.
 
     `solver` is `milp` for all the planner has, or a baseline to compare with. `progress` is told a
-    stage, the best step so far and the bound, in seconds. `hints` are choices to begin with.
+    stage, the best step so far and the bound, in seconds. `hints` are plans to begin with.
     A plan that is not exact is faster than every exact one that was found, by more than tidying may
     cost. To know that, the problem without leave is solved, too. It is another question: the search
     with leave goes from option to option, and misses exact plans as fast that differ in several.
@@ -204,7 +208,7 @@ def _solved(
     effort: Effort,
     solver: Solver,
     progress: Progress | None,
-    hints: Sequence[Choice],
+    hints: Sequence[Hint],
 ) -> Solved | Infeasible:
     """Search once; nobody asks whether an exact plan is as fast."""
     started = time.monotonic()
@@ -217,7 +221,13 @@ def _solved(
         lean = _first_plain(problem)
     if lean is None or lean.bytes > problem.device:
         return infeasible(problem, budgets, lean)
-    planning = _Planning(problem, lean, effort, progress)
+    activations, states = problem.chosen(lean.choice)
+    leanest = zip(*([o.decision for o in kind] for kind in (activations, states)), strict=True)
+    if solver == "milp":
+        problem = within_reach(problem)
+    choice = problem.known_choice(leanest)
+    assert choice, "the leanest plan is within reach"
+    planning = _Planning(problem, choice, effort, progress)
     if solver == "milp":
         best = planning.solve(hints)
     elif found := planning.solve_baseline(solver):
@@ -245,7 +255,7 @@ class _Planning:
     """The pipeline of one problem that some plan meets."""
 
     def __init__(
-        self, problem: Problem, lean: Leanest, effort: Effort, progress: Progress | None
+        self, problem: Problem, lean: Choice, effort: Effort, progress: Progress | None
     ) -> None:
         self.problem, self.lean = problem, lean
         self.effort, self.progress = effort, progress
@@ -254,16 +264,17 @@ class _Planning:
         self.walks = max(LEAST_WALKS, min(MOST_WALKS, WALKED_UNITS // problem.count))
         if isfinite(effort.below_s):  # another number of replicas has a plan
             self.walks //= ANOTHER
-        first = self.evaluator.evaluate(lean.choice, rules=PACES[:1])
+        first = self.evaluator.evaluate(lean, rules=PACES[:1])
         assert first, "the leanest choice meets the budgets"
         self.evaluator.stopped = effort.spent  # from here on there is a plan
         self.best: Evaluation = first
         self.kept: Evaluation | None = None  # what keeps everything
 
-    def solve(self, hints: Sequence[Choice]) -> Evaluation:
+    def solve(self, hints: Sequence[Hint]) -> Evaluation:
         """The best plan of all stages."""
-        for choice in hints:
-            self._keep(self.evaluator.evaluate(choice, rules=(*PACES, *QUICK_GRID)))
+        for hint in hints:
+            if choice := self.problem.known_choice((u.activations, u.states) for u in hint):
+                self._keep(self.evaluator.evaluate(choice, rules=(*PACES, *QUICK_GRID)))
         self._try_plain()
         for stage in (self._descend, self._prove, self._improve):
             if self._keeping_will_do(self.bound) or self._good_enough():
@@ -448,7 +459,7 @@ class _Planning:
             if amounts is None or self.effort.spent():
                 break
             found |= dict.fromkeys(layouts_near(self.problem, amounts))
-        for choice in (self.lean.choice, self.best.choice, *self.plain):
+        for choice in (self.lean, self.best.choice, *self.plain):
             found[layout_of(self.problem, choice)] = None
         repaired = (self.descent.repaired(layout) for layout in found)
         return list(dict.fromkeys(filter(None, repaired)))
@@ -569,7 +580,7 @@ def solve_any(
     effort: Effort | None = None,
     solver: Solver = "milp",
     progress: Progress | None = None,
-    hints: Sequence[Choice] = (),
+    hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """The fastest plan found for any of the problems; why the first has none, where none has any.
 
@@ -627,8 +638,7 @@ def solve_any(
         if prediction.step_seconds < best_s:
             best, best_s = found, prediction.step_seconds
             seconds[number] = best_s
-            # The options are the same for every number of replicas.
-            known.append(problems[number].choice_of(found.plan.units))
+            known.append(found.plan.units)
     if best is None:
         return reason or solve_one(problems[0])
     # What was not looked at computes as much.

@@ -30,11 +30,10 @@ from math import inf
 from typing import Literal
 
 from protrain_plan.planning.model.decision_model import least_lane_seconds
-from protrain_plan.planning.model.problem import Choice
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.objectives import Fit, Question
-from protrain_plan.planning.questions.planner import problem_of, solve_any, status_of
+from protrain_plan.planning.questions.planner import Hint, problem_of, solve_any, status_of
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import PCIE, Hardware, TierName
@@ -210,13 +209,13 @@ def reach(question: Question, *, effort: Effort, known: Fit | None = None) -> Fi
     See [Note: more is never slower].
     """
     problems, before = question.problems(), known and known.solved
-    hints: list[Choice] = []
+    hints: list[Hint] = []
     for_more = False
     if known and before:
         asked, machine = known.question, question.profile.hardware
         here = replace(asked, profile=replace(asked.profile, hardware=machine))
         if replace(here, budgets=question.budgets) == question:
-            hints = [problems[0].choice_of(before.plan.units)]
+            hints = [before.plan.units]
             sizes = zip(astuple(asked.budgets), astuple(question.budgets), strict=True)
             for_more = here == asked and all(one <= other for one, other in sizes)
     found = solve_any(problems, question.budgets, effort=effort, hints=hints)

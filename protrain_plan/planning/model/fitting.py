@@ -1,0 +1,77 @@
+"""Options that no plan within the budgets has: the relaxation would take fractions of them.
+
+An option is out of reach where its bytes in some slot, with the least that all other decisions hold
+there, exceed the device, or those on a tier exceed the tier.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from protrain_plan.planning.model.options import UnitOptions
+from protrain_plan.planning.model.problem import Problem
+from protrain_runtime.contract.program.implications import ActivationOption, StateOption
+from protrain_runtime.contract.program.memory import base_bytes
+
+_Rows = list[list[int]]
+"""Bytes on the device per option and slot, the device's update included."""
+
+
+def least_bytes(problem: Problem) -> int:
+    """No choice's peak is lower: each slot with the least that each unit may hold in it."""
+    return max(_least(problem, [_rows(unit, problem.count) for unit in problem.options]))
+
+
+def within_reach(problem: Problem) -> Problem:
+    """Return the problem without options that are out of reach.
+
+    All numbers of options are other ones there.
+    """
+    rows = [_rows(unit, problem.count) for unit in problem.options]
+    left = [[list(range(len(of_kind))) for of_kind in pair] for pair in rows]
+    fewer = True
+    while fewer:  # what is left may hold more at least
+        fewer = False
+        open_rows = [
+            tuple([of_kind[n] for n in numbers] for of_kind, numbers in zip(*one, strict=True))
+            for one in zip(rows, left, strict=True)
+        ]
+        room = [problem.device - size for size in _least(problem, open_rows)]
+        for options, pair, numbers in zip(problem.options, open_rows, left, strict=True):
+            kinds = (options.activations, options.states)
+            for kind, held in enumerate(pair):
+                least = [min(column) for column in zip(*held, strict=True)]
+                found = [
+                    number
+                    for number, row in zip(numbers[kind], held, strict=True)
+                    if _on_tiers(problem, kinds[kind][number])
+                    and all(
+                        one - low <= free for one, low, free in zip(row, least, room, strict=True)
+                    )
+                ]
+                fewer |= len(found) < len(numbers[kind])
+                numbers[kind] = found
+    if any(not of_kind for pair in left for of_kind in pair):
+        return problem  # there is no plan
+    return problem.with_options([(pair[0], pair[1]) for pair in left])
+
+
+def _rows(unit: UnitOptions, count: int) -> tuple[_Rows, _Rows]:
+    def row(option: ActivationOption | StateOption) -> list[int]:
+        change = [0] * (2 * count + 2)
+        for held in option.holdings:
+            change[held.first] += held.bytes
+            change[held.last + 1] -= held.bytes
+        return list(accumulate(change[:-1]))
+
+    return [row(one) for one in unit.activations], [row(one) for one in unit.states]
+
+
+def _least(problem: Problem, rows: Sequence[Sequence[_Rows]]) -> list[int]:
+    """Bytes per slot with the least of each row."""
+    least = [[min(column) for column in zip(*held, strict=True)] for pair in rows for held in pair]
+    base = base_bytes(problem.profile, problem.settings)
+    return [base + sum(column) for column in zip(*least, strict=True)]
+
+
+def _on_tiers(problem: Problem, option: ActivationOption | StateOption) -> bool:
+    return all(option.tier_bytes.get(tier, 0) <= limit for tier, limit in problem.tiers.items())
