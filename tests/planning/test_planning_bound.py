@@ -18,7 +18,7 @@ from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search import choices
 from protrain_plan.planning.search.choices import leanest_plain, min_memory
-from protrain_plan.planning.search.evaluation import step_seconds
+from protrain_plan.planning.search.evaluation import PACES, Evaluator, step_seconds
 from protrain_plan.planning.search.scheduling import ScheduleRule
 from protrain_plan.simulation.timeline import _Simulation
 from protrain_runtime.contract.program.memory import device_bytes
@@ -282,3 +282,22 @@ def test_a_full_tier_is_asked_for_what_staging_takes_of_it() -> None:
     lean = min_memory(problem)
     assert lean
     assert lean.bytes <= found.bytes
+
+
+@pytest.mark.parametrize("seed", thinned(range(60), every=6))
+def test_no_schedule_is_faster_than_the_fluid_of_its_decisions(seed: int) -> None:
+    """Mostly of several devices, whose shards, gathers and links have rows of their own."""
+    rng = random.Random(seed)
+    profile = with_launches(random_profile(rng, max_blocks=rng.choice([2, 4, 7])), rng)
+    problem = random_problem(profile, PLENTY, rng, several=rng.random() < 0.85)
+    choice = random_choice(problem, rng)
+    device = int(max(problem.static_bytes(choice)) * (1 + rng.random() ** 3))
+    problem = replace(problem, device=device)
+    least_s = fixed_seconds(problem, choice) * (1 - 1e-6)
+    for _ in range(12):
+        plans = schedule(problem, choice, limit=device, rule=random_rule(rng))
+        assert plans is not None
+        assert least_s <= step_seconds(problem, plans)[0]
+    paced = Evaluator(problem).evaluate(choice, rules=PACES)
+    assert paced is not None
+    assert least_s <= paced.seconds

@@ -37,7 +37,7 @@ bounds the seconds of every plan within the budgets (a test holds this).
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -90,6 +90,10 @@ class Flow:
     amounts: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))  # of a window
 
 
+Weighted = tuple[tuple[Way, float], ...]
+"""Ways of lanes, with what a second of each counts."""
+
+
 def _word(way: Way) -> str:
     return str(way).replace(" ", "_")
 
@@ -116,6 +120,16 @@ class ForwardBackward:
         self.ways += [UPDATES] * bool(tiers) + [NETWORK] * self.several
         self.on_device = updating and any(o.updated_on_device for _, o, _ in model.each_state())
         self.held_per_written: dict[str, float] = {}
+        self.held_per_shard = min(
+            (
+                whole / own
+                for _, state, _ in model.each_state()
+                for fetch, gather in zip(state.fetches, state.gathers, strict=False)
+                for own, whole in zip(fetch.pieces, gather.pieces, strict=True)
+                if own
+            ),
+            default=0.0,
+        )
         self._add_flows()
         self._add_amounts()
         self._add_balances()
@@ -276,33 +290,44 @@ class ForwardBackward:
             self.row(f"{name}_by_{self.model.slot_name(unit)}", [*left, *later], LE)
 
     def _add_lanes(self) -> None:
-        """During a stall a lane does no more than its time; a link's directions share it.
+        """During a stall a lane does no more than its time; lanes that share a link share it."""
+        every: list[Weighted] = [((way, 1.0),) for way in self.ways if not way.tier]
+        if self.on_device:
+            every.append(((UPDATE_ON_DEVICE.way, 1.0),))
+        every += [works for link in self._shared() for works in link]
+        for number, works in enumerate(every):
+            name = f"{_word(works[0][0])}_{number}"
+            for t in range(self.last + 1):
+                terms = [
+                    (flow.stall[t], factor * flow.rate)
+                    for way, factor in works
+                    for flow in self.on(way)
+                ]
+                self.row(f"lane_{name}_{self.name(t)}", [*terms, (self.stall[t], -1.0)], LE)
 
-        With k of `crossing`, in + k·out <= time and k·in + out <= time. The same for a link and
-        collectives.
+    def _shared(self) -> Iterator[list[Weighted]]:
+        """Per link the weighted seconds of its lanes that take no longer than the time there is.
+
+        With k of `crossing` between the directions of a link, and n between it and the network:
+
+            in + k out + n net <= time,   net + n (in + k out) <= time
+
+        and the same with in and out exchanged. For the set of lanes that run, each at its rate of
+        `rates`, none of these sums grows faster than time does: with all three, of a link's share s
+        = 1 / (1 + n) and duplex d = 1 / (1 + k), s d + k s d + n s = s + n s = 1.
         """
-        every = range(self.last + 1)
-
-        def add(name: str, t: int, works: Sequence[tuple[Way, float]]) -> None:
-            flows = [(flow, factor) for way, factor in works for flow in self.on(way)]
-            terms = [(flow.stall[t], factor * flow.rate) for flow, factor in flows]
-            self.row(f"lane_{name}_{self.name(t)}", [*terms, (self.stall[t], -1.0)], LE)
-
         links = [way for way in self.ways if way.tier]
-        for t in every if self.several else ():
-            add("network", t, [(NETWORK, 1.0)])
-            for way in links:
-                if k := crossing(self.hardware, NETWORK, way):
-                    add(f"network_{_word(way)}", t, [(NETWORK, 1.0), (way, k)])
-                    add(f"network_shared_{_word(way)}", t, [(NETWORK, k), (way, 1.0)])
         for inwards, outwards in zip(links[::2], links[1::2], strict=True):
             k = crossing(self.hardware, inwards, outwards)
-            for t in every:
-                add(_word(inwards), t, [(inwards, 1.0), (outwards, k)])
-                add(_word(outwards), t, [(inwards, k), (outwards, 1.0)])
-        for way in (UPDATES, UPDATE_ON_DEVICE.way):
-            for t in every if self.on(way) else ():
-                add(_word(way), t, [(way, 1.0)])
+            n = crossing(self.hardware, NETWORK, inwards) if self.several else 0.0
+            of_link: list[Weighted] = []
+            for first, second in ((inwards, outwards), (outwards, inwards)):
+                if n:
+                    of_link.append(((NETWORK, n), (first, 1.0), (second, k)))
+                    of_link.append(((NETWORK, 1.0), (first, n), (second, n * k)))
+                else:
+                    of_link.append(((first, 1.0), (second, k)))
+            yield of_link
 
     def _add_compute(self) -> None:
         """Compute's time is divided among the sets of lanes that slow it down and run beside it.
@@ -316,7 +341,7 @@ class ForwardBackward:
             work of lane l in t <= sum over S with l of rate_Sl · r_St
 
         Updates on the device take turns with compute: they are seconds of it, in whichever slot.
-        Lanes that leave compute alone take up no time of it; their links' rows are those of stalls.
+        Lanes that leave compute alone take up no time of it; their rows are those of stalls.
         """
         seconds: list[Terms] = [[] for _ in range(self.last + 1)]
         for unit, activation, x in self.model.each_activation():
@@ -348,32 +373,24 @@ class ForwardBackward:
                     if way in running
                 ]
                 self.row(f"beside_{_word(way)}_{slot}", terms, LE)
-        self._add_links_beside_compute([way for way in self.ways if way not in slowing], slowing)
+        self._add_beside_compute(slowing)
 
-    def _add_links_beside_compute(self, quiet: Sequence[Way], slowing: Sequence[Way]) -> None:
-        """Limit `quiet` lanes during compute, and whichever lane shares a link with them."""
-        for way in quiet:
-            others = [o for o in (*quiet, *slowing) if o != way and o.link == way.link]
-            for together in [[way, other] for other in others] or [[way]]:
-                self._add_beside(_word(way), together)
-        for way in quiet:
-            for other in (*quiet, *slowing):
-                crossed = NETWORK in (way, other) and (way.tier or other.tier)
-                first = way == NETWORK or other not in quiet
-                if crossed and first and crossing(self.hardware, way, other):
-                    self._add_beside(f"{_word(way)}_{_word(other)}", (way, other))
-
-    def _add_beside(self, name: str, ways: Sequence[Way]) -> None:
-        """Work of one lane, or of two that share a link, takes no longer than compute beside it."""
-        k = crossing(self.hardware, *ways) if len(ways) == 2 else 0.0
-        for t in range(self.last + 1):
-            for factors, word in (((1.0, k), ""), ((k, 1.0), "_shared"))[: len(ways)]:
+    def _add_beside_compute(self, slowing: Sequence[Way]) -> None:
+        """During compute lanes do no more than its time at what is left of their speed."""
+        quiet = [way for way in self.ways if way not in slowing]
+        every: list[Weighted] = [((way, 1.0),) for way in quiet if not way.tier]
+        for link in self._shared():
+            # The seconds of the sets say all of lanes that slow compute down.
+            every += [works for works in link if any(way in quiet for way, _ in works)]
+        for number, works in enumerate(every):
+            name = f"{_word(works[0][0])}_{number}"
+            for t in range(self.last + 1):
                 terms = [
                     (flow.compute[t], factor * flow.rate / contention(self.hardware, way).lane)
-                    for way, factor in zip(ways, factors, strict=False)
+                    for way, factor in works
                     for flow in self.on(way)
                 ]
-                row = f"beside_{name}{word}_{self.name(t)}"
+                row = f"beside_together_{name}_{self.name(t)}"
                 self.row(row, [*terms, (self.compute[t], -1.0)], LE)
 
     def _add_chains(self) -> None:
@@ -481,8 +498,6 @@ class ForwardBackward:
         in full, since its bytes are reserved from the slot that submits the move. Of a window, the
         mean of its slots fits, and its first and its last slot by what is known of them.
         """
-        # A rank's shard is read into its place among the others', which are gathered there.
-        ahead = [f for n, f in self.flows.items() if f.ahead and not n.endswith("_shards")]
         flows = [(f, 1.0) for name, f in self.flows.items() if name.startswith("leave_")]
         writes = [self.flows[name] for name in self.held_per_written]
         held_writes = list(zip(writes, self.held_per_written.values(), strict=True))
@@ -492,7 +507,6 @@ class ForwardBackward:
                 leaving.append((self.flows["scatter"], 1.0))
             part = 1.0 / len(window)
             terms: Terms = [(static[t], part) for t in window]
-            terms += [(flow.all[w], part) for flow in ahead]
             for flow, held in leaving:
                 goes_round = self.overlap and any(flow is one for one in writes)
                 if not w and not goes_round:
@@ -503,36 +517,54 @@ class ForwardBackward:
                     terms.append((flow.stall[w], -part * held))
                 if len(window) > 1:
                     terms += [(flow.all[w], part * held), (flow.waiting[w], -part * held)]
-            self.memory_rows.append(self.row(f"memory_{self.name(w)}", terms, LE, 1.0))
-            if len(window) > 1:
-                self._add_edges(w, static, ahead, leaving)
+            for word, ahead in self._ahead().items():
+                coming = [(flow.all[w], part * held) for flow, held in ahead]
+                name = f"memory{word}_{self.name(w)}"
+                self.memory_rows.append(self.row(name, [*terms, *coming], LE, 1.0))
+                if len(window) > 1:
+                    self._add_edges(w, static, word, ahead, leaving)
+
+    def _ahead(self) -> dict[str, list[tuple[Flow, float]]]:
+        """What has come ahead of its slot, with the bytes that each of its own holds.
+
+        A rank's shard is read into its place among the others', which are gathered there: the room
+        is taken by what has been gathered, or, with as much for each shard, by what will be.
+        """
+        shards = [flow for name, flow in self.flows.items() if name.endswith("_shards")]
+        others = [flow for flow in self.flows.values() if flow.ahead and flow not in shards]
+        found = {"": [(flow, 1.0) for flow in others]}
+        if shards and self.held_per_shard:
+            rest = [(flow, 1.0) for flow in others if flow is not self.flows["ranks"]]
+            found["_of_shards"] = [*((flow, self.held_per_shard) for flow in shards), *rest]
+        return found
 
     def _add_edges(
         self,
         w: int,
         static: list[pulp.LpVariable],
-        ahead: Sequence[Flow],
+        word: str,
+        ahead: Sequence[tuple[Flow, float]],
         leaving: Sequence[tuple[Flow, float]],
     ) -> None:
         """The first and the last slot of a window, and for the decisions alone all of them."""
         first, last = self.windows[w][0], self.windows[w][-1]
         begins: Terms = [(static[first], 1.0)]
         ends: Terms = [(static[last], 1.0)]
-        for flow in ahead:
+        for flow, held in ahead:
             # Of what was ahead before the window, its first slot takes no more than it needs.
-            begins.append((flow.waiting[w - 1], 1.0))
-            begins += [(x, -size) for x, size in flow.of_slot[first]]
-            ends.append((flow.waiting[w], 1.0))
+            begins.append((flow.waiting[w - 1], held))
+            begins += [(x, -held * size) for x, size in flow.of_slot[first]]
+            ends.append((flow.waiting[w], held))
         for flow, held in leaving:
             begins += [(flow.waiting[w - 1], held), (flow.stall[w], -held)]
             # What waits after the last slot, but for what that slot leaves, did before.
             ends.append((flow.waiting[w], held))
             ends += [(x, -held * size) for x, size in flow.of_slot[last]]
         names = self.model.slot_name(first), self.model.slot_name(last)
-        self.memory_rows.append(self.row(f"memory_from_{names[0]}", begins, LE, 1.0))
-        self.memory_rows.append(self.row(f"memory_until_{names[1]}", ends, LE, 1.0))
-        if not self.updating:
-            return  # decisions are those of the other phase
+        self.memory_rows.append(self.row(f"memory{word}_from_{names[0]}", begins, LE, 1.0))
+        self.memory_rows.append(self.row(f"memory{word}_until_{names[1]}", ends, LE, 1.0))
+        if not self.updating or word:
+            return  # decisions are those of the other phase, or of the other rows
         for t in self.windows[w]:
             name = f"memory_static_{self.model.slot_name(t)}"
             self.memory_rows.append(self.row(name, [(static[t], 1.0)], LE, 1.0))
