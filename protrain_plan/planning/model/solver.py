@@ -23,6 +23,9 @@ ITERATIONS = 1500
 """Iterations of the simplex method from the last basis before an interior point is asked instead:
 about the same seconds. Most changes take some hundreds, few of them ten thousand."""
 
+MOST_ITERATIONS = 60_000
+"""Iterations after which a relaxation has no answer: some without a solution ran for minutes."""
+
 _KINDS = highspy.HighsModelStatus
 
 
@@ -115,10 +118,11 @@ class LinearProgram:
         options["mip_max_nodes"] = 2**31 - 1 if max_nodes is None else max_nodes
         for name, value in options.items():
             self._highs.setOptionValue(name, value)
-        steps = ITERATIONS if not integer and not self._interior and self._hard else 2**31 - 1
+        most = 2**31 - 1 if integer else MOST_ITERATIONS
+        steps = ITERATIONS if not integer and not self._interior and self._hard else most
         self._highs.setOptionValue("simplex_iteration_limit", steps)
         self._highs.run()
-        self._highs.setOptionValue("simplex_iteration_limit", 2**31 - 1)
+        self._highs.setOptionValue("simplex_iteration_limit", most)
         if self._highs.getModelStatus() == _KINDS.kIterationLimit:
             self._highs.setOptionValue("solver", "ipm")
             self._highs.run()

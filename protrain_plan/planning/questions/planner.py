@@ -216,7 +216,7 @@ def _solved(
         problem = problem.overlapping(False)
     # A second copy makes no plan leaner.
     late = effort.late()
-    lean = min_memory(problem.speculating(), stopped=late)
+    lean = min_memory(problem.speculating(), enough=problem.device, stopped=late)
     if (lean is None or lean.bytes > problem.device) and late():
         lean = _first_plain(problem)
     if lean is None or lean.bytes > problem.device:
@@ -454,9 +454,11 @@ class _Planning:
     def _starts(self) -> list[Layout]:
         """Layouts near the relaxation's amounts, and plain ones; made to meet the budgets."""
         found: dict[Layout, None] = {}
+        least = max(self.problem.static_bytes(self.lean)) / self.problem.device
         for margin in MARGINS:
-            amounts = self.counting.amounts(margin)
-            if amounts is None or self.effort.spent():
+            if least > 1 - margin or self.effort.spent():
+                break
+            if (amounts := self.counting.amounts(margin)) is None:
                 break
             found |= dict.fromkeys(layouts_near(self.problem, amounts))
         for choice in (self.lean, self.best.choice, *self.plain):

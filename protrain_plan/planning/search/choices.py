@@ -105,17 +105,20 @@ class Leanest:
 
 
 def min_memory(
-    problem: Problem, *, of: StateTier = "device", stopped: Stopped | None = None
+    problem: Problem, *, of: StateTier = "device", enough: int = 0, stopped: Stopped | None = None
 ) -> Leanest | None:
     """The decisions that need least of a tier while all others' budgets are met; None: none do.
 
-    Where it is `stopped`, None may also mean that none are known.
+    Or any that need no more than `enough`. Where it is `stopped`, None may also mean that none are
+    known.
     """
+    if enough and (plain := leanest_plain(problem, of)) and plain.bytes <= enough:
+        return plain
     # Whole numbers of units decide, unless their orders matter.
     if any(len(units) >= COUNTED for units in problem.classes):
         found = _tries(problem, of, (1.0, 1.0, 1.0), counted=True, stopped=stopped)
         certain = CERTAIN if problem.count < MANY else NEARLY
-        if found and found.bytes <= found.proven_bytes * (1 + certain):
+        if found and found.bytes <= max(enough, found.proven_bytes * (1 + certain)):
             return found
         if found and of == "device" and found.proven_bytes > HOPELESS * problem.device:
             return found
