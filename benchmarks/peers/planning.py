@@ -13,7 +13,8 @@ from benchmarks.peers.building import built
 from benchmarks.peers.limits import Limit
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
-from protrain_plan.planning.questions.objectives import Objective, Question, ask
+from protrain_plan.planning.questions.answers import Objective, Question
+from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.questions.planner import Solver
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimated import estimate as estimated

@@ -14,10 +14,8 @@ from typing import TypeVar
 from protrain_plan.commands.measuring import Estimates, ProfileRequest, Progress, estimated
 from protrain_plan.commands.option_records import BudgetOptions
 from protrain_plan.isolated.pool import answers_of, pipelined, processes_at_once, workers
-from protrain_plan.planning.questions.growth import between
-from protrain_plan.planning.questions.objectives import Question
-from protrain_plan.planning.questions.shopping import divisors, fastest_batch
-from protrain_plan.planning.search.improving import Effort
+from protrain_plan.planning.questions.answers import Question
+from protrain_plan.planning.questions.kept_answers import AnswerCache
 from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import profile_of_rank
@@ -70,15 +68,22 @@ class Cells:
         """The questions about each group, of the profiles of one request."""
         return [self._question(profiles[place], group) for place, group in self.groups]
 
+    @property
+    def kept(self) -> AnswerCache:
+        """Answers of before. None where code that is no installed library's runs here."""
+        is_own = any(request.question() is None for request in self.requests)
+        return AnswerCache(off=self.cache.is_off or is_own)
+
     def answers(
         self,
         answer: Callable[[Question], Answer],
         progress: Progress,
+        known: Callable[[Question], Answer | None],
     ) -> Generator[tuple[Question, Answer], None, None]:
         """Yield the questions in order, each with its answer, as soon as those before are known."""
         if self.global_batch is not None:
             best = self._best(progress, self.global_batch)
-            found = answered(best, answer, progress, planned, jobs=self.jobs)
+            found = answered(best, answer, progress, planned, known, jobs=self.jobs)
             yield from zip(best, found, strict=True)
             return
         estimates = Estimates(self.requests, self.machines, self.cache)
@@ -90,7 +95,7 @@ class Cells:
         def estimating(what: str, fraction: float) -> None:
             progress(what, share * fraction)
 
-        with workers(at_once, imports=_PLANNING) as start:
+        with workers(at_once, imports=_PLANNING if estimates.num_missing else ()) as start:
             works = [
                 estimates.work(number, estimating if here else None)
                 for number in range(len(self.requests))
@@ -100,14 +105,19 @@ class Cells:
                 works,
                 lambda number, made: self._of_groups(estimates.learnt(number, made)),
                 answer,
+                known=known,
                 at_once=at_once,
                 learn_here=here,
             )
-            for done, (question, known) in enumerate(answers, 1):
+            for done, (question, one) in enumerate(answers, 1):
                 progress(planned(question), done / count)
-                yield question, known
+                yield question, one
 
     def _best(self, progress: Progress, global_batch: int) -> list[Question]:
+        from protrain_plan.planning.questions.growth import between, largest_of
+        from protrain_plan.planning.questions.shopping import divisors, fastest_batch
+        from protrain_plan.planning.search.improving import Effort
+
         for _, group in self.groups:
             if global_batch % group.num_devices:
                 raise ProtrainError(
@@ -132,7 +142,7 @@ class Cells:
         sizes: list[tuple[int, ...]] = []
         ends = dict.fromkeys(every, 1)
         for request, place, group, part in cells:
-            found = self._question(known[request, 1][place], group).largest("batch-size")
+            found = largest_of(self._question(known[request, 1][place], group), "batch-size")
             # What fits is known in proportion alone: one more is looked at.
             open_to_it = divisors(part)
             most = found.workload.batch_size if found else 0
@@ -205,14 +215,20 @@ def answered(
     answer: Callable[[Asked], Answer],
     progress: Progress,
     words: Callable[[Asked], str],
+    known: Callable[[Asked], Answer | None] = lambda _: None,
     *,
     jobs: int | None,
 ) -> Generator[Answer, None, None]:
-    """Yield the answers in order, from `jobs` processes at once; `words` say what was asked."""
-    with answers_of(answer, asked, jobs=jobs) as found:
-        for number, (one, known) in enumerate(zip(asked, found, strict=True), 1):
+    """Yield the answers in order, those that are not `known` from `jobs` processes at once.
+
+    `words` say what was asked.
+    """
+    before = [known(one) for one in asked]
+    missing = [one for one, found in zip(asked, before, strict=True) if found is None]
+    with answers_of(answer, missing, jobs=jobs) as made:
+        for number, (one, found) in enumerate(zip(asked, before, strict=True), 1):
             progress(words(one), number / len(asked))
-            yield known
+            yield next(made) if found is None else found
 
 
 def planned(question: Question) -> str:

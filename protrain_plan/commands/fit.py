@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import Progress
     from protrain_plan.commands.sweeping import Sweep
-    from protrain_plan.planning.questions.objectives import Fit, Question
+    from protrain_plan.planning.questions.answers import Fit, Question
     from protrain_plan.planning.questions.shopping import Tried
     from protrain_runtime.contract.records.hardware import Hardware
 
@@ -232,7 +231,7 @@ def fit(
         if answers.compare or answers.what_helps:
             lighter = cells.with_states_of_8_bits(questions, tell)
         if answers.compare and lighter:
-            fits = _with_8_bits(fits, lighter, tell, jobs=asked.jobs)
+            fits = _with_8_bits(fits, lighter, tell, cells)
         if answers.what_helps:
             helps = helping(fits, lighter, tell, jobs=asked.jobs)
     if page is not None:
@@ -259,6 +258,7 @@ def _answers(
     told: bool,
 ) -> "tuple[list[Question], list[Fit]]":
     """All questions and their answers; each is printed when it is known, where it is `told`."""
+    from protrain_plan.commands.answering import Fitting
     from protrain_plan.commands.output import JsonList
     from protrain_plan.presentation.plans import CELLS, fit_json
 
@@ -266,7 +266,8 @@ def _answers(
     printed = JsonList(CELLS, len(in_order)) if told else None
     questions: list[Question] = []
     fits: list[Fit] = []
-    with closing(cells.answers(partial(_fitted, compare=answers.compare), tell)) as found:
+    fitted = Fitting(kept=cells.kept, compare=answers.compare)
+    with closing(cells.answers(fitted, tell, fitted.known)) as found:
         for (question, one), price in zip(found, in_order, strict=True):
             hardware = replace(one.profile.hardware, price_per_hour=price)
             questions.append(question)
@@ -278,28 +279,21 @@ def _answers(
 
 
 def _with_8_bits(
-    fits: "Sequence[Fit]", lighter: "Sequence[Question]", tell: "Progress", *, jobs: int | None
+    fits: "Sequence[Fit]", lighter: "Sequence[Question]", tell: "Progress", cells: "Cells"
 ) -> "list[Fit]":
     """The answers beside those with 8-bit states, where plain PyTorch does not fit."""
+    from protrain_plan.commands.answering import Fitting
     from protrain_plan.commands.cells import answered, planned
     from protrain_plan.planning.questions.alternatives import planned as beside
 
     found = list(fits)
     needing = [number for number, one in enumerate(fits) if one.verdict != "fits"]
-    answer = partial(_fitted, compare=False)
+    answer = Fitting(kept=cells.kept)
     asked = [lighter[number] for number in needing]
-    others = answered(asked, answer, tell, planned, jobs=jobs)
+    others = answered(asked, answer, tell, planned, answer.known, jobs=cells.jobs)
     for number, other in zip(needing, others, strict=True):
         if other.solved is not None:
             one = beside(other.profile.optimizer.name, other.solved.plan, other.profile)
             alternatives = (*found[number].alternatives, one)
             found[number] = replace(found[number], alternatives=alternatives)
     return found
-
-
-def _fitted(question: "Question", *, compare: bool) -> "Fit":
-    from protrain_plan.commands.cells import GAP
-    from protrain_plan.planning.questions import objectives
-    from protrain_plan.planning.search.improving import Effort
-
-    return objectives.fit(question, effort=Effort(gap_target=GAP, fine=False), compare=compare)

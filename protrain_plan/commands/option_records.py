@@ -144,7 +144,7 @@ class WorkloadOptions:
         `defaults` are the dtype and the precision where none is given, `others` further fields.
         """
         from protrain_plan.commands.measuring import ProfileRequest
-        from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
+        from protrain_plan.models.presets import DEFAULT_OPTIMIZER
         from protrain_runtime.contract.records.adapters import parse_lora
         from protrain_runtime.contract.records.profile import DType, Precision, Quantize, Workload
 

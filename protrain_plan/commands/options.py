@@ -60,7 +60,8 @@ AllowOption = Annotated[
 NoCacheOption = Annotated[
     bool,
     typer.Option(
-        "--no-cache", help="Make estimates anew, and keep none (nor with PROTRAIN_NO_CACHE=1)."
+        "--no-cache",
+        help="Estimate and plan anew, and keep neither (nor with PROTRAIN_NO_CACHE=1).",
     ),
 ]
 JobsOption = Annotated[

@@ -30,8 +30,8 @@ from protrain_runtime.contract.errors import ProtrainError
 if TYPE_CHECKING:
     from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.model.options import Pin
-    from protrain_plan.planning.questions.growth import Quantity
-    from protrain_plan.planning.questions.objectives import Answer, Objective, Question
+    from protrain_plan.planning.questions.answers import Answer, Objective, Quantity, Question
+    from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_runtime.contract.records.hardware import Hardware
     from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
     from protrain_runtime.contract.records.profile import Profile
@@ -106,7 +106,7 @@ class ObjectiveOptions:
 
     def objective(self) -> "Objective":
         """ProtrainError where two things are asked for."""
-        from protrain_plan.planning.questions.objectives import Objective
+        from protrain_plan.planning.questions.answers import Objective
 
         asked = {
             "--max-slowdown": self.max_slowdown is not None,
@@ -198,10 +198,12 @@ class SearchOptions:
         Path | None, typer.Option(help="Write the integer programme in the readable .lp format.")
     ] = None
 
-    def ask(self, question: "Question", objective: "Objective", *, as_json: bool) -> "Answer":
+    def ask(
+        self, question: "Question", objective: "Objective", kept: "AnswerCache", *, as_json: bool
+    ) -> "Answer":
         """The answer, with its progress shown; Ctrl-C ends the search with the best so far."""
+        from protrain_plan.commands.answering import ask
         from protrain_plan.commands.output import interruptible, print_beside, progress
-        from protrain_plan.planning.questions.objectives import ask
         from protrain_plan.planning.questions.planner import SOLVERS
         from protrain_plan.planning.search.improving import Effort
         from protrain_plan.presentation.plans import point_text, search_text
@@ -210,6 +212,7 @@ class SearchOptions:
             return ask(
                 question,
                 objective,
+                kept,
                 effort=Effort(
                     gap_target=self.gap,
                     time_limit_s=self.time_limit,
@@ -294,7 +297,8 @@ def plan(
     """
     from protrain_plan.commands.output import destination, show
     from protrain_plan.planning.model.fluid import Fluid
-    from protrain_plan.planning.questions.objectives import Question
+    from protrain_plan.planning.questions.answers import Question
+    from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.presentation.plans import answer_json, answer_text
     from protrain_runtime.contract.program.group import profile_of_rank
     from protrain_runtime.contract.records import write_plan, write_profile
@@ -312,9 +316,9 @@ def plan(
         destination(beside, inputs=read[:-1])
     objective, settings = wanted.objective(), step.settings()
     if model.on is None:
-        record = _read(profile, leaves_named(allow))
+        record, kept = _read(profile, leaves_named(allow)), AnswerCache(off=model.no_cache)
     else:
-        record, settings = _estimated(
+        record, settings, kept = _estimated(
             profile, model, workload, budgets, devices, settings, allow=allow, as_json=as_json
         )
     budgets.refuse_host_memory([record.hardware])
@@ -329,7 +333,7 @@ def plan(
     )
     if search.lp is not None:
         Fluid(question.problem()).write_lp(lp)
-    answer = search.ask(question, objective, as_json=as_json)
+    answer = search.ask(question, objective, kept, as_json=as_json)
     if answer.solved is not None and not wanted.pareto:
         if beside is not None:
             write_profile(record, beside)
@@ -370,8 +374,8 @@ def _estimated(
     *,
     allow: list[str] | None,
     as_json: bool,
-) -> "tuple[Profile, StepSettings]":
-    """The profile of a model by its name, and the step with the micro-batches that are best."""
+) -> "tuple[Profile, StepSettings, AnswerCache]":
+    """The profile of a model by its name, the step with the best micro-batches, and answers."""
     from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.output import progress
     from protrain_plan.profiling.estimate_cache import EstimateCache
@@ -392,7 +396,8 @@ def _estimated(
     )
     with progress(quiet=as_json) as report:
         [estimate] = cells.questions(report)
-    return estimate.profile, replace(settings, micro_batches=estimate.settings.micro_batches)
+    settings = replace(settings, micro_batches=estimate.settings.micro_batches)
+    return estimate.profile, settings, cells.kept
 
 
 def _places(output: Path) -> tuple[Path, Path]:

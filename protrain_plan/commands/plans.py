@@ -117,7 +117,8 @@ def _read_for(plan: Path, profile: Path | None = None) -> tuple[Path, ...]:
 def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
     """The front up to all of the device, with the plan's other budgets."""
     from protrain_plan.commands import output
-    from protrain_plan.planning.questions.objectives import Objective, Question, ask
+    from protrain_plan.planning.questions.answers import Objective, Question
+    from protrain_plan.planning.questions.objectives import ask
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.presentation.plans import search_text
     from protrain_plan.presentation.report.page import FrontPoint

@@ -126,7 +126,7 @@ def _variation(offer: "MachineOffer", profile: "Profile", settings: "StepSetting
 
     Sizes and links alter no bytes of a profile, nor seconds of its units.
     """
-    from protrain_plan.planning.questions.objectives import Question
+    from protrain_plan.planning.questions.answers import Question
     from protrain_plan.planning.questions.shopping import Variation
     from protrain_runtime.contract.program.group import profile_of_rank
 

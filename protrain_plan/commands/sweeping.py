@@ -17,7 +17,7 @@ from protrain_runtime.contract.records.schema import MAX_COUNT
 if TYPE_CHECKING:
     from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import Progress
-    from protrain_plan.planning.questions.objectives import Fit, Question
+    from protrain_plan.planning.questions.answers import Fit, Question
     from protrain_plan.planning.questions.shopping import Resource, Tried, Variation
 
 Swept = Literal["host", "device", "disk", "link", "num-devices"]

@@ -96,14 +96,16 @@ def pipelined(
     questions: Callable[[int, Learnt], Sequence[Asked]],
     answer: Callable[[Asked], Answer],
     *,
+    known: Callable[[Asked], Answer | None] = lambda _: None,
     at_once: int,
     learn_here: bool,
 ) -> Iterator[tuple[Asked, Answer]]:
     """Things to be learnt first, then asked; the questions in order, each with its answer.
 
     An answer comes as soon as it is known and those before are. Of what has been learnt all is
-    asked before more is learnt, so that the first ones come soon. `learn_here`: in this process
-    alone, beside the others' answers. An error is raised in the order of what it is of.
+    asked before more is learnt, so that the first ones come soon; where an answer is `known`
+    already, no process is asked. `learn_here`: in this process alone, beside the others' answers.
+    An error is raised in the order of what it is of.
     """
     # A task is whether it is to learn, the number of what is learnt, and that of a question about
     # it: of a heap, questions come first.
@@ -125,8 +127,12 @@ def pipelined(
                 waiting[:] = sorted(other for other in waiting if not other[0])  # none is told
             elif learning:
                 asked[number] = questions(number, future.result())
-                for place in range(len(asked[number])):
-                    heapq.heappush(waiting, (False, number, place))
+                for place, question in enumerate(asked[number]):
+                    if (answered := known(question)) is None:
+                        heapq.heappush(waiting, (False, number, place))
+                    else:
+                        ended[False, number, place] = Future()
+                        ended[False, number, place].set_result(answered)
 
     def result_of(task: tuple[bool, int, int]) -> Any:
         while True:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from protrain_plan.models.importing import imported
+from protrain_plan.models.presets import DEFAULT_OPTIMIZER as DEFAULT_OPTIMIZER
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.profile import Precision
 from protrain_runtime.states.master_weights import with_master_weights
@@ -105,7 +106,6 @@ OF_MATRICES: dict[str, OptimizerFactory] = {
 """A parameter is updated as a whole: its states persist. Muon takes matrices alone."""
 
 KNOWN = {**OPTIMIZERS, **OF_8_BITS, **OF_MATRICES}
-DEFAULT_OPTIMIZER = "adamw"
 
 _MAX_LENGTH = 1000  # of an optimizer's name with its options
 

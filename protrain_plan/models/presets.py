@@ -13,6 +13,8 @@ from protrain_runtime.contract.records.tree import parsed_json
 
 JsonObject = dict[str, object]
 
+DEFAULT_OPTIMIZER = "adamw"
+
 # The names that architectures have for the same thing.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")

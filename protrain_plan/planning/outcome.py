@@ -30,6 +30,7 @@ class Solved:
     gap            step_seconds / lower_bound_seconds - 1 of the plan's prediction
     status         "optimal" where the gap is at most the one asked for, else "feasible"
     stall_seconds  simulated time in which compute waits for transfers
+    solve_seconds  those of the search; where the plan was `kept`, of the one that found it
     replicas       the numbers of replicas that the plan's was chosen from; none where it was given
     """
 
@@ -40,6 +41,7 @@ class Solved:
     solve_seconds: float
     solver: str
     replicas: tuple[Replicas, ...] = ()
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from protrain_runtime.contract.records.plan import TierBytes
 from protrain_runtime.contract.units import exact_bytes
 
 if TYPE_CHECKING:
-    from protrain_plan.planning.questions.objectives import Fit, Question
+    from protrain_plan.planning.questions.answers import Fit, Question
     from protrain_plan.planning.questions.shopping import Found, Tried
 
 BAR = 20

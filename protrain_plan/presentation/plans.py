@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from protrain_plan.commands.training import Run
     from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.outcome import Infeasible, Replicas, Solved
-    from protrain_plan.planning.questions.objectives import Answer, Fit, Point
+    from protrain_plan.planning.questions.answers import Answer, Fit, Point
 
 
 def solved_json(solved: "Solved") -> dict[str, Any]:
@@ -67,6 +67,7 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
         "expected_seconds": prediction.expected_seconds,
         "stall_seconds": solved.stall_seconds,
         "solve_seconds": solved.solve_seconds,
+        **({"kept": True} if solved.kept else {}),
         "peak_bytes": tiers_json(prediction.peak_bytes),
         "solver": solved.solver,
         **({"replicas": [asdict(one) for one in solved.replicas]} if solved.replicas else {}),
@@ -152,7 +153,8 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
     notes = [
         f"predicted step {format_seconds(prediction.step_seconds)}{expected},"
         f" at most {solved.gap:.2%} above the fastest possible"
-        f" ({solved.status}, {solved.solver}, {format_seconds(solved.solve_seconds)})"
+        f" ({solved.status}, {solved.solver}, {'planned before in ' * solved.kept}"
+        f"{format_seconds(solved.solve_seconds)})"
     ]
     notes += other_results(plan)
     notes += other_steps(plan)

@@ -25,8 +25,8 @@ from protrain_plan.checking.budgets import find_limits
 from protrain_plan.checking.looking import Broken, Today, look_away
 from protrain_plan.checking.plan_files import search
 from protrain_plan.checking.rules import Failed, check
+from protrain_plan.kept import SWITCH
 from protrain_plan.models.presets import read_config
-from protrain_plan.profiling.estimate_cache import SWITCH
 from protrain_runtime.contract.errors import RecordError
 from tests.support import forked
 from tests.support.checking_cases import PROFILE, commit, offloading

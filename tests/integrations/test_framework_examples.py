@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 import protrain_runtime
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import OVERLAPPING
-from protrain_plan.planning.questions.objectives import Objective, Question, ask
+from protrain_plan.planning.questions.answers import Objective, Question
+from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import Budgets

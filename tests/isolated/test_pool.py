@@ -95,6 +95,27 @@ def test_what_is_learnt_first_is_answered_first() -> None:
     assert called == ["learn 0", "answer 0a", "answer 0b", "learn 1", "answer 1a", "answer 1b"]
 
 
+def test_what_is_known_is_asked_of_no_process() -> None:
+    called: list[str] = []
+
+    def start(work: Callable[[], Any]) -> "Future[Any]":
+        future: Future[Any] = Future()
+        future.set_result(work())
+        return future
+
+    found = pipelined(
+        start,
+        [partial(learnt, number) for number in range(2)],
+        of_two,
+        partial(answer, called=called),
+        known={"0a": "before", "1b": "too"}.get,
+        at_once=2,
+        learn_here=True,
+    )
+    assert list(found) == [("0a", "before"), ("0b", "0B"), ("1a", "1A"), ("1b", "too")]
+    assert called == ["answer 0b", "answer 1a"]
+
+
 @pytest.mark.parametrize("learn_here", [False, True])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_answers_before_what_cannot_be_learnt_come(at_once: int, learn_here: bool) -> None:

@@ -7,9 +7,10 @@ import pytest
 
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.allowance import MOST, PAIRS, allowance_bytes
-from protrain_plan.planning.questions.alternatives import Alternative, alternatives
+from protrain_plan.planning.questions.alternatives import alternatives
+from protrain_plan.planning.questions.answers import Alternative, Question
 from protrain_plan.planning.questions.growth import grown
-from protrain_plan.planning.questions.objectives import Question, fit
+from protrain_plan.planning.questions.objectives import fit
 from protrain_plan.planning.questions.planner import solve_any
 from protrain_plan.planning.questions.shopping import divisors, fastest_batch
 from protrain_plan.planning.questions.spending import TOKENS, Spending, spending

@@ -14,9 +14,9 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import Pin, parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
+from protrain_plan.planning.questions.answers import Quantity
 from protrain_plan.planning.questions.growth import (
     LOOSE_BYTES,
-    Quantity,
     between,
     grown,
     largest,

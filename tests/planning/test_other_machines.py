@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.questions.objectives import Fit, Question
+from protrain_plan.planning.questions.answers import Fit, Question
 from protrain_plan.planning.questions.shopping import (
     LANES,
     MEMORY,

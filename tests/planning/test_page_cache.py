@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.objectives import Objective, ask
+from protrain_plan.planning.questions.answers import Objective
+from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.report.step import simulated
 from protrain_runtime.contract.errors import ProtrainError

@@ -15,7 +15,8 @@ from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.options import Pin, parse_pin, pinned_options
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.objectives import Objective, ask
+from protrain_plan.planning.questions.answers import Objective
+from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.questions.planner import MOVING_GAIN, plan, solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory

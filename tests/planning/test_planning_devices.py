@@ -14,7 +14,8 @@ from rich.console import Console
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.objectives import Objective, Question, ask
+from protrain_plan.planning.questions.answers import Objective, Question
+from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.questions.planner import solve_any, solve_problem
 from protrain_plan.planning.search.choices import plain_choices
 from protrain_plan.planning.search.evaluation import Evaluator

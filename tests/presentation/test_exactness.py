@@ -12,7 +12,8 @@ from rich.console import Console
 
 from protrain_plan.commands.training import Run
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.questions.objectives import Fit, Question, fit
+from protrain_plan.planning.questions.answers import Fit, Question
+from protrain_plan.planning.questions.objectives import fit
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.plans import fits_text, run_json, run_text
 from protrain_plan.presentation.profiles import profile_json, profile_text

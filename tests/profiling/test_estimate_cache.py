@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from protrain_plan import kept as kept_files
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.kept import SWITCH
 from protrain_plan.models.presets import JsonObject, read_config
 from protrain_plan.profiling import estimate_cache
-from protrain_plan.profiling.estimate_cache import SWITCH, EstimateCache, EstimateRequest
-from protrain_runtime.contract.records import dumps_hardware, dumps_profile
+from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
+from protrain_runtime.contract.records import dumps_profile
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import cpu, decoder
 
@@ -83,17 +85,17 @@ def test_another_installation_has_no_answer(
 ) -> None:
     question, profile = known()
     EstimateCache().keep_profile(question, profile)
-    estimate_cache._installation.cache_clear()
+    kept_files._installation.cache_clear()
     try:
         if what == "ours":
-            monkeypatch.setattr(estimate_cache, "_digest_of_files", lambda _: "another one")
+            monkeypatch.setattr(kept_files, "_digest_of_files", lambda _: "another one")
         elif what == "libraries":
             monkeypatch.setattr(estimate_cache, "_OPTIONAL", ("yaml",))
         else:
             monkeypatch.setenv("TORCH_SOMETHING", "1")
         assert EstimateCache().profile(question, profile.hardware) is None
     finally:
-        estimate_cache._installation.cache_clear()
+        kept_files._installation.cache_clear()
 
 
 def test_damage_is_made_anew(folder: Path) -> None:
@@ -117,11 +119,12 @@ def test_an_answer_under_another_name_is_none(folder: Path) -> None:
     question, profile, cache = kept()
     [path] = folder.iterdir()
     other = asking(question, batch_size=7)
-    entry = cache._entry(other, dumps_hardware(profile.hardware))
+    name = estimate_cache._named(other, profile.hardware)
+    entry = cache._entry(name)
     assert entry is not None
     path.rename(entry[0])
     assert cache.profile(other, profile.hardware) is None
-    cache._write(other, dumps_hardware(profile.hardware), dumps_profile(profile))
+    cache._write(name, dumps_profile(profile))
     assert cache.profile(other, profile.hardware) is None
 
 
@@ -189,7 +192,7 @@ def test_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         os.utime(path, (number, number))
     assert cache.fingerprint(asking(question, seed=1)) == PRINT  # now the youngest
     size = next(folder.iterdir()).stat().st_size
-    monkeypatch.setattr(estimate_cache, "_MOST_BYTES", 2 * size)
+    monkeypatch.setattr(kept_files, "_MOST_BYTES", 2 * size)
     cache.keep_fingerprint(asking(question, seed=3), PRINT)
     assert len(list(folder.iterdir())) == 2
     for number, found in ((1, PRINT), (3, PRINT)):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.kept import SWITCH
 from protrain_plan.models.presets import read_config
-from protrain_plan.profiling.estimate_cache import SWITCH
 from protrain_runtime.contract.records import write_profile
 from tests.support.checking_cases import commit
 from tests.support.commands import ROOT, ran
@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("contract/units",),
     ("contract/records",),
     ("contract/program",),
-    ("__init__", "simulation", "runtime/devices", "isolated"),
+    ("__init__", "kept", "simulation", "runtime/devices", "isolated"),
     ("runtime/ranks",),
     ("runtime/states",),
     ("runtime/activations",),
@@ -211,8 +211,8 @@ for command in sys.argv[1:]:
     app([*command.split(), "--help"], standalone_mode=False)
 ours = {name for name in sys.modules if name.startswith(("protrain_plan", "protrain_runtime"))}
 commands = (
-    *("check", "fit", "machines", "options", "output", "plan", "plans", "profile", "run"),
-    "searching",
+    *("check", "fit", "machines", "option_records", "options", "output", "plan", "plans"),
+    *("profile", "run", "searching"),
 )
 light = (
     *("commands", "cli", "garbage"),
@@ -302,11 +302,13 @@ def test_answers_from_known_estimates_do_not_wait_for_torch(
     command = ("fit", "tiny-llama", "--on", ",".join(machines), "--json")
     sizes = ("--seq-len", str(asked.seq_len), "--batch-size", str(asked.batch_size))
     kinds = ("--dtype", asked.dtype, "--precision", asked.precision)
-    code, told = run_without_torch(CLI, *command, *sizes, *kinds)
-    assert code == 0, told
-    modules = [line.rpartition("|")[2].strip() for line in told.splitlines()]
-    assert "protrain_plan.planning.questions.objectives" in modules
-    assert not TORCH.intersection(modules)
+    planner = {"protrain_plan.planning.questions.objectives", "highspy"}
+    for is_known in (False, True):  # when it is repeated, nothing is planned
+        code, told = run_without_torch(CLI, *command, *sizes, *kinds)
+        assert code == 0, told
+        modules = {line.rpartition("|")[2].strip() for line in told.splitlines()}
+        assert planner & modules == (set() if is_known else planner)
+        assert not TORCH & modules
 
 
 def test_no_test_imports_another() -> None:

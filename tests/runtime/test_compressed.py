@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.objectives import Objective, Question, ask
+from protrain_plan.planning.questions.answers import Objective, Question
+from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime import with_master_weights
 from protrain_runtime.activations import compressed

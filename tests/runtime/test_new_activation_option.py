@@ -16,7 +16,8 @@ from protrain_plan.commands.options import leaves_named
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.objectives import Objective, Question, ask
+from protrain_plan.planning.questions.answers import Objective, Question
+from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records import (

@@ -8,7 +8,7 @@ from typing import Any
 from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.objectives import Question
+from protrain_plan.planning.questions.answers import Question
 from protrain_plan.planning.search.choices import min_memory
 from protrain_runtime.contract.records import fingerprint
 from protrain_runtime.contract.records.hardware import (

@@ -8,11 +8,12 @@ with DDP's buckets; what other libraries hold besides is not known.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.questions.allowance import is_tight
+from protrain_plan.planning.questions.answers import Alternative
 from protrain_plan.planning.search.choices import uniform
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_runtime.contract.program.memory import peak_bytes
@@ -62,24 +63,6 @@ def bucket_bytes(profile: Profile) -> int:
     `thunder-1` in benchmarks/published.yaml).
     """
     return sum(unit.gradient_bytes for unit in profile.units)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """Cost of a policy: bytes of one device and its part of the rest, seconds of a step.
-
-    With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
-    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each. It is
-    `is_tight` where it fits with less room than the allocator's allowance (see `allowance`).
-    """
-
-    name: str
-    checkpointing: bool
-    step_seconds: float | None
-    peak_bytes: TierBytes
-    lacks: tuple[str, ...] = ()
-    units: tuple[UnitPlan, ...] = ()  # where it fits
-    is_tight: bool = False
 
 
 def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:

@@ -39,10 +39,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Literal
 
 from protrain_plan.planning.model.fitting import least_bytes
 from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.questions.answers import Quantity, Question
 from protrain_plan.planning.search.choices import min_memory, plain_choices
 from protrain_runtime.contract.program.program import BLOCK_BYTES
 from protrain_runtime.contract.records.forms import FORMS
@@ -50,8 +50,6 @@ from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import Activations, Placement
 from protrain_runtime.contract.records.profile import FormCost, Profile
 from protrain_runtime.contract.units import four_digits
-
-Quantity = Literal["batch-size", "seq-len"]
 
 RANDOM_STATE_BYTES = 5056
 """Bytes that a recomputed unit keeps: `torch.get_rng_state().nbytes`, torch 2.13."""
@@ -284,6 +282,13 @@ STEPS: dict[Quantity, int] = {"batch-size": 1, "seq-len": 64}
 
 MOST: dict[Quantity, int] = {"batch-size": 2**20, "seq-len": 2**24}
 """Ends of the search, whatever fits."""
+
+
+def largest_of(question: Question, quantity: Quantity) -> Profile | None:
+    """The largest batch or sequence that fits; None where none does."""
+    group = question.group
+    return largest(question.profile, quantity, lambda one: question.problem_of(one, group))
+
 
 _Decisions = tuple[tuple[Activations, Placement], ...]
 

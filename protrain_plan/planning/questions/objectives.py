@@ -4,19 +4,24 @@ And whether a workload trains on a machine at all, how fast, and what binds (`fi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.fluid import Fluid
-from protrain_plan.planning.model.options import Pin
-from protrain_plan.planning.model.problem import OVERLAPPING, SAFE, Choice, Problem, most_of
+from protrain_plan.planning.model.problem import SAFE, Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.allowance import allowance_bytes, is_tight
-from protrain_plan.planning.questions.alternatives import Alternative, alternatives, bucket_bytes
-from protrain_plan.planning.questions.growth import Quantity, largest
+from protrain_plan.planning.questions.alternatives import alternatives, bucket_bytes
+from protrain_plan.planning.questions.answers import (
+    Answer,
+    Fit,
+    LeastMemory,
+    Objective,
+    Point,
+    Question,
+)
+from protrain_plan.planning.questions.growth import largest_of
 from protrain_plan.planning.questions.planner import (
     Hint,
     Progress,
@@ -26,115 +31,16 @@ from protrain_plan.planning.questions.planner import (
     solve_problem,
     within,
 )
-from protrain_plan.planning.questions.spending import Spending, spending, tokens_in_step
 from protrain_plan.planning.search.baselines import keeping
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.simulation.report import StepReport, report
-from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import profile_of_rank
-from protrain_runtime.contract.program.implications import BoundProgram
-from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings
-from protrain_runtime.contract.records.profile import Profile
-from protrain_runtime.contract.units import format_bytes
+from protrain_runtime.contract.records.plan import Budgets
 
 FIRST_STEP = 0.002
 """By how much of the budget the search for the least memory goes up at first."""
 
 BISECTIONS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A profile to plan for, with budgets and the decisions that are fixed."""
-
-    profile: Profile
-    budgets: Budgets
-    settings: StepSettings = OVERLAPPING
-    pins: tuple[Pin, ...] = ()
-    replicas: tuple[int, ...] = ()  # to choose from, fewest first; none: the group's
-    allow: tuple[str, ...] = ()  # leave for forms of activations that are not exact
-
-    @property
-    def group(self) -> DeviceGroup:
-        """The devices that are planned for."""
-        return self.settings.group
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step: those of all devices' micro-batches."""
-        return tokens_in_step(self.profile.workload, self.group, self.settings.micro_batches)
-
-    def problem(self) -> Problem:
-        """The planning problem; ProtrainError where a pin cannot be met, or devices not joined."""
-        return self.problems()[0]
-
-    def problems(self) -> tuple[Problem, ...]:
-        """Return the problems, one for each number of replicas to choose from."""
-        groups = [replace(self.group, num_replicas=number) for number in self.replicas]
-        return tuple(self._problem(self.profile, group) for group in groups or [self.group])
-
-    def largest(self, quantity: Quantity) -> Profile | None:
-        """The largest batch or sequence that fits; None where none does."""
-        return largest(self.profile, quantity, lambda profile: self._problem(profile, self.group))
-
-    def _problem(self, profile: Profile, group: DeviceGroup) -> Problem:
-        hardware = profile_of_rank(profile, group).hardware
-        asked: dict[TierName, int] = {"host": self.budgets.host, "disk": self.budgets.disk}
-        for tier in hardware.tiers:
-            most = most_of(tier, profile)
-            if asked[tier.name] > most:
-                times = group.in_node
-                words = "host memory" if tier.name == "host" else "disk"
-                raise ProtrainError(
-                    f"{format_bytes(asked[tier.name] * times)} of {words} were asked for, and"
-                    f" {format_bytes(most * times)} were found when {hardware.name} was measured",
-                    key="--host-memory" if tier.name == "host" else "--disk",
-                    fix="ask for as much as there is, or profile the model on a machine with more",
-                )
-        settings = replace(self.settings, group=group)
-        return Problem.of(profile, self.budgets, settings, pins=self.pins, allow=self.allow)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """The aim; at most one of these, and none for the fastest step.
-
-    max_slowdown    least device memory for a step of this many times the fastest
-    maximize        the largest batch or sequence that fits
-    pareto_points   the front of memory against time, over so many budgets
-    """
-
-    max_slowdown: float | None = None
-    maximize: Quantity | None = None
-    pareto_points: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A plan, a front of plans (`solved` is the fastest), or why there is none.
-
-    `profile` is the one that was planned for: with `maximize`, grown to `largest`; of several
-    devices, one's part (see `profile_of_rank`). `kept_seconds` is the step that keeps everything on
-    the device, where it fits.
-    """
-
-    profile: Profile
-    solved: Solved | None = None
-    infeasible: Infeasible | None = None
-    least_memory: "LeastMemory | None" = None
-    largest: Profile | None = None
-    front: "tuple[Point, ...]" = ()
-    seconds_without_pins: float | None = None
-    kept_seconds: float | None = None
-    program: BoundProgram | None = None  # of the plan, for one micro-batch with its update
-
-    @cached_property
-    def report(self) -> StepReport | None:
-        """The simulated step of the plan; made when it is told, for which `fit` does not ask."""
-        return report(self.program) if self.program else None
 
 
 def ask(
@@ -144,7 +50,7 @@ def ask(
     effort: Effort,
     solver: Solver = "milp",
     progress: Progress | None = None,
-    told: "Callable[[Point], None] | None" = None,
+    told: Callable[[Point], None] | None = None,
     hints: Sequence[Hint] = (),
 ) -> Answer:
     """The answer to a question; ProtrainError where a pin does not fit it.
@@ -154,7 +60,7 @@ def ask(
     """
     found_largest = None
     if objective.maximize:
-        found_largest = question.largest(objective.maximize)
+        found_largest = largest_of(question, objective.maximize)
         if found_largest:
             question = replace(question, profile=found_largest)
     problems, budgets = question.problems(), question.budgets
@@ -183,7 +89,7 @@ def ask(
             problems, budgets, effort=effort, solver=solver, progress=progress, hints=hints
         )
     if isinstance(outcome, Infeasible):
-        batch, sequence = question.largest("batch-size"), question.largest("seq-len")
+        batch, sequence = largest_of(question, "batch-size"), largest_of(question, "seq-len")
         outcome = replace(
             outcome,
             largest_batch_size=batch.workload.batch_size if batch else None,
@@ -204,19 +110,6 @@ def ask(
         program=problem.program(outcome.plan.units),
         kept_seconds=kept.seconds if kept else None,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeastMemory:
-    """The plan of least device memory found among those that take up to `limit_seconds`.
-
-    No plan that fast fits a device budget below `lower_bound_bytes` (the context included).
-    """
-
-    solved: Solved
-    limit_seconds: float
-    fastest_seconds: float
-    lower_bound_bytes: int
 
 
 def least_memory(
@@ -296,14 +189,6 @@ def _least_bytes(problem: Problem, limit_s: float, effort: Effort) -> float:
     return max(0.0, answer.bound * fluid.byte_unit * (1 - SAFE))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One point of the Pareto front: its plan needs `device_bytes`, context included."""
-
-    device_bytes: int
-    solved: Solved
-
-
 def pareto(
     problems: Sequence[Problem],
     budgets: Budgets,
@@ -352,102 +237,16 @@ def pareto(
     return tuple(points)
 
 
-Feasibility = Literal["fits", "fits with a plan", "does not fit"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """A question with its plan, or why there is none.
-
-    `binds` says in words what makes up the step, or what there is too little of. As far as that was
-    asked for: `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors
-    included; of several devices, with all states on each and DDP's buckets. `plain_seconds` is the
-    step that keeps everything on the device, where it fits. `alternatives` are what people do
-    without a planner.
-    """
-
-    question: Question
-    solved: Solved | None
-    infeasible: Infeasible | None
-    binds: str
-    plain_bytes: int = 0
-    plain_seconds: float | None = None
-    alternatives: tuple[Alternative, ...] = ()
-
-    @staticmethod
-    def of(
-        question: Question,
-        problems: Sequence[Problem],
-        found: Solved | Infeasible,
-        **asked: Any,
-    ) -> "Fit":
-        """Return an answer to the question with these problems, in words what binds, and more."""
-        if isinstance(found, Infeasible):
-            binds = found.in_a_line
-            return Fit(question=question, solved=None, infeasible=found, binds=binds, **asked)
-        problem = problem_of(found, problems)
-        binds = lanes_in_a_line(problem, problem.choice_of(found.plan.units))
-        return Fit(question=question, solved=found, infeasible=None, binds=binds, **asked)
-
-    @property
-    def profile(self) -> Profile:
-        """The profile that was planned for, with its machine."""
-        return self.question.profile
-
-    @property
-    def group(self) -> DeviceGroup:
-        """The devices, with the plan's number of replicas."""
-        return self.solved.plan.group if self.solved else self.question.group
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of an update."""
-        return self.question.settings.micro_batches
-
-    @property
-    def verdict(self) -> Feasibility:
-        """`fits`: as plain PyTorch, with nothing planned (a plan may be faster all the same)."""
-        if self.solved is None:
-            return "does not fit"
-        plain = self.plain_bytes <= self.solved.plan.budgets.device
-        return "fits" if plain else "fits with a plan"
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether the plan's peak leaves less room than its allowance, until it is measured."""
-        return self.solved is not None and is_tight(
-            self.profile, self.solved.plan.prediction.peak_bytes
-        )
-
-    @property
-    def allowance_bytes(self) -> int:
-        """Bytes that the allocator may reserve beyond the plan's tensors; 0 without a plan."""
-        if self.solved is None:
-            return 0
-        return allowance_bytes(self.profile, self.solved.plan.prediction.peak_bytes)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens of a step per second of the predicted one."""
-        return self.tokens_per_step / self.step_seconds if self.step_seconds else None
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Predicted seconds of the plan's step."""
-        return self.solved.plan.prediction.step_seconds if self.solved else None
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of all devices' micro-batches."""
-        return self.question.tokens
-
-    def spending(self, step_seconds: float | None) -> Spending | None:
-        """Return the bill for steps of so many seconds; None where the alternative does not fit."""
-        if step_seconds is None:
-            return None
-        return spending(
-            self.profile, self.group, micro_batches=self.micro_batches, step_seconds=step_seconds
-        )
+def fit_of(
+    question: Question, problems: Sequence[Problem], found: Solved | Infeasible, **asked: Any
+) -> Fit:
+    """Return an answer to the question with these problems, in words what binds, and more."""
+    if isinstance(found, Infeasible):
+        binds = found.in_a_line
+        return Fit(question=question, solved=None, infeasible=found, binds=binds, **asked)
+    problem = problem_of(found, problems)
+    binds = lanes_in_a_line(problem, problem.choice_of(found.plan.units))
+    return Fit(question=question, solved=found, infeasible=None, binds=binds, **asked)
 
 
 def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
@@ -471,7 +270,7 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
     plain = tuple((0, 0) for _ in problem.options)
     found = answer.solved or answer.infeasible
     assert found is not None
-    return Fit.of(
+    return fit_of(
         question,
         problems,
         found,

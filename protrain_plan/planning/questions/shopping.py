@@ -31,8 +31,9 @@ from typing import Literal
 
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.answers import Fit, Question
 from protrain_plan.planning.questions.growth import grown
-from protrain_plan.planning.questions.objectives import Fit, Question
+from protrain_plan.planning.questions.objectives import fit_of
 from protrain_plan.planning.questions.planner import Hint, problem_of, solve_any, status_of
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.errors import ProtrainError
@@ -228,7 +229,7 @@ def reach(question: Question, *, effort: Effort, known: Fit | None = None) -> Fi
             prediction = replace(before.plan.prediction, lower_bound_seconds=least)
             plan = replace(before.plan, budgets=question.budgets, prediction=prediction)
             found = replace(before, plan=plan, gap=plan.gap, status=status_of(plan.gap, effort))
-    return Fit.of(question, problems, found)
+    return fit_of(question, problems, found)
 
 
 def sweep(questions: Sequence[Question], *, gap: float) -> tuple[Fit, ...]:

@@ -13,7 +13,7 @@ from math import ceil, floor, log10
 from string import Template
 from typing import NamedTuple
 
-from protrain_plan.planning.questions.objectives import Fit
+from protrain_plan.planning.questions.answers import Fit
 from protrain_plan.presentation.plans import TIGHT, cell_text, gibibytes, other_results
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.spending import heads_of, in_words, spending_cells

@@ -1,0 +1,241 @@
+"""Questions and their answers, as records.
+
+Nothing here plans: an answer that is known is told without the planner, which takes longer to
+import.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from protrain_plan.planning.model.options import Pin
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem, most_of
+from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.allowance import allowance_bytes, is_tight
+from protrain_plan.planning.questions.spending import Spending, spending, tokens_in_step
+from protrain_plan.simulation.report import StepReport, report
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.group import profile_of_rank
+from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import (
+    Budgets,
+    DeviceGroup,
+    StepSettings,
+    TierBytes,
+    UnitPlan,
+)
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.units import format_bytes
+
+Quantity = Literal["batch-size", "seq-len"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A profile to plan for, with budgets and the decisions that are fixed."""
+
+    profile: Profile
+    budgets: Budgets
+    settings: StepSettings = OVERLAPPING
+    pins: tuple[Pin, ...] = ()
+    replicas: tuple[int, ...] = ()  # to choose from, fewest first; none: the group's
+    allow: tuple[str, ...] = ()  # leave for forms of activations that are not exact
+
+    @property
+    def group(self) -> DeviceGroup:
+        """The devices that are planned for."""
+        return self.settings.group
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step: those of all devices' micro-batches."""
+        return tokens_in_step(self.profile.workload, self.group, self.settings.micro_batches)
+
+    def problem(self) -> Problem:
+        """The planning problem; ProtrainError where a pin cannot be met, or devices not joined."""
+        return self.problems()[0]
+
+    def problems(self) -> tuple[Problem, ...]:
+        """Return the problems, one for each number of replicas to choose from."""
+        groups = [replace(self.group, num_replicas=number) for number in self.replicas]
+        return tuple(self.problem_of(self.profile, group) for group in groups or [self.group])
+
+    def problem_of(self, profile: Profile, group: DeviceGroup) -> Problem:
+        """Return the problem of another profile, on these devices; errors as of `problem`."""
+        hardware = profile_of_rank(profile, group).hardware
+        asked: dict[TierName, int] = {"host": self.budgets.host, "disk": self.budgets.disk}
+        for tier in hardware.tiers:
+            most = most_of(tier, profile)
+            if asked[tier.name] > most:
+                times = group.in_node
+                words = "host memory" if tier.name == "host" else "disk"
+                raise ProtrainError(
+                    f"{format_bytes(asked[tier.name] * times)} of {words} were asked for, and"
+                    f" {format_bytes(most * times)} were found when {hardware.name} was measured",
+                    key="--host-memory" if tier.name == "host" else "--disk",
+                    fix="ask for as much as there is, or profile the model on a machine with more",
+                )
+        settings = replace(self.settings, group=group)
+        return Problem.of(profile, self.budgets, settings, pins=self.pins, allow=self.allow)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """The aim; at most one of these, and none for the fastest step.
+
+    max_slowdown    least device memory for a step of this many times the fastest
+    maximize        the largest batch or sequence that fits
+    pareto_points   the front of memory against time, over so many budgets
+    """
+
+    max_slowdown: float | None = None
+    maximize: Quantity | None = None
+    pareto_points: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A plan, a front of plans (`solved` is the fastest), or why there is none.
+
+    `profile` is the one that was planned for: with `maximize`, grown to `largest`; of several
+    devices, one's part (see `profile_of_rank`). `kept_seconds` is the step that keeps everything on
+    the device, where it fits.
+    """
+
+    profile: Profile
+    solved: Solved | None = None
+    infeasible: Infeasible | None = None
+    least_memory: "LeastMemory | None" = None
+    largest: Profile | None = None
+    front: "tuple[Point, ...]" = ()
+    seconds_without_pins: float | None = None
+    kept_seconds: float | None = None
+    program: BoundProgram | None = None  # of the plan, for one micro-batch with its update
+
+    @cached_property
+    def report(self) -> StepReport | None:
+        """The simulated step of the plan; made when it is told, for which `fit` does not ask."""
+        return report(self.program) if self.program else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastMemory:
+    """The plan of least device memory found among those that take up to `limit_seconds`.
+
+    No plan that fast fits a device budget below `lower_bound_bytes` (the context included).
+    """
+
+    solved: Solved
+    limit_seconds: float
+    fastest_seconds: float
+    lower_bound_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One point of the Pareto front: its plan needs `device_bytes`, context included."""
+
+    device_bytes: int
+    solved: Solved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Cost of a policy without a planner: bytes of one device and its part of the rest, seconds.
+
+    With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
+    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each. It is
+    `is_tight` where it fits with less room than the allocator's allowance (see `allowance`).
+    """
+
+    name: str
+    checkpointing: bool
+    step_seconds: float | None
+    peak_bytes: TierBytes
+    lacks: tuple[str, ...] = ()
+    units: tuple[UnitPlan, ...] = ()  # where it fits
+    is_tight: bool = False
+
+
+Feasibility = Literal["fits", "fits with a plan", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A question with its plan, or why there is none.
+
+    `binds` says in words what makes up the step, or what there is too little of. As far as that was
+    asked for: `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors
+    included; of several devices, with all states on each and DDP's buckets. `plain_seconds` is the
+    step that keeps everything on the device, where it fits. `alternatives` are what people do
+    without a planner.
+    """
+
+    question: Question
+    solved: Solved | None
+    infeasible: Infeasible | None
+    binds: str
+    plain_bytes: int = 0
+    plain_seconds: float | None = None
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def profile(self) -> Profile:
+        """The profile that was planned for, with its machine."""
+        return self.question.profile
+
+    @property
+    def group(self) -> DeviceGroup:
+        """The devices, with the plan's number of replicas."""
+        return self.solved.plan.group if self.solved else self.question.group
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an update."""
+        return self.question.settings.micro_batches
+
+    @property
+    def verdict(self) -> Feasibility:
+        """`fits`: as plain PyTorch, with nothing planned (a plan may be faster all the same)."""
+        if self.solved is None:
+            return "does not fit"
+        plain = self.plain_bytes <= self.solved.plan.budgets.device
+        return "fits" if plain else "fits with a plan"
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the plan's peak leaves less room than its allowance, until it is measured."""
+        return self.solved is not None and is_tight(
+            self.profile, self.solved.plan.prediction.peak_bytes
+        )
+
+    @property
+    def allowance_bytes(self) -> int:
+        """Bytes that the allocator may reserve beyond the plan's tensors; 0 without a plan."""
+        if self.solved is None:
+            return 0
+        return allowance_bytes(self.profile, self.solved.plan.prediction.peak_bytes)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of a step per second of the predicted one."""
+        return self.tokens_per_step / self.step_seconds if self.step_seconds else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted seconds of the plan's step."""
+        return self.solved.plan.prediction.step_seconds if self.solved else None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all devices' micro-batches."""
+        return self.question.tokens
+
+    def spending(self, step_seconds: float | None) -> Spending | None:
+        """Return the bill for steps of so many seconds; None where the alternative does not fit."""
+        if step_seconds is None:
+            return None
+        return spending(
+            self.profile, self.group, micro_batches=self.micro_batches, step_seconds=step_seconds
+        )
