@@ -261,8 +261,8 @@ def _settled() -> Iterator[None]:
     """Leave what is in memory already, libraries mostly, out of the search for garbage.
 
     Every step collects garbage before it is counted, and would look through a million objects.
+    Garbage of before is no part of the count, and stays until the end.
     """
-    gc.collect()
     frozen_by_others = gc.get_freeze_count() > 0
     gc.freeze()
     try:
