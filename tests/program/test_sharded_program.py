@@ -16,6 +16,7 @@ from protrain_runtime.contract.program.program import (
 from protrain_runtime.contract.records import dumps_plan, loads_plan
 from protrain_runtime.contract.records.hardware import DeviceKind
 from protrain_runtime.contract.records.plan import (
+    ALONE,
     DeviceGroup,
     Keep,
     Offload,
@@ -165,3 +166,29 @@ def test_plans_for_several_devices_read_back_and_others_do_not_mention_them() ->
     assert "group: {num_devices: 8, num_replicas: 2}}\n" in text
     assert "states: shard" in text and "states: shard and keep gathered" in text
     assert "num_" not in dumps_plan(PLAN)
+
+
+def test_large_chunks_are_fetched_and_gathered_in_parts() -> None:
+    """While one part is gathered, the next is fetched; small pieces go together."""
+    sizes = tuple(size << 20 for size in (12, 2, 2, 40, 10, 30))
+    chunk = replace(
+        CHUNK,
+        parameter_bytes=sum(sizes),
+        gradient_bytes=sum(sizes),
+        num_parameters=sum(sizes) // 4,
+        parameter_pieces=sizes,
+        gradient_pieces=sizes,
+    )
+    units = [UnitPlan(name="layers.0", activations=Keep(), states=Offload(tier="host"))]
+    program = compile_plan(units, [chunk], IN_BACKWARD, device="cpu", updating=False)
+    moves = [(move.kind, move.bytes >> 20, move.after) for move in program.moves]
+    # At most four parts, of at least a quarter of the chunk but for the last one.
+    assert moves == [
+        ("fetch", 28, ()),
+        ("all-gather", 56, (0,)),
+        ("fetch", 20, ()),
+        ("all-gather", 40, (2,)),
+    ]
+    assert list(program.slots[0].ready) == [0, 1, 2, 3]
+    alone = compile_plan(units, [chunk], replace(IN_BACKWARD, group=ALONE), device="cpu")
+    assert [move.bytes >> 20 for move in alone.moves if move.kind == "fetch"] == [96]

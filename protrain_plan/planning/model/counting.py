@@ -280,8 +280,8 @@ class Counting:
             for row in self._rows:
                 self._lp.limit(row, 1.0 - margin)
         self._fixed, self._margin = numbers, margin
-        # Numbers may need more memory than there is: what exceeds it costs much instead.
-        self._lp.allow_excess(allowed=numbers is not None)
+        # These may need more memory than there is: what exceeds it costs much instead.
+        self._lp.allow_excess(allowed=numbers is not None or margin > 0)
         return self._lp.solve()
 
     def relax(self) -> Prices:
@@ -331,7 +331,8 @@ class Counting:
 
         It does not see that moves are whole, and in order. None where that leaves it too little.
         """
-        return self._amounts(self._solve(None, margin).values)
+        answer = self._solve(None, margin)
+        return None if self._lp.excess > NO_SHARE else self._amounts(answer.values)
 
     def amounts_with(self, numbers: Numbers) -> Amounts | None:
         """The relaxation's amounts where so many units take each option."""

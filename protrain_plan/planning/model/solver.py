@@ -95,6 +95,11 @@ class LinearProgram:
         """Whether rows may be exceeded now."""
         self._highs.changeColBounds(self._excess, 0.0, inf if allowed else 0.0)
 
+    @property
+    def excess(self) -> float:
+        """By how much rows are exceeded in the last solution."""
+        return float(self._highs.getSolution().col_value[self._excess])
+
     def solve(
         self,
         *,

@@ -116,8 +116,8 @@ ANOTHER = 3
 ROUNDS = 8
 """Rounds of numbers that promise more than all before."""
 
-IN_VAIN = 2
-"""Rounds after which neither the bound nor the plan is better, before they end."""
+IN_VAIN, WORTH = 2, 0.03
+"""Rounds that close less than this part of the gap, after which they end."""
 
 PROMISING = 1.01
 """Numbers are tried whose value is at most so many times the least known."""
@@ -275,6 +275,10 @@ class _Planning:
         for hint in hints:
             if choice := self.problem.known_choice((u.activations, u.states) for u in hint):
                 self._keep(self.evaluator.evaluate(choice, rules=(*PACES, *QUICK_GRID)))
+        if isfinite(self.effort.below_s) or self.effort.enough_s is not None:
+            self._find_bound()
+            if self._enough() >= self.effort.below_s or self.bound > (self.effort.enough_s or inf):
+                return self.best  # no plan is as fast as it has to be
         self._try_plain()
         for stage in (self._descend, self._prove, self._improve):
             if self._keeping_will_do(self.bound) or self._good_enough():
@@ -454,11 +458,9 @@ class _Planning:
     def _starts(self) -> list[Layout]:
         """Layouts near the relaxation's amounts, and plain ones; made to meet the budgets."""
         found: dict[Layout, None] = {}
-        least = max(self.problem.static_bytes(self.lean)) / self.problem.device
         for margin in MARGINS:
-            if least > 1 - margin or self.effort.spent():
-                break
-            if (amounts := self.counting.amounts(margin)) is None:
+            amounts = self.counting.amounts(margin)
+            if amounts is None or self.effort.spent():
                 break
             found |= dict.fromkeys(layouts_near(self.problem, amounts))
         for choice in (self.lean, self.best.choice, *self.plain):
@@ -514,7 +516,7 @@ class _Planning:
         for _ in range(ROUNDS):
             if self._good_enough() or self.effort.spent() or in_vain == IN_VAIN:
                 break
-            known = self.bound, self.best.seconds
+            gap_s = self.best.seconds - self.bound
             numbers = counting.promising(self.effort.gap_target / 4)
             self.bound = max(self.bound, counting.bound_seconds)
             if numbers is None or least <= counting.bound * close:
@@ -523,7 +525,8 @@ class _Planning:
             if value <= least * PROMISING and (amounts := counting.amounts_with(numbers)):
                 self._try(layouts_near(self.problem, amounts))
             least = min(least, value)
-            in_vain = in_vain + 1 if known == (self.bound, self.best.seconds) else 0
+            closed = self.best.seconds - self.bound <= gap_s * (1 - WORTH)
+            in_vain = 0 if closed else in_vain + 1
             self._tell("numbers that promise more")
 
     def _try(self, layouts: Iterable[Layout]) -> None:

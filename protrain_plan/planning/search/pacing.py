@@ -32,7 +32,13 @@ from protrain_runtime.contract.program.implications import (
     Gathered,
     StateOption,
 )
-from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, pieces_in
+from protrain_runtime.contract.program.program import (
+    COLLECT,
+    UPDATE_ON_DEVICE,
+    Lane,
+    parts,
+    pieces_in,
+)
 from protrain_runtime.contract.records.plan import Schedule
 
 LOOKED_AHEAD = 6
@@ -55,6 +61,7 @@ class _Arrival(NamedTuple):
     bytes: int
     pieces: tuple[int, ...]
     clocks: tuple[Clock, ...]
+    parts: int = 1  # of which one is gathered while the next is fetched
 
 
 class _Departure(NamedTuple):
@@ -199,7 +206,14 @@ class Pacer:
             kind = int(come.slot >= count)
             arrivals.append(
                 _Arrival(
-                    come.slot, unit, kind, come.earliest, come.bytes, come.pieces, tuple(clocks)
+                    come.slot,
+                    unit,
+                    kind,
+                    come.earliest,
+                    come.bytes,
+                    come.pieces,
+                    tuple(clocks),
+                    len(parts(come.pieces)) if len(clocks) > 1 else 1,
                 )
             )
         departures: list[_Departure] = []
@@ -376,6 +390,18 @@ class _Walk:
             start = free[lane] = begin + taken + more
         return start
 
+    def brought(self, start: float, clocks: Sequence[Clock], num_parts: int) -> float:
+        """When something has come that is fetched from `start` on, and gathered part by part."""
+        if num_parts == 1:
+            return self.serve(start, clocks)
+        fetch, gather = clocks
+        began = max(self.free[fetch[0]], start)
+        came = self.serve(start, (fetch,))
+        ended = self.serve(began + (came - began) / num_parts, (gather,))
+        ended = max(ended, came + gather[1] / num_parts)
+        self.free[gather[0]] = ended
+        return ended
+
     def run(self, within_s: float, *, updating: bool) -> float:
         """Walk over the slots; returns when the last one has computed, infinity: later."""
         compute, due, came = self.compute, self.due, self.came
@@ -424,7 +450,7 @@ class _Walk:
             # What is needed first goes first: what comes later takes no room from it.
             queue = min(active, key=_needed) if len(active) > 1 else active[0]
             arrival = queue[0]
-            served, unit, kind, _, size, pieces, clocks = arrival
+            served, unit, kind, _, size, pieces, clocks, num_parts = arrival
             lead: float = 0
             if served > t:
                 if self.waits(arrival, t, now, horizon):
@@ -448,7 +474,7 @@ class _Walk:
             # Several stays of a chunk have one lead.
             self.submitted[unit, kind] = min(self.submitted.get((unit, kind), lead), lead)
             start = max(now, self.updated.get(unit, 0.0)) if kind == 0 else now
-            arrives = came[served, unit, kind] = self.serve(start, clocks)
+            arrives = came[served, unit, kind] = self.brought(start, clocks, num_parts)
             if served <= t:
                 horizon = max(horizon, arrives + computes)
             whole = int(lead)
@@ -460,11 +486,11 @@ class _Walk:
 
     def waits(self, arrival: _Arrival, t: int, now: float, horizon: float) -> bool:
         """Whether an arrival of a later slot would gain nothing by its submission now."""
-        _, unit, kind, earliest, _, _, clocks = arrival
+        _, unit, kind, earliest, _, _, clocks, num_parts = arrival
         lane, taken = clocks[0]
         if self.free[lane] >= horizon or earliest > t:
             return True
-        if len(clocks) > 1 and self.free[clocks[1][0]] - taken >= horizon:
+        if len(clocks) > 1 and self.free[clocks[1][0]] - taken / num_parts >= horizon:
             return True
         # What comes back needs its room again: the last of it is gone.
         swapped = kind == 2 and (unit, True) not in self.gone
@@ -589,7 +615,7 @@ class _Walk:
 
     def share(self, arrival: _Arrival, t: int) -> float:
         """The lead of what may come a slot before the rest, where all has no room in slot t yet."""
-        served, unit, kind, _, size, pieces, _ = arrival
+        served, unit, kind, _, size, pieces, _, _ = arrival
         if len(pieces) == 1 or (unit, kind) in self.of_several:
             return 0  # other stays have whole leads
         if served > t + 1 and min(self.room[t + 1 : served]) < size:

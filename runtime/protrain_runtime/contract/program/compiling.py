@@ -23,6 +23,7 @@ from protrain_runtime.contract.program.program import (
     Move,
     Program,
     Slot,
+    parts,
     pieces_in,
     reads_gradients,
     residencies,
@@ -214,7 +215,11 @@ class _Compiler:
                 served, schedule = arriving.slot, plan.schedule
                 forward = served < len(self.units)
                 lead = schedule.forward_lead if forward else schedule.backward_lead
-                for slot, share in _fetch_slots(served, arriving.earliest, lead):
+                slots = _fetch_slots(served, arriving.earliest, lead)
+                if placement.fetches and placement.gathers:
+                    cut = parts(arriving.pieces)
+                    slots = [(slot, part) for slot, share in slots for part in _within(share, cut)]
+                for slot, share in slots:
                     # Where the shards end is said by the whole pieces.
                     held = pieces_in(arriving.pieces, share)
                     if held and placement.fetches:
@@ -443,6 +448,12 @@ def _fetch_slots(served: int, earliest: int, lead: float) -> list[tuple[int, tup
     if not cut or early == late:
         return [(late, (0.0, 1.0))]
     return [(early, (0.0, cut)), (late, (cut, 1.0))]
+
+
+def _within(share: tuple[float, float], cut: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the share in parts that end at each of these fractions."""
+    ends = [share[0], *(end for end in cut if share[0] < end < share[1]), share[1]]
+    return list(pairwise(ends))
 
 
 def _drain_shares(drain: float | None) -> list[tuple[int | None, tuple[float, float]]]:

@@ -160,6 +160,11 @@ MAX_PIECES = 8
 block has about as many large tensors, and tensors are not cut."""
 
 
+MAX_PARTS, MIN_PART_BYTES = 4, 8 * 2**20
+"""Parts in which a chunk's shards are fetched and gathered at most, and the bytes of the chunk in
+each at least: starting them takes no more than a tenth of the time (docs/decisions/planner.md)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSize:
     """Bytes of the chunk of states first used in a unit, and the units that read it.
@@ -383,6 +388,19 @@ def pieces_in(sizes: Sequence[int], share: tuple[float, float]) -> range:
         return bisect_right([*accumulate(sizes)], fraction * sum(sizes) * (1 + 1e-9))
 
     return range(before(share[0]), before(share[1]))
+
+
+def parts(sizes: Sequence[int]) -> list[float]:
+    """The ends, as fractions, of the parts of a chunk that is fetched and gathered.
+
+    While one part is gathered, the next is fetched: up to `MAX_PARTS` of whole pieces.
+    """
+    total, ends, since = sum(sizes), list[float](), 0
+    for done in accumulate(sizes):
+        if done - since >= max(MIN_PART_BYTES, total / MAX_PARTS) or done == total:
+            ends.append(done / total if total else 1.0)
+            since = done
+    return ends
 
 
 def shares(slots: float) -> tuple[int, float]:
