@@ -31,7 +31,7 @@ class Fitting:
         from protrain_plan.planning.questions.objectives import fit
         from protrain_plan.planning.search.improving import Effort
 
-        effort = Effort(gap_target=GAP, fine=False)
+        effort = Effort(gap_target=GAP)
         found = fit(question, effort=effort, compare=self.compare)
         self.kept.keep(found, question, GAP, self.compare)
         return found

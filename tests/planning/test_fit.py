@@ -154,16 +154,6 @@ def test_a_peak_is_tight_where_the_allowance_does_not_fit() -> None:
     )
 
 
-def test_a_search_without_the_fine_bound_finds_the_same_plan() -> None:
-    asked = question(device=2 * GB)
-    answers = [fit(asked, effort=Effort(gap_target=0.0, fine=fine)) for fine in (True, False)]
-    fine, coarse = (answer.solved and answer.solved.plan for answer in answers)
-    assert fine
-    assert coarse
-    assert fine.units == coarse.units
-    assert coarse.prediction.lower_bound_seconds <= fine.prediction.lower_bound_seconds
-
-
 # --- what a speed means for a bill, worked out by hand --------------------------------------------
 
 

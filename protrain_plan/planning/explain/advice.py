@@ -82,10 +82,10 @@ def _lacking(problem: Problem) -> _Lacking | None:
     if len(problem.tiers) < 2:
         return None
     first, second = problem.tiers
-    ample = replace(problem, tiers={**problem.tiers, second: AMPLE})
+    ample = problem.changed(tiers={**problem.tiers, second: AMPLE})
     if (needs := _enough_of(first, ample)) is None:
         return None
-    raised = replace(problem, tiers={**problem.tiers, first: needs.bytes})
+    raised = problem.changed(tiers={**problem.tiers, first: needs.bytes})
     more = _enough_of(second, raised)
     return _Lacking(((first, needs), (second, more)), together=True) if more else None
 

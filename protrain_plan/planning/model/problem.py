@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from protrain_plan.planning.model.options import (
     Decision,
@@ -321,6 +321,13 @@ class Problem:
         """The problem that the plan answers, within its own budgets or other ones."""
         return Problem.of(profile, budgets or plan.budgets, plan.settings, allow=plan.allowed)
 
+    def changed(self, **changes: Any) -> "Problem":
+        """Return the problem with other budgets or options: what a profile implies is kept."""
+        found = replace(self, **changes)
+        kept = ("implied", "lane_seconds", "_described", "_all_options")
+        found.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+        return found
+
     def overlapping(self, overlap_steps: bool) -> "Problem":
         """Return the problem with steps that overlap, or do not."""
         if overlap_steps == self.settings.overlap_steps:
@@ -379,12 +386,16 @@ class Problem:
         return max(map(sum, zip(*rows, strict=True)))
 
     @cached_property
-    def options(self) -> tuple[UnitOptions, ...]:
+    def _all_options(self) -> tuple[UnitOptions, ...]:
+        """Those that the pins leave."""
         pins = self.pins
         if not is_accelerator(self.implied.device):  # its own kernels update all there is
             pins = tuple(pin for pin in pins if not pin.exact_updates)
-        pinned = pinned_options(self.implied, pins)
-        found = tuple(speculating_on(self.ahead_on, options) for options in pinned)
+        return pinned_options(self.implied, pins)
+
+    @cached_property
+    def options(self) -> tuple[UnitOptions, ...]:
+        found = tuple(speculating_on(self.ahead_on, options) for options in self._all_options)
         if not self.left:
             return found
         return tuple(one.only(*left) for one, left in zip(found, self.left, strict=True))
@@ -392,11 +403,11 @@ class Problem:
     def with_options(self, left: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Problem":
         """Return the problem with these of its options, by their numbers, per unit."""
         assert not self.left, "numbers are those of all options"
-        return replace(self, left=tuple(left))
+        return self.changed(left=tuple(left))
 
     def speculating(self, *tiers: StateTier) -> "Problem":
         """Return the problem with speculative updates on these tiers alone, and pinned ones."""
-        return replace(self, ahead_on=tiers)
+        return self.changed(ahead_on=tiers)
 
     def program(
         self, plans: Sequence[UnitPlan], *, updating: bool = True, clipped: bool = False

@@ -85,7 +85,7 @@ def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
         if name and choice not in found:
             held = bucket_bytes(problem.profile) if several and policy.buckets else 0
             if held not in evaluators:
-                evaluators[held] = Evaluator(replace(problem, device=problem.device - held))
+                evaluators[held] = Evaluator(problem.changed(device=problem.device - held))
             found[choice] = _alternative(name, checkpointing, evaluators[held], choice, held)
     return tuple(found.values())
 

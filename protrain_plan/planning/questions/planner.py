@@ -81,7 +81,7 @@ WALKED_PLAIN, SIMULATED_PLAIN = 12, 2
 
 SMALL, LIKELY = 16, 3
 """A model of so few units has a moment to spare: so many of its fastest choices are tried with all
-rules of schedules, and the simulator compares baselines."""
+rules of schedules."""
 
 FEW = 8
 BRANCHED = {False: 1000, True: 300}
@@ -121,9 +121,6 @@ IN_VAIN, WORTH = 2, 0.03
 
 PROMISING = 1.01
 """Numbers are tried whose value is at most so many times the least known."""
-
-FINE = 6500
-"""Variables of a fluid model without windows that is solved for the sake of the bound: a second."""
 
 Solver = Literal["milp"] | Baseline
 SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
@@ -294,12 +291,10 @@ class _Planning:
             stage()
         if self.best.seconds >= self.effort.below_s:
             return self.best
-        kept = self._keeping_will_do(self.best.seconds)
+        self._keeping_will_do(self.best.seconds)
         slowest = self.best.seconds * (1 + TOLERANCE)
         if self.effort.enough_s is not None:
             slowest = max(self.best.seconds, min(slowest, self.effort.enough_s))
-        if not kept:
-            slowest = self._try_baselines(slowest)
         best = exact_where_free(self.problem, self.evaluator, self.best, slowest_s=slowest)
         best = in_runs(self.problem, self.evaluator, best, slowest_s=slowest)
         best = at_the_step(self.problem, self.evaluator, best, slowest_s=slowest)
@@ -411,25 +406,6 @@ class _Planning:
         self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
         self._tell(stage)
 
-    def _try_baselines(self, slowest: float) -> float:
-        """Take a simple policy's plan where it is faster, in steps that do not overlap.
-
-        Returns what a plan may take at most: `slowest`, or what a baseline takes.
-        """
-        alone, evaluator = self.problem.overlapping(False), self.evaluator
-        if alone is not self.problem:
-            evaluator = Evaluator(alone, self.effort.spent)
-        for name in BASELINES:
-            if self.effort.spent() or self.effort.enough_s is not None or self._good_enough():
-                break
-            limit, quick = self.best.seconds, self.problem.count > SMALL
-            found = baseline(name, alone, evaluator, below_s=limit, quick=quick)
-            if found and found.seconds < self.best.seconds:
-                self.problem, self.evaluator = alone, evaluator
-                self.best, slowest = found, found.seconds
-        self._tell("baselines")
-        return max(slowest, self.best.seconds)
-
     def _try_plain(self) -> None:
         """Simulate the plain policies that a walk finds fastest, and find the bound.
 
@@ -539,7 +515,7 @@ class _Planning:
                     self._keep(self.evaluator.evaluate(choice, rules=PACES, faster_than_s=limit))
 
     def _improve(self) -> None:
-        """One unit after the other, and a bound by the model without windows if that is small."""
+        """Change one unit after the other."""
         self.best = self.descent.refined(self.best, most=self.walks // 2, enough_s=self._enough_s)
         limit = self.best.seconds
         if self.problem.count > SMALL:
@@ -559,14 +535,6 @@ class _Planning:
                 self._keep(self.descent.searched(self.best, most=left, enough_s=enough))
                 self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
         self._polish("changes of single units")
-        sizes = 2 * self.problem.count / max(1, len(self.counting.fluid.windows) - 1)
-        if self._good_enough() or self.counting.size * sizes > FINE or self.effort.spent():
-            return
-        if not self.effort.fine:
-            return
-        fine = Counting(self.problem, stopped=self.effort.spent)
-        self.bound = max(self.bound, fine.relax().bound)
-        self._tell("lower bound, slot by slot")
 
     @property
     def _enough_s(self) -> float:
@@ -671,4 +639,4 @@ def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
 
 def within(problems: Sequence[Problem], device: int) -> tuple[Problem, ...]:
     """Return the problems with so many bytes for tensors on the device."""
-    return tuple(replace(problem, device=device) for problem in problems)
+    return tuple(problem.changed(device=device) for problem in problems)

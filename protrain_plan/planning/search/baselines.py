@@ -16,7 +16,7 @@ largest n_buffer that fit, then steps of halving size in all four numbers from t
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from math import inf, isfinite
+from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from protrain_plan.planning.model.options import homes
@@ -45,15 +45,6 @@ GRID = 8
 STARTS = 2
 """Points of the coarse grid that are refined."""
 
-NEARLY = 1.05
-"""Factor of seconds that a search for another schedule may be worth."""
-
-SLOW_WALK = 1.2
-"""A walk may take so many times as long as the simulator finds. (It mostly takes 0.9 to 1.05.)"""
-
-SIMULATED = 4
-"""Plans that are simulated where walks have compared them."""
-
 MAX_TRIED = 8_000
 """Plans that the search may judge, times units: about a second for models of all sizes."""
 
@@ -62,14 +53,8 @@ def baseline(
     name: Baseline,
     problem: Problem,
     evaluator: Evaluator,
-    *,
-    below_s: float = inf,
-    quick: bool = False,
 ) -> Evaluation | None:
     """The best variant of a baseline; None where no variant meets the budgets.
-
-    With `below_s`, variants are left out that take longer, or nearly as long before their schedule
-    is searched (`NEARLY`). A `quick` search compares variants by walks, and simulates few.
 
     recompute-all   every block recomputed; states all persistent, or all offloaded
     offload-all     states offloaded, activations (or the blocks' inputs) swapped
@@ -81,7 +66,7 @@ def baseline(
     tiers = list(problem.tiers)
     if name == "four-parameter":
         for home in homes(problem.implied) if tiers else ():
-            search = _FourParameterSearch(problem, evaluator, home, tiers[0], below_s, quick)
+            search = _FourParameterSearch(problem, evaluator, home, tiers[0])
             if best := search.best():
                 return evaluator.best_schedule(best.choice, rule=best.rule)
         return None
@@ -95,23 +80,10 @@ def baseline(
             choices = [uniform(problem, policy, placement) for policy in _policies(name, problem)]
             if not any(problem.fits(choice) for choice in choices):
                 continue
-            found = [
-                evaluator.best_schedule(choice)
-                for choice in choices
-                if problem.least_seconds(choice) < below_s
-                and (not quick or may_reach(evaluator, choice, below_s * NEARLY))
-                and evaluator.evaluate(choice, faster_than_s=below_s * NEARLY)
-            ]
+            found = (evaluator.best_schedule(choice) for choice in choices)
             fastest += [one for one in found if one]
             break
     return min(fastest, key=lambda one: one.seconds, default=None)
-
-
-def may_reach(evaluator: Evaluator, choice: Choice, limit_s: float) -> bool:
-    """Whether the simulator may find `limit_s`, by a walk, which may find a little more."""
-    if evaluator.problem.least_seconds(choice) >= limit_s or not evaluator.problem.fits(choice):
-        return False
-    return evaluator.pacer.walk(choice, within_s=limit_s * SLOW_WALK) is not None
 
 
 def _policies(name: Baseline, problem: Problem) -> list[list[Activations]]:
@@ -161,10 +133,7 @@ class _FourParameterSearch:
         evaluator: Evaluator,
         tier: StateTier,
         swap_tier: TierName,
-        below_s: float,
-        quick: bool,
     ) -> None:
-        self.below_s, self.quick = below_s * NEARLY, quick
         self.problem, self.evaluator = problem, evaluator
         self.offload, self.buffer = Offload(tier=tier), Offload(tier=tier, keep_gathered=True)
         self.swap = Swap(tier=swap_tier)
@@ -194,13 +163,6 @@ class _FourParameterSearch:
                     numbers = faster
                 else:
                     step //= 2
-        if self.quick:
-            for numbers in sorted(self.seconds, key=lambda n: self.seconds[n])[:SIMULATED]:
-                if isfinite(self.seconds[numbers]):
-                    choice, limit = self.choice(numbers), self.below_s
-                    found = self.evaluator.evaluate(choice, faster_than_s=limit)
-                    if found and (not self.fastest or found.seconds < self.fastest.seconds):
-                        self.fastest = found
         return self.fastest
 
     def choice(self, numbers: Numbers) -> Choice:
@@ -273,24 +235,15 @@ class _FourParameterSearch:
                         yield new
 
     def _try(self, numbers: Numbers) -> float:
-        """Seconds of the plan; infinite where it does not fit or cannot be the fastest.
-
-        Where the search is quick, those of a walk over it.
-        """
+        """Seconds of the plan; infinite where it does not fit or cannot be the fastest."""
         if numbers in self.seconds:
             return self.seconds[numbers]
-        choice, found = self.choice(numbers), inf
         if self.evaluator.stopped():
             return inf
-        if not self.quick:
-            limit = self.fastest.seconds if self.fastest else self.below_s
-            evaluation = self.evaluator.evaluate(choice, faster_than_s=limit)
-            found = evaluation.seconds if evaluation else inf
-            if evaluation and evaluation.seconds < limit:
-                self.fastest = evaluation
-        elif self.problem.least_seconds(choice) < self.below_s and self.problem.fits(choice):
-            paced = self.evaluator.pacer.walk(choice, within_s=self.below_s * SLOW_WALK)
-            found = paced.seconds if paced else inf
-        self.tried += isfinite(found)
-        self.seconds[numbers] = found
-        return found
+        limit = self.fastest.seconds if self.fastest else inf
+        found = self.evaluator.evaluate(self.choice(numbers), faster_than_s=limit)
+        if found and found.seconds < limit:
+            self.fastest = found
+        self.tried += bool(found)
+        self.seconds[numbers] = found.seconds if found else inf
+        return self.seconds[numbers]

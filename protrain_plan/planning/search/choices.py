@@ -217,7 +217,7 @@ def _try(
         return _Try()
     if of != "device":
         tiers[of] = AMPLE
-    model = DecisionModel(replace(problem, device=max(1, scale), tiers=tiers))
+    model = DecisionModel(problem.changed(device=max(1, scale), tiers=tiers))
     needs, peak = model.add_needs(), model.variable("peak")
     asked: Terms = [(peak, -1.0)]
     for t, terms in enumerate(needs):

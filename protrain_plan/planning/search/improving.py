@@ -17,7 +17,6 @@ from typing import Any
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import Stopped
-from protrain_plan.planning.search.baselines import may_reach
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
 from protrain_runtime.contract.program.memory import device_totals
 from protrain_runtime.contract.records.forms import FORMS
@@ -51,6 +50,9 @@ GRACE_S = 0.7
 NEARLY = 1.03
 """Factor by which an order may be slower before other schedules are tried for it."""
 
+SLOW_WALK = 1.2
+"""A walk may take so many times as long as the simulator finds. (It mostly takes 0.9 to 1.05.)"""
+
 IMPROVEMENT = 1e-7
 """A step must be faster by this fraction to count: less is rounding in the simulator."""
 
@@ -63,7 +65,6 @@ class Effort:
     enough_s      and so is one of as many seconds; a search that cannot get there is given up
     below_s       only plans that are faster than this matter; so is one that has none
     time_limit_s  for people in a hurry: with a limit that strikes, the plan depends on the machine
-    fine          where a gap is left, look for a higher bound without windows: no plan is faster
     seed          of the order in which changes are tried
     stopped       asked often; true ends the search with the best plan so far
     """
@@ -72,7 +73,6 @@ class Effort:
     enough_s: float | None = None
     below_s: float = inf
     time_limit_s: float | None = None
-    fine: bool = True
     seed: int = 0
     stopped: Callable[[], bool] = lambda: False
     started: float = field(default_factory=time.monotonic)
@@ -144,7 +144,10 @@ def in_runs(
             for unit, decision in zip(members, arranged, strict=True):
                 choice[unit] = decision
             limit = slowest_s * NEARLY
-            if not may_reach(evaluator, tuple(choice), limit):
+            if problem.least_seconds(tuple(choice)) >= limit or not problem.fits(tuple(choice)):
+                continue
+            # A walk may find a little more than the simulator does.
+            if not evaluator.pacer.walk(tuple(choice), within_s=limit * SLOW_WALK):
                 continue
             evaluation = evaluator.evaluate(tuple(choice), rules=(best.rule,), faster_than_s=limit)
             if evaluation and (fastest is None or evaluation.seconds < fastest.seconds):
