@@ -3,17 +3,21 @@
 The planner, which takes longer to import than a known answer to tell, is imported where it plans.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from protrain_plan.commands.cells import GAP
 from protrain_plan.planning.questions.answers import Answer, Fit, Objective, Point, Question
 from protrain_plan.planning.questions.kept_answers import AnswerCache
 
 if TYPE_CHECKING:
     from protrain_plan.planning.questions.planner import Progress, Solver
     from protrain_plan.planning.search.improving import Effort
+
+
+GAP = 0.02
+"""Plans this close to the bound are good enough to compare machines and batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,49 @@ class Fitting:
         effort = Effort(gap_target=GAP)
         found = fit(question, effort=effort, compare=self.compare)
         self.kept.keep(found, question, GAP, self.compare)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweeping:
+    """Answers of `fit --sweep`: those of a line are found, and known, together."""
+
+    kept: AnswerCache
+
+    def known(self, line: Sequence[Question]) -> tuple[Fit, ...] | None:
+        """Return the answers of before; None where one is missing."""
+        name = self._named(line)
+        found = [self.kept.fit(question, name) for question in line]
+        return None if None in found else tuple(filter(None, found))
+
+    def __call__(self, line: Sequence[Question]) -> tuple[Fit, ...]:
+        from protrain_plan.planning.questions.shopping import sweep
+
+        found, name = sweep(line, gap=GAP), self._named(line)
+        for question, one in zip(line, found, strict=True):
+            self.kept.keep(one, question, name)
+        return found
+
+    def _named(self, line: Sequence[Question]) -> str:
+        return f"sweep {GAP} {sha256(repr(line).encode()).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestBatch:
+    """The number of the fastest of a global batch's questions; 0 where none has a plan."""
+
+    kept: AnswerCache
+
+    def known(self, questions: Sequence[Question]) -> int | None:
+        """Return the number of before; None where there is none."""
+        return self.kept.number("fastest", GAP, questions)
+
+    def __call__(self, questions: Sequence[Question]) -> int:
+        from protrain_plan.planning.questions.shopping import fastest_batch
+        from protrain_plan.planning.search.improving import Effort
+
+        found = fastest_batch(questions, effort=Effort(gap_target=GAP)) or 0
+        self.kept.keep_number(found, "fastest", GAP, questions)
         return found
 
 

@@ -7,10 +7,10 @@ estimate of its own, so that what is answered is no interpolation.
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from typing import TypeVar
 
+from protrain_plan.commands.answering import BestBatch
 from protrain_plan.commands.measuring import Estimates, ProfileRequest, Progress, estimated
 from protrain_plan.commands.option_records import BudgetOptions
 from protrain_plan.isolated.pool import answers_of, pipelined, processes_at_once, workers
@@ -28,9 +28,6 @@ Answer = TypeVar("Answer")
 
 _PLANNING = ("protrain_plan.planning.questions.objectives", "highspy")
 """Imports of a process that is to plan, while models are estimated."""
-
-GAP = 0.02
-"""Plans this close to the bound are good enough to compare machines and batches."""
 
 STATES_OF_8_BITS = {"adamw": "adamw8bit"}
 """Optimizers, and the same with states of 8 bits: another optimizer, with results of its own."""
@@ -115,8 +112,7 @@ class Cells:
 
     def _best(self, progress: Progress, global_batch: int) -> list[Question]:
         from protrain_plan.planning.questions.growth import between, largest_of
-        from protrain_plan.planning.questions.shopping import divisors, fastest_batch
-        from protrain_plan.planning.search.improving import Effort
+        from protrain_plan.planning.questions.shopping import divisors
 
         for _, group in self.groups:
             if global_batch % group.num_devices:
@@ -124,6 +120,7 @@ class Cells:
                     f"{global_batch} sequences are no equal parts for {group.num_devices} devices",
                     key="--global-batch",
                 )
+        kept = self.kept
         known: dict[tuple[int, int], list[Profile]] = {}  # by request and batch size, per machine
 
         def learn(wanted: Iterable[tuple[int, int]]) -> None:
@@ -142,10 +139,13 @@ class Cells:
         sizes: list[tuple[int, ...]] = []
         ends = dict.fromkeys(every, 1)
         for request, place, group, part in cells:
-            found = largest_of(self._question(known[request, 1][place], group), "batch-size")
+            question = self._question(known[request, 1][place], group)
+            if (most := kept.number("largest", question)) is None:
+                found = largest_of(question, "batch-size")
+                most = found.workload.batch_size if found else 0
+                kept.keep_number(most, "largest", question)
             # What fits is known in proportion alone: one more is looked at.
             open_to_it = divisors(part)
-            most = found.workload.batch_size if found else 0
             count = sum(size <= most for size in open_to_it) + 1
             sizes.append(open_to_it[:count])
             ends[request] = max(ends[request], sizes[-1][-1])
@@ -156,10 +156,9 @@ class Cells:
             candidates.append(
                 [self._question(between(low, high, size), group, part // size) for size in tried]
             )
-        progress("looking for the best micro-batches", 0.6)
-        search = partial(fastest_batch, effort=Effort(gap_target=GAP))
-        with answers_of(search, candidates, jobs=self.jobs) as answers:
-            chosen = [tried[number or 0] for tried, number in zip(sizes, answers, strict=True)]
+        best, words = BestBatch(kept=kept), "looking for the best micro-batches"
+        numbers = answered(candidates, best, progress, lambda _: words, best.known, jobs=self.jobs)
+        chosen = [tried[number] for tried, number in zip(sizes, numbers, strict=True)]
         learn((cell[0], size) for cell, size in zip(cells, chosen, strict=True))
         return [
             self._question(known[request, size][place], group, part // size)

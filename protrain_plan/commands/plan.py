@@ -202,13 +202,15 @@ class SearchOptions:
         self, question: "Question", objective: "Objective", kept: "AnswerCache", *, as_json: bool
     ) -> "Answer":
         """The answer, with its progress shown; Ctrl-C ends the search with the best so far."""
-        from protrain_plan.commands.answering import ask
         from protrain_plan.commands.output import interruptible, print_beside, progress
-        from protrain_plan.planning.questions.planner import SOLVERS
-        from protrain_plan.planning.search.improving import Effort
-        from protrain_plan.presentation.plans import point_text, search_text
 
-        with progress(quiet=as_json) as report, interruptible() as interrupted:
+        with interruptible() as interrupted, progress(quiet=as_json) as report:
+            # From here on Ctrl-C ends the search, and not these imports.
+            from protrain_plan.commands.answering import ask
+            from protrain_plan.planning.questions.planner import SOLVERS
+            from protrain_plan.planning.search.improving import Effort
+            from protrain_plan.presentation.plans import point_text, search_text
+
             return ask(
                 question,
                 objective,

@@ -86,7 +86,7 @@ def search(
     | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4
     """
     within, settings = wanted.offers(), step.settings()
-    from protrain_plan.commands.cells import GAP
+    from protrain_plan.commands.answering import GAP
     from protrain_plan.commands.measuring import estimated
     from protrain_plan.commands.output import progress, show
     from protrain_plan.planning.questions import shopping

@@ -4,7 +4,6 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import typer
@@ -112,16 +111,17 @@ def _value(resource: Swept, text: str) -> float:
 
 def show_sweep(sweep: Sweep, cells: "Cells", *, as_json: bool) -> None:
     """Plan all that is swept, and print it; each line of answers is planned by itself."""
-    from protrain_plan.commands.cells import GAP, answered
+    from protrain_plan.commands.answering import Sweeping
+    from protrain_plan.commands.cells import answered
     from protrain_plan.commands.output import progress, show
-    from protrain_plan.planning.questions import shopping
     from protrain_plan.presentation.choosing import sweep_json, sweep_text
 
     with progress(quiet=as_json) as report:
         report("estimating", 0.0)
         series = sweep.series(cells.questions(report))
-        planned = partial(shopping.sweep, gap=GAP)
-        found = [*answered(series, planned, report, lambda _: "planning", jobs=cells.jobs)]
+        sweep_of, told = Sweeping(kept=cells.kept), "planning"
+        lines = answered(series, sweep_of, report, lambda _: told, sweep_of.known, jobs=cells.jobs)
+        found = [*lines]
     data = sweep_json(sweep.resource, sweep.values, found)
     show(as_json, data, lambda: sweep_text(data, cells.machines))
     if not any(one.solved for line in found for one in line):
@@ -158,7 +158,7 @@ def helping(
 
 
 def _helped(asked: "tuple[int, Fit, Variation]") -> "Tried":
-    from protrain_plan.commands.cells import GAP
+    from protrain_plan.commands.answering import GAP
     from protrain_plan.planning.questions.shopping import helped
 
     return helped(asked[1], asked[2], gap=GAP)

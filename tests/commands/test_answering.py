@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 
 from protrain_plan import kept as kept_files
-from protrain_plan.commands.answering import Fitting, ask
+from protrain_plan.commands.answering import BestBatch, Fitting, Sweeping, ask
 from protrain_plan.commands.cells import Cells
 from protrain_plan.commands.option_records import BudgetOptions, WorkloadOptions
 from protrain_plan.kept import SWITCH
 from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.answers import Answer, Fit, Objective, Point, Question
+from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.kept_answers import AnswerCache
 from protrain_plan.planning.questions.planner import Solver
+from protrain_plan.planning.questions.shopping import with_resource
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.records import write_profile
@@ -131,6 +133,25 @@ def test_a_kept_cell_is_the_planned_one(question: Question, compare: bool) -> No
     assert bool(planned.alternatives) == compare
     assert Fitting(kept=AnswerCache(), compare=not compare).known(question) is None
     assert Fitting(kept=AnswerCache(off=True), compare=compare).known(question) is None
+
+
+def test_a_kept_line_of_a_sweep_is_the_planned_one() -> None:
+    line = tuple(with_resource(ASKED, "device", size * MB) for size in (100, 2500, 3000))
+    sweeping = Sweeping(kept=AnswerCache())
+    assert sweeping.known(line) is None
+    planned = sweeping(line)
+    assert tuple(map(as_planned, sweeping.known(line) or ())) == planned
+    assert sweeping.known(line[1:]) is None  # answers go by those before
+    assert Fitting(kept=AnswerCache()).known(line[0]) is None
+
+
+def test_the_best_of_some_batches_is_known() -> None:
+    questions = [replace(ASKED, profile=grown(PROFILE, batch_size=size)) for size in (1, 2)]
+    best = BestBatch(kept=AnswerCache())
+    assert best.known(questions) is None
+    assert best.known(questions[:1]) is None
+    assert best(questions) == best.known(questions)
+    assert best.known(questions[::-1]) is None
 
 
 def test_another_question_is_planned() -> None:

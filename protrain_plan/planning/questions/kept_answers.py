@@ -51,6 +51,15 @@ class AnswerCache(Kept):
         """Let an answer be known."""
         self._write(_named(type(found), question, asked), json.dumps(_data(found)))
 
+    def number(self, *asked: object) -> int | None:
+        """Return the number that was found before."""
+        text = self._read(repr(asked))
+        return int(text) if text and text.isdecimal() else None
+
+    def keep_number(self, found: int, *asked: object) -> None:
+        """Let a number be known."""
+        self._write(repr(asked), str(found))
+
     def _found(self, kind: type[A], given: Any, question: Question, asked: Any) -> A | None:
         text = self._read(_named(kind, question, asked))
         try:
