@@ -166,30 +166,22 @@ def solve_problem(
     `solver` is `milp` for all the planner has, or a baseline to compare with. `progress` is told a
     stage, the best step so far and the bound, in seconds. `hints` are plans to begin with.
     A plan that is not exact is faster than every exact one that was found, by more than tidying may
-    cost. To know that, the problem without leave is solved, too. It is another question: the search
-    with leave goes from option to option, and misses exact plans as fast that differ in several.
-    The second search has one thing to find, a plan within the tolerance, and ends when its bound
-    says that there is none.
+    cost: the problem without leave is solved first. Its plan is one with leave, too, so that leave
+    makes no plan slower.
     """
     effort = effort or Effort()
-    found = _solved(problem, budgets, effort, solver, progress, hints)
-    if (
-        isinstance(found, Infeasible)
-        or not found.plan.allowed
-        or solver != "milp"
-        or effort.spent()
-    ):
-        return found
-    fastest_s = found.plan.prediction.step_seconds
-    slowest_s = max(fastest_s * (1 + TOLERANCE), effort.enough_s or 0.0)
-    exact, enough = problem.exactly(), replace(effort, enough_s=slowest_s)
-    other = exact and _solved(exact, budgets, enough, solver, progress, ())
-    if not isinstance(other, Solved) or other.plan.prediction.step_seconds > slowest_s:
-        return found
-    # Without leave no plan is faster than with it.
-    bounds = (one.plan.prediction.lower_bound_seconds for one in (found, other))
-    seconds = found.solve_seconds + other.solve_seconds
-    return replace(_proven(other, min(bounds), effort), solve_seconds=seconds)
+    exact = problem.exactly() if problem.profile.allowed and solver == "milp" else None
+    known = exact and _solved(exact, budgets, effort, solver, progress, hints)
+    if not isinstance(known, Solved):
+        return _solved(problem, budgets, effort, solver, progress, hints)
+    limit_s = known.plan.prediction.step_seconds / (1 + TOLERANCE)
+    faster = replace(effort, below_s=min(effort.below_s, limit_s))
+    found = _solved(problem, budgets, faster, solver, progress, (*hints, known.plan.units))
+    assert isinstance(found, Solved), "a plan without leave is one with it"
+    seconds = known.solve_seconds + found.solve_seconds
+    if found.plan.prediction.step_seconds > limit_s:
+        found = _proven(known, found.plan.prediction.lower_bound_seconds, effort)
+    return replace(found, solve_seconds=seconds)
 
 
 def _proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
