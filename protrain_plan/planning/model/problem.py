@@ -387,7 +387,7 @@ class Problem:
 
     @cached_property
     def _all_options(self) -> tuple[UnitOptions, ...]:
-        """Those that the pins leave."""
+        """Options that the pins leave."""
         pins = self.pins
         if not is_accelerator(self.implied.device):  # its own kernels update all there is
             pins = tuple(pin for pin in pins if not pin.exact_updates)
