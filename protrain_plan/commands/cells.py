@@ -18,7 +18,6 @@ from protrain_plan.planning.questions.answers import Question
 from protrain_plan.planning.questions.kept_answers import AnswerCache
 from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import profile_of_rank
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
 from protrain_runtime.contract.records.profile import Profile
@@ -198,13 +197,12 @@ class Cells:
     def _question(
         self, profile: Profile, group: DeviceGroup, micro_batches: int | None = None
     ) -> Question:
-        machine = profile_of_rank(profile, group).hardware
         many = micro_batches or self.settings.micro_batches
         return Question(
             profile=profile,
             settings=replace(self.settings, group=group, micro_batches=many),
             replicas=group.replica_counts if group.num_replicas == 1 else (),
-            budgets=self.budgets.of(machine, group),
+            budgets=self.budgets.of(profile, group),
             allow=self.requests[0].allow,
         )
 

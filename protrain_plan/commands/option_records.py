@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform, 
 
 import typer
 
-from protrain_plan.commands.options import choice, leaves_named, size
+from protrain_plan.commands.options import TightOption, choice, leaves_named, part, size
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         StepSettings,
         Updates,
     )
+    from protrain_runtime.contract.records.profile import Profile
 
 
 Record = TypeVar("Record")
@@ -210,6 +211,14 @@ class StepOptions:
         ),
     ] = None
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1
+    disk_gain: Annotated[
+        str | None,
+        typer.Option(
+            help="Use the disk only where no plan fits without it, or where a step without it takes"
+            " so much longer. 0: wherever a step is faster. Default: 10%.",
+            show_default=False,
+        ),
+    ] = None
 
     def settings(self) -> "StepSettings":
         """The step that is asked for, on one device; ProtrainError where options contradict."""
@@ -233,12 +242,18 @@ class StepOptions:
                 f"expected a part of all steps {limits}, got {share:g}", key="--clip-share"
             )
         when: Updates = "after backward" if after else "in backward"
-        return replace(OVERLAPPING, updates=when, clip_share=share, micro_batches=self.accumulate)
+        return replace(
+            OVERLAPPING,
+            updates=when,
+            clip_share=share,
+            micro_batches=self.accumulate,
+            disk_gain=part("--disk-gain", self.disk_gain, "disk_gain"),
+        )
 
 
 @option_record
 class BudgetOptions:
-    """Budgets of a process for each tier; by default all that the machine has."""
+    """Budgets of a process for each tier; by default all that the machine has, but for headroom."""
 
     device_memory: Annotated[
         str | None,
@@ -248,6 +263,7 @@ class BudgetOptions:
         str | None, typer.Option(help="The most pinned host memory, of the whole node.")
     ] = None
     disk: Annotated[str | None, typer.Option(help="The most disk space, of the node.")] = None
+    tight: TightOption = False
 
     def machine(self, name: str) -> "Hardware":
         """A machine of the catalogue or of a file, with what was asked for below its device."""
@@ -263,13 +279,17 @@ class BudgetOptions:
                 machine = machine.with_tier(replace(tier, capacity_bytes=asked[tier.name]))
         return machine
 
-    def of(self, machine: "Hardware", group: "DeviceGroup") -> "Budgets":
-        """A device's budgets; `machine` is the device's part of its node."""
+    def of(self, profile: "Profile", group: "DeviceGroup") -> "Budgets":
+        """A device's budgets, where it is one of a group."""
+        from protrain_plan.planning.questions.allowance import default_device_bytes
+        from protrain_runtime.contract.program.group import profile_of_rank
         from protrain_runtime.contract.records.plan import Budgets
 
+        machine = profile_of_rank(profile, group).hardware
+        most = default_device_bytes(profile, tight=self.tight)
         there = {tier.name: tier.capacity_bytes * group.in_node for tier in machine.tiers}
         return Budgets(
-            device=size("--device-memory", self.device_memory, machine.device.memory_bytes),
+            device=size("--device-memory", self.device_memory, most),
             host=size("--host-memory", self.host_memory, there.get("host", 0)) // group.in_node,
             disk=size("--disk", self.disk, there.get("disk", 0)) // group.in_node,
         )

@@ -49,6 +49,14 @@ DiskSecondsOption = Annotated[
 DISK_SECONDS = 2.0
 DiskBytesOption = Annotated[str, typer.Option(help="The most that is written meanwhile.")]
 DISK_BYTES = "2GiB"
+TightOption = Annotated[
+    bool,
+    typer.Option(
+        "--tight",
+        help="Plan with all of a device that is estimated: by default 4 % of it stays free, unless"
+        " its budget is given.",
+    ),
+]
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -100,6 +108,25 @@ def size(option: str, text: str | None, default: int) -> int:
         return default
     with naming(option):
         return parse_bytes(text)
+
+
+def part(option: str, text: str | None, setting: str) -> float:
+    """Return `25%` or `0.25` as a number, or a setting's default; ProtrainError for other texts."""
+    from protrain_runtime.contract.records.plan import StepSettings
+    from protrain_runtime.contract.records.schema import limits_of
+
+    if text is None:
+        return float(getattr(StepSettings(), setting))
+    limits = limits_of(StepSettings, setting)
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if value not in limits:
+        raise ProtrainError(
+            f"expected a part {limits}, such as 25% or 0.25, got {text!r}", key=option
+        )
+    return value
 
 
 def integers(option: str, text: str) -> tuple[int, ...]:

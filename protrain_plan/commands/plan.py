@@ -287,9 +287,9 @@ def plan(
 ) -> None:
     """Find the fastest step within the budgets, and write it as a plan.
 
-    Without an option, a tier's budget is all of it that the profile saw. Of several devices, each
-    takes its part of the node's host memory and disk. Ctrl-C ends the search with the best plan so
-    far.
+    Without an option, a tier's budget is all of it that the profile saw, and of an estimated device
+    4 % stay free (--tight). Of several devices, each takes its part of the node's host memory and
+    disk. Ctrl-C ends the search with the best plan so far.
 
     Examples: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml
     | protrain plan llama-3.2-1b --on rtx-4090 --global-batch 32 -o plans/mine
@@ -302,7 +302,6 @@ def plan(
     from protrain_plan.planning.questions.answers import Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.presentation.plans import answer_json, answer_text
-    from protrain_runtime.contract.program.group import profile_of_rank
     from protrain_runtime.contract.records import write_plan, write_profile
 
     beside = None
@@ -329,7 +328,7 @@ def plan(
         profile=record,
         settings=step.on(settings, group),
         replicas=group.replica_counts if devices.replicas is None else (),
-        budgets=budgets.of(profile_of_rank(record, group).hardware, group),
+        budgets=budgets.of(record, group),
         allow=leaves_named(allow),
         pins=fixed.read(),
     )

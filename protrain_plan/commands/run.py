@@ -259,7 +259,14 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     if reference is not None:
         same = reference.losses[result.first_step :] == result.losses  # that one had no break
         verified = same and reference.parameters_sha256 == result.parameters_sha256
-    data = run_json(record, result, plain=options.plain, verified=verified, overruns=overruns)
+    data = run_json(
+        record,
+        result,
+        plain=options.plain,
+        verified=verified,
+        overruns=overruns,
+        profile=beside(),
+    )
     show(as_json, data, lambda: run_text(record, data, overruns))
     if options.verify and (overruns or not verified):
         raise typer.Exit(1)

@@ -13,7 +13,13 @@ from protrain_plan.commands.option_records import (
     option_record,
     with_records,
 )
-from protrain_plan.commands.options import JsonOption, ModelArgument, NoCacheOption, integers
+from protrain_plan.commands.options import (
+    JsonOption,
+    ModelArgument,
+    NoCacheOption,
+    TightOption,
+    integers,
+)
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -73,6 +79,7 @@ def search(
     batch_size: Annotated[
         str, typer.Option(help="Sequences of each device's batch; of several, any may be best.")
     ] = "1",
+    tight: TightOption = False,
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -86,6 +93,7 @@ def search(
     | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4
     """
     within, settings = wanted.offers(), step.settings()
+    budgets = BudgetOptions(tight=tight)
     from protrain_plan.commands.answering import GAP
     from protrain_plan.commands.measuring import estimated
     from protrain_plan.commands.output import progress, show
@@ -101,7 +109,9 @@ def search(
         report("estimating", 0.0)
         estimates = estimated(requests, listed, report, EstimateCache(off=no_cache))
         offers = [
-            _variation(one, row[listed.index(replace(one.listed, price_per_hour=0.0))], settings)
+            _variation(
+                one, row[listed.index(replace(one.listed, price_per_hour=0.0))], settings, budgets
+            )
             for row in estimates
             for one in within
         ]
@@ -121,20 +131,21 @@ def search(
         raise typer.Exit(3)
 
 
-def _variation(offer: "MachineOffer", profile: "Profile", settings: "StepSettings") -> "Variation":
+def _variation(
+    offer: "MachineOffer", profile: "Profile", settings: "StepSettings", budgets: BudgetOptions
+) -> "Variation":
     """Return the question on a machine of the list; a price is no part of what is estimated.
 
     Sizes and links alter no bytes of a profile, nor seconds of its units.
     """
     from protrain_plan.planning.questions.answers import Question
     from protrain_plan.planning.questions.shopping import Variation
-    from protrain_runtime.contract.program.group import profile_of_rank
 
     profile = replace(profile, hardware=replace(offer.machine, price_per_hour=0.0))
     question = Question(
         profile=profile,
         settings=replace(settings, group=offer.group),
         replicas=offer.group.replica_counts,
-        budgets=BudgetOptions().of(profile_of_rank(profile, offer.group).hardware, offer.group),
+        budgets=budgets.of(profile, offer.group),
     )
     return Variation(name=offer.name, price_per_hour=offer.price_per_hour, question=question)

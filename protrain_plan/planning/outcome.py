@@ -32,6 +32,8 @@ class Solved:
     stall_seconds  simulated time in which compute waits for transfers
     solve_seconds  those of the search; where the plan was `kept`, of the one that found it
     replicas       the numbers of replicas that the plan's was chosen from; none where it was given
+    seconds_without_disk  of the fastest plan found that does without the disk, where one was asked
+                   for and fits
     """
 
     plan: Plan
@@ -42,6 +44,12 @@ class Solved:
     solver: str
     replicas: tuple[Replicas, ...] = ()
     kept: bool = False
+    seconds_without_disk: float | None = None
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether the plan keeps anything on the disk."""
+        return self.plan.prediction.peak_bytes.disk > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,9 @@ from protrain_plan.presentation.plans import (
     fits_json,
     fits_text,
     gibibytes,
+    headroom_text,
     solved_json,
+    wear_json,
 )
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.terminal import Text, bar, table_of
@@ -40,7 +42,9 @@ def _reached_json(fit: "Fit | None") -> dict[str, Any]:
         "verdict": "fits" if fit.solved else "does not fit",
         "tokens_per_second": fit.tokens_per_s,
         "binds": fit.binds,
+        "headroom_bytes": fit.headroom_bytes,
         **(solved_json(fit.solved) if fit.solved else {}),
+        **wear_json(fit.solved.plan if fit.solved else None, fit.profile),
     }
 
 
@@ -105,7 +109,16 @@ def sweep_text(data: dict[str, Any], machines: Iterable[Hardware]) -> Renderable
             binds.append(Text(f"  {value}: {point['binds']}"))
         told = Text("what makes up the step, or what is missing:")
         parts += [Text(title, style="bold"), table, "", told, *binds, ""]
-    return Group(*parts, *(Text(f"{one.name}: {trust(one)}") for one in dict.fromkeys(machines)))
+    left = {
+        line["hardware"]: point["headroom_bytes"]
+        for line in data["lines"]
+        for point in line["points"]
+    }
+    notes = [
+        *headroom_text(left),
+        *(f"{one.name}: {trust(one)}" for one in dict.fromkeys(machines)),
+    ]
+    return Group(*parts, *map(Text, notes))
 
 
 # --- what helps -----------------------------------------------------------------------------------
@@ -229,5 +242,6 @@ def search_text(data: dict[str, Any], best: Hardware | None) -> RenderableType:
         for one in found
         if speed and (one.get("tokens_per_second") or 0) < speed <= one["most_tokens_per_second"]
     ]
+    below += headroom_text({name: answer["headroom_bytes"]})
     below.append(f"{name}: {trust(best)}")
     return Group(table, *map(Text, told), Text(head, style="bold"), *map(Text, below))

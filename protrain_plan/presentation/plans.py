@@ -1,7 +1,7 @@
 """The output of `protrain plan`, `fit` and `run`: plans, fronts of plans, or why there is none."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from protrain_plan.planning.questions.allowance import MOST
+from protrain_plan.planning.questions.allowance import HEADROOM, MOST
 from protrain_plan.presentation.profiles import (
     caveats,
     compiled_json,
@@ -34,13 +34,20 @@ from protrain_plan.presentation.terminal import (
     wrote,
 )
 from protrain_plan.simulation.report import in_words as report_in_words
-from protrain_plan.simulation.wear import wear
+from protrain_plan.simulation.wear import Wear, wear, wear_lines
 from protrain_runtime.contract.program.memory import Excess, checkpoint_bytes
 from protrain_runtime.contract.records import activations_text, states_text
 from protrain_runtime.contract.records.commands import profile_command
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import is_accelerator
-from protrain_runtime.contract.records.plan import DeviceGroup, Plan, Prediction, TierBytes
+from protrain_runtime.contract.records.plan import (
+    DeviceGroup,
+    Keep,
+    Persistent,
+    Plan,
+    Prediction,
+    TierBytes,
+)
 from protrain_runtime.contract.records.profile import Compilation, Profile
 from protrain_runtime.contract.records.tree import listed
 from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
@@ -69,6 +76,8 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
         "solve_seconds": solved.solve_seconds,
         **({"kept": True} if solved.kept else {}),
         "peak_bytes": tiers_json(prediction.peak_bytes),
+        "disk_gain": solved.plan.settings.disk_gain,
+        "seconds_without_disk": solved.seconds_without_disk,
         "solver": solved.solver,
         **({"replicas": [asdict(one) for one in solved.replicas]} if solved.replicas else {}),
     }
@@ -152,7 +161,7 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
         expected = " (no run of this device was compared with its estimate)"
     notes = [
         f"predicted step {format_seconds(prediction.step_seconds)}{expected},"
-        f" at most {solved.gap:.2%} above the fastest possible"
+        f" at most {solved.gap:.2%} above {fastest(plan)}"
         f" ({solved.status}, {solved.solver}, {'planned before in ' * solved.kept}"
         f"{format_seconds(solved.solve_seconds)})"
     ]
@@ -169,6 +178,48 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
     if not is_accelerator(profile.hardware.device.kind) and saving > 0:
         notes.append(f"saving a checkpoint takes {format_bytes(saving)} more than a step")
     return Group(decisions, "", table, "", *map(Text, notes), *map(wrote, paths))
+
+
+def headroom_text(left: Mapping[str, int]) -> list[str]:
+    """Say in a line what plans leave free of the devices, by the names of their machines."""
+    found = {name: format_bytes(size) for name, size in left.items() if size}
+    if not found:
+        return []
+    names = [f"{name} {size}" for name, size in found.items()]
+    sizes = names if len(found) > 1 else found.values()
+    return [f"leaves {HEADROOM:.0%} of the device ({', '.join(sizes)}) free; --tight uses it"]
+
+
+def headroom_of(fits: Sequence["Fit"]) -> list[str]:
+    """Say what the plans of some cells leave free."""
+    return headroom_text({fit.profile.hardware.name: fit.headroom_bytes for fit in fits})
+
+
+def spared_disk(solved: "Solved") -> list[str]:
+    """Say what the disk is worth to a plan that uses it, or that it is spared."""
+    plan = solved.plan
+    without, gain = solved.seconds_without_disk, plan.settings.disk_gain
+    if without is not None:
+        longer = without / plan.prediction.step_seconds - 1
+        return [f"without the disk the fastest step found takes {longer:.1%} longer"]
+    moves = any(unit.activations != Keep() or unit.states != Persistent() for unit in plan.units)
+    if not (moves and spares_disk(plan)):
+        return []
+    return [
+        f"spares the disk: no step was found that it makes {100 * gain:.3g}% faster; --disk-gain 0"
+        " uses it for less"
+    ]
+
+
+def spares_disk(plan: Plan) -> bool:
+    """Return whether the plan does without a disk that it may use where that is worth it."""
+    is_open = plan.settings.disk_gain > 0 and plan.budgets.disk > 0
+    return is_open and not plan.prediction.peak_bytes.disk
+
+
+def fastest(plan: Plan) -> str:
+    """Return what the plan's gap is to, in words."""
+    return "the fastest that --disk-gain admits" if spares_disk(plan) else "the fastest possible"
 
 
 def disk_notes(plan: Plan, profile: Profile) -> list[str]:
@@ -259,12 +310,13 @@ def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str
         ]
     if explanation is not None:
         data["explanation"] = asdict(explanation)
-    return data | wear_json(answer.solved, answer.profile)
+    data["headroom_bytes"] = answer.headroom_bytes
+    return data | wear_json(answer.solved.plan if answer.solved else None, answer.profile)
 
 
-def wear_json(solved: "Solved | None", profile: Profile) -> dict[str, Any]:
+def wear_json(plan: Plan | None, profile: Profile) -> dict[str, Any]:
     """Return what the plan writes to a node's disks, where it writes any."""
-    found = None if solved is None else wear(solved.plan, profile)
+    found = None if plan is None else wear(plan, profile)
     return {} if found is None else {"disk_writes": asdict(found)}
 
 
@@ -272,11 +324,12 @@ def answer_text(
     answer: "Answer", explanation: "Explanation | None", *paths: Path
 ) -> RenderableType:
     """Return what `protrain plan` prints; `paths` are what it wrote, the plan last."""
+    headroom = headroom_text({answer.profile.hardware.name: answer.headroom_bytes})
     if answer.infeasible is not None:
-        return infeasible_text(answer.infeasible)
+        return Group(infeasible_text(answer.infeasible), *map(Text, headroom))
     assert answer.solved is not None
     if answer.front:
-        return _front_text(answer)
+        return Group(_front_text(answer), *map(Text, headroom))
     head: list[str] = []
     workload, step_s = answer.profile.workload, answer.solved.plan.prediction.step_seconds
     if answer.largest is not None:
@@ -284,8 +337,9 @@ def answer_text(
         grown = "growth in proportion; profile this size before you rely on it"
         head = [f"the largest that fits: {size} ({grown})", ""]
     notes = report_in_words(answer.report) if answer.report is not None else []
-    if (written := wear(answer.solved.plan, answer.profile)) is not None:
-        notes.append(f"it writes to disk {written}")
+    notes += headroom
+    notes += spared_disk(answer.solved)
+    notes += wear_lines(answer.solved.plan, answer.profile)
     notes += disk_notes(answer.solved.plan, answer.profile)
     if answer.seconds_without_pins is not None:
         cost = max(0.0, step_s / answer.seconds_without_pins - 1)
@@ -353,6 +407,7 @@ def fit_json(fit: "Fit") -> dict[str, Any]:
         "verdict": fit.verdict,
         "tight": fit.is_tight,
         "allowance_bytes": fit.allowance_bytes,
+        "headroom_bytes": fit.headroom_bytes,
         "plain_device_bytes": fit.plain_bytes,
         "plain_step_seconds": fit.plain_seconds,
         "binds": fit.binds,
@@ -360,7 +415,7 @@ def fit_json(fit: "Fit") -> dict[str, Any]:
         **spending_json(fit.spending(fit.step_seconds)),
         "measured_over_estimated": error_band(fit.profile.hardware),
         **(solved_json(fit.solved) if fit.solved is not None else {}),
-        **wear_json(fit.solved, fit.profile),
+        **wear_json(fit.solved.plan if fit.solved else None, fit.profile),
         **(infeasible_json(fit.infeasible) if fit.infeasible is not None else {}),
         **({"alternatives": _alternatives_json(fit)} if fit.alternatives else {}),
     }
@@ -462,6 +517,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     faster = ["what a plan saves where plain PyTorch fits:"]
     differs: list[str] = []
     worn = ["what a plan writes to a node's disks:"]
+    spared: dict[str, None] = {}
     for fit in fits:
         group, cell = fit.group, f"  {cell_text(fit)}"
         binds.append(f"{cell}: {fit.binds}")
@@ -476,6 +532,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
                 faster.append(f"{cell}: {saved:.1%} less time per step")
             if (written := wear(fit.solved.plan, fit.profile)) is not None:
                 worn.append(f"{cell}: {written}")
+            spared |= {f"{cell[2:]}: {told}": None for told in spared_disk(fit.solved)}
         words, style = _VERDICTS[fit.verdict]
         replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
         devices = [f"{group.num_devices}{replicas}"] if several else []
@@ -501,7 +558,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     unknown |= dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
     is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
     tight = [TIGHT] * is_tight
-    told = (*binds, *faster, *worn, *differs, *tight)
+    told = (*binds, *faster, *worn, *spared, *differs, *headroom_of(fits), *tight)
     notes = map(Text, (*told, *in_words(columns), *trusted, *unknown))
     bills = (bill.fitting, "") if columns else ()
     return Group(table.fitting, "", *bills, *notes, *map(wrote, paths))
@@ -511,9 +568,15 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
 
 
 def run_json(
-    plan: Plan, run: "Run", *, plain: bool, verified: bool | None, overruns: Sequence[Excess] = ()
+    plan: Plan,
+    run: "Run",
+    *,
+    plain: bool,
+    verified: bool | None,
+    overruns: Sequence[Excess] = (),
+    profile: Profile | None = None,
 ) -> dict[str, Any]:
-    """Return what `protrain run --json` prints."""
+    """Return what `protrain run --json` prints; `profile` is the plan's, where it is at hand."""
     expected, measured = plan.prediction.expected_seconds, run.measured_peak_bytes
     outside = None
     if expected is not None and len(run.seconds) > 1:  # a first step warms up: it tells nothing
@@ -540,6 +603,7 @@ def run_json(
         **compiled_json(run.compilation),
         "overruns": [asdict(overrun) for overrun in overruns],
         "profile_again": again if overruns else None,
+        **({} if plain or profile is None else wear_json(plan, profile)),
     }
 
 
@@ -569,6 +633,8 @@ def run_text(plan: Plan, data: dict[str, Any], overruns: Sequence[Excess] = ()) 
             told = "-" if found is None else format_bytes(found)
             table.add_row(label, "-" if plain else format_bytes(promise), told)
     notes = [] if plain else [Text(line) for line in other_results(plan)]
+    if "disk_writes" in data:
+        notes.append(Text(f"it writes to disk {Wear(**data['disk_writes'])}"))
     if "compilation" in data:
         compiled = compiled_text(Compilation(**data["compilation"]))
         notes.append(Text(f"{compiled}, mostly in the first step"))

@@ -287,7 +287,7 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
             f"{format_bytes(tier.capacity_bytes)}, {_rate(link.read_bytes_per_s)} to the"
             f" device, {_rate(link.write_bytes_per_s)} from it,"
             f" {link.duplex:.0%} of each both ways at once, latency"
-            f" {format_seconds(link.latency_s)}{_observed(tier)}",
+            f" {format_seconds(link.latency_s)}{_observed(tier)}{_endurance(tier)}",
         )
         if tier.cached is not None:
             cached = tier.cached.link
@@ -320,6 +320,11 @@ def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
         yield "power", f"at most {machine.power_w:g} W of each device's board"
     if rates is not None:
         yield "estimates", trust(machine)
+
+
+def _endurance(tier: Tier) -> str:
+    """Say what the drives bear, where that is known."""
+    return f"; it bears {tier.endurance_bytes / 1e12:,.4g} TB" if tier.endurance_bytes else ""
 
 
 def _observed(tier: Tier) -> str:

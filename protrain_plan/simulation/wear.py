@@ -18,16 +18,21 @@ class Wear:
     """Bytes that the devices of a node write to its disks, in a step and in a day of such steps.
 
     As much as is handed to the file system: its own blocks, and what the disk writes besides, are
-    not known. Through the page cache not all of it may reach the disk.
+    not known. Through the page cache not all of it may reach the disk. `life_days` are the days in
+    which it is all that the drives bear, where that is known.
     """
 
     step_bytes: int
     day_bytes: int
+    life_days: float | None = None
 
     def __str__(self) -> str:
         """`3.20 GiB a step, 41.5 TB a day at the predicted speed`: disks are sold by the TB."""
         day = f"{self.day_bytes / 1e12:.3g} TB"
-        return f"{format_bytes(self.step_bytes)} a step, {day} a day at the predicted speed"
+        told = f"{format_bytes(self.step_bytes)} a step, {day} a day at the predicted speed"
+        if self.life_days is None:
+            return told
+        return f"{told}; the drives bear that for {self.life_days:,.3g} days"
 
 
 def wear(plan: Plan, profile: Profile) -> Wear | None:
@@ -50,8 +55,19 @@ def wear(plan: Plan, profile: Profile) -> Wear | None:
     step_bytes = round(written) * (plan.group.num_devices // plan.group.num_nodes)
     if not step_bytes:
         return None
-    seconds = plan.prediction.step_seconds
-    return Wear(step_bytes=step_bytes, day_bytes=round(step_bytes * DAY_S / seconds))
+    day_bytes = round(step_bytes * DAY_S / plan.prediction.step_seconds)
+    endurance = profile.hardware.tier("disk").endurance_bytes
+    return Wear(
+        step_bytes=step_bytes,
+        day_bytes=day_bytes,
+        life_days=endurance / day_bytes if endurance else None,
+    )
+
+
+def wear_lines(plan: Plan, profile: Profile) -> list[str]:
+    """Say it in a line, where the plan writes to a disk."""
+    found = wear(plan, profile)
+    return [] if found is None else [f"it writes to disk {found}"]
 
 
 def _to_disk(program: Program) -> int:

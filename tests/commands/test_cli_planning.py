@@ -8,14 +8,20 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
+from protrain_plan.commands.option_records import StepOptions
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_plan, write_hardware, write_profile
 from protrain_runtime.contract.records.plan import Recompute, Swap
+from protrain_runtime.contract.units import format_bytes
 from tests.support.commands import PROTRAIN, printed
 from tests.support.forked import protrain
-from tests.support.planning_cases import cpu, decoder, gpu, joined
+from tests.support.messages import Speaker
+from tests.support.planning_cases import cpu, decoder, gpu, joined, least_bytes, question, within
+from tests.support.planning_cases import small as six_blocks
 
 
 @pytest.fixture
@@ -61,6 +67,90 @@ def test_where_everything_may_stay_the_plan_says_what_it_saves(
     assert kept["step_seconds"] == kept["kept_seconds"] == answer["kept_seconds"]
     less = ("plan", profile, "--device-memory", "12GB")
     assert printed(protrain(*less, "--json", folder=tmp_path))["kept_seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("method", "allocator_bytes", "options", "free"),
+    [
+        ("estimated", 0, (), 3052 * 2**20),  # 4 % of 80 GB, in whole MiB
+        ("estimated", 0, ("--tight",), 0),
+        ("estimated", 0, ("--device-memory", "70GB"), 0),
+        ("estimated", 10**9, (), 0),  # the machine knows what its allocator holds
+        ("measured", 0, (), 0),
+    ],
+)
+def test_an_estimate_leaves_headroom(
+    method: Literal["measured", "estimated"],
+    allocator_bytes: int,
+    options: tuple[str, ...],
+    free: int,
+    tmp_path: Path,
+) -> None:
+    machine = gpu()
+    machine = replace(machine, device=replace(machine.device, allocator_bytes=allocator_bytes))
+    write_profile(
+        replace(decoder(machine, blocks=2), method=method), path := tmp_path / "profile.yaml"
+    )
+    answer = printed(protrain("plan", path, *options, "--json", folder=tmp_path))
+    assert answer["headroom_bytes"] == free
+    budget = 70 * 10**9 if "--device-memory" in options else 80 * 10**9 - free
+    assert read_plan(tmp_path / "plan.yaml").budgets.device == budget
+    text = " ".join(protrain("plan", path, *options, folder=tmp_path).stdout.split())
+    assert ("leaves 4% of the device (2.98 GiB) free; --tight uses it" in text) == bool(free)
+
+
+def test_where_nothing_fits_the_headroom_is_said(tmp_path: Path) -> None:
+    """The leanest plan leaves 10 MB of the card free, which is less than 4 %."""
+    model = decoder(gpu(), blocks=4)
+    least = least_bytes(question(model, within(model, 80 * 10**9)).problem())
+    device = model.hardware.device
+    device = replace(device, memory_bytes=least + device.context_bytes + 10**7)
+    model = replace(model, hardware=replace(model.hardware, device=device))
+    write_profile(model, path := tmp_path / "profile.yaml")
+    result = protrain("plan", path, folder=tmp_path)
+    assert result.returncode == 3
+    assert "--tight uses it" in result.stdout
+    assert protrain("plan", path, "--tight", folder=tmp_path).returncode == 0
+
+
+def test_a_disk_that_gains_little_is_spared_and_that_is_said(tmp_path: Path) -> None:
+    machine = gpu(disk_gb=1000)
+    endurance = replace(machine.tier("disk"), endurance_bytes=600 * 10**12)
+    write_profile(six_blocks(machine.with_tier(endurance)), path := tmp_path / "profile.yaml")
+    asked = ("plan", path, "--device-memory", "1500MB", "--host-memory", "4GB")
+
+    def said(*options: str) -> tuple[dict[str, Any], str]:
+        answer = printed(protrain(*asked, *options, "--json", folder=tmp_path))
+        return answer, " ".join(protrain(*asked, *options, folder=tmp_path).stdout.split())
+
+    answer, text = said()
+    assert (answer["disk_gain"], answer["seconds_without_disk"]) == (0.1, None)
+    assert "disk_writes" not in answer
+    assert "above the fastest that --disk-gain admits" in text
+    assert (
+        "spares the disk: no step was found that it makes 10% faster; --disk-gain 0 uses it for"
+        " less" in text
+    )
+    answer, text = said("--disk-gain", "0")
+    assert answer["seconds_without_disk"] > answer["step_seconds"]
+    assert "above the fastest possible" in text
+    longer = answer["seconds_without_disk"] / answer["step_seconds"] - 1
+    assert f"without the disk the fastest step found takes {longer:.1%} longer" in text
+    writes = answer["disk_writes"]
+    assert writes["life_days"] == 600 * 10**12 / writes["day_bytes"]
+    assert f"the drives bear that for {writes['life_days']:,.3g} days" in text
+    shown = " ".join(protrain("show", "plan.yaml", folder=tmp_path).stdout.split())
+    assert f"it writes to disk {format_bytes(writes['step_bytes'])} a step, " in shown
+    said("--disk-gain", "25%")
+    assert read_plan(tmp_path / "plan.yaml").settings.disk_gain == 0.25
+
+
+@pytest.mark.parametrize("text", ["-1%", "a tenth", "nan", "20000%"])
+def test_a_gain_is_a_part(text: str, assert_says: Speaker) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        StepOptions(disk_gain=text).settings()
+    assert caught.value.key == "--disk-gain"
+    assert_says(caught.value)
 
 
 def test_the_front_is_a_table_and_no_plan(small: Path, tmp_path: Path) -> None:

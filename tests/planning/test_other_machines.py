@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.questions.allowance import default_device_bytes, headroom_bytes
 from protrain_plan.planning.questions.answers import Fit, Question
 from protrain_plan.planning.questions.shopping import (
     LANES,
@@ -29,7 +30,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import Budgets, DeviceGroup
-from tests.support.planning_cases import MB, cpu, gpu, joined, least_bytes, small, solved
+from tests.support.planning_cases import MB, cpu, decoder, gpu, joined, least_bytes, small, solved
 from tests.support.planning_cases import question as asked_of
 
 GAP = 0.02
@@ -143,6 +144,20 @@ def test_what_helps_is_what_planning_says() -> None:
             assert speed_of(again) < (1 + WORTH) * speed_of(base)
     # 512 GB are more than the model can take.
     assert found["host memory"][1] == pytest.approx(1.0, abs=WORTH)
+
+
+def test_a_larger_card_has_headroom_where_this_one_has() -> None:
+    profile = decoder(gpu(), blocks=2)
+    for tight, left in ((False, headroom_bytes(160_000 * MB)), (True, 0)):
+        budgets = Budgets(device=default_device_bytes(profile, tight=tight), host=0, disk=0)
+        one = Question(profile=profile, budgets=budgets)
+        (change,) = (
+            change
+            for change in changes(one, device_sizes=[80_000 * MB, 160_000 * MB])
+            if change.name == "device memory"
+        )
+        assert change.question.budgets.device == 160_000 * MB - left
+        assert change.words == "149.01 GiB of device memory in place of 74.51 GiB"
 
 
 def test_what_would_fit_is_said_where_nothing_does() -> None:

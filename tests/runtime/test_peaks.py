@@ -583,6 +583,10 @@ def test_a_step_writes_what_is_said(
     assert said is not None
     assert said.step_bytes == written
     assert said.day_bytes == said.step_bytes * 43_200
+    assert said.life_days is None
+    bears = replace(profile.hardware.tier("disk"), endurance_bytes=3 * said.day_bytes)
+    known = wear(plan, replace(profile, hardware=profile.hardware.with_tier(bears)))
+    assert known == replace(said, life_days=3.0)
 
 
 def test_what_is_not_on_a_disk_or_not_written_wears_nothing(tmp_path_factory: Profiles) -> None:

@@ -1,5 +1,8 @@
 """Bytes that PyTorch's allocator may reserve beyond tensors, as long as no card has measured it.
 
+Plans for an estimate leave a part of the device free for them, unless its budget is given
+(`headroom_bytes`). That is less than the most that was seen to be taken.
+
 Peaks count tensors, and limits are on what the allocator has reserved: blocks are cut from
 segments, and what is free of a segment may be too small for the next tensor. A measured profile has
 its own figure (`Device.allocator_bytes`), which plans hold back. An estimate knows none, so that
@@ -20,7 +23,7 @@ mean of eight models, by 33 % at most; STAlloc (arXiv 2507.16274) found up to 43
 """
 
 from protrain_runtime.contract.records.hardware import is_accelerator
-from protrain_runtime.contract.records.plan import TierBytes
+from protrain_runtime.contract.records.plan import Budgets, TierBytes
 from protrain_runtime.contract.records.profile import Profile
 
 PAIRS = ((9.16, 10.22), (8.28, 10.24), (25.86, 32.67), (20.20, 27.36), (15.22, 19.36))
@@ -32,16 +35,43 @@ MOST = max(reserved / tensors for tensors, reserved in PAIRS) - 1
 MEDIAN = sorted(reserved / tensors for tensors, reserved in PAIRS)[len(PAIRS) // 2] - 1
 """Median of the same ratio."""
 
+HEADROOM = 0.04
+"""Part of a device that plans leave free (docs/decisions/memory.md)."""
+
+_MIB = 2**20
+
+
+def headroom_bytes(device_bytes: int) -> int:
+    """Bytes of a device that plans for an estimate leave free by default: whole MiB."""
+    return -(-round(HEADROOM * device_bytes) // _MIB) * _MIB
+
+
+def default_device_bytes(profile: Profile, *, tight: bool = False) -> int:
+    """Budget of the device where none is given; with `tight`, all of it."""
+    size = profile.hardware.device.memory_bytes
+    return size - headroom_bytes(size) * (not tight and _is_unknown(profile))
+
+
+def left_free_bytes(profile: Profile, budgets: Budgets) -> int:
+    """Headroom of plans within these budgets; 0 where they may use all, or as much as is given."""
+    if budgets.device != default_device_bytes(profile):
+        return 0
+    return profile.hardware.device.memory_bytes - budgets.device
+
+
+def _is_unknown(profile: Profile) -> bool:
+    """Return whether there is an allocator of which nobody measured what it reserves."""
+    device = profile.hardware.device
+    known = profile.method == "measured" or device.allocator_bytes > 0
+    return not known and is_accelerator(device.kind)
+
 
 def allowance_bytes(profile: Profile, peak: TierBytes) -> int:
     """Bytes that the allocator may reserve beyond `peak.device` bytes of tensors.
 
     0 for a measured profile, whose peaks have it, and on a CPU, which has no such allocator.
     """
-    known = profile.method == "measured" or peak.allocator > 0
-    if known or not is_accelerator(profile.hardware.device.kind):
-        return 0
-    return round(MOST * peak.device)
+    return round(MOST * peak.device) if _is_unknown(profile) else 0
 
 
 def is_tight(profile: Profile, peak: TierBytes) -> bool:

@@ -11,7 +11,11 @@ from typing import Literal
 from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem, most_of
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.allowance import allowance_bytes, is_tight
+from protrain_plan.planning.questions.allowance import (
+    allowance_bytes,
+    is_tight,
+    left_free_bytes,
+)
 from protrain_plan.planning.questions.spending import Spending, spending, tokens_in_step
 from protrain_plan.simulation.report import StepReport, report
 from protrain_runtime.contract.errors import ProtrainError
@@ -100,10 +104,11 @@ class Answer:
 
     `profile` is the one that was planned for: with `maximize`, grown to `largest`; of several
     devices, one's part (see `profile_of_rank`). `kept_seconds` is the step that keeps everything on
-    the device, where it fits.
+    the device, where it fits. `headroom_bytes` of the device are left free.
     """
 
     profile: Profile
+    headroom_bytes: int = 0
     solved: Solved | None = None
     infeasible: Infeasible | None = None
     least_memory: "LeastMemory | None" = None
@@ -216,6 +221,11 @@ class Fit:
         if self.solved is None:
             return 0
         return allowance_bytes(self.profile, self.solved.plan.prediction.peak_bytes)
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Bytes of the device that the question leaves free."""
+        return left_free_bytes(self.profile, self.question.budgets)
 
     @property
     def tokens_per_s(self) -> float | None:

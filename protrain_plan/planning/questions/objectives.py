@@ -12,6 +12,7 @@ from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import SAFE, Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.allowance import left_free_bytes
 from protrain_plan.planning.questions.alternatives import alternatives, bucket_bytes
 from protrain_plan.planning.questions.answers import (
     Answer,
@@ -21,13 +22,13 @@ from protrain_plan.planning.questions.answers import (
     Point,
     Question,
 )
+from protrain_plan.planning.questions.disk import solve_sparing
 from protrain_plan.planning.questions.growth import largest_of
 from protrain_plan.planning.questions.planner import (
     Hint,
     Progress,
     Solver,
     problem_of,
-    solve_any,
     solve_problem,
     within,
 )
@@ -64,7 +65,11 @@ def ask(
         if found_largest:
             question = replace(question, profile=found_largest)
     problems, budgets = question.problems(), question.budgets
-    answer = Answer(profile=problems[0].profile, largest=found_largest)
+    answer = Answer(
+        profile=problems[0].profile,
+        largest=found_largest,
+        headroom_bytes=left_free_bytes(question.profile, budgets),
+    )
     outcome: Solved | Infeasible
     if objective.max_slowdown is not None:
         slowdown = objective.max_slowdown
@@ -85,7 +90,7 @@ def ask(
         else:
             outcome, answer = front[-1].solved, replace(answer, front=front)
     else:
-        outcome = solve_any(
+        outcome = solve_sparing(
             problems, budgets, effort=effort, solver=solver, progress=progress, hints=hints
         )
     if isinstance(outcome, Infeasible):
@@ -99,7 +104,7 @@ def ask(
     if question.pins and objective == Objective():
         unpinned = replace(question, pins=()).problems()
         known = [outcome.plan.units]
-        free = solve_any(unpinned, budgets, effort=effort, progress=progress, hints=known)
+        free = solve_sparing(unpinned, budgets, effort=effort, progress=progress, hints=known)
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
     problem = problem_of(outcome, problems)
@@ -125,7 +130,7 @@ def least_memory(
     The fluid model, asked for the least budget at that speed, gives the bound and the place to
     start; plans for budgets from there on show how much whole moves need more.
     """
-    fastest = solve_any(problems, budgets, effort=effort, progress=progress)
+    fastest = solve_sparing(problems, budgets, effort=effort, progress=progress)
     if isinstance(fastest, Infeasible):
         return fastest
     fewest = problems[0]
@@ -142,7 +147,7 @@ def least_memory(
     def planned(device: int) -> bool:
         nonlocal best, best_bytes
         smaller = replace(budgets, device=device + besides)
-        found = solve_any(
+        found = solve_sparing(
             within(problems, device), smaller, effort=inner, progress=progress, hints=hints
         )
         if isinstance(found, Solved):
@@ -219,7 +224,7 @@ def pareto(
         device = round(lean.bytes * (largest / lean.bytes) ** share)
         if effort.spent() and points:
             break
-        found = solve_any(
+        found = solve_sparing(
             within(problems, device),
             replace(budgets, device=device + besides),
             effort=effort,

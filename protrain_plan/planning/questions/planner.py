@@ -180,11 +180,11 @@ def solve_problem(
     assert isinstance(found, Solved), "a plan without leave is one with it"
     seconds = known.solve_seconds + found.solve_seconds
     if found.plan.prediction.step_seconds > limit_s:
-        found = _proven(known, found.plan.prediction.lower_bound_seconds, effort)
+        found = proven(known, found.plan.prediction.lower_bound_seconds, effort)
     return replace(found, solve_seconds=seconds)
 
 
-def _proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
+def proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
     """Return the plan with a bound that is not its own search's."""
     prediction = replace(solved.plan.prediction, lower_bound_seconds=bound_s)
     plan = replace(solved.plan, prediction=prediction)
@@ -568,7 +568,7 @@ def solve_any(
                 word = "replica" if number == 1 else "replicas"
                 progress(f"{number} {word}: {stage}", step_s, bound_s)
 
-        faster = replace(effort, below_s=best_s)
+        faster = replace(effort, below_s=min(best_s, effort.below_s))
         return solve_problem(
             problem, budgets, effort=faster, solver=solver, progress=tell, hints=known
         )
@@ -609,7 +609,7 @@ def solve_any(
     # What was not looked at computes as much.
     bound = min([*bounds.values(), *(one.compute_seconds for one in problems[looked_at:])])
     return replace(
-        _proven(best, bound, effort),
+        proven(best, bound, effort),
         solve_seconds=time.monotonic() - started,
         replicas=tuple(
             Replicas(

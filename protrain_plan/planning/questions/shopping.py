@@ -7,7 +7,8 @@ units compute at least, at once, and then by what all lanes do at least within t
 
 [Note: more is never slower] A plan for less memory is a plan for more, with as many bytes and as
 many seconds. So a search begins with the decisions that are known for less, and their plan is the
-answer where no faster one is found. For a faster link it begins with those for the slower one, and
+answer where no faster one is found; unless it needs the disk where there is memory now, and the
+disk is not worth it (see `disk`). For a faster link it begins with those for the slower one, and
 no more is promised: a move that ends earlier can stand in another's way.
 
 [Note: why it is the cheapest] Machines are looked at in the order of their prices. One is passed
@@ -31,10 +32,12 @@ from typing import Literal
 
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.allowance import headroom_bytes, left_free_bytes
 from protrain_plan.planning.questions.answers import Fit, Question
+from protrain_plan.planning.questions.disk import solve_sparing
 from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.objectives import fit_of
-from protrain_plan.planning.questions.planner import Hint, problem_of, solve_any, status_of
+from protrain_plan.planning.questions.planner import Hint, problem_of, proven
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import PCIE, Hardware, TierName
@@ -172,12 +175,14 @@ def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator
                 f" {slower / 1e9:.3g} GB/s",
                 question=with_resource(question, "link", rate),
             )
-    if larger := [size for size in sorted(device_sizes) if size > budgets.device]:
+    left = left_free_bytes(profile, budgets)
+    there = budgets.device + left
+    if larger := [size for size in sorted(device_sizes) if size > there]:
+        size = larger[0] - (headroom_bytes(larger[0]) if left else 0)
         yield Variation(
             name="device memory",
-            words=f"{format_bytes(larger[0])} of device memory in place of"
-            f" {format_bytes(budgets.device)}",
-            question=with_resource(question, "device", larger[0]),
+            words=f"{format_bytes(larger[0])} of device memory in place of {format_bytes(there)}",
+            question=with_resource(question, "device", size),
         )
     if disk := tiers.get("disk"):
         read, write = disk.link.read_bytes_per_s, disk.link.write_bytes_per_s
@@ -219,16 +224,17 @@ def reach(question: Question, *, effort: Effort, known: Fit | None = None) -> Fi
             hints = [before.plan.units]
             sizes = zip(astuple(asked.budgets), astuple(question.budgets), strict=True)
             for_more = here == asked and all(one <= other for one, other in sizes)
-    found = solve_any(problems, question.budgets, effort=effort, hints=hints)
+    found = solve_sparing(problems, question.budgets, effort=effort, hints=hints)
     if before and for_more:
         seconds = before.plan.prediction.step_seconds
         least = problem_of(before, problems).compute_seconds
         if isinstance(found, Solved):
             least = found.plan.prediction.lower_bound_seconds
-        if isinstance(found, Infeasible) or seconds < found.plan.prediction.step_seconds:
-            prediction = replace(before.plan.prediction, lower_bound_seconds=least)
-            plan = replace(before.plan, budgets=question.budgets, prediction=prediction)
-            found = replace(before, plan=plan, gap=plan.gap, status=status_of(plan.gap, effort))
+        spares = isinstance(found, Solved) and before.uses_disk and not found.uses_disk
+        worth = 1 + question.settings.disk_gain * spares
+        if isinstance(found, Infeasible) or seconds * worth < found.plan.prediction.step_seconds:
+            plan = replace(before.plan, budgets=question.budgets)
+            found = proven(replace(before, plan=plan), least, effort)
     return fit_of(question, problems, found)
 
 
@@ -362,7 +368,7 @@ def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | Non
         if bounds[number] * (1 + effort.gap_target) >= best_s:
             break
         question = questions[number]
-        found = solve_any(
+        found = solve_sparing(
             question.problems(), question.budgets, effort=replace(effort, below_s=best_s)
         )
         if isinstance(found, Solved) and found.plan.prediction.step_seconds < best_s:

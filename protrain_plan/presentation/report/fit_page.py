@@ -14,9 +14,17 @@ from string import Template
 from typing import NamedTuple
 
 from protrain_plan.planning.questions.answers import Fit
-from protrain_plan.presentation.plans import TIGHT, cell_text, gibibytes, other_results
+from protrain_plan.presentation.plans import (
+    TIGHT,
+    cell_text,
+    gibibytes,
+    headroom_of,
+    other_results,
+    spared_disk,
+)
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.spending import heads_of, in_words, spending_cells
+from protrain_plan.simulation.wear import wear_lines
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.escaping import one_line
 from protrain_runtime.contract.records.plan import TierBytes
@@ -64,6 +72,13 @@ def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     plans = [(_cell(fit), fit.solved.plan) for fit in fits if fit.solved is not None]
     notes = [f"{cell}: {told}" for cell, plan in plans for told in other_results(plan)]
+    notes += [
+        f"{_cell(fit)}: {told}"
+        for fit in fits
+        if fit.solved
+        for told in (*wear_lines(fit.solved.plan, fit.profile), *spared_disk(fit.solved))
+    ]
+    notes += headroom_of(fits)
     notes += [TIGHT] * any(point.tight for point in points)
     notes += in_words(columns)
     notes += [f"{machine.name}: {trust(machine)}" for machine in machines]

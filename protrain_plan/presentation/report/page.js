@@ -658,7 +658,7 @@
     const expected = data.expected_seconds ? `${data.expected_seconds.map((s) => time(s * 1e9)).join(" to ")}; ` : "";
     const list = [
       figure("Predicted step", time(data.predicted_step_seconds * 1e9),
-        `${expected}at most ${percent(data.gap)} above the fastest`),
+        `${expected}at most ${percent(data.gap)} above ${data.fastest}`),
       figure("Compute waits", time(data.stall_seconds * 1e9), `${percent(data.stall_seconds / data.step_seconds)} of the step shown`),
       ...tiers.map((tier) => figure(`Peak on the ${tier.name}`, bytes(tier.peak), `of ${bytes(tier.budget)}`, tier.peak / tier.budget)),
       figure("Results", data.exactness, data.allowed.length ? `by leave: ${data.allowed.join(", ")}` : "bits of plain PyTorch"),

@@ -12,7 +12,7 @@ from math import floor, log10
 from string import Template
 from typing import Any, NamedTuple
 
-from protrain_plan.presentation.plans import devices_json
+from protrain_plan.presentation.plans import devices_json, fastest
 from protrain_plan.presentation.report.step import (
     Bar,
     Step,
@@ -23,7 +23,7 @@ from protrain_plan.presentation.report.step import (
     waits,
 )
 from protrain_plan.simulation.report import in_words
-from protrain_plan.simulation.wear import wear
+from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.escaping import one_line
 from protrain_runtime.contract.program.program import COMPUTE
@@ -101,9 +101,10 @@ def step_data(
         "predicted_step_seconds": prediction.step_seconds,
         **({"expected_seconds": expected} if (expected := prediction.expected_seconds) else {}),
         "gap": plan.gap,
+        "fastest": fastest(plan).removesuffix(" possible"),
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
-        "words": [*in_words(report), *([f"it writes to disk {worn}"] if worn else [])],
+        "words": [*in_words(report), *wear_lines(plan, step.profile)],
         **({"disk_writes": asdict(worn)} if worn else {}),
         "units": [
             {

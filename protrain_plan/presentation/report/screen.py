@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 
 from protrain_plan.presentation.plans import (
     devices_json,
+    fastest,
     other_results,
     other_steps,
     other_steps_json,
@@ -20,6 +21,7 @@ from protrain_plan.presentation.report.page import workload_text
 from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory, waits
 from protrain_plan.presentation.terminal import Text, table_of
 from protrain_plan.simulation.report import in_words
+from protrain_plan.simulation.wear import wear_lines
 from protrain_runtime.contract.escaping import one_line
 from protrain_runtime.contract.program.program import COMPUTE
 from protrain_runtime.contract.records.decisions import WORDINGS
@@ -88,7 +90,8 @@ class Screen:
         yield from self._sentence(
             f"step {format_seconds(plan.prediction.step_seconds)}"
             f"{format_range(plan.prediction.expected_seconds)}, at most {plan.gap:.2%} above"
-            f" the fastest; compute waits {format_seconds(report.stall_seconds)}"
+            f" {fastest(plan).removesuffix(' possible')};"
+            f" compute waits {format_seconds(report.stall_seconds)}"
         )
         for words in other_results(plan):
             yield from self._sentence(words)
@@ -101,6 +104,8 @@ class Screen:
         yield from self._lanes()
         waited, *_ = in_words(report)
         yield from self._sentence(f"{WAITING} {waited}" if report.stall_seconds else waited)
+        for words in wear_lines(plan, self.step.profile):
+            yield from self._sentence(words)
 
     # Decisions
 

@@ -57,6 +57,8 @@ class Tier:
     A disk's `link` is its own speed, past the page cache, and `observed` says how it was seen;
     absent: it was not measured so. `cached` is that of what passes through the page cache, which
     holds while memory has room for all that is there; absent: it was not measured.
+    `endurance_bytes` are those that a node's drives bear in their life, as data sheets say (TBW);
+    0: it is not said.
     """
 
     name: TierName
@@ -64,6 +66,7 @@ class Tier:
     link: Link
     observed: Observed | None = None
     cached: "Cached | None" = None
+    endurance_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,6 +129,9 @@ Updates = Literal["in backward", "after backward"]
 CLIP_SHARE = 0.05
 """The part of all steps whose gradients are taken to be clipped, unless the user says otherwise."""
 
+DISK_GAIN = 0.1
+"""How much longer a step has to take without the disk, so that the disk is used: drives wear."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
@@ -286,6 +289,9 @@ class StepSettings:
 
     The disk is read and written past the page cache. With `page_cache_bytes` its bytes go through
     the cache, and are no more than that: memory beside the budgets, which it may fill.
+
+    `disk_gain` says what the disk has to be worth to the planner: it is used where nothing fits
+    without it, or where the step without it takes so much longer.
     """
 
     piece_bytes: int = 0  # optimizer states move and are updated in such pieces; 0: to be chosen
@@ -295,6 +301,7 @@ class StepSettings:
     overlap_steps: bool = False
     page_cache_bytes: int = 0  # of memory, that what is on disk may fill
     clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
+    disk_gain: float = DISK_GAIN
 
     @property
     def is_single(self) -> bool:
@@ -306,6 +313,7 @@ SETTINGS = {
     "page_cache_bytes": ("page cache", "--page-cache"),
     "updates": ("updates", "--clip"),
     "clip_share": ("clipped steps", "--clip-share"),
+    "disk_gain": ("least gain of the disk", "--disk-gain"),
     "micro_batches": ("micro-batches", "--accumulate"),
     "group": ("devices", None),
     "piece_bytes": ("pieces of states", None),

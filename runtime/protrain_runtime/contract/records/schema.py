@@ -172,6 +172,7 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Prediction, "host_update_seconds"): Limits(low=1e-12, high=MAX_SECONDS, or_zero=True),
     (Prediction, "host_update_threads"): Limits(high=MAX_COUNT),
     (StepSettings, "clip_share"): Limits(low=1e-6, high=1.0, or_zero=True),
+    (StepSettings, "disk_gain"): Limits(high=100.0),
     (StepSettings, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
     (StepSettings, "micro_batches"): Limits(low=1, high=10**6),
 }
