@@ -50,40 +50,40 @@ PAIRS = (
         name="llama-3.1-8b-lora-rtx-4090",
         shows="LoRA: the frozen weights of some layers wait in host memory",
         profile="llama-3.1-8b --on rtx-4090 --dtype bfloat16 --lora r=16,dtype=base --seq-len 4096",
-        plan="--clip --disk 0",
+        plan="--clip --disk 0 --tight",
     ),
     Pair(
         name="mistral-7b-lora-l4",
         shows="Long sequences on a small card: 16,384 tokens",
         profile="mistral-7b --on l4 --dtype bfloat16 --lora r=16,dtype=base --seq-len 16384",
-        plan="--clip --host-memory 56GiB --disk 0",
+        plan="--clip --host-memory 56GiB --disk 0 --tight",
     ),
     Pair(
         name="qwen2.5-7b-a100-80gb",
         shows="All parameters and float32 master weights, more states than the card holds",
         profile="qwen2.5-7b --on a100-80gb --dtype bfloat16 --precision master --seq-len 4096",
-        plan="--clip --disk 0",
+        plan="--clip --disk 0 --tight",
     ),
     Pair(
         name="llama-3.2-1b-rtx-3090",
         shows="All parameters and master weights on a card of 24 GB, four micro-batches",
         profile="llama-3.2-1b --on rtx-3090 --dtype bfloat16 --precision master"
         " --batch-size 4 --seq-len 2048",
-        plan="--clip --accumulate 4 --disk 0",
+        plan="--clip --accumulate 4 --disk 0 --tight",
     ),
     Pair(
         name="gpt2-xl-rtx-3090",
         shows="Float32 parameters, computed with in bfloat16 (autocast); updates in backward",
         profile="gpt2-xl --on rtx-3090 --dtype bfloat16 --precision autocast"
         " --batch-size 2 --seq-len 1024",
-        plan="--disk 0",
+        plan="--disk 0 --tight",
     ),
     Pair(
         name="llama-3.1-70b-lora-h100-sxm",
         shows="LoRA on 70 billion parameters, one card",
         profile="llama-3.1-70b --on h100-sxm --dtype bfloat16 --lora r=16,dtype=base"
         " --seq-len 4096",
-        plan="--clip --disk 0",
+        plan="--clip --disk 0 --tight",
     ),
 )
 

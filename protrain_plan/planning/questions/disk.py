@@ -23,7 +23,7 @@ from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import Hint, Progress, Solver, proven, solve_any
-from protrain_plan.planning.search.choices import min_memory, plain_choices
+from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.plan import Budgets
 
@@ -96,9 +96,7 @@ def solve_sparing(
 
 def _has_plan(problem: Problem, effort: Effort) -> bool:
     """Return whether a problem has a plan, without the reasons why it has none."""
-    if any(map(problem.fits, plain_choices(problem))):
-        return True
-    lean = min_memory(problem.speculating(), stopped=effort.late())
+    lean = min_memory(problem.speculating(), enough=problem.device, stopped=effort.late())
     return lean is not None and lean.bytes <= problem.device
 
 
