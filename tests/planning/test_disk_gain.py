@@ -110,7 +110,7 @@ def test_a_bound_on_plans_without_the_disk_is_none_on_those_with_it() -> None:
     ended: list[str] = []
 
     def told(stage: str, *_: object) -> None:
-        if stage == "without the disk: baselines":
+        if stage == "without the disk: steps downhill":
             ended.append(stage)
 
     early = solve_sparing(
