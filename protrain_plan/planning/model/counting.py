@@ -52,6 +52,9 @@ MAX_NODES = 400
 EXCESS = 50.0
 """Price of as much memory again as there is, in plain compute times: more than it is worth."""
 
+PROHIBITIVE = 1e5
+"""The same where solutions that exceed it are not wanted."""
+
 _Binaries = Sequence[Sequence[pulp.LpVariable]]
 
 Numbers = Mapping[str, int]
@@ -262,26 +265,26 @@ class Counting:
         self._lp.add_excess(self._rows, EXCESS)
         self._counts = {one.name: named[one.name] for one in self._numbers.counted}
         self._fixed: Numbers | None = None
-        self._margin = 0.0
+        self._alike = Fluid(problem, window=window, alike=True)
+        self._shares = LinearProgram(self._alike.pulp, interior=True, stopped=stopped)
+        self._alike_rows = [row for phase in self._alike.phases for row in phase.memory_rows]
+        self._shares.add_excess(self._alike_rows, PROHIBITIVE)
 
     @property
     def bound_seconds(self) -> float:
         """The bound in seconds."""
         return self.fluid.lower_bound_seconds(self.bound)
 
-    def _solve(self, numbers: Numbers | None, margin: float = 0.0) -> Solution:
+    def _solve(self, numbers: Numbers | None) -> Solution:
         if numbers is not self._fixed:
             for one in self._numbers.counted:
                 low, high = 0, len(one.units)
                 if numbers is not None and one.name in numbers:
                     low = high = numbers[one.name]
                 self._lp.bound(self._counts[one.name], low, high)
-        if margin != self._margin:
-            for row in self._rows:
-                self._lp.limit(row, 1.0 - margin)
-        self._fixed, self._margin = numbers, margin
-        # These may need more memory than there is: what exceeds it costs much instead.
-        self._lp.allow_excess(allowed=numbers is not None or margin > 0)
+        self._fixed = numbers
+        # They may need more memory than there is: what exceeds it costs much instead.
+        self._lp.allow_excess(allowed=numbers is not None)
         return self._lp.solve()
 
     def relax(self) -> Prices:
@@ -331,17 +334,20 @@ class Counting:
 
         It does not see that moves are whole, and in order. None where that leaves it too little.
         """
-        answer = self._solve(None, margin)
-        return None if self._lp.excess > NO_SHARE else self._amounts(answer.values)
+        for row in self._alike_rows:
+            self._shares.limit(row, 1.0 - margin)
+        self._shares.allow_excess(allowed=True)
+        answer = self._shares.solve()
+        return None if self._shares.excess > NO_SHARE else self._amounts(answer.values, self._alike)
 
     def amounts_with(self, numbers: Numbers) -> Amounts | None:
         """The relaxation's amounts where so many units take each option."""
-        return self._amounts(self._solve(numbers).values)
+        return self._amounts(self._solve(numbers).values, self.fluid)
 
-    def _amounts(self, values: Mapping[str, float]) -> Amounts | None:
+    def _amounts(self, values: Mapping[str, float], fluid: Fluid) -> Amounts | None:
         if not values:
             return None
-        fractions, found = self.fluid.choice_values(values), Amounts([], [])
+        fractions, found = fluid.choice_values(values), Amounts([], [])
         for units in self.problem.classes:
             for kind in (0, 1):
                 sums, places = dict[int, float](), dict[int, float]()

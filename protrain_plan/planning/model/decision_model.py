@@ -148,13 +148,21 @@ class LinearModel:
 
 
 class DecisionModel(LinearModel):
-    """The decisions of one problem as binaries, and their bytes slot by slot."""
+    """The decisions of one problem as binaries, and their bytes slot by slot.
 
-    def __init__(self, problem: Problem) -> None:
+    Where units are `alike`, those of a class have the same variables: shares of options.
+    """
+
+    def __init__(self, problem: Problem, *, alike: bool = False) -> None:
         super().__init__(problem, "protrain_plan")
         self.activations: list[list[pulp.LpVariable]] = []
         self.states: list[list[pulp.LpVariable]] = []
+        first_of = {unit: units[0] for units in problem.classes for unit in units}
         for unit, options in enumerate(problem.options):
+            if alike and (first := first_of[unit]) < unit:
+                self.activations.append(self.activations[first])
+                self.states.append(self.states[first])
+                continue
             acts = [activations_text(option.decision) for option in options.activations]
             states = [_state_name(option.decision) for option in options.states]
             for kind, into, words in (
@@ -286,7 +294,8 @@ class DecisionModel(LinearModel):
                     used += [(option, self.states[unit][k]) for unit in units]
                 elif option.staging != NO_STAGING or option.device_workspace:
                     name = f"used_{number}_{y.name.split('_', 2)[2]}"
-                    some = self.used(name, ((self.states[unit][k], 1) for unit in units))
+                    each = dict.fromkeys(self.states[unit][k] for unit in units)
+                    some = self.used(name, ((one, 1) for one in each))
                     used.append((option, some))
         return used
 

@@ -440,7 +440,7 @@ class ForwardBackward:
                 waits = max(waits, summed_s / self.second_unit)
             # Of a window that ends later, no more is left than when it began.
             ends = left[t] if slot == window[-1] else left[t - 1]
-            name, behind = f"tail_{y.name}", [(after[t], -1.0)]
+            name, behind = f"tail_{unit}_{y.name}", [(after[t], -1.0)]
             if slot != window[0]:  # at least its own, and those of windows behind
                 behind = [(after[t + 1], -1.0), (y, -state.update_s / self.second_unit)]
             if self.overlap:
@@ -597,8 +597,8 @@ class Fluid(DecisionModel):
     and those before it.
     """
 
-    def __init__(self, problem: Problem, *, window: int = 1) -> None:
-        super().__init__(problem)
+    def __init__(self, problem: Problem, *, window: int = 1, alike: bool = False) -> None:
+        super().__init__(problem, alike=alike)
         self.windows = windows(problem.count, window)
         self.window_of = {t: w for w, slots in enumerate(self.windows) for t in slots}
         self.second_unit = sum(
@@ -609,7 +609,8 @@ class Fluid(DecisionModel):
         self.phases = [ForwardBackward(self, static, updating=True)]
         if problem.settings.micro_batches > 1:
             self.phases.append(ForwardBackward(self, static, updating=False))
-        self.count_units()
+        if not alike:
+            self.count_units()
         self.minimise(self.seconds())
 
     def seconds(self) -> Terms:

@@ -116,7 +116,7 @@ ANOTHER = 3
 ROUNDS = 8
 """Rounds of numbers that promise more than all before."""
 
-IN_VAIN, WORTH = 2, 0.03
+IN_VAIN, WORTH = 2, 0.01
 """Rounds that close less than this part of the gap, after which they end."""
 
 PROMISING = 1.01
