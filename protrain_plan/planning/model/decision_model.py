@@ -73,7 +73,7 @@ class LinearModel:
     def used(self, name: str, numbers: Iterable[tuple[pulp.LpVariable, int]]) -> pulp.LpVariable:
         """A variable that is 1 as soon as any of the numbers, each of so many units, is not 0."""
         found = self.pulp.add_variable(name, 0, 1)
-        for number, most in numbers:
+        for number, most in dict(numbers).items():  # of alike units, one variable
             self.row(f"{name}_{number.name}", [(found, float(most)), (number, -1.0)], GE)
         self.uses.append(found)
         return found
@@ -294,8 +294,7 @@ class DecisionModel(LinearModel):
                     used += [(option, self.states[unit][k]) for unit in units]
                 elif option.staging != NO_STAGING or option.device_workspace:
                     name = f"used_{number}_{y.name.split('_', 2)[2]}"
-                    each = dict.fromkeys(self.states[unit][k] for unit in units)
-                    some = self.used(name, ((one, 1) for one in each))
+                    some = self.used(name, ((self.states[unit][k], 1) for unit in units))
                     used.append((option, some))
         return used
 

@@ -440,7 +440,7 @@ class ForwardBackward:
                 waits = max(waits, summed_s / self.second_unit)
             # Of a window that ends later, no more is left than when it began.
             ends = left[t] if slot == window[-1] else left[t - 1]
-            name, behind = f"tail_{unit}_{y.name}", [(after[t], -1.0)]
+            name, behind = f"tail_{y.name}_{unit}", [(after[t], -1.0)]
             if slot != window[0]:  # at least its own, and those of windows behind
                 behind = [(after[t + 1], -1.0), (y, -state.update_s / self.second_unit)]
             if self.overlap:
