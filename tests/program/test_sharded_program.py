@@ -170,7 +170,7 @@ def test_plans_for_several_devices_read_back_and_others_do_not_mention_them() ->
 
 def test_large_chunks_are_fetched_and_gathered_in_parts() -> None:
     """While one part is gathered, the next is fetched; small pieces go together."""
-    sizes = tuple(size << 20 for size in (12, 2, 2, 40, 10, 30))
+    sizes = tuple(size << 20 for size in (24, 4, 4, 80, 20, 60))
     chunk = replace(
         CHUNK,
         parameter_bytes=sum(sizes),
@@ -184,11 +184,11 @@ def test_large_chunks_are_fetched_and_gathered_in_parts() -> None:
     moves = [(move.kind, move.bytes >> 20, move.after) for move in program.moves]
     # At most four parts, of at least a quarter of the chunk but for the last one.
     assert moves == [
-        ("fetch", 28, ()),
-        ("all-gather", 56, (0,)),
-        ("fetch", 20, ()),
-        ("all-gather", 40, (2,)),
+        ("fetch", 56, ()),
+        ("all-gather", 112, (0,)),
+        ("fetch", 40, ()),
+        ("all-gather", 80, (2,)),
     ]
     assert list(program.slots[0].ready) == [0, 1, 2, 3]
     alone = compile_plan(units, [chunk], replace(IN_BACKWARD, group=ALONE), device="cpu")
-    assert [move.bytes >> 20 for move in alone.moves if move.kind == "fetch"] == [96]
+    assert [move.bytes >> 20 for move in alone.moves if move.kind == "fetch"] == [192]

@@ -57,7 +57,7 @@ from protrain_plan.planning.search.improving import (
 )
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
 from protrain_plan.planning.search.pacing import Pace
-from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
+from protrain_plan.planning.search.scheduling import QUICK_GRID
 from protrain_plan.simulation.timeline import (
     first_step_seconds,
     host_update_seconds,
@@ -509,12 +509,7 @@ class _Planning:
     def _improve(self) -> None:
         """Change one unit after the other."""
         self.best = self.descent.refined(self.best, most=self.walks // 2, enough_s=self._enough_s)
-        limit = self.best.seconds
-        if self.problem.count > SMALL:
-            rules = PLAIN_RULES
-            found = self.evaluator.evaluate(self.best.choice, rules=rules, faster_than_s=limit)
-            self._keep(found)
-        else:
+        if self.problem.count <= SMALL:
             for choice in self.evaluator.fastest(LIKELY):
                 self._keep(self.evaluator.best_schedule(choice))
             num_moves = 1 + len(self.problem.program(self.best.plans).moves)
