@@ -27,9 +27,7 @@ from tests.support.random_problems import PLENTY, random_choice, random_problem
 
 def random_pace(rng: random.Random) -> Pace:
     return Pace(
-        ahead=rng.choice([0.0, 0.5, 3.0]),
         wait=rng.choice([0.0, 0.1, 1.0]),
-        care=rng.choice([0.0, 1.0]),
         late=rng.choice([0.0, 0.3, 1.0]),
     )
 

@@ -22,7 +22,7 @@ from protrain_runtime.contract.records.plan import Persistent, Schedule, UnitPla
 Rule = ScheduleRule | Pace
 """A rule that makes a schedule for decisions."""
 
-PACES = (Pace(), Pace(wait=0.0), Pace(wait=0.5), Pace(care=0.0), Pace(ahead=0.5, care=0.0))
+PACES = (Pace(), Pace(wait=0.0), Pace(wait=0.5))
 """Paces that are tried, the first of them with decisions that are compared."""
 
 

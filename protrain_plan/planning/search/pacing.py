@@ -114,15 +114,11 @@ class _Option(NamedTuple):
 class Pace(NamedTuple):
     """Parameters of a walk.
 
-    ahead   of a slot's compute, how long after it a lane that is free then is given more
     wait    of a slot's compute, what it may wait for room for more; what leaves makes it
-    care    the part of what is about to leave that counts before something is fetched ahead of it
     late    of the chunks that are updated, those updated late, where steps overlap
     """
 
-    ahead: float = 0.0
     wait: float = 0.1
-    care: float = 1.0
     late: float = 0.0
 
 
@@ -441,10 +437,10 @@ class _Walk:
         compute, out, room = self.compute[t], self.out, self.room
         came, pace = self.came, self.pace
         # The slot ends when it has computed, which waits for what it needs.
-        horizon, computes = now, compute * (1.0 + pace.ahead)
+        horizon = now
         for arrival in self.due[t]:
             horizon = max(horizon, came.get((t, arrival.unit, arrival.kind), now))
-        horizon += computes
+        horizon += compute
         active = [queue for queue in self.queues.values() if queue]
         while active:
             # What is needed first goes first: what comes later takes no room from it.
@@ -466,7 +462,7 @@ class _Walk:
                         break
                 elif min(room[t:served]) < size:
                     break
-                if pace.care and not self.has_room(t, served, size, now):
+                if not self.has_room(t, served, size, now):
                     break
             queue.popleft()
             if not queue:
@@ -476,7 +472,7 @@ class _Walk:
             start = max(now, self.updated.get(unit, 0.0)) if kind == 0 else now
             arrives = came[served, unit, kind] = self.brought(start, clocks, num_parts)
             if served <= t:
-                horizon = max(horizon, arrives + computes)
+                horizon = max(horizon, arrives + compute)
             whole = int(lead)
             if lead != whole:  # the first pieces alone, in this slot
                 room[t] -= sum(pieces[: len(pieces_in(pieces, (0.0, lead - whole)))])
@@ -653,10 +649,10 @@ class _Walk:
         until = min(served, t + LOOKED_AHEAD)
         if until <= t + 1:
             return True
-        free, begins, room, care = self.free, now + self.compute[t], self.room, self.pace.care
+        free, begins, room = self.free, now + self.compute[t], self.room
         # All that could stand then, as if none of it left: mostly there is room for that.
         most = self.standing + self.left_before[until - 1] - self.left_before[t]
-        if size + care * most <= min(room[t + 1 : until]):
+        if size + most <= min(room[t + 1 : until]):
             return True
         ends: list[tuple[float, int]] = [(one.ended, one.bytes) for one in self.out]
         lanes: dict[int, float] = {}
@@ -668,7 +664,7 @@ class _Walk:
                     lanes[lane] = ended
                 ends.append((ended, left.bytes))
             still = sum([held for ended, held in ends if ended > begins])
-            if size + care * still > room[slot]:
+            if size + still > room[slot]:
                 return False
             begins += self.compute[slot]
         return True

@@ -37,7 +37,7 @@ ALL = 1 << 20
 
 DEPTHS = (0, 1, 2, 3, 4, 6, 9, 14, ALL)
 WINDOWS = (0, 0.25, 0.5, 1, 2, 4, ALL)
-LATES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 1.0)
+LATES = (0.0, 0.3, 0.6, 0.8, 1.0)
 
 QUICK_GRID = (ScheduleRule(3, 1), ScheduleRule(ALL, 1))
 """The rules that decisions are compared with during local search."""
