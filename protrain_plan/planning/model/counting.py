@@ -15,6 +15,7 @@ thirty decisions in a hundred slots each, so that the integer programme is a sma
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -247,6 +248,24 @@ class CountProgram(LinearModel):
         return {one.name: round(values[one.name]) for one in self.counted}
 
 
+class _Shares:
+    """The relaxation in which all units of a class have the same shares of options."""
+
+    def __init__(self, problem: Problem, window: int, stopped: Stopped | None) -> None:
+        self.fluid = Fluid(problem, window=window, alike=True)
+        self._lp = LinearProgram(self.fluid.pulp, interior=True, stopped=stopped)
+        self._rows = [row for phase in self.fluid.phases for row in phase.memory_rows]
+        self._lp.add_excess(self._rows, PROHIBITIVE)
+        self._lp.allow_excess(allowed=True)
+
+    def solve(self, margin: float) -> Mapping[str, float]:
+        """The values where a part of the device is left free; none where that is too much."""
+        for row in self._rows:
+            self._lp.limit(row, 1.0 - margin)
+        answer = self._lp.solve()
+        return answer.values if self._lp.excess <= NO_SHARE else {}
+
+
 class Counting:
     """The fluid model and its numbers: relaxed, rounded to whole ones, with those fixed.
 
@@ -259,16 +278,17 @@ class Counting:
         self.problem, self.fluid = problem, Fluid(problem, window=window)
         self.bound = 0.0
         self._lp = LinearProgram(self.fluid.pulp, interior=True, stopped=stopped)
-        self._rows = [row for phase in self.fluid.phases for row in phase.memory_rows]
         self._numbers = CountProgram(problem, self.fluid, stopped)
         named = self.fluid.pulp.variablesDict()
-        self._lp.add_excess(self._rows, EXCESS)
+        rows = [row for phase in self.fluid.phases for row in phase.memory_rows]
+        self._lp.add_excess(rows, EXCESS)
         self._counts = {one.name: named[one.name] for one in self._numbers.counted}
         self._fixed: Numbers | None = None
-        self._alike = Fluid(problem, window=window, alike=True)
-        self._shares = LinearProgram(self._alike.pulp, interior=True, stopped=stopped)
-        self._alike_rows = [row for phase in self._alike.phases for row in phase.memory_rows]
-        self._shares.add_excess(self._alike_rows, PROHIBITIVE)
+        self._window, self._stopped = window, stopped
+
+    @cached_property
+    def _shares(self) -> "_Shares":
+        return _Shares(self.problem, self._window, self._stopped)
 
     @property
     def bound_seconds(self) -> float:
@@ -334,11 +354,8 @@ class Counting:
 
         It does not see that moves are whole, and in order. None where that leaves it too little.
         """
-        for row in self._alike_rows:
-            self._shares.limit(row, 1.0 - margin)
-        self._shares.allow_excess(allowed=True)
-        answer = self._shares.solve()
-        return None if self._shares.excess > NO_SHARE else self._amounts(answer.values, self._alike)
+        values = self._shares.solve(margin)
+        return self._amounts(values, self._shares.fluid) if values else None
 
     def amounts_with(self, numbers: Numbers) -> Amounts | None:
         """The relaxation's amounts where so many units take each option."""
