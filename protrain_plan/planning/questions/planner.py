@@ -57,7 +57,7 @@ from protrain_plan.planning.search.improving import (
 )
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
 from protrain_plan.planning.search.pacing import Pace
-from protrain_plan.planning.search.scheduling import QUICK_GRID
+from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
 from protrain_plan.simulation.timeline import (
     first_step_seconds,
     host_update_seconds,
@@ -210,9 +210,10 @@ def _solved(
     # A second copy makes no plan leaner.
     late = effort.late()
     lean = min_memory(problem.speculating(), enough=problem.device, stopped=late)
-    if (lean is None or lean.bytes > problem.device) and late():
-        lean = _first_plain(problem)
     if lean is None or lean.bytes > problem.device:
+        if late():
+            unknown = "the search ended before it had found any plan"
+            raise ProtrainError(unknown, fix="let it have more time")
         return infeasible(problem, budgets, lean)
     activations, states = problem.chosen(lean.choice)
     leanest = zip(*([o.decision for o in kind] for kind in (activations, states)), strict=True)
@@ -231,17 +232,6 @@ def _solved(
         needed = Leanest(choice=variant, bytes=peak, proven_bytes=peak)
         return infeasible(problem, budgets, needed)
     return planning.solved(best, budgets, solver, time.monotonic() - started)
-
-
-def _first_plain(problem: Problem) -> Leanest:
-    """A plain policy that meets the budgets; ProtrainError where none does, and time is up."""
-    for choice in plain_choices(problem):
-        if problem.fits(choice):
-            peak = max(problem.static_bytes(choice))
-            return Leanest(choice=choice, bytes=peak, proven_bytes=0)
-    raise ProtrainError(
-        "the search ended before it had found any plan", fix="let it have more time"
-    )
 
 
 class _Planning:
@@ -513,7 +503,11 @@ class _Planning:
     def _improve(self) -> None:
         """Change one unit after the other."""
         self.best = self.descent.refined(self.best, most=self.walks // 2, enough_s=self._enough_s)
-        if self.problem.count <= SMALL:
+        limit = self.best.seconds
+        if self.problem.count > SMALL:
+            choice = self.best.choice
+            self._keep(self.evaluator.evaluate(choice, rules=PLAIN_RULES, faster_than_s=limit))
+        else:
             for choice in self.evaluator.fastest(LIKELY):
                 self._keep(self.evaluator.best_schedule(choice))
             num_moves = 1 + len(self.problem.program(self.best.plans).moves)
