@@ -262,8 +262,8 @@ class _Shares:
         """The values where a part of the device is left free; none where that is too much."""
         for row in self._rows:
             self._lp.limit(row, 1.0 - margin)
-        answer = self._lp.solve()
-        return answer.values if self._lp.excess <= NO_SHARE else {}
+        values = self._lp.solve().values
+        return values if values and self._lp.excess <= NO_SHARE else {}
 
 
 class Counting:
