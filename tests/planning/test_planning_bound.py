@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from math import inf
+from math import inf, isfinite
 
 import pytest
 from hypothesis import given, settings
@@ -96,7 +96,8 @@ def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, severa
     counted = solve(fluid.pulp, integer=True, max_nodes=20)
     assert relaxed.status == "optimal"
     assert counted.bound >= relaxed.bound * (1 - 1e-6)
-    bound = fluid.lower_bound_seconds(counted.bound)
+    # Where one plan is left, the solver may find none: the planner leaves that answer out, too.
+    bound = fluid.lower_bound_seconds(counted.bound if isfinite(counted.bound) else relaxed.bound)
     evaluation = 0
     for attempt in range(400):
         choice = random_choice(problem, rng) if attempt else lean.choice
