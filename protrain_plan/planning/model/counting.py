@@ -254,7 +254,7 @@ class _Shares:
     def __init__(self, problem: Problem, window: int, stopped: Stopped | None) -> None:
         self.fluid = Fluid(problem, window=window, alike=True)
         self._lp = LinearProgram(self.fluid.pulp, interior=True, stopped=stopped)
-        self._rows = [row for phase in self.fluid.phases for row in phase.memory_rows]
+        self._rows = self.fluid.memory_rows
         self._lp.add_excess(self._rows, PROHIBITIVE)
         self._lp.allow_excess(allowed=True)
 
@@ -280,8 +280,7 @@ class Counting:
         self._lp = LinearProgram(self.fluid.pulp, interior=True, stopped=stopped)
         self._numbers = CountProgram(problem, self.fluid, stopped)
         named = self.fluid.pulp.variablesDict()
-        rows = [row for phase in self.fluid.phases for row in phase.memory_rows]
-        self._lp.add_excess(rows, EXCESS)
+        self._lp.add_excess(self.fluid.memory_rows, EXCESS)
         self._counts = {one.name: named[one.name] for one in self._numbers.counted}
         self._fixed: Numbers | None = None
         self._window, self._stopped = window, stopped

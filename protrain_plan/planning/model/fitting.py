@@ -7,7 +7,6 @@ there, exceed the device, or those on a tier exceed the tier.
 from collections.abc import Sequence
 from itertools import accumulate
 
-from protrain_plan.planning.model.options import UnitOptions
 from protrain_plan.planning.model.problem import Problem
 from protrain_runtime.contract.program.implications import ActivationOption, StateOption
 from protrain_runtime.contract.program.memory import base_bytes
@@ -18,7 +17,7 @@ _Rows = list[list[int]]
 
 def least_bytes(problem: Problem) -> int:
     """No choice's peak is lower: each slot with the least that each unit may hold in it."""
-    return max(_least(problem, [_rows(unit, problem.count) for unit in problem.options]))
+    return max(_least(problem, _rows(problem)))
 
 
 def within_reach(problem: Problem) -> Problem:
@@ -26,7 +25,7 @@ def within_reach(problem: Problem) -> Problem:
 
     All numbers of options are other ones there.
     """
-    rows = [_rows(unit, problem.count) for unit in problem.options]
+    rows = _rows(problem)
     left = [[list(range(len(of_kind))) for of_kind in pair] for pair in rows]
     fewer = True
     while fewer:  # what is left may hold more at least
@@ -55,15 +54,16 @@ def within_reach(problem: Problem) -> Problem:
     return problem.with_options([(pair[0], pair[1]) for pair in left])
 
 
-def _rows(unit: UnitOptions, count: int) -> tuple[_Rows, _Rows]:
-    def row(option: ActivationOption | StateOption) -> list[int]:
-        change = [0] * (2 * count + 2)
-        for held in option.holdings:
-            change[held.first] += held.bytes
-            change[held.last + 1] -= held.bytes
+def _rows(problem: Problem) -> list[tuple[_Rows, _Rows]]:
+    """By unit, those of its activation options and of its state options."""
+
+    def row(changes: tuple[tuple[int, int], ...]) -> list[int]:
+        change = [0] * (2 * problem.count + 2)
+        for slot, size in changes:
+            change[slot] = size
         return list(accumulate(change[:-1]))
 
-    return [row(one) for one in unit.activations], [row(one) for one in unit.states]
+    return [(list(map(row, acts)), list(map(row, states))) for acts, states in problem.changes]
 
 
 def _least(problem: Problem, rows: Sequence[Sequence[_Rows]]) -> list[int]:

@@ -622,13 +622,17 @@ class Fluid(DecisionModel):
             for variable, factor in phase.seconds()
         ]
 
+    @property
+    def memory_rows(self) -> list[pulp.LpConstraint]:
+        """The rows that limit the device's bytes, of all phases."""
+        return [row for phase in self.phases for row in phase.memory_rows]
+
     def minimise_memory(self, limit_s: float) -> None:
         """Ask for the least budget of the device, in the model's own bytes, within `limit_s`."""
         budget = self.variable("budget")
-        for phase in self.phases:
-            for row in phase.memory_rows:
-                row.expr.addterm(budget, -1.0)
-                row.changeRHS(0.0)
+        for row in self.memory_rows:
+            row.expr.addterm(budget, -1.0)
+            row.changeRHS(0.0)
         # The step's seconds.
         self.row("seconds", self.seconds(), LE, limit_s / self.second_unit)
         self.minimise([(budget, 1.0)])

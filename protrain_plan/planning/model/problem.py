@@ -479,6 +479,11 @@ class Problem:
             [options.states[state] for options, (_, state) in pairs],
         )
 
+    def decisions(self, choice: Choice) -> list[tuple[Activations, Placement]]:
+        """The decisions that a choice names, of all units."""
+        pairs = zip(*self.chosen(choice), strict=True)
+        return [(activation.decision, state.decision) for activation, state in pairs]
+
     def choice_of(self, plans: Sequence[UnitPlan]) -> Choice:
         """A plan's decisions, which are among the options, as a choice."""
         choice = self.known_choice((plan.activations, plan.states) for plan in plans)
@@ -492,7 +497,7 @@ class Problem:
         return tuple(one for one in numbers if one) if None not in numbers else None
 
     @cached_property
-    def _changes(self) -> list[tuple[list[tuple[tuple[int, int], ...]], ...]]:
+    def changes(self) -> list[tuple[list[tuple[tuple[int, int], ...]], ...]]:
         """Per unit, kind and option: slots from which on it holds so many bytes more."""
 
         def changes(option: ActivationOption | StateOption) -> tuple[tuple[int, int], ...]:
@@ -565,7 +570,7 @@ class Problem:
         end = 2 * self.count
         change = [0] * (end + 2)
         change[0] = base_bytes(self.profile, self.settings)
-        for (of_activations, of_states), (a, s) in zip(self._changes, choice, strict=True):
+        for (of_activations, of_states), (a, s) in zip(self.changes, choice, strict=True):
             for slot, size in of_activations[a]:
                 change[slot] += size
             for slot, size in of_states[s]:

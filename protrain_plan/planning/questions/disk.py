@@ -53,7 +53,7 @@ def solve_sparing(
 
         return solve_any(those, budgets, effort=effort, solver=solver, progress=tell, hints=hints)
 
-    without = tuple(replace(one, tiers={**one.tiers, "disk": 0}) for one in problems)
+    without = tuple(one.changed(tiers={**one.tiers, "disk": 0}) for one in problems)
     is_open = any(one.tiers.get("disk") for one in problems)
     if not is_open or solver != "milp" or not _has_plan(without[0], effort):
         return solve(problems, effort, hints)

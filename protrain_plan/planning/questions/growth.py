@@ -290,7 +290,7 @@ def largest_of(question: Question, quantity: Quantity) -> Profile | None:
     return largest(question.profile, quantity, lambda one: question.problem_of(one, group))
 
 
-_Decisions = tuple[tuple[Activations, Placement], ...]
+_Decisions = list[tuple[Activations, Placement]]
 
 
 def largest(
@@ -338,8 +338,7 @@ def largest(
         else:
             fitting, stride = number, 2 * stride
         if lean is not None:
-            chosen = zip(*problem.chosen(lean.choice), strict=True)
-            found = tuple((one.decision, other.decision) for one, other in chosen)
+            found = problem.decisions(lean.choice)
             fitting = _last(fits_as_found, fitting, beyond)
     return at(fitting) if fitting else None
 

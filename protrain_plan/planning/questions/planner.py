@@ -215,8 +215,7 @@ def _solved(
             unknown = "the search ended before it had found any plan"
             raise ProtrainError(unknown, fix="let it have more time")
         return infeasible(problem, budgets, lean)
-    activations, states = problem.chosen(lean.choice)
-    leanest = zip(*([o.decision for o in kind] for kind in (activations, states)), strict=True)
+    leanest = problem.decisions(lean.choice)
     if solver == "milp":
         problem = within_reach(problem)
     choice = problem.known_choice(leanest)

@@ -130,7 +130,7 @@ CLIP_SHARE = 0.05
 """The part of all steps whose gradients are taken to be clipped, unless the user says otherwise."""
 
 DISK_GAIN = 0.1
-"""How much longer a step has to take without the disk, so that the disk is used: drives wear."""
+"""Part by which a step is longer without the disk before the disk is used: drives wear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
