@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from protrain_plan.planning.model.counting import Amounts, Counting, Layout, Row
+from protrain_plan.planning.model.counting import Amounts, Caution, Counting, Layout, Row
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.descending import Descent
 from protrain_plan.planning.search.evaluation import Evaluator
@@ -26,10 +26,10 @@ def problem_of(device: int = 3_300 * MB, host: int = 24_000 * MB, blocks: int = 
     return Problem.of(profile, Budgets(device=device, host=host, disk=10**12))
 
 
-def amounts_of(problem: Problem, margin: float = 0.0) -> Amounts:
+def amounts_of(problem: Problem, free: float = 0.0) -> Amounts:
     counting = Counting(problem, window=2)
     counting.relax()
-    amounts = counting.amounts(margin)
+    amounts = counting.amounts(Caution(free, 0.0))
     assert amounts
     return amounts
 

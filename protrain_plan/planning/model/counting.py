@@ -13,6 +13,7 @@ until the numbers' own value is close to the bound. A number of thirty units tak
 thirty decisions in a hundred slots each, so that the integer programme is a small one.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,6 +97,17 @@ class Amounts(NamedTuple):
 
     sums: list[dict[int, float]]
     places: list[dict[int, float]]
+
+
+class Caution(NamedTuple):
+    """Leanings of a relaxation, which does not see that moves are whole, and in order.
+
+    free   a part of the device
+    price  seconds that a second of a lane's work costs, though compute may hide it
+    """
+
+    free: float
+    price: float
 
 
 class Prices(NamedTuple):
@@ -257,11 +269,17 @@ class _Shares:
         self._rows = self.fluid.memory_rows
         self._lp.add_excess(self._rows, PROHIBITIVE)
         self._lp.allow_excess(allowed=True)
+        self._work = defaultdict[pulp.LpVariable, float](float)  # of lanes, in seconds
+        for terms in self.fluid.busy(self.fluid.second_unit).values():
+            for variable, seconds in terms:
+                self._work[variable] += seconds
 
-    def solve(self, margin: float) -> Mapping[str, float]:
-        """The values where a part of the device is left free; none where that is too much."""
+    def solve(self, caution: Caution) -> Mapping[str, float]:
+        """The values for so much caution; none where that leaves the device too little."""
         for row in self._rows:
-            self._lp.limit(row, 1.0 - margin)
+            self._lp.limit(row, 1.0 - caution.free)
+        for variable, seconds in self._work.items():
+            self._lp.cost(variable, caution.price * seconds)  # which has none of its own
         values = self._lp.solve().values
         return values if values and self._lp.excess <= NO_SHARE else {}
 
@@ -348,12 +366,9 @@ class Counting:
             return None
         return {name: round(answer.values[name]) for name in self._counts}
 
-    def amounts(self, margin: float = 0.0) -> Amounts | None:
-        """The relaxation's amounts of options where a part of the device is left free.
-
-        It does not see that moves are whole, and in order. None where that leaves it too little.
-        """
-        values = self._shares.solve(margin)
+    def amounts(self, caution: Caution) -> Amounts | None:
+        """The relaxation's amounts of options; None where caution leaves the device too little."""
+        values = self._shares.solve(caution)
         return self._amounts(values, self._shares.fluid) if values else None
 
     def amounts_with(self, numbers: Numbers) -> Amounts | None:

@@ -79,6 +79,10 @@ class LinearProgram:
         """Change the right side of a row that is `<=`."""
         self._highs.changeRowBounds(row.index, -inf, right)
 
+    def cost(self, variable: pulp.LpVariable, cost: float) -> None:
+        """Change a variable's factor in what is minimised."""
+        self._highs.changeColCost(variable.index, cost)
+
     def add_row(self, terms: Sequence[tuple[pulp.LpVariable, float]], *, at_least: float) -> None:
         """Add `sum of terms >= at_least`; no variable twice."""
         indices = [variable.index for variable, _ in terms]

@@ -30,7 +30,7 @@ from typing import Literal
 
 from protrain_plan.garbage import collected_seldom
 from protrain_plan.planning.explain.advice import infeasible
-from protrain_plan.planning.model.counting import Counting, Layout, Prices
+from protrain_plan.planning.model.counting import Caution, Counting, Layout, Prices
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.fitting import within_reach
 from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
@@ -69,9 +69,12 @@ from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, St
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.writer import fingerprint
 
-MARGINS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.25)
-"""Parts of the device that relaxations leave free: moves are whole, and stand before they are
-used."""
+CAUTIONS = (
+    *(Caution(free, 0.0) for free in (0.0, 0.06, 0.15, 0.25)),
+    *(Caution(free, 0.1) for free in (0.0, 0.1)),
+    *(Caution(free, 0.3) for free in (0.06, 0.15)),
+)
+"""Relaxations near which the search begins."""
 
 WINDOWS = 12
 """Windows of slots in a forward that the bound is found with (see `fluid`)."""
@@ -419,11 +422,9 @@ class _Planning:
     def _starts(self) -> list[Layout]:
         """Layouts near the relaxation's amounts, and plain ones; made to meet the budgets."""
         found: dict[Layout, None] = {}
-        for margin in MARGINS:
-            amounts = self.counting.amounts(margin)
-            if amounts is None or self.effort.spent():
-                break
-            found |= dict.fromkeys(layouts_near(self.problem, amounts))
+        for caution in CAUTIONS:
+            if not self.effort.spent() and (amounts := self.counting.amounts(caution)):
+                found |= dict.fromkeys(layouts_near(self.problem, amounts))
         for choice in (self.lean, self.best.choice, *self.plain):
             found[layout_of(self.problem, choice)] = None
         repaired = (self.descent.repaired(layout) for layout in found)
