@@ -67,34 +67,6 @@ def kernels(*, deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
-@contextmanager
-def without_parameters() -> Iterator[None]:
-    """Parameters of modules that are built inside come to be on `meta`, one after the other.
-
-    Buffers are real, and so are all other tensors. A parameter that two modules share stays one.
-    Modules may be converted and moved inside: parameters take the dtype, and stay where they are.
-    """
-    known = WeakTensorKeyDictionary()
-
-    def moved(_: nn.Module, __: str, parameter: Any) -> Any:
-        if parameter is None or is_lazy(parameter) or parameter.is_meta:
-            return None
-        if parameter not in known:
-            absent = parameter.to("meta")
-            if isinstance(absent, nn.Parameter):  # of a class of its own: it is to be packed
-                absent.__dict__.update(parameter.__dict__)
-            else:
-                absent = nn.Parameter(absent, parameter.requires_grad)
-            known[parameter] = absent
-        return known[parameter]
-
-    with (
-        register_module_parameter_registration_hook(moved),
-        replaced(nn.Module, "_apply", converted),
-    ):
-        yield
-
-
 def no_larger_than(most_bytes: int, *, source: str) -> AbstractContextManager[None]:
     """ProtrainError, naming the source, once modules that are built inside have more parameters."""
 
@@ -150,35 +122,6 @@ def _counting(told: Callable[[int, int, int], None]) -> Iterator[None]:
 
     with register_module_parameter_registration_hook(counted):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """`owner` has `value` under `name` inside, and what it had before afterwards."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def converted(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
-    """In place of `Module._apply`, for parameters that are fake or on `meta`.
-
-    PyTorch exchanges the first, which ties and optimizers would not see, and cannot move the
-    second. Gradients are not looked at: a model that is being built has none.
-    """
-    for each in module.modules() if recurse else (module,):
-        for parameter in each.parameters(recurse=False):
-            if parameter.is_meta:
-                dtype = convert(torch.empty(0, dtype=parameter.dtype)).dtype
-                parameter.data = parameter.data.to(dtype)
-            else:
-                parameter.data = convert(parameter.data)
-        for name, buffer in each.named_buffers(recurse=False):
-            each._buffers[name] = convert(buffer)
-    return module
 
 
 def moved(

@@ -37,11 +37,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_plan.models.adapters import routers
-from protrain_plan.models.building import TORCH_DTYPES, replaced
+from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import INSTALL_BITSANDBYTES
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.adapters import read_adapter
 from protrain_runtime.contract.records.profile import DType, Quantize
+from protrain_runtime.states.absent import replaced
 from protrain_runtime.states.quantized import (
     name_scales,
     of_eight_bits,

@@ -42,7 +42,6 @@ from protrain_plan.models.building import (
     of_a_size,
     parameter_dtype,
     seeded,
-    without_parameters,
 )
 from protrain_plan.models.importing import imported
 from protrain_plan.models.presets import JsonObject, parse_config, preset_names, read_config
@@ -51,6 +50,7 @@ from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.profile import DType, Precision, Quantize
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.devices.preflight import free_host_bytes
+from protrain_runtime.states.absent import without_parameters
 
 _MAX_REASON = 500
 """Characters of what transformers says that a message repeats."""

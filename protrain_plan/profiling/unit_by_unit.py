@@ -24,7 +24,7 @@ from protrain_plan.garbage import collected_as_usual
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import Progress, host_memory_bytes, processor_name
 from protrain_plan.models.batches import Batch, first_of
-from protrain_plan.models.building import TORCH_DTYPES, remake_tensors, seeded, without_parameters
+from protrain_plan.models.building import TORCH_DTYPES, remake_tensors, seeded
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.quantizing import drawn
 from protrain_plan.models.sources import ModelSource
@@ -62,6 +62,7 @@ from protrain_runtime.contract.records.profile import (
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
+from protrain_runtime.states.absent import without_parameters
 from protrain_runtime.states.chunks import refuse_parameters
 from protrain_runtime.states.quantized import packed_layers
 

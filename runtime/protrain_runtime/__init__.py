@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from protrain_runtime.model.between_steps import MovingAverage, full_parameters
     from protrain_runtime.model.prepared import restore
     from protrain_runtime.preparation import compile_blocks, prepare
+    from protrain_runtime.states.absent import without_parameters
     from protrain_runtime.states.master_weights import with_master_weights
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "return_freed_memory",
     "save",
     "with_master_weights",
+    "without_parameters",
 ]
 
 # Imported when first asked for: `protrain_runtime.contract` does not wait for PyTorch.
@@ -51,6 +53,7 @@ _HOMES = {
     "return_freed_memory": "devices.memory_meter",
     "save": "checkpoint.saving",
     "with_master_weights": "states.master_weights",
+    "without_parameters": "states.absent",
 }
 
 

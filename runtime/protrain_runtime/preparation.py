@@ -2,8 +2,8 @@
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
@@ -22,6 +22,7 @@ from protrain_runtime.activations.compiled import (
 )
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
+from protrain_runtime.checkpoint.weights import Weights
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import compile_plan
@@ -37,7 +38,6 @@ from protrain_runtime.devices.lanes import (
     only_here,
     quick_turns,
 )
-from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.devices.preflight import (
     check_room,
     for_each,
@@ -78,11 +78,12 @@ from protrain_runtime.model.prepared import (
     undo_all,
 )
 from protrain_runtime.ranks.group import Ranks, ranks_of
-from protrain_runtime.states.chunk_layouts import make_chunks
+from protrain_runtime.states.absent import absent_parameters, give_places, without_parameters
+from protrain_runtime.states.chunk_layouts import make_chunks, unit_parameters
 from protrain_runtime.states.chunks import Chunk, offload, read_values
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.quantized import refuse_quantized, scales, settle_quantized
-from protrain_runtime.states.stand_ins import come_back
+from protrain_runtime.states.stand_ins import AwayParameter, come_back
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
 from protrain_runtime.states.update_rules import UpdateRules, in_turn
@@ -93,11 +94,12 @@ Check = Literal["bitwise", "spills"]
 
 
 def prepare(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     plan: Plan | Path | str,
     *,
     optimizer: OptimizerFactory,
     param_groups: ParameterGroups | None = None,
+    weights: Path | str | None = None,
     spill_directory: Path | str | None = None,
     check: Check | None = None,
     wait_limit_s: float = WAIT_LIMIT_S,
@@ -109,8 +111,12 @@ def prepare(
 
     `optimizer` makes any elementwise `torch.optim` optimizer from parameter groups, for example
     `partial(torch.optim.AdamW, lr=3e-4)`; `param_groups` are the groups, by default one of all
-    trainable parameters. `spill_directory` is where a disk tier keeps its unnamed file, by default
-    the system's directory for temporary files. `check="bitwise"` trains a plain copy beside the
+    trainable parameters. With `weights`, a folder of safetensors files or a checkpoint of `save`,
+    the model's parameters are on `meta`, or `model` is a function that makes the model and is
+    called so that they are. Values go from the files to where the plan has them, cast to the
+    model's dtype; no more than a unit's are in memory besides. `spill_directory` is where a disk
+    tier keeps its unnamed file, by default the system's directory for temporary files.
+    `check="bitwise"` trains a plain copy beside the
     first three steps, with the memory of plain training, and stops on a bit that differs.
     `check="spills"` compares what comes back from host memory and disk with what went there; every
     step pays for that. A wait for a transfer or an update that takes longer than `wait_limit_s` is
@@ -125,8 +131,9 @@ def prepare(
     cannot be carried out here or by this version.
     """
     ranks = ranks_of(process_group, limit_s=wait_limit_s)
-    there = next((p.device for p in model.parameters() if not p.is_meta), devices.HOST)
-    with _taken_back_on_failure(ranks) as (undo, own, last), devices.current(there):
+    with _taken_back_on_failure(ranks) as (undo, own, last), ExitStack() as stack:
+        if not isinstance(model, nn.Module):
+            model = _made(model)
         if ATTRIBUTE in model.__dict__:
             raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
         if check is not None and check not in get_args(Check):
@@ -135,6 +142,10 @@ def prepare(
             )
         directory = Path(spill_directory if spill_directory is not None else gettempdir())
         plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
+        absent = absent_parameters(model)
+        device = next((p.device for p in model.parameters() if not p.is_meta), None)
+        device = device or devices.found(plan.workload.device)
+        stack.enter_context(devices.current(device))
         refuse_wrapped(model)
         refuse_quantized(model, source=plan.workload.model)
         undo.append(settle_quantized(model))
@@ -145,10 +156,12 @@ def prepare(
         if not keeps:
             refuse_compiled_around(model, modules)
         undo.append(_compile_as_planned(model, plan))
-        device = device_of(model)
         devices.require(device)
         sharing = ranks_here() if plan.group.num_devices > 1 else 1
         check_room(plan, for_each(room_here(device, directory), sharing), directory)
+        values = _values(weights, absent)
+        if values is not None:
+            own.append(give_places(model, device, _below(model, plan)))
         master = plan.workload.precision == "master"
         factory = with_master_weights(in_turn(optimizer)) if master else in_turn(optimizer)
         facade = PlannedOptimizer(factory, model, param_groups)
@@ -157,31 +170,87 @@ def prepare(
         before = look_at(model)
         undo.append(switch_off_checkpointing(model, stacklevel=3))
         prepared = Prepared(None, (), facade, undo, plan, ranks=ranks)
-        plain_copy = None
         if not keeps:
-            if check == "bitwise":
-                plain_copy = PlainCopy(model, facade, plan)
             backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
             if ranks is not None:
                 facts = _facts(model, plan, facade, device, wait_limit_s)
+                if values is not None:
+                    facts["weights"] = values.facts()
                 ranks.connect(facts, num_replicas=plan.group.num_replicas, device=device)
                 undo.append(ranks.meeting.close)
             cached = plan.settings.page_cache_bytes > 0
             stores = Stores(backend, directory, checked=check == "spills", cached=cached)
             undo.append(stores.close)
-            last.append(partial(_leave, _attach(model, modules, prepared, stores, backend, own)))
+            bringing = own if values is None else None
+            leaving = _attach(model, modules, prepared, stores, backend, bringing)
+            last.append(partial(_leave, leaving))
             warn_of_slow_disk(plan, directory)
             warn_of_threads(plan, spare_threads(device))
+        if values is not None:
+            abandon = partial(_abandon, prepared)
+            undo.append(abandon)
+            last.append(partial(undo.remove, abandon))
+            values.fill(model, prepared, absent)
         model.__dict__[ATTRIBUTE] = prepared
         own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
         undo.append(let_copy(before))
         watches = not devices.on_host(device) if watch is None else watch
-        if plain_copy is not None:
+        if check == "bitwise" and not keeps:
+            plain_copy = PlainCopy(model, facade, plan)
             plain_copy.start()
             undo.append(plain_copy.stop)
         elif prepared.engine is not None and plan.prediction.peak_bytes.device and watches:
             undo.append(Watch(model, plan, prepared.engine, facade).stop)
     return model, facade
+
+
+def _made(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model of a function, its parameters on `meta`."""
+    with without_parameters():
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise ProtrainError(
+            f"the function that makes the model returned a {type(model).__name__}",
+            key="model",
+            fix="let it return the torch.nn.Module",
+        )
+    return model
+
+
+def _values(weights: Path | str | None, absent: Set[str]) -> Weights | None:
+    """The values for parameters on `meta`. ProtrainError where one of the two is missing."""
+    if weights is not None and not absent:
+        raise ProtrainError(
+            "the model's parameters have values already, and weights= is for those without",
+            key="weights",
+            fix="give prepare() a function that makes the model, or load(model, None, directory)"
+            " after it",
+        )
+    if weights is None and absent:
+        raise ProtrainError(
+            f"parameters of the model are on meta and have no values, such as '{min(absent)}'",
+            key="weights",
+            fix="name the folder that has them: prepare(..., weights=DIRECTORY)",
+        )
+    return None if weights is None else Weights(weights)
+
+
+def _below(model: nn.Module, plan: Plan) -> set[nn.Parameter]:
+    """The parameters that the plan keeps below the device, or shared among devices."""
+    shape = [(unit.kind, unit.name, unit.parameters) for unit in plan.units]
+    chunks = zip(plan.units, unit_parameters(model, shape), strict=True)
+    return {
+        parameter
+        for unit, parameters in chunks
+        if not isinstance(unit.states, Persistent)
+        for _, parameter in parameters
+    }
+
+
+def _abandon(prepared: Prepared) -> None:
+    """Let nothing be brought back from stores whose values have not all come."""
+    for chunk in prepared.chunks:
+        chunk.hollow.clear()
 
 
 def compile_blocks(
@@ -316,9 +385,12 @@ def _attach(
     prepared: Prepared,
     stores: Stores,
     backend: Backend,
-    own: Undo,
+    own: Undo | None,
 ) -> list[Chunk]:
-    """Let the model follow the plan; return the chunks on disk, which leave it last."""
+    """Let the model follow the plan; return the chunks on disk, which leave it last.
+
+    All ranks get rank 0's values, and `own` what brings back theirs; None where values come later.
+    """
     plan, undo, ranks, optimizer = prepared.plan, prepared.undo, prepared.ranks, prepared.optimizer
     if not backend.on_host:
         undo.append(quick_turns())
@@ -335,7 +407,8 @@ def _attach(
             swap_stores[unit.activations.tier] = stores.get(unit.activations.tier)
     if ranks is not None:
         ranks.meeting.meet("prepare()")
-        own.append(_share(ranks, [*model.parameters(), *model.buffers(), *scales(model)]))
+        if own is not None:
+            own.append(_share(ranks, [*model.parameters(), *model.buffers(), *scales(model)]))
         undo.append(lambda: _bring_back_together(ranks, chunks))
     leaving = _offload(prepared, chunks, rules, stores, kind)
     sizes = [chunk.size(rules) for chunk in chunks]
@@ -418,7 +491,8 @@ def _offload(
             prepared.undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
         else:  # what leaves can be gathered: all ranks have written their part
             prepared.ranks.meeting.meet("prepare()")
-        if unit.states.tier == "disk":
+        absent = any(isinstance(part.parameter, AwayParameter) for part in chunk.slices)
+        if unit.states.tier == "disk" and not absent:
             leaving.append(chunk)
         else:
             chunk.unbind(chunk.every_group)

@@ -384,8 +384,7 @@ def test_bytes_that_change_after_they_were_checked_are_noticed(checkpoint: Path)
     with pytest.raises(ProtrainError) as caught:
         fill_values(targets)
     assert str(caught.value) == (
-        f"{part.path}: embedding is not what it was a moment ago: the model is loaded in part\n"
-        "  fix: load another checkpoint, the whole of it"
+        f"{part.path}: embedding is damaged\n  fix: load another checkpoint"
     )
 
 
@@ -515,7 +514,9 @@ def test_a_text_that_is_no_index_is_refused(before: bytes, tmp_path: Path) -> No
         for use in (partial(load, Tiny(), None), read_extra):
             with pytest.raises(ProtrainError) as caught:
                 use(tmp_path)
-            assert caught.value.message == "this is no index of safetensors files"
+            twice = text.count(b'"a"') == 2 and not before
+            what = "the key a is there twice" if twice else "this is no index of safetensors files"
+            assert caught.value.message == what
 
 
 def test_an_index_is_ours_by_any_of_its_signs(training: Training, checkpoint: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.models.building import without_parameters
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import filled, stubs_in_place
@@ -23,6 +22,7 @@ from protrain_runtime.contract.records.profile import Unit, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of
 from protrain_runtime.diagnostics.matching import model_fingerprint
+from protrain_runtime.states.absent import without_parameters
 from tests.support.commands import python
 from tests.support.configs import CONFIGS, SMALL
 from tests.support.estimates import weighed

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from protrain_plan.hardware.operators import device_type
 from protrain_plan.models.batches import Batch
-from protrain_plan.models.building import converted, remake_tensors, replaced
+from protrain_plan.models.building import remake_tensors
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.repeated_calls import RepeatedCalls
@@ -40,6 +40,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import DeviceKind
 from protrain_runtime.contract.records.profile import DType, Precision, Quantize
 from protrain_runtime.devices.memory_meter import PARTS, strided_parts
+from protrain_runtime.states.absent import converted, replaced
 from protrain_runtime.states.quantized import products_of_a_card
 
 aten = torch.ops.aten

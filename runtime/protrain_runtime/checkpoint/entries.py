@@ -7,7 +7,7 @@ for parameters that ranks share and that lie in another order in their stores.
 
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,8 +15,14 @@ from typing import Any
 
 import torch
 
-from protrain_runtime.checkpoint.files import DTYPES, NAMES, opened, shown
-from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.checkpoint.files import (
+    DTYPES,
+    NAMES,
+    damaged,
+    joined_sums,
+    opened,
+    shown,
+)
 from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import memory_of
 from protrain_runtime.states.values import Fill, Held, Source, Value, order_of, part_of
@@ -98,20 +104,63 @@ def are_numbers(values: Any, count: int | None = None) -> bool:
     )
 
 
-def fill_values(targets: Sequence[tuple[Entry, Value]]) -> None:
-    """Read entries into values, compared again; after a ProtrainError some values are new."""
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """The CRC-32 of some bytes of a part, of which this rank reads no others."""
+
+    name: str  # of the tensor
+    part: Part
+    start: int  # bytes from the start of the part
+    num_bytes: int
+    checksum: int
+
+
+def compare_sums(sums: Iterable[PartialSum]) -> None:
+    """Compare parts with what ranks have read of them together. ProtrainError for another one."""
+    by_part: dict[Part, dict[int, PartialSum]] = {}
+    for each in sums:
+        by_part.setdefault(each.part, {})[each.start] = each  # replicas read the same
+    for part, ranges in by_part.items():
+        checksum = 0
+        for _, each in sorted(ranges.items()):
+            checksum = joined_sums(checksum, each.checksum, each.num_bytes)
+        if checksum != part.checksum:
+            raise damaged(part.path, f"{shown(next(iter(ranges.values())).name)} is damaged")
+
+
+def fill_values(
+    targets: Sequence[tuple[Entry, Value]], sums: list[PartialSum] | None = None
+) -> None:
+    """Read entries into values, compared; after a ProtrainError some values are new.
+
+    Of another dtype than its entry's a value gets the numbers cast. What is read of parts with a
+    checksum, but not all of them, goes to `sums`.
+    """
     for entry, value in sorted(targets, key=lambda target: target[0].parts[0].place):
         order, (first, count) = order_of(value), part_of(value)
         if entry.order == order:
-            value.copy_from(_Reader(entry, first, count).fill)
+            fill = _Reader(entry, first, count, sums).fill
+            value.copy_from(fill if entry.dtype == value.dtype else _cast(fill, entry, value))
             continue
         flat = torch.empty(entry.shape.numel(), dtype=entry.dtype)
         Held(flat).copy_from(_Reader(entry, 0, flat.numel()).fill)
         dims = range(len(order))
         whole = flat.view([entry.shape[dim] for dim in entry.order])
         whole = whole.permute([entry.order.index(dim) for dim in dims])
-        mine = whole.permute(order).reshape(-1)[first : first + count]
+        mine = whole.permute(order).reshape(-1)[first : first + count].to(value.dtype)
         value.copy_from(_from(mine.view(torch.uint8)))
+
+
+def _cast(fill: Fill, entry: Entry, value: Value) -> Fill:
+    """Fills buffers with numbers of the value's dtype, made of the entry's."""
+
+    def cast(target: torch.Tensor) -> None:
+        for numbers in target.view(value.dtype).split(SAVING_BYTES // entry.dtype.itemsize):
+            read = torch.empty(numbers.numel(), dtype=entry.dtype)
+            fill(read.view(torch.uint8))
+            numbers.copy_(read)
+
+    return cast
 
 
 def _from(flat: torch.Tensor) -> Fill:
@@ -129,43 +178,43 @@ def _from(flat: torch.Tensor) -> Fill:
 class _Reader:
     """Hands out the bytes of a tensor's elements first:first + count, part after part."""
 
-    def __init__(self, entry: Entry, first: int, count: int) -> None:
-        self._name, self._sum = entry.name, 0
-        self._left: deque[tuple[Path, int, int, int | None]] = deque()
+    def __init__(
+        self, entry: Entry, first: int, count: int, sums: list[PartialSum] | None = None
+    ) -> None:
+        self._name, self._sum, self._sums = entry.name, 0, sums
+        self._left: deque[tuple[Part, int, int]] = deque()  # bytes of parts: from, to
+        size = entry.dtype.itemsize
         for part in entry.parts:
             begin, end = max(first, part.first), min(first + count, part.first + part.count)
             if begin < end:
-                start = part.start + (begin - part.first) * entry.dtype.itemsize
-                size = (end - begin) * entry.dtype.itemsize
-                whole = end - begin == part.count
-                self._left.append((part.path, start, size, part.checksum if whole else None))
+                self._left.append((part, (begin - part.first) * size, (end - part.first) * size))
+        self._begun = self._left[0][1] if self._left else 0
+        self._size = size
 
     def fill(self, target: torch.Tensor) -> None:
         view = memory_of(target)
         while view:
-            path, start, left, checksum = self._left.popleft()
-            piece = view[: min(left, SAVING_BYTES)]
-            try:
-                with opened(path) as file:
-                    file.seek(start)
-                    cut = file.readinto(piece) != len(piece)  # type: ignore[attr-defined]
-            except ProtrainError as error:
-                raise _in_part(path, error.message) from None
-            if cut:
-                raise _in_part(path, "the file is cut off")
+            part, start, end = self._left.popleft()
+            piece = view[: min(end - start, SAVING_BYTES)]
+            with opened(part.path) as file:
+                file.seek(part.start + start)
+                if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+                    raise damaged(part.path, "the file is cut off")
             self._sum = zlib.crc32(piece, self._sum)
-            view, left = view[len(piece) :], left - len(piece)
-            if left:
-                self._left.appendleft((path, start + len(piece), left, checksum))
+            view, start = view[len(piece) :], start + len(piece)
+            if start < end:
+                self._left.appendleft((part, start, end))
                 continue
-            if checksum not in (None, self._sum):
-                raise _in_part(path, f"{shown(self._name)} is not what it was a moment ago")
-            self._sum = 0
+            self._compare(part, end)
 
-
-def _in_part(path: Path, problem: str) -> ProtrainError:
-    return ProtrainError(
-        f"{problem}: the model is loaded in part",
-        source=str(path),
-        fix="load another checkpoint, the whole of it",
-    )
+    def _compare(self, part: Part, end: int) -> None:
+        """Compare a part that was read up to a byte, or note the sum of some of it."""
+        begun, checksum = self._begun, self._sum
+        self._begun, self._sum = 0, 0
+        if part.checksum is None:
+            return
+        if end - begun < part.count * self._size:
+            if self._sums is not None:
+                self._sums.append(PartialSum(self._name, part, begun, end - begun, checksum))
+        elif checksum != part.checksum:
+            raise damaged(part.path, f"{shown(self._name)} is damaged")

@@ -14,9 +14,11 @@ import os
 import stat
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO, NamedTuple
@@ -134,11 +136,7 @@ def read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     with opened(path) as file:
         text = file.read(MAX_JSON_BYTES + 1)
     try:
-        if len(text) > MAX_JSON_BYTES:
-            raise ValueError(f"the file has more than {MAX_JSON_BYTES} bytes")
-        if sum(map(text.count, (b",", b"[", b"{", b":"))) > _MAX_JSON_NODES:
-            raise ValueError(f"it has more than {_MAX_JSON_NODES} keys and values")
-        found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+        found = parsed_json(path, text)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
@@ -146,10 +144,21 @@ def read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     return text, found
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def parsed_json(path: Path, text: bytes) -> Any:
+    """JSON in a file; ValueError or RecursionError where it is none, ProtrainError for twins."""
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"the file has more than {MAX_JSON_BYTES} bytes")
+    if sum(map(text.count, (b",", b"[", b"{", b":"))) > _MAX_JSON_NODES:
+        raise ValueError(f"it has more than {_MAX_JSON_NODES} keys and values")
+    unique = partial(_unique, path)
+    return json.loads(text.decode(), object_pairs_hook=unique, parse_constant=_no_number)
+
+
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("it has a key twice")
+        twice = next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1)
+        raise damaged(path, f"the key {shown(twice)} is there twice")
     "".join(found).encode()  # raises for halves of characters, which nobody can print
     return found
 
@@ -192,6 +201,29 @@ def verify(files: Mapping[Path, Sequence[Range]], where: Callable[[str], str]) -
         finally:  # of an interruption, too
             stop.set()
             pool.shutdown(cancel_futures=True)
+
+
+def joined_sums(first: int, second: int, num_bytes: int) -> int:
+    """The CRC-32 of bytes with the sum `first` and, behind them, `num_bytes` with `second`.
+
+    As zlib's crc32_combine: bytes behind multiply a sum by x**8 each, modulo CRC-32's polynomial.
+    """
+    power, factor = 1 << 23, 1 << 31  # x**8, 1: the highest bit is that of x**0
+    while num_bytes:
+        if num_bytes & 1:
+            factor = _product(power, factor)
+        power, num_bytes = _product(power, power), num_bytes >> 1
+    return _product(factor, first) ^ second
+
+
+def _product(first: int, second: int) -> int:
+    """The product of two polynomials modulo CRC-32's."""
+    found = 0
+    for bit in range(31, -1, -1):
+        if first >> bit & 1:
+            found ^= second
+        second = second >> 1 ^ (0xEDB88320 if second & 1 else 0)
+    return found
 
 
 def _threads_are_free() -> bool:

@@ -24,16 +24,18 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from protrain_runtime.checkpoint.entries import Entry, Part, are_numbers, parsed
 from protrain_runtime.checkpoint.files import (
     DTYPES,
+    MAX_JSON_BYTES,
     Range,
     damaged,
     opened,
+    parsed_json,
     read_json,
     shown,
     verify,
@@ -105,6 +107,7 @@ class Saved:
         self.training: dict[str, Any] = {}
         self.files: dict[str, str] | None = None  # by tensor; None where a single file has all
         self._asked: dict[Path, list[Range]] = {}
+        self._stamps: dict[Path, tuple[int, ...]] = {}  # of files without checksums
         if index.name == _SINGLE_FILE:
             return
         text, read = read_json(index)
@@ -200,8 +203,12 @@ class Saved:
         for file in sorted({*(self.files or {_SINGLE_FILE: _SINGLE_FILE}).values()}):
             path = path_in(self.directory, file, linked=True)
             with opened(path) as header:
-                position = 8 + int.from_bytes(header.read(8), "little")
+                self._stamps[path] = _stamp(header)
+                size = int.from_bytes(header.read(8), "little")
+                text = header.read(min(size, MAX_JSON_BYTES + 1))
+            position = 8 + size
             try:
+                parsed_json(path, text)  # which takes no key twice, as the package does
                 with safe_open(path, framework="np") as content:
                     for name in content.offset_keys():
                         tensor = content.get_slice(name)
@@ -219,8 +226,21 @@ class Saved:
                     path, f"{shown(name)} has the dtype {error}, which is not known"
                 ) from None
 
+    def refuse_changed(self) -> None:
+        """ProtrainError where a file without checksums is another one than when it was opened."""
+        for path, stamp in self._stamps.items():
+            with opened(path) as file:
+                if _stamp(file) != stamp:
+                    raise damaged(path, "the file was written to while it was read")
+
     def verify(self, ranks: Ranks | None, where: Callable[[str], str]) -> None:
         """Compare files with their sums, a part on each rank; ProtrainError for others."""
         paths = sorted(self._asked)
         own = paths[ranks.rank :: ranks.count] if ranks else paths
         verify({path: self._asked[path] for path in own}, where)
+
+
+def _stamp(file: BinaryIO) -> tuple[int, ...]:
+    """A file's identity, its size and when it was written."""
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,7 +1,8 @@
 """`load`: go on from a checkpoint, in place, under any plan or plainly, on any number of ranks."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def load(
         ranks = prepared.ranks if prepared else None
         saved = Saved(directory)
         training = read_training(saved)
-        targets = _matched(model, saved, prepared)
+        targets = matched(model, saved, prepared)
         resumed, random_states = None, None
         if optimizer is not None:
             resumed = _Resumed(model, optimizer, prepared, saved, training)
@@ -69,7 +70,9 @@ def load(
             _try_random(random_states or {}, directory)
         saved.verify(ranks, lambda name: shown(name) + _unit_of(name, prepared))
         meet(model, "load()")  # each rank has compared some of the files, for all
-        fill_values(targets)
+        with _in_part():
+            fill_values(targets)
+            saved.refuse_changed()
         for name, module in with_extra_state(model):
             if name in training.get("modules", {}):
                 module.set_extra_state(training["modules"][name])
@@ -82,6 +85,19 @@ def load(
                     devices.set_all_random_states(kind, random_states[kind])
         extra: dict[str, Any] = training.get("extra", {})
         return extra
+
+
+@contextmanager
+def _in_part() -> Iterator[None]:
+    """Around what changes the model: whatever is wrong with files comes too late."""
+    try:
+        yield
+    except ProtrainError as error:
+        raise ProtrainError(
+            f"{error.message}: the model is loaded in part",
+            source=error.source,
+            fix="load another checkpoint, the whole of it",
+        ) from None
 
 
 def read_extra(directory: Path | str) -> dict[str, Any]:
@@ -110,24 +126,38 @@ def _unit_of(name: str, prepared: Prepared | None) -> str:
     return ""
 
 
-def _matched(
-    model: nn.Module, saved: Saved, prepared: Prepared | None
+def matched(
+    model: nn.Module,
+    saved: Saved,
+    prepared: Prepared | None,
+    *,
+    entries: Mapping[str, Entry] | None = None,
+    absent: Set[str] | None = None,
+    cast: bool = False,
 ) -> list[tuple[Entry, Value]]:
-    """Each saved tensor with its place in the model. ProtrainError where they do not fit."""
+    """Each saved tensor with its place in the model. ProtrainError where they do not fit.
+
+    Only parameters that are `absent` have to be there (None: all), and all buffers. With `cast`
+    any floating-point dtype fits another one.
+    """
     first = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     aliases = {name: first[parameter] for name, parameter in every}
-    entries = saved.entries("model")
-    found = {aliases.get(name, name): entry for name, entry in entries.items()}
+    entries = saved.entries("model") if entries is None else entries
+    # Of tied names the last one counts, as in `load_state_dict`.
+    order = {name: number for number, name in enumerate(aliases)}
+    in_order = sorted(entries, key=lambda name: order.get(name, -1))
+    found = {aliases.get(name, name): entries[name] for name in in_order}
     own = dict(model_values(model, prepared))
-    kinds = {n: (_described(found[n]), _described(own[n])) for n in own if n in found}
+    kept = set[str]() if absent is None else first.keys() - absent
+    pairs = [(name, found[name], own[name]) for name in own if name in found]
     others = [
-        f"{name} ({theirs} in the checkpoint, {ours} in the model)"
-        for name, (theirs, ours) in kinds.items()
-        if theirs != ours
+        f"{name} ({_described(theirs)} in the checkpoint, {_described(ours)} in the model)"
+        for name, theirs, ours in pairs
+        if not _are_alike(theirs, ours, cast=cast)
     ]
     problems = (
-        ("lacking in the checkpoint", [name for name in own if name not in found]),
+        ("lacking in the checkpoint", [n for n in own if n not in found and n not in kept]),
         ("lacking in the model", [name for name in found if name not in own]),
         ("of another shape or dtype", others),
         ("named by the index but in no file", sorted((saved.files or entries).keys() - entries)),
@@ -139,7 +169,12 @@ def _matched(
             source=str(saved.directory),
             fix="load it into the model that it was saved from",
         )
-    return [(found[name], own[name]) for name in own]
+    return [(theirs, ours) for _, theirs, ours in pairs]
+
+
+def _are_alike(theirs: Entry, ours: Value, *, cast: bool) -> bool:
+    floating = theirs.dtype.is_floating_point and ours.dtype.is_floating_point
+    return theirs.shape == ours.shape and (theirs.dtype == ours.dtype or (cast and floating))
 
 
 def _described(tensor: Entry | Value) -> str:

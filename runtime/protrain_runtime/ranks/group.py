@@ -205,14 +205,14 @@ class Ranks:
                 dist.all_reduce(_lent(mine), group=self._replicas)
         own.copy_(mine)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Rank 0's values on every rank.  # dense tensors"""
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, source: int = 0) -> None:
+        """One rank's values on every rank.  # dense tensors"""
         with self._collective():
             for tensor in tensors:
                 values = tensor.detach()
                 dense = values.contiguous()
                 flat = dense.view(-1).view(torch.uint8)
-                dist.broadcast(flat, src=self._members[0], group=self._all)
+                dist.broadcast(flat, src=self._members[source], group=self._all)
                 if dense is not values:
                     values.copy_(dense)
 

@@ -31,6 +31,7 @@ from protrain_runtime.devices.stores import Store
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.quantized import refuse_quantized
 from protrain_runtime.states.stand_ins import (
+    AwayParameter,
     ConsumedGradient,
     Elsewhere,
     GradientInStore,
@@ -573,7 +574,8 @@ def offload(
         own.spare = None if copy is own.current else copy
     chunk.store = own.store = store
     for part in chunk.slices:
-        write_values(chunk, part, part.parameter)
+        if not isinstance(part.parameter, AwayParameter):  # its values come later
+            write_values(chunk, part, part.parameter)
     if gradient_store is not None:
         own.gradient_store = gradient_store
         own.gradient_offset = gradient_store.reserve(own.gradient_bytes)
@@ -666,7 +668,7 @@ def _by_storage(chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int, int, 
     found: dict[int, list[tuple[int, int, int, nn.Parameter]]] = defaultdict(list)
     for chunk in chunks:
         for part in chunk.slices:
-            if part.numel:
+            if part.numel and not isinstance(part.parameter, AwayParameter):
                 storage = part.parameter.untyped_storage()._cdata
                 found[storage].append((*extent(part.parameter), chunk.unit, part.parameter))
     return found

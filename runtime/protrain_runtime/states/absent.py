@@ -1,0 +1,208 @@
+"""Parameters without memory: on `meta` while a model is built, with places once it is prepared.
+
+`without_parameters` builds a model whose parameters are on `meta` and whose buffers are real.
+`give_places` puts parameters where a plan has them, before they have values; those that the plan
+keeps below the device hold nothing there. A parameter stays the object that it is, so that
+optimizers, ties and attributes see it come.
+"""
+
+from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils import swap_tensors
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.states.quantized import carry_scales, name_scales, packed_layers
+from protrain_runtime.states.stand_ins import Elsewhere, come_back, hollow, send_away
+
+_BUILD_OTHERWISE = (
+    "build the model in a function that prepare() calls, prepare(make_model, plan, ...), or inside"
+    " `with protrain_runtime.without_parameters():`, which leave buffers real"
+)
+
+
+@contextmanager
+def without_parameters() -> Iterator[None]:
+    """Parameters of modules that are built inside come to be on `meta`, one after the other.
+
+    Buffers are real, and so are all other tensors. A parameter that two modules share stays one.
+    Modules may be converted and moved inside: parameters take the dtype, and stay where they are.
+    """
+    known = WeakTensorKeyDictionary()
+
+    def moved(_: nn.Module, __: str, parameter: Any) -> Any:
+        if parameter is None or is_lazy(parameter) or parameter.is_meta:
+            return None
+        if parameter not in known:
+            absent = parameter.to("meta")
+            if isinstance(absent, nn.Parameter):  # of a class of its own: it is to be packed
+                absent.__dict__.update(parameter.__dict__)
+            else:
+                absent = nn.Parameter(absent, parameter.requires_grad)
+            known[parameter] = absent
+        return known[parameter]
+
+    with (
+        register_module_parameter_registration_hook(moved),
+        replaced(nn.Module, "_apply", converted),
+    ):
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """`owner` has `value` under `name` inside, and what it had before afterwards."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def converted(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
+    """In place of `Module._apply`, for parameters that are fake or on `meta`.
+
+    PyTorch exchanges the first, which ties and optimizers would not see, and cannot move the
+    second. Gradients are not looked at: a model that is being built has none.
+    """
+    for each in module.modules() if recurse else (module,):
+        for parameter in each.parameters(recurse=False):
+            if parameter.is_meta:
+                dtype = convert(torch.empty(0, dtype=parameter.dtype)).dtype
+                parameter.data = parameter.data.to(dtype)
+            else:
+                parameter.data = convert(parameter.data)
+        for name, buffer in each.named_buffers(recurse=False):
+            each._buffers[name] = convert(buffer)
+    return module
+
+
+def absent_parameters(model: nn.Module) -> set[str]:
+    """The parameters on `meta`, by first name."""
+    return {name for name, parameter in model.named_parameters() if parameter.is_meta}
+
+
+def give_places(
+    model: nn.Module, device: torch.device, below: Set[nn.Parameter]
+) -> Callable[[], None]:
+    """Let all tensors of the model be on the device, those of `meta` without values.
+
+    Parameters that are `below` hold nothing: their chunk sends them to its store. Returns what
+    gives the model its tensors back. ProtrainError for a tensor whose values nothing can tell.
+    """
+    undo = ExitStack()
+    try:
+        _place_buffers(model, device, undo)
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                undo.callback(_place(name, parameter, device, away=parameter in below))
+            elif parameter.device != device:
+                undo.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = parameter.data.to(device)
+        for _, layer in packed_layers(model):
+            undo.callback(name_scales, layer)
+            name_scales(layer)
+    except BaseException:
+        undo.close()
+        raise
+    return undo.close
+
+
+def _place(
+    name: str, parameter: nn.Parameter, device: torch.device, *, away: bool
+) -> Callable[[], None]:
+    """Put a parameter of `meta` on the device; returns the undo."""
+    shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
+    if away:
+        values = hollow(dtype, device, shape)
+    else:
+        values = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    made: Any = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    carry_scales(parameter, made, partial(torch.empty_like, device=device))
+    swap_tensors(parameter, made)  # `made` is the one on `meta` now
+    if away:
+        send_away(
+            parameter,
+            Elsewhere(name=name, stride=stride, bring=_refuse, values=partial(_refuse, name)),
+        )
+
+    def back() -> None:
+        come_back(parameter)
+        swap_tensors(parameter, made)
+
+    return back
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(f"{name!r} has no values yet: prepare() reads them when all is in place")
+
+
+def _place_buffers(model: nn.Module, device: torch.device, undo: ExitStack) -> None:
+    """Put buffers on the device; those that checkpoints have without values."""
+    made: dict[int, torch.Tensor] = {}  # by identity: modules may share a buffer
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise _lost(f"attribute '{path}.{key}'")
+        lost = {
+            key
+            for key, buffer in module.named_buffers(recurse=False)
+            if buffer.is_meta and key in module._non_persistent_buffers_set
+        }
+        rebuilt = _rebuilt(model, path, module, lost) if lost else {}
+        for key, buffer in module.named_buffers(recurse=False):
+            if id(buffer) not in made:
+                if not buffer.is_meta:
+                    made[id(buffer)] = buffer.to(device)
+                elif key in rebuilt:
+                    made[id(buffer)] = rebuilt[key].to(device)
+                else:
+                    made[id(buffer)] = torch.empty_like(buffer, device=device)
+            undo.callback(module._buffers.__setitem__, key, buffer)
+            module._buffers[key] = made[id(buffer)]
+
+
+def _rebuilt(
+    model: nn.Module, path: str, module: nn.Module, keys: Set[str]
+) -> dict[str, torch.Tensor]:
+    """The module's buffers that transformers computes anew; ProtrainError for one that it does not.
+
+    Its models initialise tables of rotary embeddings and positions together with weights. Buffers
+    that begin with other bytes and end with the same ones have been computed.
+    """
+    owner: Any = None  # the innermost of transformers' models that has the module
+    for name, each in model.named_modules():
+        if hasattr(each, "_init_weights") and f"{path}.".startswith(f"{name}." if name else ""):
+            owner = each
+    own = {key: module._buffers[key] for key in keys}
+    runs: list[dict[str, torch.Tensor]] = []
+    try:
+        for first in (0, 1) if owner is not None else ():
+            for key, buffer in own.items():
+                assert buffer is not None
+                module._buffers[key] = torch.full_like(buffer, first, device="cpu")
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                owner._init_weights(module)
+            runs.append({key: module._buffers[key] for key in keys})  # type: ignore[misc]
+    finally:
+        module._buffers.update(own)
+    for key in keys:
+        if not runs or not torch.equal(runs[0][key], runs[1][key]):
+            raise _lost(f"buffer '{path}.{key}'")
+    return runs[0]
+
+
+def _lost(what: str) -> ProtrainError:
+    return ProtrainError(
+        f"the {what} is on meta, and checkpoints do not have it: nothing tells its values",
+        fix=_BUILD_OTHERWISE,
+    )

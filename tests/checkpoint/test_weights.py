@@ -1,0 +1,377 @@
+"""A model that has never been whole in memory trains as one that was built, loaded and prepared."""
+
+import json
+import os
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from protrain_plan.models.building import seeded
+from protrain_runtime import prepare, restore, save, without_parameters
+from protrain_runtime.checkpoint.files import joined_sums
+from protrain_runtime.checkpoint.index import INDEX
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Plan
+from tests.support.faults import descriptors, file_limit
+from tests.support.messages import Speaker
+from tests.support.runtime_cases import (
+    ADAMW,
+    CATALOGUE,
+    MODELS,
+    Subject,
+    assert_bitwise,
+    attached,
+    copied,
+    decided,
+    described,
+    differences,
+    mixed,
+    plan_for,
+)
+from tests.support.scenario import Run
+
+How = Literal["function", "inside", "on meta"]
+
+
+def without_values(subject: Subject, how: How = "function") -> Any:
+    """The model as `prepare` takes it with weights."""
+    if how == "function":
+        return partial(subject.build, 1)
+    with without_parameters() if how == "inside" else torch.device("meta"):
+        return subject.make().train()
+
+
+def trained(subject: Subject, model: Any, plan: Plan, folder: Path, **options: Any) -> Run:
+    """Three steps under a plan."""
+    planned, optimizer = prepare(model, plan, optimizer=ADAMW, spill_directory=folder, **options)
+    run = Run(subject, planned, optimizer, folder=folder)
+    with seeded(3):
+        run.step(0, 1, 2)
+    return run
+
+
+def assert_like_the_whole(
+    subject: Subject, plan: Plan, folder: Path, weights: Path, given: Any, values: nn.Module
+) -> Run:
+    """The bits of training from `weights` are those of a model with their `values`."""
+    whole = subject.build(2)
+    whole.load_state_dict(values.state_dict())
+    expected = trained(subject, whole, plan, folder).outcome()
+    run = trained(subject, given, plan, folder, weights=weights)
+    assert_bitwise(run.outcome(), expected)
+    return run
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("number", range(3))
+def test_every_placement_has_the_bits_of_the_whole_model(
+    name: str, number: int, tmp_path: Path
+) -> None:
+    subject = CATALOGUE[name]
+    ways: tuple[How, ...] = ("function", "inside", "on meta")
+    values = subject.build(7)
+    if hasattr(values, "save_pretrained"):
+        values.save_pretrained(tmp_path / "saved", max_shard_size="100KB" if number else "1GB")  # type: ignore[operator]
+    else:
+        save(values, None, tmp_path / "saved", shard_bytes=100_000)
+    plan = plan_for(values, mixed(described(name), random.Random(number), "disk", "host"))
+    given = without_values(subject, ways[number])
+    run = assert_like_the_whole(subject, plan, tmp_path, tmp_path / "saved", given, values)
+    trained_values = copied(run.model.state_dict())
+    restore(run.model)
+    assert list(differences(run.model.state_dict(), trained_values, "restored")) == []
+
+
+@pytest.mark.parametrize("states", [Persistent(), Offload(tier="host")], ids=["all", "nothing"])
+def test_a_plan_that_keeps_all_and_one_that_keeps_nothing(
+    states: Persistent | Offload, tmp_path: Path
+) -> None:
+    subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
+    save(values, None, tmp_path / "saved")
+    plan = plan_for(values, decided(described("llama"), Keep(), states))
+    given = without_values(subject)
+    assert_like_the_whole(subject, plan, tmp_path, tmp_path / "saved", given, values)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
+def test_numbers_are_cast_as_load_state_dict_casts(
+    dtypes: tuple[torch.dtype, ...], to: torch.dtype, tmp_path: Path
+) -> None:
+    own = CATALOGUE["llama-tied"]
+    subject = replace(own, change=lambda model: model.to(to))
+    values = subject.build(7)
+    tensors = {n: p.detach().clone() for n, p in values.named_parameters()}
+    for number, name in enumerate(tensors):
+        tensors[name] = tensors[name].to(dtypes[number % 2])
+    (tmp_path / "saved").mkdir()
+    save_file(tensors, tmp_path / "saved" / "model.safetensors")
+    values.load_state_dict(tensors, strict=False)
+    plan = plan_for(values, mixed(described("llama-tied"), random.Random(4), "disk", "host"))
+    given = without_values(subject)
+    assert_like_the_whole(subject, plan, tmp_path, tmp_path / "saved", given, values)
+
+
+def test_a_plain_copy_is_trained_beside_a_model_from_files(tmp_path: Path) -> None:
+    subject, values = CATALOGUE["gpt2"], CATALOGUE["gpt2"].build(7)
+    save(values, None, tmp_path / "saved")
+    plan = plan_for(values, mixed(described("gpt2"), random.Random(1), "disk", "host"))
+    trained(
+        subject,
+        without_values(subject),
+        plan,
+        tmp_path,
+        weights=tmp_path / "saved",
+        check="bitwise",
+    )
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    table: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.arange(8.0).sin(), persistent=False)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [batch, 8], twice
+        moved: Tensor = self.linear(hidden - self.mean)
+        return hidden + moved * self.table
+
+
+class Buffers(nn.Module):
+    """Buffers that checkpoints have, and tables that only the constructor knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [batch, 8] -> []
+        loss: Tensor = self.blocks(hidden).square().mean()
+        return loss
+
+
+BUFFERS = Subject(Buffers, lambda number: torch.full((2, 8), 0.5 + number))
+
+
+def buffers_saved(folder: Path) -> tuple[nn.Module, Plan]:
+    values = BUFFERS.build(7)
+    for number, buffer in enumerate(values.get_submodule("blocks").buffers()):
+        if number % 2:
+            buffer.fill_(number)
+    save(values, None, folder)
+    units = decided(BUFFERS.units(), Keep(), Offload(tier="host"))
+    return values, plan_for(values, units)
+
+
+def test_buffers_are_the_checkpoint_s_or_the_constructor_s(tmp_path: Path) -> None:
+    values, plan = buffers_saved(tmp_path / "saved")
+    given = without_values(BUFFERS)
+    run = assert_like_the_whole(BUFFERS, plan, tmp_path, tmp_path / "saved", given, values)
+    for own, theirs in zip(run.model.buffers(), values.buffers(), strict=True):
+        assert torch.equal(own, theirs)
+
+
+def test_a_table_that_nothing_tells_is_refused(tmp_path: Path, assert_says: Speaker) -> None:
+    _, plan = buffers_saved(tmp_path / "saved")
+    model = without_values(BUFFERS, "on meta")
+    assert_says.refused(prepare, model, plan, optimizer=ADAMW, weights=tmp_path / "saved")
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def cut_off(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[1]
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def without_a_file(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def with_a_key_twice_in_the_index(folder: Path) -> None:
+    path = folder / INDEX
+    text = path.read_text()
+    first = text.index('"model.')
+    line = text[first : text.index(",", first) + 1]
+    path.write_text(text.replace(line, line * 2))
+
+
+def with_a_key_twice_in_a_file(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    header, values = header_of(path)
+    name = next(name for name in header if name != "__metadata__")
+    text = json.dumps(header)[:-1] + f', "{name}": {json.dumps(header[name])}}}'
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + values)
+
+
+def with_a_file_that_lacks_a_key(folder: Path) -> None:
+    rewritten(folder, lambda tensors: tensors.pop(min(tensors)))
+
+
+def with_another_shape(folder: Path) -> None:
+    rewritten(folder, lambda tensors: tensors.update({min(tensors): torch.zeros(3, 3)}))
+
+
+def with_whole_numbers(folder: Path) -> None:
+    rewritten(folder, lambda t: t.update({min(t): t[min(t)].to(torch.int32)}))
+
+
+def with_other_keys(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    files = index["weight_map"]
+    lost = next(name for name in files if "mlp.up_proj" in name)
+    file = files.pop(lost)
+    files["model.layers.0.extra"] = file
+    (folder / INDEX).write_text(json.dumps(index))
+    path = folder / file
+    tensors = load_file(path)
+    tensors["model.layers.0.extra"] = tensors.pop(lost)
+    save_file(tensors, path)
+
+
+def that_is_empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+SPOILT = [
+    cut_off,
+    without_a_file,
+    with_a_key_twice_in_the_index,
+    with_a_key_twice_in_a_file,
+    with_a_file_that_lacks_a_key,
+    with_another_shape,
+    with_whole_numbers,
+    with_other_keys,
+    that_is_empty,
+]
+
+
+def refused(model: Any, plan: Plan, folder: Path, weights: Path) -> ProtrainError:
+    """The error of `prepare`, which leaves the model as it was and nothing open."""
+    before, meta = attached(model), dict(model.named_parameters())
+    open_before = descriptors()
+    with pytest.raises(ProtrainError) as caught:
+        prepare(model, plan, optimizer=ADAMW, spill_directory=folder, weights=weights)
+    assert attached(model) == before
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter and parameter.is_meta for name, parameter in meta.items())
+    assert all(type(parameter) is nn.Parameter for parameter in after.values())
+    assert descriptors() == open_before
+    return caught.value
+
+
+@pytest.mark.parametrize("spoil", SPOILT, ids=lambda spoil: spoil.__name__.replace("_", " "))
+def test_a_bad_folder_is_one_error_and_a_good_one_loads_after_it(
+    spoil: Callable[[Path], None], tmp_path: Path, assert_says: Speaker
+) -> None:
+    subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
+    for name in ("bad", "good"):
+        values.save_pretrained(tmp_path / name, max_shard_size="100KB")  # type: ignore[operator]
+    spoil(tmp_path / "bad")
+    plan = plan_for(values, mixed(described("llama"), random.Random(2), "disk", "host"))
+    model = without_values(subject, "inside")
+    assert_says(refused(model, plan, tmp_path, tmp_path / "bad"))
+    assert_like_the_whole(subject, plan, tmp_path, tmp_path / "good", model, values)
+
+
+def test_a_damaged_checkpoint_of_ours_is_found_while_it_is_read(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
+    save(values, None, tmp_path / "saved", shard_bytes=100_000)
+    path = sorted(tmp_path.glob("saved/*/model-*"))[-1]
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    plan = plan_for(values, mixed(described("llama"), random.Random(2), "disk", "host"))
+    assert_says(refused(without_values(subject, "inside"), plan, tmp_path, tmp_path / "saved"))
+
+
+def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, assert_says: Speaker) -> None:
+    subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
+    save(values, None, tmp_path / "saved")
+    plan = plan_for(values, decided(described("llama"), Keep(), Offload(tier="disk")))
+    with file_limit(300_000):
+        error = refused(without_values(subject, "inside"), plan, tmp_path, tmp_path / "saved")
+    assert_says(error)
+
+
+class _Writing(TorchDispatchMode):
+    """Writes to a file when numbers are first copied."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._path: Path | None = path
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and self._path is not None:
+            path, self._path = self._path, None
+            path.write_bytes(path.read_bytes())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
+    values.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
+    os.utime(tmp_path / "saved" / "model.safetensors", (1, 1))
+    plan = plan_for(values, decided(described("llama"), Keep(), Offload(tier="host")))
+    model = without_values(subject, "inside")
+    with _Writing(tmp_path / "saved" / "model.safetensors"):
+        error = refused(model, plan, tmp_path, tmp_path / "saved")
+    assert_says(error)
+
+
+def test_values_are_asked_for_where_there_are_none_and_there_alone(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
+    save(values, None, tmp_path / "saved")
+    plan = plan_for(values, decided(described("llama"), Keep(), Offload(tier="host")))
+    for model, options in (
+        (without_values(subject, "on meta"), {}),
+        (values, {"weights": tmp_path / "saved"}),
+        (lambda: "a model", {"weights": tmp_path / "saved"}),
+    ):
+        assert_says.refused(prepare, model, plan, optimizer=ADAMW, **options)
+
+
+def test_joined_sums_are_those_of_joined_bytes() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        one, other = (rng.randbytes(rng.randrange(3000)) for _ in range(2))
+        sums = zlib.crc32(one), zlib.crc32(other)
+        assert joined_sums(*sums, len(other)) == zlib.crc32(one + other)
