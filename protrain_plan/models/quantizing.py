@@ -28,13 +28,11 @@ the plan says what is recomputed.
 import importlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_plan.models.adapters import routers
 from protrain_plan.models.building import TORCH_DTYPES
@@ -47,6 +45,7 @@ from protrain_runtime.states.quantized import (
     name_scales,
     of_eight_bits,
     packed_layers,
+    packed_like,
     refuse_quantized,
     scales_of,
     settle_quantized,
@@ -230,30 +229,13 @@ def _pack(library: Any, layer: Any, plain: nn.Module, kind: Quantize, dtype: tor
 
 def _packed(library: Any, kind: Quantize, values: torch.Tensor) -> nn.Parameter:
     """A weight packed where its values are, with its scales."""
-    with _packing(values.device):
-        if kind == "nf4":
-            weight = library.nn.Params4bit(
-                values, requires_grad=False, quant_type=kind, compress_statistics=True
-            )
-        else:
-            weight = library.nn.Int8Params(values, requires_grad=False)
-        packed: nn.Parameter = weight._quantize(values.device)
+    if kind == "nf4":
+        usual = {"quant_type": kind, "compress_statistics": True}
+        empty = library.nn.Params4bit(requires_grad=False, **usual)
+    else:
+        empty = library.nn.Int8Params(torch.empty(0), requires_grad=False)
+    packed: nn.Parameter = packed_like(empty, values, eight=kind == "int8")
     return packed
-
-
-@contextmanager
-def _packing(device: torch.device | str) -> Iterator[None]:
-    """Tables of codes that are made inside are float32, and where the weight is.
-
-    transformers builds a model with the default dtype set to the model's, which they would take.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _kept(model: nn.Module) -> list[str]:
@@ -276,9 +258,7 @@ def as_made(model: nn.Module, *, source: str) -> nn.Module:
     """
     for _, layer in packed_layers(model):
         if not scales_of(layer) and layer.weight.is_floating_point():
-            bitsandbytes(source)
-            with _packing(layer.weight.device):
-                layer.weight = layer.weight._quantize(layer.weight.device)
+            layer.weight = packed_like(layer.weight, layer.weight.data, eight=of_eight_bits(layer))
     refuse_quantized(model, source=source)
     settle_quantized(model)
     return model
@@ -304,18 +284,11 @@ def settled(
 
 def drawn(layer: Any, *, std: float, device: torch.device) -> None:
     """Give a layer whose packed weight is on `meta` one of random numbers, with its scales."""
-    library = bitsandbytes("")
-    settings: dict[str, Any] = dict(layer.weight.__dict__)
-    if of_eight_bits(layer):
-        shape, dtype, kind = layer.weight.shape, torch.float16, library.nn.Int8Params
-        settings |= {"SCB": None}
-    else:
-        state, kind = layer.weight.quant_state, library.nn.Params4bit
-        shape, dtype = state.shape, state.dtype
-        settings |= {"quant_state": None, "bnb_quantized": False}
-    values = torch.empty(shape, dtype=dtype, device="cpu").normal_(std=std)
-    with _packing("cpu"):
-        weight = kind(values, requires_grad=False, **settings)._quantize("cpu")
+    eight = of_eight_bits(layer)
+    like = layer.weight if eight else layer.weight.quant_state
+    dtype = torch.float16 if eight else like.dtype
+    values = torch.empty(like.shape, dtype=dtype, device="cpu").normal_(std=std)
+    weight = packed_like(layer.weight, values, eight=eight)
     layer.weight = weight if device.type == "cpu" else weight.to(device)
     name_scales(layer)
     layer.weight.CB = None
@@ -323,13 +296,7 @@ def drawn(layer: Any, *, std: float, device: torch.device) -> None:
 
 def bitsandbytes(source: str) -> Any:
     """The library; ProtrainError that names the extra where it is missing."""
-    library = _imported("bitsandbytes", source)
-    known = library.functional.name2qmap
-    if "dynamic" not in known:
-        # It keeps one table of codes, of where it is first asked for: of real numbers, here.
-        with _disable_current_modes(), _packing("cpu"):
-            known["dynamic"] = library.functional.create_dynamic_map()
-    return library
+    return _imported("bitsandbytes", source)
 
 
 def _imported(name: str, source: str) -> Any:

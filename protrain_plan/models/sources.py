@@ -355,7 +355,7 @@ class FactorySource:
         if self._data is None or self._data[0] != seed:
             return_freed_memory()  # else the allocator keeps the room of parameters that are gone
             try:
-                with without_parameters():
+                with without_parameters(adapters=False):
                     data = self._made(seed)[1]
             except ProtrainError:
                 raise

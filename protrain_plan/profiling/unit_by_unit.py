@@ -299,7 +299,7 @@ def build_sparsely(
             source=source.name,
             fix="a device with more memory, a narrower --dtype, or adapters (--lora)",
         )
-    with without_parameters():
+    with without_parameters(adapters=False):
         model = built(source, workload)
         batches = batches_of(source, workload, text=text, device=device)
     found = tuple(

@@ -82,7 +82,12 @@ from protrain_runtime.states.absent import absent_parameters, give_places, witho
 from protrain_runtime.states.chunk_layouts import make_chunks, unit_parameters
 from protrain_runtime.states.chunks import Chunk, offload, read_values
 from protrain_runtime.states.master_weights import with_master_weights
-from protrain_runtime.states.quantized import refuse_quantized, scales, settle_quantized
+from protrain_runtime.states.quantized import (
+    pack_absent,
+    refuse_quantized,
+    scales,
+    settle_quantized,
+)
 from protrain_runtime.states.stand_ins import AwayParameter, come_back
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
@@ -147,6 +152,7 @@ def prepare(
         device = device or devices.found(plan.workload.device)
         stack.enter_context(devices.current(device))
         refuse_wrapped(model)
+        own.append(pack_absent(model))
         refuse_quantized(model, source=plan.workload.model)
         undo.append(settle_quantized(model))
         modules = check_model(model, plan)

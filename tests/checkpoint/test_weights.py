@@ -1,10 +1,12 @@
 """A model that has never been whole in memory trains as one that was built, loaded and prepared."""
 
+import importlib.util
+import itertools
 import json
 import os
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from protrain_runtime.checkpoint.files import joined_sums
 from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Plan
+from tests.support import quantized_models
 from tests.support.faults import descriptors, file_limit
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
@@ -375,3 +378,66 @@ def test_joined_sums_are_those_of_joined_bytes() -> None:
         one, other = (rng.randbytes(rng.randrange(3000)) for _ in range(2))
         sums = zlib.crc32(one), zlib.crc32(other)
         assert joined_sums(*sums, len(other)) == zlib.crc32(one + other)
+
+
+# --- packed weights and adapters ------------------------------------------------------------------
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"
+)
+PACKINGS: dict[str, tuple[Any, ...]] = {
+    "nf4": (quantized_models.packed,),
+    "int8": (quantized_models.packed_in_8_bits,),
+    "fp4 and int8": (quantized_models.FP4, quantized_models.packed_in_8_bits),
+}
+
+
+def base(dtype: torch.dtype) -> Any:
+    """A model whose numbers have a dtype, in float32; the tables that it computes are exact."""
+    with seeded(7):
+        model = quantized_models.llama()
+    model.load_state_dict({name: value.to(dtype) for name, value in model.state_dict().items()})
+    return model
+
+
+def packed_with_adapters(
+    kinds: Sequence[Any], make: Callable[[], Any], moves: Sequence[str] = ()
+) -> nn.Module:
+    """A model packed with the kinds in turn, and adapters of the same numbers every time."""
+    model, in_turn = make(), itertools.cycle(kinds)
+    quantized_models.replace_linears(model, lambda linear: next(in_turn)(linear))
+    for device in moves:
+        model = model.to(device)
+    with seeded(5):
+        return quantized_models.with_adapters(model).train()
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kinds", PACKINGS)
+def test_layers_are_packed_as_they_are_read(kinds: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    importlib.import_module("peft")
+    batches = quantized_models.batches()
+    subject = Subject(
+        partial(packed_with_adapters, PACKINGS[kinds], partial(base, torch.float32), ["cpu"]),
+        lambda number: batches[number % 2],
+    )
+    units = subject.units()
+    base(dtype).to(dtype).save_pretrained(tmp_path / "saved")
+    whole = packed_with_adapters(PACKINGS[kinds], partial(base, dtype), ["cpu"])
+    plan = plan_for(whole, mixed(units, random.Random(1), "disk", "host"))
+    adapters = [{"params": [p for p in whole.parameters() if p.requires_grad]}]
+    given = partial(packed_with_adapters, PACKINGS[kinds], quantized_models.llama)
+    runs = []
+    for model, options in (
+        (whole, {"param_groups": adapters}),
+        (given, {"weights": tmp_path / "saved"}),
+    ):
+        runs.append(trained(subject, model, plan, tmp_path, **options))
+    assert_bitwise(runs[1].outcome(), runs[0].outcome())
+    # And from a checkpoint with packed bytes, adapters and all.
+    save(runs[0].model, None, tmp_path / "packed")
+    again, _ = prepare(
+        given, plan, optimizer=ADAMW, weights=tmp_path / "packed", spill_directory=tmp_path
+    )
+    assert list(differences(again.state_dict(), copied(runs[0].model.state_dict()), "packed")) == []

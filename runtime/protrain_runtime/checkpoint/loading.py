@@ -61,7 +61,8 @@ def load(
         ranks = prepared.ranks if prepared else None
         saved = Saved(directory)
         training = read_training(saved)
-        targets = matched(model, saved, prepared)
+        own = dict(model_values(model, prepared))
+        targets = matched(model, saved, own, saved.entries("model"))
         resumed, random_states = None, None
         if optimizer is not None:
             resumed = _Resumed(model, optimizer, prepared, saved, training)
@@ -129,27 +130,24 @@ def _unit_of(name: str, prepared: Prepared | None) -> str:
 def matched(
     model: nn.Module,
     saved: Saved,
-    prepared: Prepared | None,
+    own: Mapping[str, Value],
+    entries: Mapping[str, Entry],
     *,
-    entries: Mapping[str, Entry] | None = None,
-    absent: Set[str] | None = None,
+    kept: Set[str] = frozenset(),
     cast: bool = False,
 ) -> list[tuple[Entry, Value]]:
     """Each saved tensor with its place in the model. ProtrainError where they do not fit.
 
-    Only parameters that are `absent` have to be there (None: all), and all buffers. With `cast`
-    any floating-point dtype fits another one.
+    What is `kept` need not be there. With `cast` any floating-point dtype fits another one.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     aliases = {name: first[parameter] for name, parameter in every}
-    entries = saved.entries("model") if entries is None else entries
+    aliases |= {base_name(name): own_name for name, own_name in aliases.items()}
     # Of tied names the last one counts, as in `load_state_dict`.
     order = {name: number for number, name in enumerate(aliases)}
     in_order = sorted(entries, key=lambda name: order.get(name, -1))
     found = {aliases.get(name, name): entries[name] for name in in_order}
-    own = dict(model_values(model, prepared))
-    kept = set[str]() if absent is None else first.keys() - absent
     pairs = [(name, found[name], own[name]) for name in own if name in found]
     others = [
         f"{name} ({_described(theirs)} in the checkpoint, {_described(ours)} in the model)"
@@ -170,6 +168,11 @@ def matched(
             fix="load it into the model that it was saved from",
         )
     return [(theirs, ours) for _, theirs, ours in pairs]
+
+
+def base_name(name: str) -> str:
+    """The name in the model below PEFT's adapters of a tensor that has that name with them."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _are_alike(theirs: Entry, ours: Value, *, cast: bool) -> bool:

@@ -7,19 +7,29 @@ and `prepare` takes everything back then.
 
 import hashlib
 from collections.abc import Set
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from protrain_runtime.checkpoint.entries import Entry, PartialSum, compare_sums, fill_values
 from protrain_runtime.checkpoint.index import Saved
-from protrain_runtime.checkpoint.loading import matched
-from protrain_runtime.checkpoint.saving import with_extra_state
+from protrain_runtime.checkpoint.loading import base_name, matched
+from protrain_runtime.checkpoint.saving import model_values, with_extra_state
 from protrain_runtime.checkpoint.training import read_training
-from protrain_runtime.model.prepared import Prepared
+from protrain_runtime.model.prepared import Prepared, offloaded_parameters
 from protrain_runtime.ranks.group import Ranks
-from protrain_runtime.states.values import Held, Value, num_bytes
+from protrain_runtime.states.quantized import scales_of
+from protrain_runtime.states.values import (
+    Held,
+    Unpacked,
+    Value,
+    num_bytes,
+    scales_beside,
+    unpacked_values,
+)
 
 
 class Weights:
@@ -42,9 +52,16 @@ class Weights:
 
         Floating-point numbers are cast to the model's dtype.
         """
-        targets = matched(
-            model, self._saved, prepared, entries=self._entries, absent=absent, cast=True
-        )
+        own = dict(model_values(model, prepared))
+        kept = {name for name, _ in model.named_parameters()} - absent
+        names = {base_name(name) for name in self._entries if self._is_floating(name)}
+        offloaded = offloaded_parameters(prepared.chunks)
+        for layer_name, name, unpacked in unpacked_values(model, offloaded):
+            if base_name(name) in names:  # else it was saved packed, with its scales
+                own[name] = unpacked
+                for beside, _ in scales_beside(layer_name, unpacked.layer):
+                    del own[beside]
+        targets = matched(model, self._saved, own, self._entries, kept=kept, cast=True)
         ranks = prepared.ranks
         if ranks is None:
             fill_values(targets)
@@ -56,14 +73,21 @@ class Weights:
             if name in extra:
                 module.set_extra_state(extra[name])
 
+    def _is_floating(self, name: str) -> bool:
+        return self._entries[name].dtype.is_floating_point
+
 
 def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]]) -> None:
     """Read the ranges that this rank has, and its share of what all ranks have whole."""
     loads = [0] * ranks.count
     whole: list[tuple[Held, int]] = []
     own: list[tuple[Entry, Value]] = []
+    to_pack: list[tuple[Entry, Unpacked]] = []
     for entry, value in targets:
         reader = ranks.rank
+        if isinstance(value, Unpacked):
+            to_pack.append((entry, value))
+            continue
         if isinstance(value, Held):
             reader = min(range(ranks.count), key=loads.__getitem__)
             loads[reader] += num_bytes(value)
@@ -75,3 +99,21 @@ def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]]) -> None:
     compare_sums(chain.from_iterable(ranks.all_objects(sums)))
     for value, reader in whole:
         ranks.broadcast([value.tensor], source=reader)
+    for first in range(0, len(to_pack), ranks.count):
+        _pack_together(ranks, to_pack[first : first + ranks.count])
+
+
+def _pack_together(ranks: Ranks, layers: list[tuple[Entry, Unpacked]]) -> None:
+    """Let each rank read and pack one of the layers, for all of them."""
+    mine: list[torch.Tensor] = []
+    for entry, value in layers[ranks.rank : ranks.rank + 1]:
+        fill_values([(entry, replace(value, place=mine.append))])
+    for reader, (_, value) in enumerate(layers):
+        weight = value.layer.weight
+        packed = (
+            mine.pop()
+            if reader == ranks.rank
+            else torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        )
+        ranks.broadcast([packed, *scales_of(value.layer).values()], source=reader)
+        value.place(packed)

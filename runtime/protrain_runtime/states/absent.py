@@ -6,8 +6,9 @@ keeps below the device hold nothing there. A parameter stays the object that it 
 optimizers, ties and attributes see it come.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -29,16 +30,18 @@ _BUILD_OTHERWISE = (
 
 
 @contextmanager
-def without_parameters() -> Iterator[None]:
+def without_parameters(*, adapters: bool = True) -> Iterator[None]:
     """Parameters of modules that are built inside come to be on `meta`, one after the other.
 
-    Buffers are real, and so are all other tensors. A parameter that two modules share stays one.
-    Modules may be converted and moved inside: parameters take the dtype, and stay where they are.
+    Buffers are real, and so are all other tensors; with `adapters` those, too, that PEFT adds to a
+    model, if it has been imported. A parameter that two modules share stays one. Modules may be
+    converted and moved inside: parameters take the dtype, and stay where they are.
     """
     known = WeakTensorKeyDictionary()
+    adding = False
 
     def moved(_: nn.Module, __: str, parameter: Any) -> Any:
-        if parameter is None or is_lazy(parameter) or parameter.is_meta:
+        if adding or parameter is None or is_lazy(parameter) or parameter.is_meta:
             return None
         if parameter not in known:
             absent = parameter.to("meta")
@@ -49,9 +52,20 @@ def without_parameters() -> Iterator[None]:
             known[parameter] = absent
         return known[parameter]
 
+    def add(*args: Any, **kwargs: Any) -> Any:
+        nonlocal adding
+        adding = True
+        try:
+            return inject(*args, **kwargs)
+        finally:
+            adding = False
+
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils") if adapters else None
+    inject: Any = peft and peft.BaseTuner.inject_adapter
     with (
         register_module_parameter_registration_hook(moved),
         replaced(nn.Module, "_apply", converted),
+        replaced(peft.BaseTuner, "inject_adapter", add) if peft else nullcontext(),
     ):
         yield
 
@@ -79,7 +93,9 @@ def converted(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Modul
                 dtype = convert(torch.empty(0, dtype=parameter.dtype)).dtype
                 parameter.data = parameter.data.to(dtype)
             else:
-                parameter.data = convert(parameter.data)
+                found = convert(parameter.data)
+                # Adapters follow the weights beside them, which are nowhere.
+                parameter.data = parameter.data.to(found.dtype) if found.is_meta else found
         for name, buffer in each.named_buffers(recurse=False):
             each._buffers[name] = convert(buffer)
     return module

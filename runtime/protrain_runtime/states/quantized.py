@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import in_blocks
@@ -85,8 +86,13 @@ def scales_of(layer: Any) -> dict[str, torch.Tensor]:
         own = getattr(layer.weight, ROW_SCALES, None)
         own = layer.state.SCB if own is None else own
         return {} if own is None else {ROW_SCALES: own}
-    state = getattr(layer.weight, STATE, None)
-    return {f"weight.{path}": tensor for path, tensor in _state_tensors(state).items()}
+    return state_scales(layer.weight)
+
+
+def state_scales(weight: Any) -> dict[str, torch.Tensor]:
+    """The scales of a weight of 4 bits by their paths."""
+    tensors = _state_tensors(getattr(weight, STATE, None))
+    return {f"weight.{path}": tensor for path, tensor in tensors.items()}
 
 
 def _state_tensors(state: Any) -> dict[str, torch.Tensor]:
@@ -150,6 +156,60 @@ def name_scales(module: Any) -> None:
         module.quant_state = own[STATE]
     elif own.get(ROW_SCALES) is not None and of_eight_bits(module):
         module.state.CB, module.state.SCB = None, own[ROW_SCALES]
+
+
+def packed_like(weight: Any, values: torch.Tensor, *, eight: bool) -> Any:
+    """A weight packed from numbers, where they are, with the settings of another and its scales.
+
+    Tables of codes that are made inside are float32, and where the weight is: transformers builds
+    a model with the default dtype set to the model's, which they would take.
+    """
+    found: Any = library()
+    settings: dict[str, Any] = dict(weight.__dict__)
+    if eight:
+        kind, settings = found.nn.Int8Params, settings | {ROW_SCALES: None, "CB": None}
+    else:
+        # With its layer it would let that have the new scales.
+        unpacked = {STATE: None, "bnb_quantized": False, "module": None}
+        kind, settings = found.nn.Params4bit, settings | unpacked
+    known = found.functional.name2qmap
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        if "dynamic" not in known:
+            # It keeps one table of codes, of where it is first asked for: of real numbers, here.
+            with _disable_current_modes(), torch.device("cpu"):
+                known["dynamic"] = found.functional.create_dynamic_map()
+        with torch.device(values.device):
+            packed = kind(values, requires_grad=False, **settings)._quantize(values.device)
+    finally:
+        torch.set_default_dtype(before)
+    packed.__dict__[_PACKED_FROM] = values.dtype
+    if not eight:
+        packed.module = weight.__dict__.get("module")
+    return packed
+
+
+_PACKED_FROM = "packed_from"
+
+
+def dtype_before(layer: Any) -> torch.dtype | None:
+    """The dtype of the numbers that a packed weight was made of; None where nobody has noted it."""
+    state = getattr(layer.weight, STATE, None)
+    noted: torch.dtype | None = getattr(layer.weight, _PACKED_FROM, getattr(state, "dtype", None))
+    return noted
+
+
+def pack_absent(model: nn.Module) -> Callable[[], None]:
+    """Let weights on `meta` that wait to be packed have packed shapes; returns the undo."""
+    undo = ExitStack()
+    for _, layer in packed_layers(model):
+        weight = layer.weight
+        if weight.is_meta and weight.is_floating_point() and not scales_of(layer):
+            undo.callback(setattr, layer, "weight", weight)
+            layer.weight = packed_like(weight, weight.data, eight=of_eight_bits(layer))
+            name_scales(layer)
+    return undo.close
 
 
 def refuse_quantized(model: nn.Module, *, source: str) -> None:

@@ -5,8 +5,9 @@ through a copy of that one tensor.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +16,23 @@ from torch import nn
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import SAVING_BYTES, in_blocks
 from protrain_runtime.devices.stores import Store
-from protrain_runtime.states.chunks import Chunk, Slice, StateLayout, flat_storage_order
-from protrain_runtime.states.quantized import STATE, of_eight_bits, packed_layers, scales_of
+from protrain_runtime.states.chunks import (
+    Chunk,
+    Slice,
+    StateLayout,
+    flat_storage_order,
+    write_values,
+)
+from protrain_runtime.states.quantized import (
+    ROW_SCALES,
+    STATE,
+    dtype_before,
+    of_eight_bits,
+    packed_layers,
+    packed_like,
+    scales_of,
+    state_scales,
+)
 
 Write = Callable[[torch.Tensor], object]
 """Takes bytes that come next: a contiguous uint8 tensor in host memory, good during the call."""
@@ -282,23 +298,75 @@ class RowFormat:
 
 
 def scale_values(model: nn.Module) -> Iterator[tuple[str, Value]]:
-    """Yield a packed weight's tensors besides its bytes, in bitsandbytes' names and order."""
+    """Yield packed weights' tensors besides their bytes, in bitsandbytes' names and order."""
+    for name, layer in packed_layers(model):
+        yield from scales_beside(name, layer)
+
+
+def scales_beside(layer_name: str, layer: Any) -> Iterator[tuple[str, Value]]:
+    """The same of one layer."""
+    if of_eight_bits(layer):
+        for path, tensor in scales_of(layer).items():
+            yield f"{layer_name}.{path}".removeprefix("."), Held(tensor)
+        name = f"{layer_name}.weight_format".removeprefix(".")
+        yield name, RowFormat(name)
+        return
+    state: Any = getattr(layer.weight, STATE)
+    prefix = f"{layer_name}.weight" if layer_name else "weight"
+    held = {"absmax": state.absmax, "quant_map": state.code}
+    if state.nested:
+        held |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+    for key, tensor in held.items():
+        yield f"{prefix}.{key}", Held(tensor)
+    name = f"{prefix}.quant_state.bitsandbytes__{state.quant_type}"
+    yield name, PackedSettings(name, state)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """The numbers that a layer's weight is packed from: read whole, packed where it computes.
+
+    `place` takes the packed bytes to where the plan has them; scales stay beside the layer.
+    """
+
+    layer: Any
+    dtype: torch.dtype
+    shape: torch.Size
+    place: Callable[[torch.Tensor], object]
+
+    def copy_to(self, write: Write) -> None:
+        raise AssertionError(f"nobody has these numbers any more to {write}")
+
+    def copy_from(self, fill: Fill) -> None:
+        self.place(self.packed(fill))
+
+    def packed(self, fill: Fill) -> torch.Tensor:
+        """Pack what comes next; the layer has its scales.  # [the weight's shape]"""
+        numbers = torch.empty(self.shape, dtype=self.dtype)
+        Held(numbers).copy_from(fill)
+        weight, eight = self.layer.weight, of_eight_bits(self.layer)
+        made = packed_like(weight, numbers.to(weight.device), eight=eight)
+        found = {ROW_SCALES: getattr(made, ROW_SCALES)} if eight else state_scales(made)
+        for path, scale in scales_of(self.layer).items():
+            scale.copy_(found[path])
+        packed: torch.Tensor = made.data
+        return packed
+
+
+def unpacked_values(
+    model: nn.Module, offloaded: Mapping[str, tuple[Chunk, Slice]]
+) -> Iterator[tuple[str, str, Unpacked]]:
+    """By layer with a packed weight: its name, the weight's first name, what it is packed from."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for layer_name, layer in packed_layers(model):
-        if of_eight_bits(layer):
-            for path, tensor in scales_of(layer).items():
-                yield f"{layer_name}.{path}".removeprefix("."), Held(tensor)
-            name = f"{layer_name}.weight_format".removeprefix(".")
-            yield name, RowFormat(name)
-            continue
-        state: Any = getattr(layer.weight, STATE)
-        prefix = f"{layer_name}.weight" if layer_name else "weight"
-        held = {"absmax": state.absmax, "quant_map": state.code}
-        if state.nested:
-            held |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
-        for key, tensor in held.items():
-            yield f"{prefix}.{key}", Held(tensor)
-        name = f"{prefix}.quant_state.bitsandbytes__{state.quant_type}"
-        yield name, PackedSettings(name, state)
+        name, state = names[layer.weight], getattr(layer.weight, STATE, None)
+        if name in offloaded:
+            place: Callable[[torch.Tensor], object] = partial(write_values, *offloaded[name])
+        else:
+            place = layer.weight.data.copy_
+        dtype = dtype_before(layer) or torch.float16
+        shape = torch.Size(layer.weight.shape if state is None else state.shape)
+        yield layer_name, name, Unpacked(layer, dtype, shape, place)
 
 
 def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> Stored:
