@@ -167,7 +167,9 @@ def prepare(
         check_room(plan, for_each(room_here(device, directory), sharing), directory)
         values = _values(weights, absent)
         if values is not None:
-            own.append(give_places(model, device, _below(model, plan)))
+            places = give_places(model, device, _below(model, plan))
+            undo.append(places)
+            last.append(partial(undo.remove, places))
         master = plan.workload.precision == "master"
         factory = with_master_weights(in_turn(optimizer)) if master else in_turn(optimizer)
         facade = PlannedOptimizer(factory, model, param_groups)

@@ -416,7 +416,6 @@ def packed_with_adapters(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kinds", PACKINGS)
 def test_layers_are_packed_as_they_are_read(kinds: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    importlib.import_module("peft")
     batches = quantized_models.batches()
     subject = Subject(
         partial(packed_with_adapters, PACKINGS[kinds], partial(base, torch.float32), ["cpu"]),

@@ -68,7 +68,8 @@ class Weights:
         else:
             _fill_together(ranks, targets)
         self._saved.refuse_changed()
-        extra = read_training(self._saved).get("modules", {}) if self._saved.folder else {}
+        again = Saved(self._saved.directory)  # which verifies no files but those of the training
+        extra = read_training(again).get("modules", {}) if again.folder else {}
         for name, module in with_extra_state(model):
             if name in extra:
                 module.set_extra_state(extra[name])

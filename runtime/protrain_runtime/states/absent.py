@@ -8,7 +8,7 @@ optimizers, ties and attributes see it come.
 
 import sys
 from collections.abc import Callable, Iterator, Set
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -34,14 +34,15 @@ def without_parameters(*, adapters: bool = True) -> Iterator[None]:
     """Parameters of modules that are built inside come to be on `meta`, one after the other.
 
     Buffers are real, and so are all other tensors; with `adapters` those, too, that PEFT adds to a
-    model, if it has been imported. A parameter that two modules share stays one. Modules may be
+    model. A parameter that two modules share stays one. Modules may be
     converted and moved inside: parameters take the dtype, and stay where they are.
     """
     known = WeakTensorKeyDictionary()
-    adding = False
 
     def moved(_: nn.Module, __: str, parameter: Any) -> Any:
-        if adding or parameter is None or is_lazy(parameter) or parameter.is_meta:
+        if parameter is None or is_lazy(parameter) or parameter.is_meta:
+            return None
+        if adapters and _is_adding_adapters():
             return None
         if parameter not in known:
             absent = parameter.to("meta")
@@ -52,22 +53,22 @@ def without_parameters(*, adapters: bool = True) -> Iterator[None]:
             known[parameter] = absent
         return known[parameter]
 
-    def add(*args: Any, **kwargs: Any) -> Any:
-        nonlocal adding
-        adding = True
-        try:
-            return inject(*args, **kwargs)
-        finally:
-            adding = False
-
-    peft: Any = sys.modules.get("peft.tuners.tuners_utils") if adapters else None
-    inject: Any = peft and peft.BaseTuner.inject_adapter
     with (
         register_module_parameter_registration_hook(moved),
         replaced(nn.Module, "_apply", converted),
-        replaced(peft.BaseTuner, "inject_adapter", add) if peft else nullcontext(),
     ):
         yield
+
+
+def _is_adding_adapters() -> bool:
+    """Whether PEFT, wherever it was imported, is adding adapters to a model."""
+    frame = sys._getframe() if "peft" in sys.modules else None
+    while frame is not None:
+        where = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "inject_adapter" and where.startswith("peft."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
