@@ -3,7 +3,7 @@
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
@@ -66,6 +66,7 @@ from protrain_runtime.diagnostics.recording import Watch
 from protrain_runtime.engine.boundaries import Boundaries
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.engine.moves import Moves
+from protrain_runtime.model.drawn_values import DrawnValues
 from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer
 from protrain_runtime.model.prepared import (
     ATTRIBUTE,
@@ -78,7 +79,13 @@ from protrain_runtime.model.prepared import (
     undo_all,
 )
 from protrain_runtime.ranks.group import Ranks, ranks_of
-from protrain_runtime.states.absent import absent_parameters, give_places, without_parameters
+from protrain_runtime.states.absent import (
+    absent_parameters,
+    give_places,
+    parameters_in_files,
+    take_values,
+    without_parameters,
+)
 from protrain_runtime.states.chunk_layouts import make_chunks, unit_parameters
 from protrain_runtime.states.chunks import Chunk, offload, read_values
 from protrain_runtime.states.master_weights import with_master_weights
@@ -137,15 +144,19 @@ def prepare(
     """
     ranks = ranks_of(process_group, limit_s=wait_limit_s)
     with _taken_back_on_failure(ranks) as (undo, own, last), ExitStack() as stack:
+        directory = Path(spill_directory if spill_directory is not None else gettempdir())
+        drawn: dict[str, torch.Tensor] | None = None
         if not isinstance(model, nn.Module):
-            model = _made(model)
+            model = _made(
+                model, without_parameters() if weights else parameters_in_files(directory)
+            )
+            drawn = None if weights else take_values(model)
         if ATTRIBUTE in model.__dict__:
             raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
         if check is not None and check not in get_args(Check):
             raise ProtrainError(
                 f"there is no check {check!r}", key="check", fix='"bitwise", "spills" or None'
             )
-        directory = Path(spill_directory if spill_directory is not None else gettempdir())
         plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
         absent = absent_parameters(model)
         device = next((p.device for p in model.parameters() if not p.is_meta), None)
@@ -165,7 +176,7 @@ def prepare(
         devices.require(device)
         sharing = ranks_here() if plan.group.num_devices > 1 else 1
         check_room(plan, for_each(room_here(device, directory), sharing), directory)
-        values = _values(weights, absent)
+        values = _values(weights, absent) if drawn is None else DrawnValues(drawn)
         if values is not None:
             places = give_places(model, device, _below(model, plan))
             undo.append(places)
@@ -177,7 +188,7 @@ def prepare(
             refuse_masters(facade)
         before = look_at(model)
         undo.append(switch_off_checkpointing(model, stacklevel=3))
-        prepared = Prepared(None, (), facade, undo, plan, ranks=ranks)
+        prepared = Prepared(None, (), facade, undo, plan, ranks=ranks, has_values=values is None)
         if not keeps:
             backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
             if ranks is not None:
@@ -189,16 +200,13 @@ def prepare(
             cached = plan.settings.page_cache_bytes > 0
             stores = Stores(backend, directory, checked=check == "spills", cached=cached)
             undo.append(stores.close)
-            bringing = own if values is None else None
-            leaving = _attach(model, modules, prepared, stores, backend, bringing)
+            leaving = _attach(model, modules, prepared, stores, backend, own, absent)
             last.append(partial(_leave, leaving))
             warn_of_slow_disk(plan, directory)
             warn_of_threads(plan, spare_threads(device))
         if values is not None:
-            abandon = partial(_abandon, prepared)
-            undo.append(abandon)
-            last.append(partial(undo.remove, abandon))
-            values.fill(model, prepared, absent)
+            values.fill(model, prepared)
+            last.append(lambda: setattr(prepared, "has_values", True))
         model.__dict__[ATTRIBUTE] = prepared
         own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
         undo.append(let_copy(before))
@@ -212,9 +220,9 @@ def prepare(
     return model, facade
 
 
-def _made(make: Callable[[], nn.Module]) -> nn.Module:
-    """The model of a function, its parameters on `meta`."""
-    with without_parameters():
+def _made(make: Callable[[], nn.Module], without: AbstractContextManager[None]) -> nn.Module:
+    """The model of a function, called without memory for its parameters."""
+    with without:
         model = make()
     if not isinstance(model, nn.Module):
         raise ProtrainError(
@@ -240,7 +248,7 @@ def _values(weights: Path | str | None, absent: Set[str]) -> Weights | None:
             key="weights",
             fix="name the folder that has them: prepare(..., weights=DIRECTORY)",
         )
-    return None if weights is None else Weights(weights)
+    return None if weights is None else Weights(weights, absent)
 
 
 def _below(model: nn.Module, plan: Plan) -> set[nn.Parameter]:
@@ -253,12 +261,6 @@ def _below(model: nn.Module, plan: Plan) -> set[nn.Parameter]:
         if not isinstance(unit.states, Persistent)
         for _, parameter in parameters
     }
-
-
-def _abandon(prepared: Prepared) -> None:
-    """Let nothing be brought back from stores whose values have not all come."""
-    for chunk in prepared.chunks:
-        chunk.hollow.clear()
 
 
 def compile_blocks(
@@ -393,11 +395,12 @@ def _attach(
     prepared: Prepared,
     stores: Stores,
     backend: Backend,
-    own: Undo | None,
+    own: Undo,
+    absent: Set[str],
 ) -> list[Chunk]:
     """Let the model follow the plan; return the chunks on disk, which leave it last.
 
-    All ranks get rank 0's values, and `own` what brings back theirs; None where values come later.
+    All ranks get rank 0's values, but of parameters that are `absent`.
     """
     plan, undo, ranks, optimizer = prepared.plan, prepared.undo, prepared.ranks, prepared.optimizer
     if not backend.on_host:
@@ -415,9 +418,9 @@ def _attach(
             swap_stores[unit.activations.tier] = stores.get(unit.activations.tier)
     if ranks is not None:
         ranks.meeting.meet("prepare()")
-        if own is not None:
-            own.append(_share(ranks, [*model.parameters(), *model.buffers(), *scales(model)]))
-        undo.append(lambda: _bring_back_together(ranks, chunks))
+        own_values = [p for name, p in model.named_parameters() if name not in absent]
+        own.append(_share(ranks, [*own_values, *model.buffers(), *scales(model)]))
+        undo.append(lambda: _bring_back_together(ranks, chunks if prepared.has_values else ()))
     leaving = _offload(prepared, chunks, rules, stores, kind)
     sizes = [chunk.size(rules) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings, device=kind, clipped=True)
@@ -496,7 +499,7 @@ def _offload(
             speculate=unit.states.speculate,
         )
         if prepared.ranks is None:
-            prepared.undo.append(lambda chunk=chunk: bring_back(chunk))  # type: ignore[misc]
+            prepared.undo.append(partial(_bring_back, prepared, chunk))
         else:  # what leaves can be gathered: all ranks have written their part
             prepared.ranks.meeting.meet("prepare()")
         absent = any(isinstance(part.parameter, AwayParameter) for part in chunk.slices)
@@ -505,6 +508,11 @@ def _offload(
         else:
             chunk.unbind(chunk.every_group)
     return leaving
+
+
+def _bring_back(prepared: Prepared, chunk: Chunk) -> None:
+    if prepared.has_values:
+        bring_back(chunk)
 
 
 def _leave(chunks: Sequence[Chunk]) -> None:

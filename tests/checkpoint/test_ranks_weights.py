@@ -62,7 +62,7 @@ def read_bytes() -> int:
 
 
 def loading(
-    rank: int, count: int, name: str, plan: Plan, folder: Path, weights: Path
+    rank: int, count: int, name: str, plan: Plan, folder: Path, weights: Path | None
 ) -> tuple[int, dict[str, Any]]:
     """The bytes that a rank read from files, and the model that it has then."""
     spill, options = folder / str(rank), {"optimizer": SGD, "wait_limit_s": 60.0}
@@ -94,6 +94,15 @@ def test_ranks_have_the_values_of_the_files(count: int, ours: bool, tmp_path: Pa
         loading, count, tmp_path, "llama-tied", plan, tmp_path, tmp_path / "saved"
     ):
         assert list(differences(found, copied(values.state_dict()), "")) == []
+
+
+def test_ranks_have_the_numbers_that_rank_0_draws(tmp_path: Path) -> None:
+    plan = plan_of(CATALOGUE["llama-tied"], 2)
+    for _, found in run_ranks(loading, 2, tmp_path, "llama-tied", plan, tmp_path, None):
+        assert (
+            list(differences(found, copied(CATALOGUE["llama-tied"].build(0).state_dict()), ""))
+            == []
+        )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes")

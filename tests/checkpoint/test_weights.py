@@ -5,8 +5,12 @@ import itertools
 import json
 import os
 import random
+import resource
+import sys
+import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +28,10 @@ from protrain_runtime.checkpoint.files import joined_sums
 from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Plan
+from protrain_runtime.devices.memory_meter import process_memory, return_freed_memory
 from tests.support import quantized_models
 from tests.support.faults import descriptors, file_limit
+from tests.support.forked import CONTEXT
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     ADAMW,
@@ -440,3 +446,108 @@ def test_layers_are_packed_as_they_are_read(kinds: str, dtype: torch.dtype, tmp_
         given, plan, optimizer=ADAMW, weights=tmp_path / "packed", spill_directory=tmp_path
     )
     assert list(differences(again.state_dict(), copied(runs[0].model.state_dict()), "packed")) == []
+
+
+# --- without a checkpoint -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_new_model_has_the_numbers_of_its_constructor(
+    name: str, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    subject = CATALOGUE[name]
+    if dtype is not None:
+        subject = replace(subject, change=lambda model: model.to(dtype))
+    plan = plan_for(subject.build(), mixed(described(name), random.Random(5), "disk", "host"))
+    expected = trained(subject, subject.build(1), plan, tmp_path).outcome()
+    run = trained(subject, partial(subject.build, 1), plan, tmp_path)
+    assert_bitwise(run.outcome(), expected)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+WIDTH, NUM_BLOCKS = 1024, 32  # 128 MiB, in units of 4
+SLACK_BYTES = 32 * 2**20  # lanes and a programme take some 20 MiB
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.Sequential(*layers)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [batch, WIDTH] -> []
+        loss: Tensor = self.blocks(hidden).square().mean()
+        return loss
+
+
+SGD = partial(torch.optim.SGD, lr=2**-7)
+WIDE = Subject(Wide, lambda number: torch.full((2, WIDTH), 1.0 + number))
+
+
+def ended(work: Callable[..., object], folder: Path, *arguments: object) -> str:
+    """How work ends in a process of its own."""
+    process = CONTEXT.Process(target=_run, args=(work, folder, *arguments))
+    process.start()
+    process.join(200)
+    assert process.exitcode == 0
+    return (folder / "told").read_text()
+
+
+def _run(work: Callable[..., object], folder: Path, *arguments: object) -> None:
+    torch.set_num_threads(1)
+    return_freed_memory()
+    try:
+        work(folder, *arguments)
+    except Exception as error:  # noqa: BLE001 - told to the test
+        (folder / "told").write_text("".join(traceback.format_exception(error)))
+    else:
+        (folder / "told").write_text("ended")
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """The process may have SLACK_BYTES more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (process_memory().data_bytes + SLACK_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def prepare_and_train(folder: Path, plans: Sequence[Plan], weights: Path | None) -> None:
+    for subject, plan, small in zip((BUFFERS, WIDE), plans, (True, False), strict=True):
+        options: dict[str, Any] = {"optimizer": SGD, "spill_directory": folder}
+        if weights is not None:
+            options["weights"] = folder / "small" if small else weights
+        with nullcontext() if small else limited():  # the first one starts what starts once
+            model, optimizer = prepare(partial(subject.build, 1), plan, **options)
+    run = Run(WIDE, model, optimizer, folder=folder)
+    run.step(0, 1)
+    (folder / "losses.json").write_text(json.dumps([loss.item() for loss in run.seen]))
+
+
+def build_whole(_: Path) -> None:
+    with limited():
+        WIDE.build(1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA")
+def test_a_model_of_four_times_the_memory_is_loaded_and_drawn(tmp_path: Path) -> None:
+    values = WIDE.build(1)
+    assert sum(p.nbytes for p in values.parameters()) == 4 * SLACK_BYTES
+    save(values, None, tmp_path / "saved", shard_bytes=2**25)
+    plans = [
+        buffers_saved(tmp_path / "small")[1],
+        plan_for(values, decided(WIDE.units(), Keep(), Offload(tier="disk"))),
+    ]
+    run = Run(WIDE, values, SGD(values.parameters()))
+    run.step(0, 1)
+    for weights in (tmp_path / "saved", None):
+        assert ended(prepare_and_train, tmp_path, plans, weights) == "ended"
+        found = json.loads((tmp_path / "losses.json").read_text())
+        assert found == [loss.item() for loss in run.seen]
+    assert "can't allocate memory" in ended(build_whole, tmp_path)

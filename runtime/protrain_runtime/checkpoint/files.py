@@ -134,7 +134,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 def read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     """A file's text, and the object that it is in JSON. ProtrainError where it is none."""
     with opened(path) as file:
-        text = file.read(MAX_JSON_BYTES + 1)
+        text = file.read(_at_most(file, MAX_JSON_BYTES + 1))
     try:
         found = parsed_json(path, text)
     except (ValueError, RecursionError):
@@ -142,6 +142,17 @@ def read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     if not isinstance(found, dict):
         raise damaged(path, "this is no index of safetensors files")
     return text, found
+
+
+def _at_most(file: BinaryIO, num_bytes: int) -> int:
+    """Bytes that can be read of a file, of so many: a read takes room for all that it asks for."""
+    return min(num_bytes, os.fstat(file.fileno()).st_size)
+
+
+def read_header(file: BinaryIO) -> bytes:
+    """The JSON at the start of a safetensors file, or what there is of it."""
+    num_bytes = int.from_bytes(file.read(8), "little")
+    return file.read(_at_most(file, min(num_bytes, MAX_JSON_BYTES + 1)))
 
 
 def parsed_json(path: Path, text: bytes) -> Any:

@@ -31,11 +31,11 @@ import torch
 from protrain_runtime.checkpoint.entries import Entry, Part, are_numbers, parsed
 from protrain_runtime.checkpoint.files import (
     DTYPES,
-    MAX_JSON_BYTES,
     Range,
     damaged,
     opened,
     parsed_json,
+    read_header,
     read_json,
     shown,
     verify,
@@ -204,9 +204,8 @@ class Saved:
             path = path_in(self.directory, file, linked=True)
             with opened(path) as header:
                 self._stamps[path] = _stamp(header)
-                size = int.from_bytes(header.read(8), "little")
-                text = header.read(min(size, MAX_JSON_BYTES + 1))
-            position = 8 + size
+                text = read_header(header)
+                position = header.tell()
             try:
                 parsed_json(path, text)  # which takes no key twice, as the package does
                 with safe_open(path, framework="np") as content:

@@ -33,9 +33,13 @@ from protrain_runtime.states.values import (
 
 
 class Weights:
-    """The tensors of a model in a folder. ProtrainError where there are none."""
+    """The tensors of a model in a folder, for parameters that are `absent`, and any others.
 
-    def __init__(self, directory: Path | str) -> None:
+    ProtrainError where there is no checkpoint.
+    """
+
+    def __init__(self, directory: Path | str, absent: Set[str]) -> None:
+        self._absent = absent
         self._saved = Saved(Path(directory))
         self._entries = self._saved.entries("model")
 
@@ -47,13 +51,13 @@ class Weights:
             digest.update(f"{name} {entry.dtype} {entry.shape} {parts}\n".encode())
         return f"{len(self._entries)} tensors ({digest.hexdigest()[:12]})"
 
-    def fill(self, model: nn.Module, prepared: Prepared, absent: Set[str]) -> None:
-        """Read all values; parameters that are not `absent` keep theirs where the folder has none.
+    def fill(self, model: nn.Module, prepared: Prepared) -> None:
+        """Read all values; those that were there stay where the folder has none.
 
         Floating-point numbers are cast to the model's dtype.
         """
         own = dict(model_values(model, prepared))
-        kept = {name for name, _ in model.named_parameters()} - absent
+        kept = {name for name, _ in model.named_parameters()} - self._absent
         names = {base_name(name) for name in self._entries if self._is_floating(name)}
         offloaded = offloaded_parameters(prepared.chunks)
         for layer_name, name, unpacked in unpacked_values(model, offloaded):

@@ -37,7 +37,10 @@ Undo = list[Callable[[], object]]
 
 @dataclass(slots=True)
 class Prepared:
-    """The parts that `prepare` attached to a model."""
+    """The parts that `prepare` attached to a model.
+
+    Before it `has_values` there is nothing to bring back: stores have places alone.
+    """
 
     engine: Engine | None
     chunks: Sequence[Chunk]
@@ -47,6 +50,7 @@ class Prepared:
     below: Callable[[], tuple[int, int]] = lambda: (0, 0)
     ranks: Ranks | None = None
     unchanged: UnchangedModel | None = None
+    has_values: bool = True
 
 
 def prepared_of(model: nn.Module) -> Prepared | None:

@@ -6,10 +6,13 @@ keeps below the device hold nothing there. A parameter stays the object that it 
 optimizers, ties and attributes see it come.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +23,7 @@ from torch.utils import swap_tensors
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.states.quantized import carry_scales, name_scales, packed_layers
 from protrain_runtime.states.stand_ins import Elsewhere, come_back, hollow, send_away
 
@@ -33,9 +37,9 @@ _BUILD_OTHERWISE = (
 def without_parameters(*, adapters: bool = True) -> Iterator[None]:
     """Parameters of modules that are built inside come to be on `meta`, one after the other.
 
-    Buffers are real, and so are all other tensors; with `adapters` those, too, that PEFT adds to a
-    model. A parameter that two modules share stays one. Modules may be
-    converted and moved inside: parameters take the dtype, and stay where they are.
+    Buffers are real, and so are all other tensors; with `adapters` those, too, that PEFT adds to
+    a model. A parameter that two modules share stays one. Modules may be converted and moved
+    inside: parameters take the dtype, and stay where they are.
     """
     known = WeakTensorKeyDictionary()
 
@@ -100,6 +104,80 @@ def converted(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Modul
         for name, buffer in each.named_buffers(recurse=False):
             each._buffers[name] = convert(buffer)
     return module
+
+
+@contextmanager
+def parameters_in_files(directory: Path) -> Iterator[None]:
+    """Parameters of modules that are built inside lie in unnamed files, mapped into memory.
+
+    Constructors write to them as ever, so that they draw the same numbers; the system can write
+    such memory to the disk, and does not count it as the process's own. A parameter stays the
+    object that it is. One whose memory somebody else has, too, stays where it is.
+    """
+    apply: Any = nn.Module._apply
+    known = WeakTensorKeyDictionary()  # where parameters lie that are in files
+
+    def to_file(parameter: Any) -> None:
+        if is_lazy(parameter) or parameter.device.type != "cpu" or parameter.nbytes < _FILE_FROM:
+            return
+        storage = parameter.untyped_storage()
+        alone = torch._C._storage_Use_Count(storage._cdata) <= 2  # the parameter, and this name
+        if alone and storage.data_ptr() != known.get(parameter):
+            parameter.data = _in_file(parameter.data, directory)
+            known[parameter] = parameter.untyped_storage().data_ptr()
+
+    def registered(_: nn.Module, __: str, parameter: Any) -> None:
+        if parameter is not None:
+            to_file(parameter)
+
+    def applied(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
+        apply(module, convert, recurse)
+        for parameter in module.parameters(recurse=False):
+            to_file(parameter)
+        return module
+
+    with (
+        register_module_parameter_registration_hook(registered),
+        replaced(nn.Module, "_apply", applied),
+    ):
+        yield
+
+
+_FILE_FROM = 2**16
+"""Bytes of a parameter that lies in a file."""
+
+
+def _in_file(values: torch.Tensor, directory: Path) -> torch.Tensor:
+    """A copy in a file of its own, which goes when nobody has the copy any more."""
+    size = values.untyped_storage().nbytes()
+    try:
+        with TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would be a fault later
+            name = f"/proc/self/fd/{file.fileno()}"
+            memory = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+    except OSError as error:
+        raise ProtrainError(
+            f"no room for a parameter of {format_bytes(size)}: {error.strerror}",
+            source=str(directory),
+            fix="free some space there, or name another directory with spill_directory=",
+        ) from error
+    typed = memory.view(values.dtype)
+    copy = typed.as_strided(values.shape, values.stride(), values.storage_offset())
+    return copy.copy_(values)
+
+
+def take_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Take the values of parameters on the host, which are on `meta` then; by first name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "cpu":
+            found[name] = parameter.data
+            made: Any = torch.Tensor._make_subclass(
+                type(parameter), parameter.data.to("meta"), parameter.requires_grad
+            )
+            made.__dict__.update(parameter.__dict__)
+            swap_tensors(parameter, made)
+    return found
 
 
 def absent_parameters(model: nn.Module) -> set[str]:

@@ -1,0 +1,43 @@
+"""A new model's values on their way into the places that a plan has made for them."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from protrain_runtime.model.prepared import Prepared, offloaded_parameters
+from protrain_runtime.states.chunks import write_values
+from protrain_runtime.states.values import unpacked_values
+
+
+class DrawnValues:
+    """The numbers that a model's constructor has drawn, by parameter; they go as they are used."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self._values = values
+
+    def facts(self) -> str:
+        """Words that all ranks say alike: all of them take rank 0's numbers."""
+        return "drawn"
+
+    def fill(self, model: nn.Module, prepared: Prepared) -> None:
+        """Bring every value to its place; ranks get rank 0's."""
+        ranks, offloaded = prepared.ranks, offloaded_parameters(prepared.chunks)
+        packed = {name: unpacked for _, name, unpacked in unpacked_values(model, offloaded)}
+        for name, parameter in model.named_parameters():
+            if name not in self._values:
+                continue
+            values = self._values.pop(name).to(parameter.device)
+            if ranks is not None:
+                ranks.broadcast([values])
+            if name in packed and values.is_floating_point():
+                packed[name].copy_from(partial(_copy, values))
+            elif name in offloaded:
+                write_values(*offloaded[name], values)
+            else:
+                parameter.data.copy_(values)
+
+
+def _copy(values: torch.Tensor, target: torch.Tensor) -> None:
+    """Fill bytes of a whole tensor."""
+    target.copy_(values.contiguous().view(-1).view(torch.uint8))
