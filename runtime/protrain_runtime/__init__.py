@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from protrain_runtime.checkpoint.loading import load
+    from protrain_runtime.checkpoint.pretrained import save_pretrained
     from protrain_runtime.checkpoint.saving import save
     from protrain_runtime.contract.errors import OutOfMemoryError
     from protrain_runtime.devices.memory_meter import return_freed_memory
@@ -35,6 +36,7 @@ __all__ = [
     "restore",
     "return_freed_memory",
     "save",
+    "save_pretrained",
     "with_master_weights",
     "without_parameters",
 ]
@@ -52,6 +54,7 @@ _HOMES = {
     "restore": "model.prepared",
     "return_freed_memory": "devices.memory_meter",
     "save": "checkpoint.saving",
+    "save_pretrained": "checkpoint.pretrained",
     "with_master_weights": "states.master_weights",
     "without_parameters": "states.absent",
 }

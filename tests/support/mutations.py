@@ -518,7 +518,7 @@ AMONG_RANKS = (
     ),
     Mutation(
         where="runtime/protrain_runtime/ranks/group.py::Ranks.broadcast",
-        line="dist.broadcast(flat, src=self._members[0], group=self._all)",
+        line="dist.broadcast(flat, src=self._members[source], group=self._all)",
         instead="dist.broadcast(flat, src=self._members[0], group=self._all, async_op=True)",
         keeps="a forward begins before the first rank's running statistics are there",
         scenario="running_statistics",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO, NamedTuple
@@ -28,7 +29,7 @@ import torch
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import memory_of
-from protrain_runtime.states.values import Source, part_bytes, part_of
+from protrain_runtime.states.values import Source, part_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -67,23 +68,35 @@ class Range(NamedTuple):
     checksum: int
 
 
-def write_tensors(path: Path, values: Mapping[str, Source]) -> list[Range]:
-    """Write a file to the disk; returns the ranges of its header and tensors."""
+def header_of(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file of tensors, and where each of them starts, in the file's order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
     position = 0
     # Wide elements first: readers that map the file want each tensor aligned to its elements.
-    order = sorted(values, key=lambda name: -values[name].dtype.itemsize)
-    for name in order:
-        value, (_, count) = values[name], part_of(values[name])
-        if value.dtype not in NAMES:
-            raise ProtrainError(f"safetensors have no dtype {value.dtype}", key=name)
-        header[name] = {
-            "dtype": NAMES[value.dtype],
-            "shape": list(value.shape) if count == value.shape.numel() else [count],
-            "data_offsets": [position, position := position + part_bytes(value)],
-        }
+    for name in sorted(tensors, key=lambda name: -tensors[name][0].itemsize):
+        dtype, shape = tensors[name]
+        if dtype not in NAMES:
+            raise ProtrainError(f"safetensors have no dtype {dtype}", key=name)
+        starts[name], end = position, position + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [position, end]}
+        position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {name: len(begin) + start for name, start in starts.items()}
+
+
+def write_tensors(path: Path, values: Mapping[str, Source]) -> list[Range]:
+    """Write a file to the disk; returns the ranges of its header and tensors."""
+    tensors: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
+    for name, value in values.items():
+        _, count = part_of(value)
+        whole = count == value.shape.numel()
+        tensors[name] = value.dtype, value.shape if whole else [count]
+    begin, starts = header_of(tensors)
     with path.open("xb") as file:
         checksum = 0
 
@@ -94,10 +107,10 @@ def write_tensors(path: Path, values: Mapping[str, Source]) -> list[Range]:
                 checksum = zlib.crc32(piece, checksum)
                 file.write(piece)
 
-        summed(memoryview(len(text).to_bytes(8, "little") + text))
+        summed(memoryview(begin))
         ranges = [Range("the header", 0, file.tell(), checksum)]
-        for name in order:
-            start, checksum = file.tell(), 0
+        for name, start in starts.items():
+            checksum = 0
             values[name].copy_to(lambda piece: summed(memory_of(piece)))
             ranges.append(Range(name, start, file.tell() - start, checksum))
         file.flush()

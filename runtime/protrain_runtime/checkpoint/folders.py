@@ -27,7 +27,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.files import replace_text
 
 ROOM = "make room there, or save to another directory; what was saved before is whole"
-_ELSEWHERE = "save to another directory"
+ELSEWHERE = "save to another directory"
 _NUM_FOLDERS = 10**9  # that have such names
 
 
@@ -40,19 +40,26 @@ def check_writable(directory: Path) -> None:
 @contextmanager
 def next_save(directory: Path) -> Iterator[Path]:
     """Make a new folder for a save, gone again if the block fails; ProtrainError if in use."""
+    with locked(directory):
+        folder = _new_folder(directory, _current(directory))
+        try:
+            yield folder
+        except BaseException:  # an interruption too
+            if _current(directory) != folder.name:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Make a directory that no other process writes to; ProtrainError where it cannot be."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             # Only one process saves here; the system unlocks it however that one ends.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            folder = _new_folder(directory, _current(directory))
-            try:
-                yield folder
-            except BaseException:  # an interruption too
-                if _current(directory) != folder.name:
-                    shutil.rmtree(folder, ignore_errors=True)
-                raise
+            yield
         finally:
             os.close(descriptor)
     except BlockingIOError:
@@ -70,10 +77,10 @@ def next_save(directory: Path) -> Iterator[Path]:
 def commit(folder: Path, content: Mapping[str, Any]) -> None:
     """Make a whole folder its directory's checkpoint by an index; others go."""
     directory = folder.parent
-    _sync(folder)
-    _sync(directory)  # the folder's name before the index that names it
+    sync(folder)
+    sync(directory)  # the folder's name before the index that names it
     replace_text(directory / INDEX, seal(content).decode())
-    _sync(directory)
+    sync(directory)
     for old in _folders(directory):
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)  # the next save tries again
@@ -87,13 +94,13 @@ def _current(directory: Path) -> str | None:
     try:
         folder = Saved(directory).folder
     except ProtrainError as error:
-        error.fix = _ELSEWHERE
+        error.fix = ELSEWHERE
         raise
     if not folder:
         raise ProtrainError(
             "the directory holds a checkpoint that protrain did not write",
             source=str(index),
-            fix=_ELSEWHERE,
+            fix=ELSEWHERE,
         )
     return folder
 
@@ -123,7 +130,7 @@ def _folders(directory: Path) -> list[Path]:
         ]
 
 
-def _sync(directory: Path) -> None:
+def sync(directory: Path) -> None:
     """Let names in a directory outlive a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

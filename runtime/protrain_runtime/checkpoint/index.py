@@ -46,7 +46,7 @@ from protrain_runtime.ranks.group import Ranks
 INDEX = "model.safetensors.index.json"
 FOLDER = re.compile(r"protrain-save-([0-9]{1,9})")
 FORMAT = 3
-_SINGLE_FILE = "model.safetensors"  # readers of Hugging Face's layout take it before any index
+SINGLE_FILE = "model.safetensors"  # readers of Hugging Face's layout take it before any index
 _FILE = re.compile(r"[a-z0-9-]+\.safetensors")
 _SEAL = b'{"protrain_checksum": "%08x", '
 
@@ -80,7 +80,7 @@ def path_in(directory: Path, file: str, *, linked: bool = False) -> Path:
 
 def found_index(directory: Path) -> Path | None:
     """Find the file that makes a directory a checkpoint, of ours or in Hugging Face's layout."""
-    for name in (_SINGLE_FILE, INDEX):
+    for name in (SINGLE_FILE, INDEX):
         try:
             if (directory / name).exists():
                 return directory / name
@@ -108,7 +108,7 @@ class Saved:
         self.files: dict[str, str] | None = None  # by tensor; None where a single file has all
         self._asked: dict[Path, list[Range]] = {}
         self._stamps: dict[Path, tuple[int, ...]] = {}  # of files without checksums
-        if index.name == _SINGLE_FILE:
+        if index.name == SINGLE_FILE:
             return
         text, read = read_json(index)
         match read:
@@ -200,7 +200,7 @@ class Saved:
                 source=str(self.index),
                 fix="pip install safetensors",
             ) from None
-        for file in sorted({*(self.files or {_SINGLE_FILE: _SINGLE_FILE}).values()}):
+        for file in sorted({*(self.files or {SINGLE_FILE: SINGLE_FILE}).values()}):
             path = path_in(self.directory, file, linked=True)
             with opened(path) as header:
                 self._stamps[path] = _stamp(header)

@@ -259,9 +259,9 @@ def _write(
             if first:
                 commit(folder, _content(folder.name, written, training))
 
-        folder = directory / _each(ranks, begin, directory)[0]
-        written = _each(ranks, lambda: _files(folder, prefix, values, shard_bytes), directory)
-        _each(ranks, commit_all, directory)
+        folder = directory / on_each(ranks, begin, directory)[0]
+        written = on_each(ranks, lambda: _files(folder, prefix, values, shard_bytes), directory)
+        on_each(ranks, commit_all, directory)
 
 
 def _files(folder: Path, prefix: str, values: Values, shard_bytes: int) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def _shared_out(ranks: Ranks, values: Values) -> Values:
     }
 
 
-def _each(ranks: Ranks | None, act: Callable[[], T], directory: Path) -> list[T]:
+def on_each(ranks: Ranks | None, act: Callable[[], T], directory: Path) -> list[T]:
     """Let every rank `act`; ProtrainError on all where one of them cannot write."""
     if ranks is None:
         return [act()]

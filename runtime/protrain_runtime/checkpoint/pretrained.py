@@ -1,0 +1,247 @@
+"""`save_pretrained`: the files that transformers' and PEFT's `from_pretrained` read, without us.
+
+[Note: one file decides] Files are written to a folder beside them and take their places when all of
+them are whole. transformers reads `model.safetensors`, or else the index: whichever decides is
+replaced last, and shards of a new save have names that those of the old one have not. What is
+interrupted before leaves the old model, what is interrupted after the new one.
+"""
+
+import copy
+import importlib
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from protrain_runtime.checkpoint.files import header_of
+from protrain_runtime.checkpoint.folders import ELSEWHERE, locked, sync
+from protrain_runtime.checkpoint.index import INDEX, SINGLE_FILE, Saved, found_index
+from protrain_runtime.checkpoint.saving import SHARD_BYTES, model_values, on_each, settled
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.files import replace_text
+from protrain_runtime.devices.stores import memory_of
+from protrain_runtime.devices.turns import in_turn
+from protrain_runtime.model.prepared import Prepared, offloaded_parameters, together, turns_of
+from protrain_runtime.ranks.group import Ranks
+from protrain_runtime.states.chunks import read_values
+from protrain_runtime.states.quantized import packed_layers
+from protrain_runtime.states.values import Held, Source, Stored, num_bytes, order_of, part_of
+
+_STAGING = ".protrain-saving"
+_SHARD = re.compile(r"model(-[0-9]+)?-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_ADAPTERS = "adapter_model.safetensors"
+
+Files = dict[str, list[str]]
+"""By name of a file, the tensors that it is to have."""
+
+
+@in_turn("save_pretrained()", turns_of)
+def save_pretrained(
+    model: nn.Module, directory: Path | str, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a model as its own `save_pretrained` would, piece by piece; of adapters these alone.
+
+    transformers' `from_pretrained` reads it bit for bit: config.json, safetensors of `shard_bytes`
+    at most with an index, tied weights once. Of a model with PEFT's adapters it is
+    adapter_model.safetensors and adapter_config.json; adapters that are not called "default" have
+    a folder of their own. Several ranks write together, each byte once, to a directory that all of
+    them see. Until all is written, what was there before stands.
+
+    ProtrainError where the directory cannot be written, and for models that are none of theirs.
+    """
+    with together(model, "save_pretrained()"):
+        prepared = settled(model, None, "save_pretrained() was called")
+        values = dict(model_values(model, prepared))
+        for adapter in getattr(model, "peft_config", {}):
+            folder = Path(directory) if adapter == "default" else Path(directory) / adapter
+            names = _adapter_names(model, adapter)
+            own = {name: values[first] for name, first in names.items()}
+            write_config = partial(_write_adapter_config, model, adapter)
+            _write(folder, prepared, own, {_ADAPTERS: [*own]}, write_config, names)
+        if not hasattr(model, "peft_config"):
+            config = getattr(model, "config", None)
+            if not hasattr(config, "save_pretrained") or any(packed_layers(model)):
+                raise ProtrainError(
+                    "only models of transformers, and adapters of PEFT, have such files",
+                    fix="protrain_runtime.save(model, None, directory)",
+                )
+            left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
+            values = {name: value for name, value in values.items() if name not in left_out}
+            files = _files(Path(directory), values, shard_bytes)
+            _write(Path(directory), prepared, values, files, partial(_write_config, model), {})
+
+
+def _write_config(model: Any, folder: Path) -> None:
+    """As transformers does, which notes both in the model's own configuration."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
+    config, base = copy.copy(model.peft_config[adapter]), model.get_base_model()
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    known = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    mapping = known if config.task_type is None else None
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping)
+
+
+def _adapter_names(model: nn.Module, adapter: str) -> dict[str, str]:
+    """By PEFT's name of an adapter's tensor, the first name that the model has for it."""
+    peft: Any = importlib.import_module("peft")
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = {name: first[p] for name, p in model.named_parameters(remove_duplicate=False)}
+    every |= {name: name for name, _ in model.named_buffers()}
+    names = {name: torch.empty(0, device="meta") for name in every}
+    known = {id(tensor): every[name] for name, tensor in names.items()}
+    found = peft.get_peft_model_state_dict(
+        model, state_dict=names, adapter_name=adapter, save_embedding_layers=False
+    )
+    return {name: known[id(tensor)] for name, tensor in found.items()}
+
+
+def _files(directory: Path, values: Mapping[str, Source], shard_bytes: int) -> Files:
+    """The tensors by file; several files have names that are not in use."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, value in values.items():
+        if not shards or num_bytes(value) > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= num_bytes(value)
+    if len(shards) <= 1:
+        return {SINGLE_FILE: shards[0] if shards else []}
+    for number in itertools.count():
+        prefix = f"model-{number}" if number else "model"
+        names = [
+            f"{prefix}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)
+        ]
+        if not any((directory / name).exists() for name in names):
+            return dict(zip(names, shards, strict=True))
+    raise AssertionError
+
+
+def _write(
+    directory: Path,
+    prepared: Prepared | None,
+    values: Mapping[str, Source],
+    files: Files,
+    write_config: Callable[[Path], None],
+    parameters: Mapping[str, str],
+) -> None:
+    """Write files together, and put them in place; `parameters` have other names in files."""
+    ranks = prepared.ranks if prepared else None
+    offloaded = offloaded_parameters(prepared.chunks if prepared else ())
+    staging = directory / _STAGING
+    first = ranks is None or ranks.rank == 0
+    layouts = {
+        file: header_of({name: (values[name].dtype, values[name].shape) for name in names})
+        for file, names in files.items()
+    }
+
+    def begin() -> None:
+        if not first:
+            return
+        stack.enter_context(locked(directory))
+        _refuse_own(directory)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        stack.callback(shutil.rmtree, staging, ignore_errors=True)
+        write_config(staging)
+        for file, names in files.items():
+            header, starts = layouts[file]
+            sizes = (starts[name] + num_bytes(values[name]) for name in names)
+            with (staging / file).open("xb") as opened:
+                opened.write(header)
+                opened.flush()
+                os.posix_fallocate(opened.fileno(), 0, max(sizes, default=len(header)))
+
+    def write_own() -> None:
+        writers = _writers(ranks, values)
+        rank, num_shards = (ranks.rank, ranks.num_shards) if ranks else (0, 1)
+        for file, (_, starts) in layouts.items():
+            with (staging / file).open("r+b") as opened:
+                for name, start in starts.items():
+                    value, first_name = values[name], parameters.get(name, name)
+                    if order_of(value) != tuple(range(len(value.shape))):  # all ranks gather it
+                        value = Held(read_values(*offloaded[first_name]))
+                    shared = isinstance(value, Stored) and value.part is not None
+                    if rank < num_shards if shared else rank == writers[name]:
+                        opened.seek(start + part_of(value)[0] * value.dtype.itemsize)
+                        value.copy_to(partial(_write_piece, opened))
+                opened.flush()
+                os.fsync(opened.fileno())
+
+    def put_in_place() -> None:
+        if first:
+            sync(staging)
+            _put_in_place(directory, staging, files, values)
+
+    with ranks.writing() if ranks else nullcontext(), ExitStack() as stack:
+        for step in (begin, write_own, put_in_place):
+            on_each(ranks, step, directory)
+
+
+def _write_piece(opened: BinaryIO, piece: torch.Tensor) -> None:
+    opened.write(memory_of(piece))
+
+
+def _writers(ranks: Ranks | None, values: Mapping[str, Source]) -> dict[str, int]:
+    """The rank that writes each value that is whole: about as many bytes each."""
+    loads = [0] * (ranks.count if ranks else 1)
+    writers: dict[str, int] = {}
+    for name, value in values.items():
+        writers[name] = min(range(len(loads)), key=loads.__getitem__)
+        loads[writers[name]] += num_bytes(value)
+    return writers
+
+
+def _refuse_own(directory: Path) -> None:
+    """ProtrainError where the directory holds a checkpoint of `save`."""
+    if found_index(directory) is not None and Saved(directory).folder:
+        raise ProtrainError(
+            "the directory holds a checkpoint of protrain_runtime.save()",
+            source=str(directory),
+            fix=ELSEWHERE,
+        )
+
+
+def _put_in_place(
+    directory: Path, staging: Path, files: Files, values: Mapping[str, Source]
+) -> None:
+    """See [Note: one file decides]."""
+    before = [path for path in directory.iterdir() if _SHARD.fullmatch(path.name)]
+    index = directory / INDEX
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == SINGLE_FILE):
+        os.replace(path, directory / path.name)
+    sync(directory)
+    if len(files) > 1:
+        sizes = [num_bytes(values[name]) for names in files.values() for name in names]
+        numbers = sum(prod(value.shape) for value in values.values())
+        content = {
+            "metadata": {"total_parameters": numbers, "total_size": sum(sizes)},
+            "weight_map": {name: file for file, names in files.items() for name in names},
+        }
+        replace_text(index, json.dumps(content, indent=2, sort_keys=True) + "\n")
+        (directory / SINGLE_FILE).unlink(missing_ok=True)
+    elif SINGLE_FILE in files:
+        index.unlink(missing_ok=True)
+    for path in before if _ADAPTERS not in files else ():
+        path.unlink()
+    sync(directory)
