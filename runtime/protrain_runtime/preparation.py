@@ -159,8 +159,7 @@ def prepare(
             )
         plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
         absent = absent_parameters(model)
-        device = next((p.device for p in model.parameters() if not p.is_meta), None)
-        device = device or devices.found(plan.workload.device)
+        device = _device(model, plan, absent)
         stack.enter_context(devices.current(device))
         refuse_wrapped(model)
         own.append(pack_absent(model))
@@ -231,6 +230,15 @@ def _made(make: Callable[[], nn.Module], without: AbstractContextManager[None]) 
             fix="let it return the torch.nn.Module",
         )
     return model
+
+
+def _device(model: nn.Module, plan: Plan, absent: Set[str]) -> torch.device:
+    """Where the model is to be: where it is, or where the plan has what is `absent`."""
+    if not absent:
+        return next(p.device for p in model.parameters())
+    kind = plan.workload.device
+    there = (t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == kind)
+    return next(there, None) or devices.found(kind)
 
 
 def _values(weights: Path | str | None, absent: Set[str]) -> Weights | None:

@@ -28,8 +28,10 @@ from protrain_runtime.checkpoint.files import joined_sums
 from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Plan
+from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory, return_freed_memory
 from tests.support import quantized_models
+from tests.support.cards import every_device
 from tests.support.faults import descriptors, file_limit
 from tests.support.forked import CONTEXT
 from tests.support.messages import Speaker
@@ -43,6 +45,7 @@ from tests.support.runtime_cases import (
     copied,
     decided,
     described,
+    device,
     differences,
     mixed,
     plan_for,
@@ -143,6 +146,27 @@ def test_a_plain_copy_is_trained_beside_a_model_from_files(tmp_path: Path) -> No
         weights=tmp_path / "saved",
         check="bitwise",
     )
+
+
+@every_device
+@pytest.mark.parametrize("reads", [True, False], ids=["from files", "drawn"])
+def test_every_device_has_the_bits_of_the_whole_model(reads: bool, tmp_path: Path) -> None:
+    subject = CATALOGUE["llama-tied"]
+    values = subject.build(1)
+    save(values, None, tmp_path / "saved")
+    plan = plan_for(values, mixed(described("llama-tied"), random.Random(3), "disk", "host"))
+    plan = replace(plan, workload=replace(plan.workload, device=device().type))
+    expected = trained(subject, values, plan, tmp_path).outcome()
+    options: dict[str, Any] = {"weights": tmp_path / "saved"} if reads else {}
+    given = partial(subject.build, 1) if reads else make_on_the_host
+    with devices.current(device()):
+        run = trained(subject, given, plan, tmp_path, **options)
+    assert_bitwise(run.outcome(), expected)
+
+
+def make_on_the_host() -> nn.Module:
+    with seeded(1):
+        return CATALOGUE["llama-tied"].make().train()
 
 
 # --- buffers --------------------------------------------------------------------------------------
@@ -412,8 +436,8 @@ def packed_with_adapters(
     """A model packed with the kinds in turn, and adapters of the same numbers every time."""
     model, in_turn = make(), itertools.cycle(kinds)
     quantized_models.replace_linears(model, lambda linear: next(in_turn)(linear))
-    for device in moves:
-        model = model.to(device)
+    for place in moves:
+        model = model.to(place)
     with seeded(5):
         return quantized_models.with_adapters(model).train()
 
