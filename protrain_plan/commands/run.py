@@ -32,6 +32,13 @@ class RunOptions:
         int, typer.Option(min=1, help="Steps to train, with those before a checkpoint.")
     ] = 5
     text: Annotated[Path | None, typer.Option(help="A text file to train on.")] = None
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder of safetensors files with the model's values: they go straight to where"
+            " the plan has them. Default: random values."
+        ),
+    ] = None
     plain: Annotated[bool, typer.Option("--plain", help="Ordinary PyTorch, no plan.")] = False
     verify: Annotated[
         bool,
@@ -179,6 +186,7 @@ class RunOptions:
             device=self.device,
             measured=not compared,
             compared=compared,
+            weights=self.weights,
             **more,
         )
 
@@ -203,6 +211,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     """Train the planned model on real text, and show measured beside predicted memory.
 
     Examples: protrain run plan.yaml --steps 10 --verify
+    | protrain run plan.yaml --weights ~/models/llama-3.1-8b
     | protrain run plan.yaml --record recording.json
     """
     from protrain_plan.checking.plan_files import opened, read_files

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from math import prod
 from pathlib import Path
 
 import torch
@@ -20,15 +22,18 @@ from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
 from protrain_runtime.checkpoint.loading import load, read_extra
 from protrain_runtime.checkpoint.saving import save
+from protrain_runtime.checkpoint.weights import plain_model
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.recording import Recording
+from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import Plan, TierBytes
-from protrain_runtime.contract.records.profile import Compilation, Profile, Workload
+from protrain_runtime.contract.records.profile import Compilation, Profile
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import explained_exhaustion
 from protrain_runtime.devices.memory_meter import device_of, storage_bytes
@@ -107,8 +112,12 @@ def train(
     device: torch.device | str | None = None,
     measured: bool = True,
     compared: bool = False,
+    weights: Path | None = None,
 ) -> Run:
     """Build the plan's model and train it until `num_steps` are done; `plain`: ordinary PyTorch.
+
+    Its values are those of `weights`, a folder of safetensors files, or random. Under a plan they
+    go to their places from the folder, or from files where they take much of the memory.
 
     A run that resumes computes what it would have computed without a break.
     A step has the plan's micro-batches, its loss is their mean; where the plan updates after
@@ -147,13 +156,13 @@ def train(
             else "plan with a smaller --device-memory than the limit, and run that plan"
         ),
     ):
-        model, batches = _built(source, workload, device, text)
-        needed = num_steps * plan.settings.micro_batches * plan.group.num_devices
-        batches = _enough(batches, needed, source=workload.model)
-        batches = islice(batches, rank, None, plan.group.num_devices)
-        call: nn.Module = model
+        of_model = ("dtype", "precision", "adapter", "quantize", "seed")
+        build = partial(source.build, **{name: getattr(workload, name) for name in of_model})
+        call: nn.Module | None = None
         optimizer: torch.optim.Optimizer
         if plain:
+            here = partial(build, device=device)
+            model = call = here() if weights is None else plain_model(here, weights, device)
             masters = workload.precision == "master"
             make = with_master_weights(factory) if masters else factory
             if compared:
@@ -165,19 +174,28 @@ def train(
                 check_ranks(plan, None)
                 call = DistributedDataParallel(model)
         else:
+            make_model: nn.Module | Callable[[], nn.Module]
+            if weights is not None:
+                make_model = partial(build, device=device)
+            elif _model_bytes(plan) > SHARE_OF_FREE_MEMORY * free_bytes(device):
+                make_model = build
+            else:
+                make_model = build(device=device)
             model, optimizer = prepare(
-                model,
+                make_model,
                 plan,
+                weights=weights,
                 optimizer=factory,
                 spill_directory=spill_directory,
                 check=check,
                 watch=False,  # the last step is measured
             )
+        batches = _batches(plan, source, device, text, rank=rank, num_steps=num_steps)
         torch.manual_seed(workload.seed + rank)  # of dropout
         trainer = _Trainer(
             plan=plan,
             model=model,
-            call=call,
+            call=call or model,
             optimizer=optimizer,
             checkpoints=checkpoints,
             training=_training(plan, text),
@@ -192,18 +210,34 @@ def train(
             return trainer.run(batches, num_steps, on_step)
 
 
-def _built(
-    source: ModelSource, workload: Workload, device: torch.device, text: Path | None
-) -> tuple[nn.Module, Iterator[Batch]]:
-    """Return the workload's model and its batches."""
-    of_model = ("dtype", "precision", "adapter", "quantize", "seed")
+def _model_bytes(plan: Plan) -> int:
+    """Bytes of the model's parameters and buffers."""
+    total = 0
+    for content in unfolded(plan.tensors).values():
+        if content.startswith("tied to "):
+            continue
+        shape, dtype, *_ = content.split()
+        sizes = () if shape == "scalar" else map(int, shape.split("x"))
+        total += prod(sizes) * getattr(torch, dtype).itemsize
+    return total
+
+
+def _batches(
+    plan: Plan,
+    source: ModelSource,
+    device: torch.device,
+    text: Path | None,
+    *,
+    rank: int,
+    num_steps: int,
+) -> Iterator[Batch]:
+    """The batches of a rank's turn, out of those that so many steps need."""
     of_batches = ("batch_size", "seq_len", "dtype", "precision", "seed")
-    models, sizes = (
-        {name: getattr(workload, name) for name in names} for names in (of_model, of_batches)
-    )
-    model = source.build(device=device, **models)
+    sizes = {name: getattr(plan.workload, name) for name in of_batches}
     batches = source.batches(device=device, text=text, **sizes)
-    return model, batches
+    needed = num_steps * plan.settings.micro_batches * plan.group.num_devices
+    batches = _enough(batches, needed, source=plan.workload.model)
+    return islice(batches, rank, None, plan.group.num_devices)
 
 
 def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[Batch]:

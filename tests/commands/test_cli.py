@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from protrain_plan.models.sources import load_source
 from protrain_runtime.contract.records import read_plan, read_profile, write_hardware, write_profile
 from tests.support import forked
 from tests.support.checking_cases import commit
@@ -113,6 +114,17 @@ def test_infeasible_names_what_is_missing_and_the_smallest_budget_works(
         "plan", synthetic, "--device-memory", smallest - 1, "--json", folder=tmp_path
     )
     assert less.returncode == 3
+
+
+def test_a_run_begins_with_a_folders_weights(tiny_llama: Path, tmp_path: Path) -> None:
+    command = partial(forked.protrain, folder=tmp_path)
+    printed(command("plan", tiny_llama, "--device-memory", "1GiB", "--json"))
+    drawn = printed(command("run", "plan.yaml", "--steps", 2, "--json"))
+    load_source("tiny-llama").build(seed=7).save_pretrained(tmp_path / "weights")  # type: ignore[operator]
+    read = ("run", "plan.yaml", "--steps", 2, "--weights", "weights", "--verify", "--json")
+    ran = printed(command(*read))
+    assert ran["verified"] is True
+    assert ran["losses"] != drawn["losses"]
 
 
 def test_a_plan_for_another_model_is_one_message(tmp_path: Path, assert_says: Speaker) -> None:

@@ -101,7 +101,8 @@ class Saved:
             raise ProtrainError(
                 f"there is no checkpoint: {INDEX} cannot be read: {reason}",
                 source=str(directory),
-                fix="name a directory that protrain_runtime.save (or --save) wrote",
+                fix="name a folder of safetensors files, or one that protrain_runtime.save"
+                " (or --save) wrote",
             ) from None
         self.directory, self.index, self.folder = directory, index, ""
         self.training: dict[str, Any] = {}

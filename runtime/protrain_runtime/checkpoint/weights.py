@@ -6,7 +6,7 @@ and `prepare` takes everything back then.
 """
 
 import hashlib
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,8 @@ from protrain_runtime.checkpoint.saving import model_values, with_extra_state
 from protrain_runtime.checkpoint.training import read_training
 from protrain_runtime.model.prepared import Prepared, offloaded_parameters
 from protrain_runtime.ranks.group import Ranks
-from protrain_runtime.states.quantized import scales_of
+from protrain_runtime.states.absent import absent_parameters, give_places, without_parameters
+from protrain_runtime.states.quantized import pack_absent, scales_of
 from protrain_runtime.states.values import (
     Held,
     Unpacked,
@@ -51,7 +52,7 @@ class Weights:
             digest.update(f"{name} {entry.dtype} {entry.shape} {parts}\n".encode())
         return f"{len(self._entries)} tensors ({digest.hexdigest()[:12]})"
 
-    def fill(self, model: nn.Module, prepared: Prepared) -> None:
+    def fill(self, model: nn.Module, prepared: Prepared | None) -> None:
         """Read all values; those that were there stay where the folder has none.
 
         Floating-point numbers are cast to the model's dtype.
@@ -59,14 +60,14 @@ class Weights:
         own = dict(model_values(model, prepared))
         kept = {name for name, _ in model.named_parameters()} - self._absent
         names = {base_name(name) for name in self._entries if self._is_floating(name)}
-        offloaded = offloaded_parameters(prepared.chunks)
+        offloaded = offloaded_parameters(prepared.chunks if prepared else ())
         for layer_name, name, unpacked in unpacked_values(model, offloaded):
             if base_name(name) in names:  # else it was saved packed, with its scales
                 own[name] = unpacked
                 for beside, _ in scales_beside(layer_name, unpacked.layer):
                     del own[beside]
         targets = matched(model, self._saved, own, self._entries, kept=kept, cast=True)
-        ranks = prepared.ranks
+        ranks = prepared.ranks if prepared else None
         if ranks is None:
             fill_values(targets)
         else:
@@ -80,6 +81,22 @@ class Weights:
 
     def _is_floating(self, name: str) -> bool:
         return self._entries[name].dtype.is_floating_point
+
+
+def plain_model(
+    make_model: Callable[[], nn.Module], directory: Path | str, device: torch.device
+) -> nn.Module:
+    """The function's model with a folder's values, whole on the device: without a plan.
+
+    To compare a planned model with, which has the same values. ProtrainError as of `prepare`.
+    """
+    with without_parameters():
+        model = make_model()
+    absent = absent_parameters(model)
+    pack_absent(model)
+    give_places(model, device, set())
+    Weights(directory, absent).fill(model, None)
+    return model
 
 
 def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]]) -> None:

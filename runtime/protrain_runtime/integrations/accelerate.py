@@ -39,6 +39,7 @@ def use_plan(
     optimizer: torch.optim.Optimizer,
     plan: Plan | Path | str,
     *,
+    weights: Path | str | None = None,
     spill_directory: Path | str | None = None,
     check: Check | None = None,
 ) -> PlannedOptimizer:
@@ -46,8 +47,8 @@ def use_plan(
 
     Model and optimizer are as they were made, before `accelerator.prepare`; schedulers that were
     made for `optimizer` stay right. `accelerator.accumulate`, `clip_grad_norm_` (under a plan with
-    `--clip`), `save_state` and `load_state` are used as ever. `spill_directory` and `check` are
-    `prepare`'s.
+    `--clip`), `save_state` and `load_state` are used as ever. `weights`, `spill_directory` and
+    `check` are `prepare`'s; with weights the model was built in `without_parameters()`.
     Raises ProtrainError where the accelerator does not train as planned, and where `prepare` does.
     """
     record, source = loaded(plan)
@@ -63,7 +64,9 @@ def use_plan(
     )
     leave_to_the_plan(accelerator, record)
     model.to(accelerator.device)
-    return follow(model, record, optimizer, spill_directory=spill_directory, check=check)
+    return follow(
+        model, record, optimizer, weights=weights, spill_directory=spill_directory, check=check
+    )
 
 
 def autocast_of(accelerator: Accelerator) -> DType | None:

@@ -30,6 +30,7 @@ def follow(
     plan: Plan,
     optimizer: torch.optim.Optimizer,
     *,
+    weights: Path | str | None = None,
     spill_directory: Path | str | None = None,
     check: Check | None = None,
 ) -> PlannedOptimizer:
@@ -81,6 +82,7 @@ def follow(
         plan,
         optimizer=make_alike,
         param_groups=optimizer.param_groups,
+        weights=weights,
         spill_directory=spill_directory,
         check=check,
     )

@@ -50,11 +50,13 @@ class UsePlan(Callback):
         plan: Plan | Path | str,
         *,
         attribute: str = "model",
+        weights: Path | str | None = None,
         spill_directory: Path | str | None = None,
         check: Check | None = None,
     ) -> None:
         self._plan, self._source = loaded(plan)
-        self._attribute, self._spill_directory, self._check = attribute, spill_directory, check
+        self._attribute, self._weights = attribute, weights
+        self._spill_directory, self._check = spill_directory, check
         self._num_updates = 0  # when gradients were last dropped
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -100,6 +102,7 @@ class UsePlan(Callback):
                 self._network(pl_module),
                 self._plan,
                 trainer.optimizers[0],
+                weights=self._weights,
                 spill_directory=self._spill_directory,
                 check=self._check,
             )

@@ -34,6 +34,7 @@ def use_plan(
     trainer: Trainer,
     plan: Plan | Path | str,
     *,
+    weights: Path | str | None = None,
     spill_directory: Path | str | None = None,
     check: Check | None = None,
 ) -> None:
@@ -42,8 +43,8 @@ def use_plan(
     The trainer's own optimizer (`optim`, `learning_rate`, ... or `optimizers=`), scheduler,
     accumulation, clipping, evaluation and checkpoints are used as they are. It takes the norm of
     the gradients in every step, so the plan has to be made with `--clip`. Activation checkpointing
-    is switched off, with a warning: the plan decides. `spill_directory` and `check` are those of
-    `prepare`.
+    is switched off, with a warning: the plan decides. `weights`, `spill_directory` and `check` are
+    those of `prepare`; with weights the model was built in `without_parameters()`.
     Raises ProtrainError where the trainer does not train as planned. `train()` raises it where the
     model or the optimizer cannot follow the plan.
     """
@@ -90,6 +91,7 @@ def use_plan(
                 trainer.model,
                 record,
                 trainer.optimizer,
+                weights=weights,
                 spill_directory=spill_directory,
                 check=check,
             )

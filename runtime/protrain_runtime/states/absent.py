@@ -38,12 +38,12 @@ def without_parameters(*, adapters: bool = True) -> Iterator[None]:
     """Parameters of modules that are built inside come to be on `meta`, one after the other.
 
     Buffers are real, and so are all other tensors; with `adapters` those, too, that PEFT adds to
-    a model. A parameter that two modules share stays one. Modules may be converted and moved
-    inside: parameters take the dtype, and stay where they are.
+    a model. A parameter that two modules share stays one. Modules may be converted and moved,
+    inside and until they have values: parameters take the dtype, and stay where they are.
     """
     known = WeakTensorKeyDictionary()
 
-    def moved(_: nn.Module, __: str, parameter: Any) -> Any:
+    def moved(module: nn.Module, _: str, parameter: Any) -> Any:
         if parameter is None or is_lazy(parameter) or parameter.is_meta:
             return None
         if adapters and _is_adding_adapters():
@@ -55,6 +55,7 @@ def without_parameters(*, adapters: bool = True) -> Iterator[None]:
             else:
                 absent = nn.Parameter(absent, parameter.requires_grad)
             known[parameter] = absent
+        module.__dict__["_apply"] = partial(_apply, module)
         return known[parameter]
 
     with (
@@ -103,6 +104,15 @@ def converted(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Modul
                 parameter.data = parameter.data.to(found.dtype) if found.is_meta else found
         for name, buffer in each.named_buffers(recurse=False):
             each._buffers[name] = convert(buffer)
+    return module
+
+
+def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
+    """In place of `Module._apply` of a module that has parameters on `meta`, while it has."""
+    if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        return converted(module, convert, recurse)
+    del module.__dict__["_apply"]
+    module._apply(convert, recurse)
     return module
 
 
