@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Literal, get_args
@@ -26,7 +27,7 @@ from protrain_runtime.checkpoint.weights import Weights
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import compile_plan
-from protrain_runtime.contract.program.program import gradient_home
+from protrain_runtime.contract.program.program import gradient_home, pinned_bytes
 from protrain_runtime.contract.records import fingerprint, read_plan
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Persistent, Plan, Swap, SwapInput
@@ -78,6 +79,7 @@ from protrain_runtime.model.prepared import (
     look_at,
     undo_all,
 )
+from protrain_runtime.ranks.common_memory import common_memory
 from protrain_runtime.ranks.group import Ranks, ranks_of
 from protrain_runtime.states.absent import (
     absent_parameters,
@@ -194,7 +196,7 @@ def prepare(
                 facts = _facts(model, plan, facade, device, wait_limit_s)
                 if values is not None:
                     facts["weights"] = values.facts()
-                ranks.connect(facts, num_replicas=plan.group.num_replicas, device=device)
+                ranks.connect(facts, group=plan.group, device=device)
                 undo.append(ranks.meeting.close)
             cached = plan.settings.page_cache_bytes > 0
             stores = Stores(backend, directory, checked=check == "spills", cached=cached)
@@ -429,6 +431,7 @@ def _attach(
         own_values = [p for name, p in model.named_parameters() if name not in absent]
         own.append(_share(ranks, [*own_values, *model.buffers(), *scales(model)]))
         undo.append(lambda: _bring_back_together(ranks, chunks if prepared.has_values else ()))
+    _make_copies(chunks, stores, ranks)
     leaving = _offload(prepared, chunks, rules, stores, kind)
     sizes = [chunk.size(rules) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings, device=kind, clipped=True)
@@ -488,6 +491,18 @@ def _attach(
     prepared.below = lambda: (stores.host_bytes + moves.host_bytes, stores.disk_bytes)
     optimizer.attach(chunks, engine)
     return leaving
+
+
+def _make_copies(chunks: Sequence[Chunk], stores: Stores, ranks: Ranks | None) -> None:
+    """Give common copies their places in memory that the ranks of a node share."""
+    shared = (chunk.sharding for chunk in chunks if chunk.sharding is not None)
+    copies = [each.common for each in shared if each.common is not None]
+    if ranks is None or not copies:
+        return
+    *offsets, num_bytes = accumulate((pinned_bytes(c.num_bytes) for c in copies), initial=0)
+    store = stores.share(common_memory(ranks, num_bytes), num_bytes, ranks.in_node[1])
+    for copy, offset in zip(copies, offsets, strict=True):
+        copy.store, copy.offset = store, offset
 
 
 def _offload(

@@ -323,6 +323,7 @@ def _state_name(decision: Placement) -> str:
     """
     if isinstance(decision, Offload) and decision.keep_gathered:
         name = f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
+        name += " with a common copy" * decision.common_copy
         name += " and updated on device" * decision.update_on_device
         return name + " speculatively" * decision.speculate
     return states_text(decision)

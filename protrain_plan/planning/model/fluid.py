@@ -120,16 +120,9 @@ class ForwardBackward:
         self.ways += [UPDATES] * bool(tiers) + [NETWORK] * self.several
         self.on_device = updating and any(o.updated_on_device for _, o, _ in model.each_state())
         self.held_per_written: dict[str, float] = {}
-        self.held_per_shard = min(
-            (
-                whole / own
-                for _, state, _ in model.each_state()
-                for fetch, gather in zip(state.fetches, state.gathers, strict=False)
-                for own, whole in zip(fetch.pieces, gather.pieces, strict=True)
-                if own
-            ),
-            default=0.0,
-        )
+        # Of what is fetched to be gathered, the ranks have equal shards.
+        shards = any(state.fetches and state.gathers for _, state, _ in model.each_state())
+        self.held_per_shard = float(shards * self.problem.settings.group.num_shards)
         self._add_flows()
         self._add_amounts()
         self._add_balances()
@@ -216,7 +209,11 @@ class ForwardBackward:
             slot = self.model.end - 1 - unit_index
             update_s = state.update_s / self.second_unit
             for fetch in state.fetches:
-                ask(f"{fetch.tier}{'_shards' * several}", fetch.slot, y, fetch.bytes / unit)
+                # A common copy takes room of its own, as all that is fetched on one device.
+                if shard := several * (fetch.bytes - state.common_bytes):
+                    ask(f"{fetch.tier}_shards", fetch.slot, y, shard / unit)
+                if shard < fetch.bytes:
+                    ask(fetch.tier, fetch.slot, y, (fetch.bytes - shard) / unit)
             for gather in state.gathers:
                 ask("ranks", gather.slot, y, gather.bytes / unit)
             if state.gradients and (updating or not several):

@@ -113,6 +113,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             if cost.swappable_bytes > 0 and FORMS[cost.form].of == "blocks":
                 activations += [activations_in(cost.form, tier) for tier in tiers]
         states: list[Placement] = [Persistent()]
+        common: list[Offload] = []
         trained = unit.used_by and unit.reached and unit.num_parameters
         trained = trained and unit.stays in ("", WHOLE)
         # What trains little of a chunk, as adapters do, has next to no gradients and states that
@@ -126,13 +127,16 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
                 continue  # the optimizer of this chunk would run in host memory
             stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
             placements = [offload, buffer] if stays[0] != stays[1] else [offload]
+            if home == "host" and unit.gradient_bytes < unit.parameter_bytes:
+                common = [replace(one, common_copy=True) for one in placements]
             if home == "host" and trained and is_accelerator(implied.device):
                 placements += [replace(one, update_on_device=True) for one in placements]
             states += placements
         if trained and settings.clip_share < 1:
-            # Last: what there is without has the same numbers.
+            # Behind all others: what there is without has the same numbers.
             offloads = [one for one in states if isinstance(one, Offload) and one.staged]
             states += [replace(one, speculate=True) for one in offloads]
+        states += common
         found.append(
             UnitOptions(
                 unit,

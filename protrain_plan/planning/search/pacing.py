@@ -28,8 +28,6 @@ from protrain_plan.planning.search.scheduling import (
 from protrain_plan.simulation.rates import contention, slowed
 from protrain_runtime.contract.program.implications import (
     ActivationOption,
-    Fetch,
-    Gathered,
     StateOption,
 )
 from protrain_runtime.contract.program.program import (
@@ -191,14 +189,14 @@ class Pacer:
     def _of_states(self, unit: int, option: StateOption) -> _Option:
         network, count = self.problem.lane_seconds.network, self.problem.count
         arrivals: list[_Arrival] = []
-        brought: Sequence[Fetch | Gathered] = option.arriving
-        for number, come in enumerate(brought):
+        for number, come in enumerate(option.arriving):
             clocks: list[Clock] = []
             if option.fetches:
                 fetch = option.fetches[number]
                 clocks.append(self.clock(Lane("fetch", fetch.tier), fetch.bytes))
             if option.gathers:
-                clocks.append((self.lanes[COLLECT], come.bytes * network.gathered))
+                gathered = option.gathers[number].bytes
+                clocks.append((self.lanes[COLLECT], gathered * network.gathered))
             kind = int(come.slot >= count)
             arrivals.append(
                 _Arrival(

@@ -14,10 +14,10 @@ from math import ceil, floor
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_runtime.contract.program.implications import Fetch, Gathered, StateOption
+from protrain_runtime.contract.program.implications import Brought, Fetch, StateOption
 from protrain_runtime.contract.records.plan import Schedule
 
-_Coming = Fetch | Gathered
+_Coming = Fetch | Brought
 
 
 class ScheduleRule(NamedTuple):
@@ -197,9 +197,10 @@ def fill(
             fetch = activation.swap_in._replace(earliest=gone)
             groups.append((fetch.slot, unit, "swap", [fetch]))
         for name in ("forward", "backward"):
-            fetches = [f for f in state.arriving if (f.slot < count) == (name == "forward")]
-            if fetches:
-                groups.append((fetches[0].slot, unit, name, fetches))
+            here = name == "forward"
+            coming: list[_Coming] = [f for f in state.arriving if (f.slot < count) == here]
+            if coming:
+                groups.append((coming[0].slot, unit, name, coming))
     groups.sort(key=lambda group: group[:2])
     leads: dict[tuple[int, str], float] = {}
     for _, unit, name, fetches in groups:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -453,6 +454,25 @@ class Backend:
             unpin = devices.pin(self.device, buffer.data_ptr(), len(pages))
         # The pages live as long as a view of them; they stay pinned while the buffer itself lives.
         weakref.finalize(buffer, only_here(unpin))
+        return buffer
+
+    def map_common(self, descriptor: int, num_bytes: int) -> torch.Tensor:
+        """Memory that processes share by a file, to be read.  # uint8 [num_bytes], whole pages
+
+        Pinned where the type of device lets pages be pinned, which asks for pages to write to.
+        """
+        pins = not self.on_host and devices.of_type(self.device).pin is not None
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if pins else 0)
+        pages = mmap.mmap(descriptor, num_bytes, prot=access)
+        with warnings.catch_warnings(action="ignore"):  # of memory that is not to be written
+            buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        if pins:
+            with explained_exhaustion(
+                fix="let the process pin more (ulimit -l), or plan without a common copy",
+                what=f"{format_bytes(num_bytes)} of a common copy cannot be pinned",
+            ):
+                unpin = devices.pin(self.device, buffer.data_ptr(), num_bytes)
+            weakref.finalize(buffer, only_here(unpin))
         return buffer
 
     def lane(

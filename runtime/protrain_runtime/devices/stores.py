@@ -6,6 +6,7 @@ file.
 
 import ctypes
 import errno
+import os
 import threading
 import zlib
 from array import array
@@ -101,6 +102,31 @@ class DeviceStore(HostStore):
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return self._backend.empty(num_bytes)
+
+
+class CommonStore(HostStore):
+    """Host memory that `count` processes share, in one file without a name.
+
+    Nothing in it changes but by `write`, which goes through the file: who reads has waited for who
+    writes. It is not checked.
+    """
+
+    def __init__(self, backend: Backend, descriptor: int, num_bytes: int, count: int) -> None:
+        super().__init__(backend)
+        self._descriptor = descriptor
+        self.part_bytes = -(-num_bytes // count)  # of this process
+        self.hold(backend.map_common(descriptor, num_bytes))
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        values = memory_of(source.cpu())
+        while values:
+            written = os.pwrite(self._descriptor, values, offset)
+            offset, values = offset + written, values[written:]
+
+    def close(self) -> None:
+        if self._buffers:
+            os.close(self._descriptor)
+        super().close()
 
 
 class DiskStore:
@@ -362,6 +388,7 @@ class Stores:
         self._backend, self.checked = backend, checked
         self._directory, self._cached = directory, cached
         self._stores: dict[StateTier, Store] = {}
+        self._common: CommonStore | None = None
         self.describe: Describe = lambda *_: "the model's"
 
     def get(self, tier: StateTier) -> Store:
@@ -372,10 +399,16 @@ class Stores:
             self._stores[tier] = open_tier(self._backend, self._directory, self._cached, describe)
         return self._stores[tier]
 
+    def share(self, descriptor: int, num_bytes: int, count: int) -> CommonStore:
+        """Open the memory of a file that `count` processes share."""
+        self._common = CommonStore(self._backend, descriptor, num_bytes, count)
+        return self._common
+
     @property
     def host_bytes(self) -> int:
-        """Host bytes of the host tier and of passages to the disk."""
+        """Host bytes of the host tier, of a part of what is shared, and of passages to disk."""
         tier = self._stores["host"].num_bytes if "host" in self._stores else 0
+        tier += self._common.part_bytes if self._common else 0
         disk = self._stores.get("disk")
         return tier + (disk.host_bytes if isinstance(disk, DiskStore) else 0)
 
@@ -384,7 +417,7 @@ class Stores:
         return self._stores["disk"].num_bytes if "disk" in self._stores else 0
 
     def close(self) -> None:
-        for store in self._stores.values():
+        for store in (*self._stores.values(), *([self._common] if self._common else [])):
             store.close()
 
 

@@ -518,8 +518,12 @@ class Moves:
         """A fetch has ended and its slot begins: give what it brought to the model."""
         move = self.program.moves[number]
         chunk = self.chunks[move.unit]
-        if move.kind == "all-gather" or (move.kind == "fetch" and chunk.sharding is None):
-            chunk.bind(chunk.groups_in(move.share))
+        if move.kind in ("fetch", "all-gather"):
+            regions = chunk.sharding.regions if chunk.sharding is not None else None
+            # Where ranks have shards of a group, their gather brings the last of it.
+            gathered = move.kind == "all-gather"
+            groups = chunk.groups_in(move.share)
+            chunk.bind(n for n in groups if gathered or not (regions and regions[n]))
         elif move.kind == "swap in":
             # From here on the saved tensors alone own what came back.
             self._arriving.pop(number, None)
@@ -562,23 +566,28 @@ class Moves:
         self.buffers.keep_for(sizes)
 
     def fetch(self, chunk: Chunk, groups: Iterable[int]) -> Work:
-        """Bring groups of a chunk to the device, one read per group or rank's range."""
+        """Bring groups of a chunk to the device, one read per group, rank's range or copy."""
         store, sharding = chunk.store, chunk.sharding
         assert store is not None
-        pairs: list[tuple[int, torch.Tensor]] = []
+        pairs: list[tuple[Store, int, torch.Tensor]] = []
         for number in groups:
             group = chunk.own.groups[number]
             buffer = self.buffers.new(chunk.groups[number].num_bytes)
             chunk.buffers[number] = buffer
             if sharding is None:
-                pairs.append((chunk.current.offset + group.offset, buffer))
+                pairs.append((store, chunk.current.offset + group.offset, buffer))
                 continue
             for region in sharding.regions[number]:
                 place = chunk.own.current.offset + group.offset + region.own
-                pairs.append((place, region.of(buffer, sharding.ranks.shard)))
+                pairs.append((store, place, region.of(buffer, sharding.ranks.shard)))
+            if (common := sharding.common) is not None:
+                assert common.store is not None
+                region = common.regions[number]
+                place = common.place(number, region.start)
+                pairs.append((common.store, place, region.whole(buffer, 1)))
 
         def work() -> None:
-            for offset, buffer in pairs:
+            for store, offset, buffer in pairs:
                 store.start_read(offset, buffer)
 
         return work

@@ -18,8 +18,14 @@ from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.devices.preflight import check_free
 from protrain_runtime.devices.turns import in_turn
-from protrain_runtime.model.prepared import engine_of, offloaded_parameters, prepared_of, turns_of
-from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order, write_values
+from protrain_runtime.model.prepared import (
+    engine_of,
+    offloaded_parameters,
+    prepared_of,
+    turns_of,
+    writing_together,
+)
+from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order, place_of, write_values
 
 
 class FullParameters:
@@ -57,20 +63,10 @@ class FullParameters:
         if self._engine is None or not self._chunks:
             return
         changed: list[str] = []
+        written = self._chunks if self._modify else ()
         try:
-            for chunk in self._chunks:
-                for part in chunk.slices:
-                    now = part.parameter
-                    if now.shape != part.shape or now.dtype != part.dtype:
-                        raise RuntimeError(
-                            f"{part.name!r} has another shape or dtype than the plan placed"
-                            f" ({tuple(now.shape)}, {now.dtype}): restore(model) before such"
-                            " changes"
-                        )
-                    if self._modify:
-                        write_values(chunk, part, part.parameter)
-                    elif kind is None and _differs(chunk, part):
-                        changed.append(part.name)
+            with writing_together(written, "full_parameters()"):
+                changed = self._taken_over(look=kind is None)
         finally:
             self._engine.ungather()
         if changed:
@@ -79,6 +75,24 @@ class FullParameters:
                 f"{changed[0]!r}{more} changed inside full_parameters(model), and the changes are"
                 " dropped: say full_parameters(model, modify=True)"
             )
+
+    def _taken_over(self, *, look: bool) -> list[str]:
+        """Write the values, or `look` for those that changed; returns their names."""
+        changed: list[str] = []
+        for chunk in self._chunks:
+            for part in chunk.slices:
+                now = part.parameter
+                if now.shape != part.shape or now.dtype != part.dtype:
+                    raise RuntimeError(
+                        f"{part.name!r} has another shape or dtype than the plan placed"
+                        f" ({tuple(now.shape)}, {now.dtype}): restore(model) before such"
+                        " changes"
+                    )
+                if self._modify:
+                    write_values(chunk, part, part.parameter)
+                elif look and _differs(chunk, part):
+                    changed.append(part.name)
+        return changed
 
 
 def full_parameters(
@@ -105,16 +119,13 @@ def _differs(chunk: Chunk, part: Slice) -> bool:
     if here.stride() != part.stride:
         return True  # another tensor was put there
     flat = flat_storage_order(here).view(torch.uint8)
-    assert chunk.store is not None
-    own, begin = part, 0
-    if chunk.sharding is not None:  # the store has this rank's range alone
-        mine = chunk.sharding.part_of(part.name)
-        if mine is None:
-            return False
-        own, begin = mine, mine.first * part.dtype.itemsize
-    for start in range(0, own.num_bytes, SAVING_BYTES):
-        stored = torch.empty(min(SAVING_BYTES, own.num_bytes - start), dtype=torch.uint8)
-        chunk.store.read(chunk.own.current.offset + own.offset + start, stored)
+    place = place_of(chunk, part)
+    if place is None:
+        return False
+    begin, num_bytes = (count * part.dtype.itemsize for count in (place.first, place.numel))
+    for start in range(0, num_bytes, SAVING_BYTES):
+        stored = torch.empty(min(SAVING_BYTES, num_bytes - start), dtype=torch.uint8)
+        place.store.read(place.offset + start, stored)
         if not torch.equal(flat[begin + start :][: stored.numel()].cpu(), stored):
             return True
     return False
@@ -147,8 +158,9 @@ class MovingAverage:
     `multi_avg_fn` is that of `torch.optim.swa_utils`: by default an exponential average with a
     decay of 0.999. The average of an offloaded parameter is in the tier of its unit's states, that
     of another one on the device: `num_bytes` in all, as much again as the parameters, which plans
-    do not count. An update brings the largest parameter and its average to the device. Averages
-    end with `restore(model)`. ProtrainError where a tier has no room for them.
+    do not count. An update brings the largest parameter and its average to the device. Frozen
+    parameters that have a common copy are their own averages. Averages end with `restore(model)`.
+    ProtrainError where a tier has no room for them.
     """
 
     def __init__(self, model: nn.Module, multi_avg_fn: Average | None = None) -> None:
@@ -255,7 +267,9 @@ class MovingAverage:
             for name in self._held:
                 parameters[name].copy_(averages[name])
             for name, (chunk, part) in self._offloaded.items():
-                write_values(chunk, part, averages[name].to(part.dtype))
+                place = place_of(chunk, part)
+                if place is not None and place.store is chunk.store:
+                    write_values(chunk, part, averages[name].to(part.dtype))
 
     def _check(self, what: str) -> None:
         if engine_of(self._model) is not self._engine:

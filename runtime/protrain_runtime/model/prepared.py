@@ -8,7 +8,7 @@ offloaded parameters.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import local
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import overridden
 from protrain_runtime.devices.turns import Turns
 from protrain_runtime.engine.engine import Engine
@@ -217,6 +218,23 @@ def _reduce_plainly(
     return reduced
 
 
+@contextmanager
+def writing_together(chunks: Sequence[Chunk], what: str) -> Iterator[None]:
+    """Inside, ranks write parameters that they share.
+
+    Common copies are written when all ranks have read what was there, and read when all is written.
+    """
+    shared = (chunk.sharding for chunk in chunks if chunk.sharding is not None)
+    ranks = next((each.ranks for each in shared if each.common is not None), None)
+    if ranks is None:
+        yield
+        return
+    with ranks.meeting.telling(what):
+        devices.synchronize(ranks.device)
+        ranks.meeting.meet(what)
+        yield
+
+
 def offloaded_parameters(chunks: Sequence[Chunk]) -> dict[str, tuple[Chunk, Slice]]:
     """By name, where the parameters lie that are not on the device between steps."""
     return {
@@ -311,8 +329,9 @@ def add_state_dict_hooks(
             bring_back(chunk)
 
     def after_load(*_: object) -> None:
-        for chunk, part in offloaded.values():
-            write_values(chunk, part, part.parameter)
+        with writing_together(below, "load_state_dict()"):
+            for chunk, part in offloaded.values():
+                write_values(chunk, part, part.parameter)
         for chunk in below:
             chunk.unbind(chunk.every_group)
 

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.plan import DeviceGroup, Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import PATIENCE_S
 from protrain_runtime.devices.memory_meter import borrowing
@@ -80,12 +80,14 @@ class Ranks:
     """The ranks of one data-parallel group, of which this one is number `rank` of `count`.
 
     They meet at their store first, and `connect` for collectives. `shard` of `num_shards` is then
-    this one's place among those that share the states of a chunk.
+    this one's place among those that share the states of a chunk, and `in_node` its place, and
+    their number, among those of its node.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, limit_s: float) -> None:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.num_shards, self.shard, self.on_stream = 1, 0, False
+        self.in_node = 0, 1
         self._under_way: deque[tuple[torch.Event, float]] = deque()  # on the stream, since when
         self._waits: dict[int, tuple[float, tuple[dist.ProcessGroup, ...]]] = {}  # by thread
         self._asked = False  # of one that did not end in time
@@ -103,7 +105,9 @@ class Ranks:
         self.meeting.look = self._look
         _connected.add(self)
 
-    def connect(self, facts: Mapping[str, str], *, num_replicas: int, device: torch.device) -> None:
+    def connect(
+        self, facts: Mapping[str, str], *, group: DeviceGroup, device: torch.device
+    ) -> None:
         """Make groups for collectives. RanksError where not all ranks have the same `facts`."""
         library = devices.collectives(device)
         what = "prepare()"
@@ -117,8 +121,9 @@ class Ranks:
         self.meeting.agree(
             what, facts, lambda name: next(fix for kind, fix in fixes if kind in name or not kind)
         )
-        self._device, self.on_stream = device, not devices.on_host(device)
-        self.num_shards = self.count // num_replicas
+        self.device, self.on_stream = device, not devices.on_host(device)
+        self.num_shards = group.num_shards
+        self.in_node = self.rank % group.in_node, group.in_node
         self.shard = self.rank % self.num_shards
         first = self.rank - self.shard
 
@@ -145,7 +150,7 @@ class Ranks:
     def _look(self) -> None:
         """End a collective that waits for a failed rank; say once who is missing in a late one."""
         if self._under_way:
-            with devices.current(self._device):  # this thread's own is the first one
+            with devices.current(self.device):  # this thread's own is the first one
                 while self._under_way and self._under_way[0][0].query():
                     self._under_way.popleft()
         now = time.monotonic()
@@ -257,7 +262,7 @@ class Ranks:
         with self.waiting(self._groups, self._limit_s):
             yield
         if self.on_stream:
-            self._under_way.append((devices.record_event(self._device), time.monotonic()))
+            self._under_way.append((devices.record_event(self.device), time.monotonic()))
 
     def _say_late(self) -> None:
         self._late = self._why(self._limit_s).message

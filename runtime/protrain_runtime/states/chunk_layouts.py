@@ -12,6 +12,7 @@ from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import (
     ALIGNMENT,
     Chunk,
+    CommonCopy,
     Group,
     Region,
     Sharding,
@@ -71,11 +72,14 @@ def make_sharded_chunk(
     parameters: Sequence[tuple[str, nn.Parameter]],
     used_by: tuple[int, ...],
     ranks: Ranks,
+    *,
+    common_copy: bool = False,
 ) -> Chunk:
     """The chunk as it stands on the device; `chunk.sharding.own` is what this rank has of it."""
     groups: list[Group] = []
     own_groups: list[Group] = []
     regions: list[tuple[Region, ...]] = []
+    copies: list[Region] = []
     offset = own_offset = start = own_start = 0
     for members in grouped([aligned_bytes(parameter) for _, parameter in parameters]):
         held = parameters[members.start : members.stop]
@@ -91,6 +95,10 @@ def make_sharded_chunk(
                 part = _slice(name, parameter, (offset, inside), len(groups), first)
                 slices.append(part)
                 inside += -(-part.num_bytes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+            if common_copy and not trainable:
+                copied = sum(each.shard for each in copies)
+                copies.append(Region(begin, copied, inside - begin))
+                continue
             region = Region(begin, inside_own, shard_bytes(inside - begin, ranks.num_shards))
             for part in slices:
                 if part.trainable == trainable:
@@ -115,7 +123,9 @@ def make_sharded_chunk(
     # One optimizer, one set of notes about it.
     shard.offloaded_gradients = whole.offloaded_gradients
     shard.current.updated, shard.current.scalars = whole.current.updated, whole.current.scalars
-    whole.sharding = Sharding(ranks, tuple(regions), shard)
+    frozen = any(region.shard for region in copies)
+    common = CommonCopy(*ranks.in_node, tuple(copies)) if frozen else None
+    whole.sharding = Sharding(ranks, tuple(regions), shard, common)
     return whole
 
 
@@ -181,5 +191,6 @@ def make_chunks(
             own = users if parameters else ()
             chunks.append(make_chunk(index, parameters, own, alignment=alignment))
         else:
-            chunks.append(make_sharded_chunk(index, parameters, users, ranks))
+            common = units[index].states.common_copy
+            chunks.append(make_sharded_chunk(index, parameters, users, ranks, common_copy=common))
     return chunks

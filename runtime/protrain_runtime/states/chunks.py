@@ -7,6 +7,8 @@ buffer of its own, in the same layout, so that groups can come and go one after 
 Of a chunk that ranks share, each group's buffer has its trainable parameters first, then the frozen
 ones; either region is padded to the same range for every rank (see `program.shard_bytes`). A rank
 keeps its ranges as a chunk of its own: parts of parameters, flat, in the order of their storage.
+With a common copy, the frozen region is whole in memory that the ranks of a node share, and nothing
+of it is padded or a rank's own.
 Parameters that no chunk can hold as they are, are refused by name, or left on the device.
 """
 
@@ -522,24 +524,44 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
     return flat.view(dtype).as_strided(part.shape, part.stride)
 
 
+class Place(NamedTuple):
+    """Elements of a parameter, or of one of its states, in a store: all, or a rank's part."""
+
+    store: Store
+    offset: int  # bytes from the start of the store
+    first: int
+    numel: int
+
+
+def place_of(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> Place | None:
+    """Return the elements that this rank writes; None where it has nothing of the parameter."""
+    own, sharding = chunk.own, chunk.sharding
+    if sharding is not None and sharding.common is not None and not part.trainable:
+        return sharding.common.part_of(part)
+    mine = part if sharding is None else sharding.part_of(part.name)
+    if mine is None:
+        return None
+    assert own.store is not None
+    return Place(own.store, own.current.place(mine, layout), mine.first, mine.numel)
+
+
 def write_values(
     chunk: Chunk, part: Slice, values: torch.Tensor, layout: StateLayout | None = None
 ) -> None:
     """Store values of a parameter or state, of any dtype and strides; each rank its part."""
-    assert chunk.store is not None
-    mine = part if chunk.sharding is None else chunk.sharding.part_of(part.name)
-    if mine is not None:
+    place = place_of(chunk, part, layout)
+    if place is not None:
         dtype = part.dtype if layout is None else layout.dtype
         if layout is not None and layout.rule.per > 1:
             flat = values.detach().to(dtype)  # in order already
         else:
             source = dense(values.detach().resolve_conj().resolve_neg(), part.stride)
-            flat = flat_storage_order(source)[mine.first : mine.first + mine.numel].to(dtype)
+            flat = flat_storage_order(source)[place.first : place.first + place.numel].to(dtype)
         written = flat.contiguous().view(torch.uint8)
-        chunk.store.write(chunk.own.current.place(mine, layout), written)
+        place.store.write(place.offset, written)
         chunk.speculated = None
         if chunk.spare is not None and not part.trainable:  # no update writes it there
-            chunk.store.write(chunk.spare.place(mine), written)
+            place.store.write(chunk.spare.place(part), written)
 
 
 def offload(
@@ -698,12 +720,44 @@ class Region:
 
 
 @dataclass(slots=True)
+class CommonCopy:
+    """The frozen parameters of a chunk, whole, in memory that the ranks of a node share.
+
+    All read all of it, and each writes its part of every parameter: `index` of `count`. Regions are
+    those of groups' buffers; `own` is where each begins in the copy, and there is one shard.
+    """
+
+    index: int
+    count: int
+    regions: tuple[Region, ...]
+    store: Store | None = None
+    offset: int = 0  # bytes from the start of the store
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(region.shard for region in self.regions)
+
+    def place(self, group: int, inside: int) -> int:
+        """The offset in the store of a byte of a group's buffer."""
+        region = self.regions[group]
+        return self.offset + region.own + inside - region.start
+
+    def part_of(self, part: Slice) -> Place:
+        """Return the elements of a parameter that this rank writes."""
+        assert self.store is not None
+        first, past = (part.numel * n // self.count for n in (self.index, self.index + 1))
+        offset = self.place(part.group, part.inside + first * part.dtype.itemsize)
+        return Place(self.store, offset, first, past - first)
+
+
+@dataclass(slots=True)
 class Sharding:
     """A chunk's sharing: by group its regions, and this rank's part, as a chunk."""
 
     ranks: Ranks
     regions: tuple[tuple[Region, ...], ...]
     own: Chunk
+    common: CommonCopy | None = None
 
     def gradient_range(self, group: int) -> tuple[int, int]:
         """The bytes of this rank's gradients of a group: where they start, and how many."""
@@ -720,6 +774,11 @@ class Sharding:
         On the parameter's device; it may be a view of more.  # [part.shape]
         """
         own, ranks, device = self.own, self.ranks, part.parameter.device
+        if self.common is not None and not part.trainable:
+            assert self.common.store is not None
+            flat = torch.empty(part.num_bytes, dtype=torch.uint8, device=device)
+            self.common.store.read(self.common.place(part.group, part.inside), flat)
+            return flat.view(part.dtype).as_strided(part.shape, part.stride)
         assert own.store is not None
         if layout is None:
             num_bytes = chunk.groups[part.group].num_bytes

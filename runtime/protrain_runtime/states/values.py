@@ -21,6 +21,7 @@ from protrain_runtime.states.chunks import (
     Slice,
     StateLayout,
     flat_storage_order,
+    place_of,
     write_values,
 )
 from protrain_runtime.states.quantized import (
@@ -373,17 +374,15 @@ def stored_value(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -
     """An offloaded parameter, or one of its elementwise optimizer states."""
     own, shape, stride = chunk.own, part.shape, part.stride
     assert own.store is not None
+    place, elements = place_of(chunk, part, layout), None
     if layout is not None and layout.rule.per > 1:
         shape, stride = torch.Size([layout.rule.count(part.numel)]), (1,)
-    mine: Slice | None = part
-    elements: tuple[int, int] | None = None
     if chunk.sharding is not None and part.numel:
-        mine = chunk.sharding.part_of(part.name)
-        elements = (mine.first, mine.numel) if mine else (0, 0)
-    twin = own.spare.place(mine) if own.spare and mine and not part.trainable else None
+        elements = (place.first, place.numel) if place else (0, 0)
+    twin = own.spare.place(part) if own.spare and not part.trainable else None
     return Stored(
-        store=own.store,
-        offset=own.current.place(mine, layout) if mine else 0,
+        store=place.store if place else own.store,
+        offset=place.offset if place else 0,
         dtype=part.dtype if layout is None else layout.dtype,
         shape=shape,
         stride=stride,

@@ -229,7 +229,9 @@ class _Compiler:
                         move = Move("fetch", unit, served, lane, size, share=share)
                         self.fetches[slot].append(move)
                     if held and placement.gathers:
-                        size = sum(arriving.pieces[held.start : held.stop])
+                        size = sum(placement.gathers[number].pieces[held.start : held.stop])
+                        if not size and plan.states.common_copy:
+                            continue  # all of it has come
                         move = Move("all-gather", unit, served, COLLECT, size, share=share)
                         self.fetches[slot].append(move)
                 # What is updated in place stays until it is written.

@@ -22,6 +22,7 @@ from protrain_runtime.contract.program.program import (
     GradientHome,
     Lane,
     Program,
+    common_pieces,
     file_bytes,
     gradient_home,
     padded,
@@ -78,8 +79,8 @@ class Fetch(NamedTuple):
     pieces: tuple[int, ...]
 
 
-class Gathered(NamedTuple):
-    """Bytes that a slot needs of all ranks' shards; like a `Fetch`, over the network."""
+class Brought(NamedTuple):
+    """Bytes that a slot needs of a chunk, all of it or what is gathered of the ranks' shards."""
 
     slot: int
     earliest: int
@@ -162,8 +163,10 @@ class StateOption:
 
     whole, own     the chunk as it stands on the device while it is used, and this rank's part
     home           where gradients wait for the update; None: with persistent states
-    fetches        parameters, one per stay on the device; of several devices: this rank's shard
-    gathers        the same of all ranks' shards
+    arriving       the parameters and the room that they take, one per stay on the device
+    fetches        those that come from the tier; of several devices: this rank's shard of them
+    gathers        those that come from all ranks' shards
+    common_bytes   of each fetch: frozen parameters, whole, from the copy that a node's ranks share
     summed_bytes   gradients that are summed for all ranks, after the unit's backward slot
     scattered      gradients that are summed for the rank that has them
     gradients      what leaves after the chunk's last backward slot and is gone when it is moved
@@ -189,8 +192,10 @@ class StateOption:
     whole: ChunkSize
     own: ChunkSize
     home: GradientHome | None = None
+    arriving: tuple[Brought, ...] = ()
     fetches: tuple[Fetch, ...] = ()
-    gathers: tuple[Gathered, ...] = ()
+    gathers: tuple[Brought, ...] = ()
+    common_bytes: int = 0
     summed_bytes: int = 0
     scattered: Leaving | None = None
     gradients: Leaving | None = None
@@ -242,11 +247,6 @@ class StateOption:
         tier = self.decision.tier
         update = UPDATE_ON_DEVICE if self.updated_on_device else Lane("update", tier)
         return Lane("read", tier), update, Lane("write", tier)
-
-    @property
-    def arriving(self) -> tuple[Fetch, ...] | tuple[Gathered, ...]:
-        """Moves that take room on the device before their slot, if they come ahead."""
-        return self.gathers or self.fetches
 
     @property
     def leaving(self) -> Leaving | None:
@@ -390,27 +390,39 @@ def placed(
         step_slot = slot if decision.update_in_backward else 2 * count
         return StateOption(decision, chunk, chunk, summed_bytes=summed, step_slot=step_slot)
     tier, home = decision.tier, gradient_home(decision, settings, device)
-    whole, own = padded(chunk, settings), shard_of(chunk, settings)
+    with_copy = decision.common_copy
+    whole = padded(chunk, settings, common_copy=with_copy)
+    own = shard_of(chunk, settings, common_copy=with_copy)
+    shards = own.each_parameters
+    common = common_pieces(chunk) if with_copy else (0,) * len(shards)
+    fetched = tuple(shard + beside for shard, beside in zip(shards, common, strict=True))
+    sizes = zip(whole.each_parameters, common, strict=True)
+    gathered = tuple(size - beside for size, beside in sizes)
+    arriving: list[Brought] = []
     fetches: list[Fetch] = []
-    gathers: list[Gathered] = []
+    gathers: list[Brought] = []
     earliest = 0  # a chunk is not fetched again before its last stay has ended
     for stay in residencies(decision, chunk.used_by, count) if chunk.used_by else ():
-        size = own.parameter_bytes
+        when = stay.first, earliest
+        arriving.append(Brought(*when, whole.parameter_bytes, whole.each_parameters))
         if tier != "device":
-            fetches.append(Fetch(tier, stay.first, earliest, size, own.each_parameters))
-        if several:
-            size = whole.parameter_bytes
-            gathers.append(Gathered(stay.first, earliest, size, whole.each_parameters))
+            fetches.append(Fetch(tier, *when, sum(fetched), fetched))
+        if several and (any(gathered) or not with_copy):
+            gathers.append(Brought(*when, sum(gathered), gathered))
         earliest = stay.last + 1
+    # Each rank of a node counts its part of what they have together.
+    copy_bytes = -(-pinned_bytes(sum(common)) // settings.group.in_node)
     option = StateOption(
         decision,
         whole,
         own,
         home,
+        arriving=tuple(arriving),
         fetches=tuple(fetches),
         gathers=tuple(gathers),
+        common_bytes=sum(common),
         step_slot=2 * count,
-        tier_bytes=_tier_bytes(decision, home, own, device),
+        tier_bytes=_tier_bytes(decision, home, own, device, copy_bytes),
     )
     if not chunk.used_by or not chunk.num_parameters:
         return option
@@ -459,9 +471,12 @@ def placed(
 
 
 def _tier_bytes(
-    states: Offload, home: GradientHome, own: ChunkSize, device: DeviceKind
+    states: Offload, home: GradientHome, own: ChunkSize, device: DeviceKind, copy_bytes: int
 ) -> dict[TierName, int]:
-    """Bytes that an offloaded chunk takes of tiers: its states, and gradients on their way."""
+    """Bytes that an offloaded chunk takes of tiers: its states, and gradients on their way.
+
+    `copy_bytes` are those of a common copy.
+    """
     found: dict[TierName, int] = {}
     tier, copies = states.tier, 1 + states.speculate
     for name in get_args(TierName):
@@ -476,6 +491,7 @@ def _tier_bytes(
             # So in a file, where every kind of states has blocks of its own, too.
             parts = copies * _kinds_of_states(own) if tier == name else 0
             size = sum(map(file_bytes, regions)) + parts * (PAGE_BYTES + LARGE_BEGIN_BYTES)
+        size += copy_bytes if tier == name else 0
         if size and own.used_by:
             found[name] = size
     return found

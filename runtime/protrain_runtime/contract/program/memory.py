@@ -78,10 +78,8 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
     for slot_index, slot in enumerate(program.slots):
         for number in slot.submit:  # what is fetched ahead of its slot
             move = program.moves[number]
-            # A rank's shard is read into its place among the others', which are gathered there.
-            read = move.kind == "fetch" and settings.group.num_devices > 1
-            if slot_index < move.slot and not read:
-                yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, move.bytes)
+            if slot_index < move.slot and (size := _room(move, program.states[move.unit])):
+                yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, size)
     gone_at = dict.fromkeys(program.reduced, end) | _gone_at(program)
     # By unit: the slot of the next step before which what its update held has left. What entered
     # the lane before the moves that are waited for has ended with them.
@@ -214,6 +212,20 @@ def _gone_at(program: Program) -> dict[int, int]:
         if move.kind == "write states" and known is not None:
             slots[number] = later[move.unit] = min(known, later.get(move.unit, known))
     return slots
+
+
+def _room(move: Move, state: StateOption) -> int:
+    """Device bytes that what arrives takes from the slot that submits the move.
+
+    A rank's shard is read into its place among the others', which are gathered there.
+    """
+    if move.kind == "swap in":
+        return move.bytes
+    if move.kind == "all-gather" and state.fetches:
+        return 0  # the fetch before it has taken it
+    sizes = state.whole.each_parameters
+    held = pieces_in(sizes, move.share)
+    return sum(sizes[held.start : held.stop])
 
 
 def _held_until_moved(move: Move, state: StateOption) -> int:

@@ -33,8 +33,9 @@ On several devices every rank has the same programme. All collectives are on the
 `collect`, so that every rank meets them in the same order. A chunk's buffers are padded so that
 each rank's shard of a group is a range of `shard_bytes`; `padded` and `shard_of` say what that
 makes of a chunk. What a slot reads is then a fetch of the rank's own range and an all-gather of the
-others', and a unit's gradients are summed when its own backward slot has ended: those of a
-persistent chunk for every rank, those of others for the rank that has them.
+others'; frozen parameters with a common copy are fetched whole. A unit's gradients are summed when
+its own backward slot has ended: those of a persistent chunk for every rank, those of others for the
+rank that has them.
 """
 
 from bisect import bisect_right
@@ -54,7 +55,9 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Unit
 
 MoveKind = Literal[
-    "fetch",  # a chunk's parameters to the device; of several devices: the rank's shard of them
+    # A chunk's parameters to the device; of several devices: the rank's shard of them, and all that
+    # has a common copy.
+    "fetch",
     "all-gather",  # the other ranks' shards to this device
     "all-reduce",  # a persistent chunk's gradients, summed over all ranks
     "reduce-scatter",  # a sharded chunk's gradients, summed; each rank keeps its shard of them
@@ -206,21 +209,30 @@ def shard_bytes(num_bytes: int, num_shards: int) -> int:
     return -(-num_bytes // (num_shards * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
 
 
-def shard_of(chunk: ChunkSize, settings: StepSettings) -> ChunkSize:
+def common_pieces(chunk: ChunkSize) -> tuple[int, ...]:
+    """Bytes of the frozen parameters in each piece of the parameters, as a common copy has them."""
+    pairs = zip(chunk.each_parameters, chunk.each_gradients, strict=True)
+    return tuple(in_blocks(size - gradient, SHARD_ALIGNMENT) for size, gradient in pairs)
+
+
+def shard_of(chunk: ChunkSize, settings: StepSettings, *, common_copy: bool = False) -> ChunkSize:
     """One rank's part of a sharded chunk; on one device, the chunk itself.
 
     In each group of whole parameters, the trainable ones and the frozen ones are shared by
-    themselves. Padding counts as trainable parameters.
+    themselves. Padding counts as trainable parameters. With a common copy of the frozen ones, they
+    are no rank's part.
     """
     if settings.group.num_devices == 1:
         return chunk
     parameters, gradients = chunk.each_parameters, chunk.each_gradients
     count = settings.group.num_shards
     trainable = tuple(shard_bytes(size, count) for size in gradients)
-    pieces = tuple(
-        own + shard_bytes(size - gradient, count)
-        for own, size, gradient in zip(trainable, parameters, gradients, strict=True)
-    )
+    pieces = trainable
+    if not common_copy:
+        pieces = tuple(
+            own + shard_bytes(size - gradient, count)
+            for own, size, gradient in zip(trainable, parameters, gradients, strict=True)
+        )
     num_parameters = state_bytes = 0
     if chunk.num_parameters:
         num_parameters = sum(trainable) * chunk.num_parameters // chunk.gradient_bytes
@@ -237,18 +249,21 @@ def shard_of(chunk: ChunkSize, settings: StepSettings) -> ChunkSize:
     )
 
 
-def padded(chunk: ChunkSize, settings: StepSettings) -> ChunkSize:
-    """The parts of all ranks that share a chunk together: the size of its buffers."""
+def padded(chunk: ChunkSize, settings: StepSettings, *, common_copy: bool = False) -> ChunkSize:
+    """The parts of all ranks that share a chunk, and its common copy: the size of its buffers."""
     if settings.group.num_devices == 1:
         return chunk
-    own, count = shard_of(chunk, settings), settings.group.num_shards
+    own = shard_of(chunk, settings, common_copy=common_copy)
+    count, pieces = settings.group.num_shards, own.each_parameters
+    common = common_pieces(chunk) if common_copy else (0,) * len(pieces)
+    whole = tuple(size * count + beside for size, beside in zip(pieces, common, strict=True))
     return replace(
         own,
-        parameter_bytes=own.parameter_bytes * count,
+        parameter_bytes=sum(whole),
         gradient_bytes=own.gradient_bytes * count,
         state_bytes=own.state_bytes * count,
         num_parameters=own.num_parameters * count,
-        parameter_pieces=tuple(size * count for size in own.parameter_pieces),
+        parameter_pieces=whole if own.parameter_pieces else (),
         gradient_pieces=tuple(size * count for size in own.gradient_pieces),
     )
 

@@ -55,6 +55,12 @@ REQUIREMENTS = (
         words="several devices, which share states",
         fix="let it be persistent, or plan with --num-devices",
     ),
+    Requirement(
+        of=lambda states: states.common_copy,
+        holds=lambda step: step.group.num_devices > 1,
+        words="several devices, of which those of a node fetch from one copy",
+        fix="leave the common copy out, or plan with --num-devices",
+    ),
 )
 
 

@@ -4,7 +4,7 @@ A decision of a new kind, or on a new tier, is one entry here; its class is in `
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Generic, TypeVar, get_args
 
@@ -16,7 +16,6 @@ from protrain_runtime.contract.records.plan import (
     Offload,
     Persistent,
     Placement,
-    StateTier,
     activations_in,
 )
 from protrain_runtime.contract.records.profile import Form
@@ -96,16 +95,17 @@ def _activations_wording(form: Form, tier: TierName | None) -> Wording[Activatio
     )
 
 
-_OFFLOADS: dict[tuple[StateTier, bool, bool], str] = {
-    ("host", False, False): "OB",
-    ("host", True, False): "GH",
-    ("host", True, True): "VY",
-    ("disk", False, False): "ob",
-    ("disk", False, True): "vy",
-    ("device", False, False): "Dd",
+_OFFLOADS: dict[Offload, str] = {
+    Offload(tier="host"): "OB",
+    Offload(tier="host", update_on_device=True): "GH",
+    Offload(tier="host", update_on_device=True, speculate=True): "VY",
+    Offload(tier="host", common_copy=True): "Cc",
+    Offload(tier="disk"): "ob",
+    Offload(tier="disk", speculate=True): "vy",
+    Offload(tier="device"): "Dd",
 }
-"""Letters of parameters that are fetched per use, and of those that are kept gathered, by where the
-states are, whether their update is on the device, and whether it is ahead of the norm."""
+"""Placements below the device, with their letters: of parameters that are fetched per use, and of
+those that are kept gathered."""
 
 
 def _placements() -> Iterator[Wording[Placement]]:
@@ -119,12 +119,17 @@ def _placements() -> Iterator[Wording[Placement]]:
         f"{keep} and update{{s}} them in backward",
         f"{keeping} and updating them in backward",
     )
-    for gathered, ((tier, on_device, ahead), letters) in product((False, True), _OFFLOADS.items()):
+    for gathered, (placement, letters) in product((False, True), _OFFLOADS.items()):
+        tier, on_device, ahead = placement.tier, placement.update_on_device, placement.speculate
         phrase, doing = f"offload to {tier}", f"offloading them to {tier}"
         does = f"offload{{s}} {{their}} states to {tier}"
         if tier == "device":
             phrase, doing = "shard", "sharding them over the devices"
             does = "shard{s} {their} states over the devices"
+        if placement.common_copy:
+            phrase += " with a common copy"
+            does += " with a common copy of what is frozen"
+            doing += " with a common copy of what is frozen"
         if gathered:
             joined = "," if on_device or ahead else " and"
             phrase += " and keep gathered"
@@ -136,9 +141,7 @@ def _placements() -> Iterator[Wording[Placement]]:
             phrase += f" and update{where}{early}"
             does += f" and update{{s}} them{there}{early}"
             doing += f" and updating them{there}{early}"
-        decision = Offload(
-            tier=tier, keep_gathered=gathered, update_on_device=on_device, speculate=ahead
-        )
+        decision = replace(placement, keep_gathered=gathered)
         yield Wording(decision, phrase, letters[gathered], does, doing)
 
 

@@ -71,6 +71,7 @@ class Persistent:
 
     update_in_backward: bool = False
     # Nothing of the axes of `Offload`.
+    common_copy: ClassVar[bool] = False
     keep_gathered: ClassVar[bool] = False
     update_on_device: ClassVar[bool] = False
     speculate: ClassVar[bool] = False
@@ -100,9 +101,13 @@ class Offload:
 
     On several devices each one has its share there, and all-gathers what was fetched. Shares on
     `device` only have to be gathered; see `Plan.num_devices`.
+
+    With `common_copy`, which is for host memory, frozen parameters lie there whole, once for all
+    devices of a node, and each device fetches them by itself. Trained ones are shared as always.
     """
 
     tier: StateTier
+    common_copy: bool = False
     keep_gathered: bool = False
     update_on_device: bool = False
     speculate: bool = False

@@ -1,0 +1,70 @@
+"""Memory that the ranks of a node share.
+
+It never has a name, so that none is left however they end. A rank that ends takes nothing from the
+others, which have it as long as they map it.
+"""
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.ranks.group import Ranks
+
+
+def common_memory(ranks: Ranks, num_bytes: int) -> int:
+    """A file in memory that this rank's node has once; returns this rank's descriptor of it.
+
+    All ranks call. ProtrainError where ranks that the plan has in one node are on several machines,
+    or the system has no such files.
+    """
+    machines = ranks.all_objects(_machine())
+    place, count = ranks.in_node
+    for first in range(0, ranks.count, count):
+        for rank in range(first, first + count):
+            if machines[rank] != machines[first]:
+                raise ProtrainError(
+                    f"ranks {first} and {rank} share a common copy, as devices of one node, and run"
+                    f" on two machines ({machines[first][0]} and {machines[rank][0]})",
+                    key="settings.group.num_nodes",
+                    fix=f"start {count} ranks on each machine, the ranks of one after those of"
+                    " another; or plan for other nodes (--nodes)",
+                )
+    made = _made(num_bytes) if place == 0 else -1
+    told = ranks.all_objects((os.getpid(), made, os.fstat(made).st_ino if made >= 0 else 0))
+    process, descriptor, number = told[ranks.rank - place]
+    if place:
+        try:
+            made = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            if os.fstat(made).st_ino != number:
+                raise OSError("it is another one")
+        except OSError as error:
+            raise ProtrainError(
+                f"rank {ranks.rank} cannot open the common copy that rank {ranks.rank - place} has"
+                f" made: {error.strerror or error}",
+                fix="let the ranks of a node see each other's processes (one container, one user),"
+                " or plan without a common copy",
+            ) from error
+    ranks.all_objects(None)  # the one that made it keeps it until all have it
+    return made
+
+
+def _made(num_bytes: int) -> int:
+    try:
+        made = os.memfd_create("protrain common copy")
+        os.ftruncate(made, num_bytes)
+    except (AttributeError, OSError) as error:
+        raise ProtrainError(
+            f"a common copy cannot be made here: {error}",
+            fix="train on Linux, or plan without a common copy",
+        ) from error
+    return made
+
+
+def _machine() -> tuple[str, str]:
+    """The machine's name, and what tells apart two of one name."""
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return socket.gethostname(), boot
