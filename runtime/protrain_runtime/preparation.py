@@ -132,11 +132,11 @@ def prepare(
     tier keeps its unnamed file, by default the system's directory for temporary files.
     `check="bitwise"` trains a plain copy beside the
     first three steps, with the memory of plain training, and stops on a bit that differs.
-    `check="spills"` compares what comes back from host memory and disk with what went there; every
-    step pays for that. A wait for a transfer or an update that takes longer than `wait_limit_s` is
-    an error that names it. `lane_delay` returns seconds by which tests hold every transfer back.
-    `watch` warns where the second step takes more bytes than predicted; by default on accelerators,
-    where it costs nothing.
+    `check="spills"` compares what comes back from host memory, but for common copies, and disk with
+    what went there; every step pays for that. A wait for a transfer or an update that takes longer
+    than `wait_limit_s` is an error that names it. `lane_delay` returns seconds by which tests hold
+    every transfer back. `watch` warns where the second step takes more bytes than predicted; by
+    default on accelerators, where it costs nothing.
 
     The training loop stays as it is: the plan's number of micro-batches, then one `step()`. Under a
     plan for several devices, every rank of `process_group` (by default of all there are) calls

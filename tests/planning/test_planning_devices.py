@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from rich.console import Console
 
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.outcome import Infeasible, Solved
@@ -121,6 +122,41 @@ def test_a_shard_cannot_be_pinned_on_one_device(assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
         _ = question(profile, asked.budgets, *asked.pins).problem().options
     assert_says(caught.value)
+
+
+def test_a_common_copy_is_for_frozen_parameters_of_several_devices(assert_says: Speaker) -> None:
+    whole = small(joined(gpu()), blocks=2)
+    trained, frozen, *_ = whole.units[1:]
+    frozen = replace(frozen, gradient_bytes=0, gradient_pieces=(), num_parameters=0, state_bytes=0)
+    profile = replace(whole, units=(whole.units[0], trained, frozen, *whole.units[3:]))
+    pin = "layers.{}: offload to host with a common copy"
+    asked = question(profile, within(profile, 10**12), parse_pin(pin.format(1)), group=TWO)
+    [option] = asked.problem().options[2].states
+    assert option.decision == Offload(tier="host", common_copy=True)
+    assert option.gathers == ()
+    assert option.tier_bytes["host"] == pytest.approx(frozen.parameter_bytes / 2, abs=2 * 4096 * 4)
+    for number, group in ((0, TWO), (1, ALONE)):
+        with pytest.raises(ProtrainError) as caught:
+            _ = (
+                question(profile, asked.budgets, parse_pin(pin.format(number)), group=group)
+                .problem()
+                .options
+            )
+        assert_says(caught.value)
+
+
+def test_links_share_the_memory_of_their_host() -> None:
+    profile = small(joined(gpu(pcie=20e9), devices_per_node=8), blocks=1)
+    rates = load_hardware("rtx-4090").rates
+    assert rates is not None
+    rates = replace(rates, host_bandwidth_bytes_per_s=100e9)
+    profile = replace(profile, hardware=replace(profile.hardware, rates=rates))
+    for devices, speed in ((1, 20e9), (4, 20e9), (8, 12.5e9)):
+        group = DeviceGroup(num_devices=devices)
+        own = profile_of_rank(profile, group)
+        link = own.hardware.tier("host").link
+        assert (link.read_bytes_per_s, link.write_bytes_per_s) == (speed, speed)
+        assert profile_of_rank(own, group) == own
 
 
 # --- collectives ----------------------------------------------------------------------------------

@@ -120,6 +120,27 @@ def test_collectives_stand_behind_what_they_need_on_one_lane() -> None:
     ]
 
 
+def test_a_common_copy_is_fetched_whole_and_not_gathered() -> None:
+    common = Offload(tier="host", common_copy=True)
+    own = shard_of(CHUNK, IN_BACKWARD, common_copy=True)
+    whole = padded(CHUNK, IN_BACKWARD, common_copy=True)
+    # Of 2500 trainable bytes as ever; of 500 trainable and 1000 frozen ones: 1 and 4 blocks.
+    assert own.parameter_pieces == own.gradient_pieces == (5 * 256, 256)
+    assert whole.parameter_pieces == (10 * 256, 2 * 256 + 4 * 256)
+    assert padded(whole, IN_BACKWARD, common_copy=True) == whole
+    program = compiled(common)
+    fetch, gather = program.moves[:2]
+    assert (fetch.kind, fetch.bytes) == ("fetch", 6 * 256 + 4 * 256)
+    assert (gather.kind, gather.bytes) == ("all-gather", 2 * 6 * 256)
+    frozen = replace(
+        CHUNK, gradient_bytes=0, num_parameters=0, state_bytes=0, gradient_pieces=(0, 0)
+    )
+    units = [UnitPlan(name="layers.0", activations=Keep(), states=common)]
+    program = compile_plan(units, [frozen], IN_BACKWARD, device="cpu")
+    assert names(program) == ["fetch 0 @0"]
+    assert program.moves[0].bytes == 10 * 256 + 6 * 256
+
+
 def test_gathered_parameters_leave_after_every_stay() -> None:
     program = compiled(
         Offload(tier="device"), Offload(tier="disk", keep_gathered=True), Offload(tier="device")

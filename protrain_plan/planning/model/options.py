@@ -318,6 +318,8 @@ def _cannot(
     elif isinstance(decision, Offload) and unit.unit.stays:
         why = unit.unit.stays
         problem = f"{name} cannot take {phrase!r}: its states stay on the device ({why})"
+    elif isinstance(decision, Offload) and decision.common_copy:
+        problem = f"{name} cannot take {phrase!r}: that is for units with frozen parameters"
     elif isinstance(decision, Persistent | Offload) and not takers:
         problem = (
             f"{name} cannot take {phrase!r}: that is for units most of whose parameters are trained"

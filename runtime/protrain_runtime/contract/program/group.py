@@ -116,8 +116,8 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
 
     What the machine's tiers and its optimizer have as a node, the node's ranks share: capacities,
     threads, the disk's speed and that of the optimizer. The memory of its host they share in any
-    case: each updates its part of what that lets through. The library of collectives counts with
-    the context.
+    case: each updates its part of what that lets through, and no link to it is faster than its
+    part, in either direction. The library of collectives counts with the context.
     ProtrainError where the machine does not say what joins its devices.
     """
     if group.num_devices == 1:
@@ -130,6 +130,8 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     tiers: list[Tier] = []
     for tier in hardware.tiers:
         link = tier.link
+        if tier.name == "host" and hardware.rates and hardware.rates.host_bandwidth_bytes_per_s:
+            link = _link_within(link, hardware.rates.host_bandwidth_bytes_per_s / group.in_node)
         if tier.name == "disk":  # each device has a link of its own to host memory
             link = _shared_link(link, shared)
             if tier.cached is not None:
@@ -157,6 +159,11 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
         ),
         optimizer=replace(optimizer, host_parameters_per_s=host),
     )
+
+
+def _link_within(link: Link, bytes_per_s: float) -> Link:
+    read, write = min(link.read_bytes_per_s, bytes_per_s), min(link.write_bytes_per_s, bytes_per_s)
+    return replace(link, read_bytes_per_s=read, write_bytes_per_s=write)
 
 
 def _shared_link(link: Link, count: int) -> Link:
