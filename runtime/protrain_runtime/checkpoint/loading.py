@@ -70,9 +70,8 @@ def load(
             random_states = _random_states(training, ranks.rank if ranks else 0)
             _try_random(random_states or {}, directory)
         saved.verify(ranks, lambda name: shown(name) + _unit_of(name, prepared))
-        if ranks is not None:  # others write what may be on its way to this device
-            devices.synchronize(ranks.device)
-        meet(model, "load()")  # each rank has compared some of the files, for all
+        if ranks is not None:
+            meet(ranks, "load()")  # each rank has compared some of the files, for all
         with _in_part():
             fill_values(targets)
             saved.refuse_changed()

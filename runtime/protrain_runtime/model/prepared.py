@@ -68,11 +68,13 @@ def together(model: nn.Module, what: str) -> AbstractContextManager[None]:
     return prepared.ranks.meeting.telling(what, limit_s=CHECKPOINT_LIMIT_S)
 
 
-def meet(model: nn.Module, what: str) -> None:
-    """Inside `together`: all ranks have come here, and whatever failed before has ended it."""
-    prepared = prepared_of(model)
-    if prepared is not None and prepared.ranks is not None:
-        prepared.ranks.meeting.meet(what, limit_s=CHECKPOINT_LIMIT_S)
+def meet(ranks: Ranks, what: str) -> None:
+    """Inside `together`: all ranks have come here, and whatever failed before has ended it.
+
+    Nothing that a rank reads is on its way any more: others may write it.
+    """
+    devices.synchronize(ranks.device)
+    ranks.meeting.meet(what, limit_s=CHECKPOINT_LIMIT_S)
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -230,8 +232,7 @@ def writing_together(chunks: Sequence[Chunk], what: str) -> Iterator[None]:
         yield
         return
     with ranks.meeting.telling(what):
-        devices.synchronize(ranks.device)
-        ranks.meeting.meet(what)
+        meet(ranks, what)
         yield
 
 
