@@ -54,7 +54,6 @@ _COMMENTS: dict[type[Record], str] = {
 #   activations  keep | recompute | swap to TIER | swap-input to TIER (and recompute)
 #                recompute lite|mlp|attn, swap to TIER and recompute lite|mlp|attn: in part
 #   states       persistent (and update in backward) | offload to TIER or shard (and keep gathered)
-#                offload to host with a common copy: frozen parameters once per node
 #   ..._lead     a fetch may start this many slots before the one it serves; absent: 0
 #   ..._drain    bytes have left the device this many slots later; absent: by the step's end
 #                (1.3: two slots for 30 % of the bytes, one slot for the others)
