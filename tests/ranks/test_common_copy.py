@@ -158,6 +158,22 @@ def test_nodes_have_a_copy_each(tmp_path: Path) -> None:
         assert sharing == pytest.approx(2, rel=0.1)
 
 
+def from_folder(rank: int, _: int, plan: Plan, weights: Path) -> tuple[list[int], dict[str, Any]]:
+    """The sizes of a rank's common copies, and its model's values, read from a folder."""
+    make = partial(SUBJECT.build, rank)
+    model, _ = prepare(make, plan, optimizer=ADAMW, weights=weights, wait_limit_s=60.0)
+    return [size for _, size, _ in shared()], copied(model.state_dict())
+
+
+def test_a_folders_weights_go_straight_into_the_common_copy(tmp_path: Path) -> None:
+    model: Any = SUBJECT.build(seed=5)
+    model.save_pretrained(tmp_path / "weights", max_shard_size="100KB")
+    plan = plan_on(2, decided(SUBJECT.units(), Keep(), COMMON))
+    for sizes, values in run_ranks(from_folder, 2, tmp_path, plan, tmp_path / "weights"):
+        assert sizes
+        assert not [*differences(values, copied(model.state_dict()), "loaded")]
+
+
 # --- bytes ----------------------------------------------------------------------------------------
 
 
