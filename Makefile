@@ -42,8 +42,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(STAMP) ## profile, plan, check and train a small model under a hard memory limit
+demo: $(STAMP) ## train under a hard memory limit: a small model, and one larger than the limit
 	@$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/large_model.py
 
 # Types are checked while tests run: what is wrong with them is said last. Two sessions, so that what
 # is asked of a CPU is asked of a process that knows no accelerator, as those of most users.

@@ -190,10 +190,11 @@ def test_the_other_tests_exist(how: CoveredBy) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_make_demo_holds_what_it_promises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["demo", "large_model"])
+def test_make_demo_holds_what_it_promises(name: str, tmp_path: Path) -> None:
     """With fewer steps; `make` adds the environment that this test runs in."""
-    assert "\t@$(BIN)/python examples/demo.py\n" in (ROOT / "Makefile").read_text()
-    demo = f"{shlex.quote(sys.executable)} {shlex.quote(str(ROOT / 'examples/demo.py'))}"
+    assert f"\t@$(BIN)/python examples/{name}.py\n" in (ROOT / "Makefile").read_text()
+    demo = f"{shlex.quote(sys.executable)} {shlex.quote(str(ROOT / f'examples/{name}.py'))}"
     result = bash(f"{demo} --steps 2", folder=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "everything held"

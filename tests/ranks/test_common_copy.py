@@ -158,7 +158,9 @@ def test_nodes_have_a_copy_each(tmp_path: Path) -> None:
         assert sharing == pytest.approx(2, rel=0.1)
 
 
-def from_folder(rank: int, _: int, plan: Plan, weights: Path) -> tuple[list[int], dict[str, Any]]:
+def from_folder(
+    rank: int, _count: int, plan: Plan, weights: Path
+) -> tuple[list[int], dict[str, Any]]:
     """The sizes of a rank's common copies, and its model's values, read from a folder."""
     make = partial(SUBJECT.build, rank)
     model, _ = prepare(make, plan, optimizer=ADAMW, weights=weights, wait_limit_s=60.0)
