@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from protrain_plan.models.adapters import adapted
 from protrain_plan.models.building import seeded
 from protrain_runtime import prepare, restore, save, without_parameters
 from protrain_runtime.checkpoint.files import joined_sums
@@ -442,6 +443,24 @@ def packed_with_adapters(
         model = model.to(place)
     with seeded(5):
         return quantized_models.with_adapters(model).train()
+
+
+@pytest.mark.parametrize("kept_in", ["float32", "base"])
+def test_adapters_are_there_and_the_base_is_not(kept_in: str) -> None:
+    def made() -> nn.Module:
+        with seeded(7):
+            return adapted(
+                quantized_models.llama().bfloat16(), f"lora r=2 dtype={kept_in}", source=""
+            )
+
+    whole = dict(made().named_parameters())
+    with without_parameters():
+        absent = made()
+    for name, parameter in absent.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.shape == whole[name].shape
+            assert parameter.dtype == whole[name].dtype
+        assert parameter.is_meta != parameter.requires_grad
 
 
 @needs_bitsandbytes

@@ -65,12 +65,16 @@ def without_parameters(*, adapters: bool = True) -> Iterator[None]:
         yield
 
 
+_ADDING = ("inject_adapter", "cast_adapter_dtype")
+"""PEFT's functions that make an adapter's parameters, and make them again in float32."""
+
+
 def _is_adding_adapters() -> bool:
     """Whether PEFT, wherever it was imported, is adding adapters to a model."""
     frame = sys._getframe() if "peft" in sys.modules else None
     while frame is not None:
         where = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "inject_adapter" and where.startswith("peft."):
+        if frame.f_code.co_name in _ADDING and where.startswith("peft."):
             return True
         frame = frame.f_back
     return False
