@@ -451,8 +451,8 @@ def _one_of(meanings: Mapping[Any, Any]) -> Reader:
         for word, meaning in meanings.items():
             if type(word) is type(value) and word == value:
                 return meaning
-        words = [str(word).lower() if isinstance(word, bool) else str(word) for word in meanings]
-        raise _WrongError(f"one of {', '.join(words)}")
+        known = [str(word).lower() if isinstance(word, bool) else str(word) for word in meanings]
+        raise _WrongError(f"one of {', '.join(known)}")
 
     return read
 
