@@ -293,7 +293,8 @@ def plan(
 
     Without an option, a tier's budget is all of it that the profile saw, and of an estimated device
     4 % stay free (--tight). Of several devices, each takes its part of the node's host memory and
-    disk. Ctrl-C ends the search with the best plan so far.
+    disk. Ctrl-C ends the search with the best plan so far. With --on, a trainer's file names model
+    and settings, as of fit.
 
     Examples: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml
     | protrain plan llama-3.2-1b --on rtx-4090 --global-batch 32 -o plans/mine

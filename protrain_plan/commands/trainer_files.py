@@ -26,7 +26,7 @@ _ANSWERED = {
 
 @option_record
 class FileOptions:
-    """What a trainer's file may leave open."""
+    """Options for what a trainer's file may leave open."""
 
     named: Annotated[
         str | None,
@@ -67,7 +67,7 @@ def filled(record: Record, file: "TrainerFile", *, as_text: bool = False) -> Rec
 
 
 def advice_of_fits(file: "TrainerFile", fits: "Sequence[Fit]") -> "list[Advice]":
-    """What to change in the file for each cell."""
+    """Return what to change in the file for each cell."""
     from protrain_plan.presentation.plans import cell_text
     from protrain_plan.presentation.trainer_files import advice
 
@@ -86,7 +86,7 @@ def advice_of_fits(file: "TrainerFile", fits: "Sequence[Fit]") -> "list[Advice]"
 
 
 def advice_of_answer(file: "TrainerFile", answer: "Answer", micro_batches: int) -> "list[Advice]":
-    """What to change in the file for a plan."""
+    """Return what to change in the file for a plan."""
     from protrain_plan.presentation.trainer_files import advice
 
     return [

@@ -46,7 +46,7 @@ PLAN = "plan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """What the plan decides: its keys, its values for all blocks and for none, and its default."""
+    """A decision of the plan: its keys, its values for all blocks and for none, its default."""
 
     keys: tuple[str, ...]
     on: object = True
@@ -468,18 +468,18 @@ def _as(*meant: Any) -> Reader:
     return read
 
 
-_ON = {True: True, False: False}
-_METHODS = {"lora": "lora", "qlora": "qlora"}
 _OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw8bit"),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "lion8bit"),
-    **dict.fromkeys(("sgd", "rmsprop"), None),
+    **{name: name for name in ("sgd", "rmsprop")},
 }
-_OPTIMIZERS |= {name: name for name, known in _OPTIMIZERS.items() if known is None}
-"""Names of `TrainingArguments.optim`. Where states of a paged one are is what the plan decides."""
+"""Names of `TrainingArguments.optim`. Where states of a paged one are is what the plan decides.
+
+Not bitsandbytes' of 32 bits: its states of 16-bit parameters are float32, those of PyTorch 16 bits.
+"""
 _TORCHTUNE_OPTIMIZERS = {
-    **dict.fromkeys(("torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW"), "adamw"),
+    "torch.optim.AdamW": "adamw",
     "torch.optim.Adam": "adam",
     "torch.optim.SGD": "sgd",
     **dict.fromkeys(
@@ -517,11 +517,11 @@ _LOGS = (
     r"|lr|ray|ddp|dataset|preprocessing|metric|push_to_hub|load_best|greater|prediction|profiler)"
     r"(_.*|\..*)?"
 )
-"""What is logged, kept, read and counted: nothing of it is in a step's memory."""
+"""Keys of logs, checkpoints, data and schedules: nothing of it is in a step's memory."""
 _STEPS = (
     r"learning_rate|weight_decay|adam_\w+|num_(train_)?epochs|epochs|max_steps|seed|data_seed"
     r"|output_dir|overwrite_\w+|resume_from_checkpoint|auto_resume_\w+|report_to|run_name|tf32"
-    r"|remove_unused_columns|group_by_length|do_(train|eval|predict)|disable_tqdm|max_grad_norm"
+    r"|remove_unused_columns|group_by_length|do_(train|eval|predict)|disable_tqdm"
     r"|per_device_eval_batch_size|trust_remote_code|train_sampling_strategy|debug|local_rank"
 )
 _OF_A_PLAN = (
@@ -544,11 +544,11 @@ AXOLOTL = Format(
         "gradient_accumulation_steps": ("accumulate", _count),
         "dp_shard_size": ("shards", _count),
         "dp_replicate_size": ("replicas", _count),
-        "bf16": ("bf16", _one_of({**_ON, "auto": True, "full": True})),
+        "bf16": ("bf16", _one_of({True: True, False: False, "auto": True, "full": True})),
         "bfloat16": ("bf16", _flag),
         "fp16": ("fp16", _flag),
         "float16": ("fp16", _flag),
-        "adapter": ("method", _one_of(_METHODS)),
+        "adapter": ("method", _one_of({"lora": "lora", "qlora": "qlora"})),
         "lora_r": ("rank", _count),
         "lora_alpha": ("alpha", _count),
         "lora_dropout": ("dropout", _number),
@@ -566,13 +566,7 @@ AXOLOTL = Format(
         "attn_implementation": _ATTENTION,
         "flash_attention": ("", _as(True)),
     },
-    defaults={
-        "seq_len": 512,
-        "batch_size": 1,
-        "accumulate": 1,
-        "dtype": "float32",
-        "clip": 1.0,
-    },
+    defaults={"seq_len": 512, "batch_size": 1, "accumulate": 1, "dtype": "float32", "clip": 1.0},
     decided=_pattern(_OF_A_PLAN),
     ignored=_pattern(
         _LOGS,

@@ -24,7 +24,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to change in a file for one answer.
+    """Changes of a file for one answer.
 
     With `under_plan` it trains so under the plan alone. `note` says how else it differs from it.
     """
@@ -45,7 +45,7 @@ def advice(
     plain_fits: bool,
     largest: int | None = None,
 ) -> Advice:
-    """What to change for a plan, or for the `largest` batch that fits where there is none.
+    """Return what to change for a plan, or for the `largest` batch that fits where there is none.
 
     A file has one switch where a plan has a decision per block. Without switches it trains as plain
     PyTorch does; with checkpointing, no block holds more than in a plan that only recomputes.
@@ -104,7 +104,7 @@ def _recomputes(plan: Plan) -> bool:
 
 
 def file_json(file: "TrainerFile", advised: Sequence[Advice]) -> dict[str, Any]:
-    """What `--json` says of a file: its keys in lists, and what to change for each answer."""
+    """Return what `--json` says of a file: its keys in lists, and changes for each answer."""
     return {
         "trainer_file": {
             "path": file.path,

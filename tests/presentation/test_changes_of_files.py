@@ -1,4 +1,4 @@
-"""What to change in a trainer's file: what its words say, and the rest by the plan.
+"""Changes of a trainer's file: what its words say, and the rest by the plan.
 
 The oracle is what a trainer does with its switches: all blocks are recomputed, or none.
 """
