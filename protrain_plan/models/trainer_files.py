@@ -401,10 +401,20 @@ def words(options: Options, option: str) -> str:
 # Values
 
 
+class _Values(yaml.constructor.SafeConstructor):
+    """The values as the trainers' own parsers have them; those that JSON has not as texts."""
+
+    def construct_finite(self, node: yaml.ScalarNode) -> float | str:
+        number = self.construct_yaml_float(node)
+        return number if math.isfinite(number) else str(node.value)
+
+
+_Values.add_constructor("tag:yaml.org,2002:float", _Values.construct_finite)  # type: ignore[type-var]
+
+
 def _plain(node: Node) -> Any:
-    """The value as the trainers' own parsers have it."""
     try:
-        return yaml.constructor.SafeConstructor().construct_object(node.node, deep=True)
+        return _Values().construct_object(node.node, deep=True)
     except (ValueError, yaml.YAMLError):
         raise node.error("a value that cannot be read") from None
 

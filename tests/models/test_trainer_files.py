@@ -221,6 +221,12 @@ def test_inner_keys_are_told_one_by_one_unless_the_whole_is(tmp_path: Path) -> N
     assert list(read(tmp_path, FULL_FSDP).decided) == ["fsdp_config"]
 
 
+def test_values_are_those_of_json(tmp_path: Path) -> None:
+    file = read(tmp_path, QLORA, threshold=float("nan"), inner={"most": [float("inf"), 1]})
+    left = {key: file.not_understood[key] for key in ("threshold", "inner.most")}
+    assert left == {"threshold": ".nan", "inner.most": [".inf", 1]}
+
+
 def test_what_the_command_line_says_is_not_asked_of_a_file(tmp_path: Path) -> None:
     regex = r"model.layers.[\d]+.(mlp|self_attn)"
     content = QLORA | {"base_model": "a/b", "optimizer": "other", "lora_target_modules": regex}
