@@ -697,7 +697,7 @@ TORCHTUNE = Format(
 )
 
 TRAINER = Format(
-    name="Trainer arguments",
+    name="the Trainer",
     marks=("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type"),
     rows={
         **_TRAINING_ARGUMENTS,

@@ -123,7 +123,7 @@ def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
     lines = ["", f"{name}, as {file.format.name} reads it: {file.command}"]
     for said, keys in (
         (f"by default of {file.format.name}", [one.key for one in file.by_default]),
-        ("decided by the plan", file.decided),
+        ("decided by the plan", [key for key, value in file.decided.items() if value]),
         ("not understood, and left out", file.not_understood),
     ):
         lines += [f"  {said}: {', '.join(keys)}"] if keys else []

@@ -179,13 +179,13 @@ def read(folder: Path, content: dict[str, Any], *given: str, **changed: Any) -> 
             " --optimizer adamw",
         ),
         (
-            "Trainer arguments",
+            "the Trainer",
             ARGUMENTS,
             "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
             " --precision autocast --optimizer adamw --clip",
         ),
         (
-            "Trainer arguments",
+            "the Trainer",
             QLORA_ARGUMENTS,
             "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
             " --precision pure --lora r=16,dropout=0.05 --quantize nf4 --optimizer adamw8bit",
