@@ -28,6 +28,7 @@ from protrain_plan.commands.options import (
     prices_of,
     refuse_batches,
 )
+from protrain_plan.commands.trainer_files import FileOptions, advice_of_fits, filled
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -181,7 +182,9 @@ class AnswerOptions:
 
 @with_records
 def fit(
+    context: typer.Context,
     model: ModelArgument,
+    of_file: FileOptions,
     asked: CellOptions,
     workload: WorkloadOptions,
     budgets: BudgetOptions,
@@ -192,23 +195,32 @@ def fit(
 ) -> None:
     """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
 
-    Bytes are exact for the operators that run, seconds are estimates from data-sheet rates.
+    Bytes are exact for the operators that run, seconds are estimates from data-sheet rates. MODEL
+    may also be a trainer's file (Axolotl, LLaMA-Factory, torchtune, arguments of the Trainer): its
+    settings stand where no option does, and what to change in it is told.
 
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit llama-3.1-8b --on h200 --compare --price 2.49
     | protrain fit llama-3.1-8b --on h100-sxm --num-devices 8 --global-batch 64
     | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
     | protrain fit llama-3.1-8b --on rtx-4090 --sweep host=64GiB..512GiB
+    | protrain fit axolotl.yaml --on rtx-4090
     """
-    from protrain_plan.commands.output import destination, progress, show
+    from rich.console import Group
+
+    from protrain_plan.commands.output import destination, print_rendered, progress, show
     from protrain_plan.commands.sweeping import helping, show_sweep
     from protrain_plan.presentation.choosing import helps_json, helps_text
     from protrain_plan.presentation.plans import fits_json, fits_text
     from protrain_plan.presentation.report.fit_page import fit_page
+    from protrain_plan.presentation.trainer_files import file_json, file_text
     from protrain_runtime.contract.records.files import replace_text
 
     names, page = asked.on.split(","), answers.report
     page = None if page is None else destination(page, option="--report", inputs=(model, *names))
+    if (file := of_file.read(context, model)) is not None:
+        model, asked = file.options["model"], filled(asked, file, as_text=True)
+        workload, step = filled(workload, file), filled(step, file)
     machines = [budgets.machine(name.strip()) for name in names]
     budgets.refuse_host_memory(machines)
     refuse_batches(asked.global_batch, asked.batch_size, step.accumulate)
@@ -221,11 +233,13 @@ def fit(
     cells = asked.cells(model, machines, workload, budgets, step, allow=allow, counts=counts)
     if swept is not None:
         show_sweep(swept, cells, as_json=as_json)
+        if file is not None and not as_json:
+            print_rendered(Group(*file_text(file, ())))
         return
     helps: list[list[Tried]] = []
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
-        told = as_json and not (answers.compare or answers.what_helps)
+        told = as_json and not (answers.compare or answers.what_helps or file)
         questions, fits = _answers(cells, prices, answers, tell, told=told)
         lighter: list[Question] = []
         if answers.compare or answers.what_helps:
@@ -237,14 +251,16 @@ def fit(
     if page is not None:
         replace_text(page, fit_page(fits, columns=columns))
     written = () if answers.report is None else (answers.report,)
-    if answers.what_helps:
-        show(
-            as_json,
-            helps_json(fits, helps),
-            lambda: helps_text(fits, helps, *written, columns=columns),
-        )
-    elif not told:
-        show(as_json, fits_json(fits), lambda: fits_text(fits, *written, columns=columns))
+    if not told:
+        data, text = fits_json(fits), fits_text(fits, *written, columns=columns)
+        if answers.what_helps:
+            data = helps_json(fits, helps)
+            text = helps_text(fits, helps, *written, columns=columns)
+        if file is not None:
+            advised = advice_of_fits(file, fits)
+            data |= file_json(file, advised)
+            text = Group(text, *file_text(file, advised))
+        show(as_json, data, lambda: text)
     if all(one.verdict == "does not fit" for one in fits):
         raise typer.Exit(3)
 

@@ -25,6 +25,7 @@ from protrain_plan.commands.options import (
     refuse_batches,
     size,
 )
+from protrain_plan.commands.trainer_files import FileOptions, advice_of_answer, filled
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -258,9 +259,10 @@ class ModelOptions:
     ] = None
     no_cache: NoCacheOption = False
 
-    def refuse(self, workload: WorkloadOptions) -> None:
+    def refuse(self, workload: WorkloadOptions, of_file: FileOptions) -> None:
         """ProtrainError for what a profile says already."""
         kept = [option for option in given(self) if option not in ("--on", "--no-cache")]
+        kept += ["--model"] if of_file.named else []
         for option in (*kept, *given(workload)):
             raise ProtrainError(
                 "a profile says it already", key=option, fix="plan a model by its name with --on"
@@ -269,6 +271,7 @@ class ModelOptions:
 
 @with_records
 def plan(
+    context: typer.Context,
     profile: Annotated[
         str, typer.Argument(help="A profile; with --on a model, as of fit.", show_default=False)
     ],
@@ -282,6 +285,7 @@ def plan(
     allow: AllowOption = None,
     search: SearchOptions,
     model: ModelOptions,
+    of_file: FileOptions,
     workload: WorkloadOptions,
     as_json: JsonOption = False,
 ) -> None:
@@ -289,7 +293,8 @@ def plan(
 
     Without an option, a tier's budget is all of it that the profile saw, and of an estimated device
     4 % stay free (--tight). Of several devices, each takes its part of the node's host memory and
-    disk. Ctrl-C ends the search with the best plan so far.
+    disk. Ctrl-C ends the search with the best plan so far. With --on, a trainer's file names model
+    and settings, as of fit.
 
     Examples: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml
     | protrain plan llama-3.2-1b --on rtx-4090 --global-batch 32 -o plans/mine
@@ -297,18 +302,28 @@ def plan(
     | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
+    from rich.console import Group
+
     from protrain_plan.commands.output import destination, show
     from protrain_plan.planning.model.fluid import Fluid
     from protrain_plan.planning.questions.answers import Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.presentation.plans import answer_json, answer_text
+    from protrain_plan.presentation.trainer_files import file_json, file_text
     from protrain_runtime.contract.records import write_plan, write_profile
 
-    beside = None
+    beside, file, named = None, None, profile
     if model.on is None:
-        model.refuse(workload)
+        model.refuse(workload, of_file)
     else:
         output, beside = _places(output)
+        if (file := of_file.read(context, profile)) is not None:
+            named, model, devices = (
+                file.options["model"],
+                filled(model, file),
+                filled(devices, file),
+            )
+            workload, step = filled(workload, file), filled(step, file)
     read = (profile, model.on, fixed.pins, beside)
     target = output if wanted.pareto else destination(output, inputs=read)  # a front is printed
     if search.lp is not None:
@@ -320,7 +335,7 @@ def plan(
         record, kept = _read(profile, leaves_named(allow)), AnswerCache(off=model.no_cache)
     else:
         record, settings, kept = _estimated(
-            profile, model, workload, budgets, devices, settings, allow=allow, as_json=as_json
+            named, model, workload, budgets, devices, settings, allow=allow, as_json=as_json
         )
     budgets.refuse_host_memory([record.hardware])
     group = devices.on(record.hardware)
@@ -341,11 +356,13 @@ def plan(
         write_plan(answer.solved.plan, target)
     explanation = fixed.explained(answer)
     written = output if beside is None else beside
-    show(
-        as_json,
-        answer_json(answer, explanation),
-        lambda: answer_text(answer, explanation, *dict.fromkeys((written, output))),
-    )
+    data = answer_json(answer, explanation)
+    text = answer_text(answer, explanation, *dict.fromkeys((written, output)))
+    if file is not None:
+        advised = advice_of_answer(file, answer, settings.micro_batches)
+        data |= file_json(file, advised)
+        text = Group(text, *file_text(file, advised))
+    show(as_json, data, lambda: text)
     if answer.infeasible is not None:
         raise typer.Exit(3)
 

@@ -15,6 +15,32 @@ JsonObject = dict[str, object]
 
 DEFAULT_OPTIMIZER = "adamw"
 
+_SAME_SIZES = {
+    "llama-2-7b": ("meta-llama/Llama-2-7b-chat-hf",),
+    "llama-2-13b": ("NousResearch/Llama-2-13b-hf",),
+    "llama-3.1-8b": (
+        *("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct"),
+        *("NousResearch/Meta-Llama-3-8B", "NousResearch/Meta-Llama-3-8B-Instruct"),
+        *("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+    ),
+    "llama-3.1-70b": (
+        *("meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3.1-70B-Instruct"),
+        "meta-llama/Llama-3.3-70B-Instruct",
+    ),
+    "llama-3.1-405b": ("meta-llama/Meta-Llama-3.1-405B-Instruct",),
+    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B-Instruct",),
+    "llama-3.2-3b": ("meta-llama/Llama-3.2-3B-Instruct",),
+    "qwen2.5-0.5b": ("Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+    "qwen2.5-1.5b": ("Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"),
+    "qwen2.5-7b": ("Qwen/Qwen2-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+    **{f"qwen2.5-{size}b": (f"Qwen/Qwen2.5-{size}B-Instruct",) for size in (14, 32, 72)},
+    "qwen3-4b": ("Qwen/Qwen3-4B-Instruct-2507",),
+}
+"""Repositories of other weights in a preset's sizes. Sources: recipes of torchtune (bd2a0fc7) that
+download them for a builder of these sizes; configurations of models made from them
+(cognitivecomputations/dolphin-2.9.1-llama-3-8b, unrahul/Meta-Llama-3-8B-Instruct-OpenVINO-fp16,
+r4victor/Llama-2-13b-samsum, koutch/qwen_2.json_train_grpo_v1_train_code on huggingface.co)."""
+
 # The names that architectures have for the same thing.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -61,6 +87,16 @@ def _number(config: JsonObject, *names: str) -> int:
 def preset_names() -> tuple[str, ...]:
     """The names that `preset_config` knows, sorted."""
     return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir()))
+
+
+def preset_of(repository: str) -> str | None:
+    """The preset with the sizes of a repository of Hugging Face; None where that is not known."""
+    for name in preset_names():
+        source = str(preset_config(name)["_source"])
+        published = f"https://huggingface.co/{repository}/blob/"
+        if source.startswith(published) or repository in _SAME_SIZES.get(name, ()):
+            return name
+    return None
 
 
 def preset_config(name: str) -> JsonObject:

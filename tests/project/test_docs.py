@@ -119,6 +119,9 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/choose-a-machine.md#the-cheapest-that-is-fast-enough": Runs(
         smaller={"llama-3.1-8b": "smollm2-135m"}
     ),
+    "docs/how-to/trainer-files.md#trainers-files": Runs(
+        smaller={"meta-llama/Llama-3.2-3B": "HuggingFaceTB/SmolLM2-135M"}
+    ),
     "docs/looking.md#looking-at-a-plan": Runs(prepare=committed_plans, slow=False),
     **{
         f"docs/plans.md#{re.sub(r'[^a-z0-9-]', '', heading)}": CoveredBy(

@@ -1,0 +1,102 @@
+"""A trainer's file in the place of a model: its options stand where the command line has none."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from protrain_plan.commands.option_records import option_record
+from protrain_runtime.contract.errors import ProtrainError
+
+if TYPE_CHECKING:
+    from protrain_plan.models.trainer_files import TrainerFile
+    from protrain_plan.planning.questions.answers import Answer, Fit
+    from protrain_plan.presentation.trainer_files import Advice
+
+Record = TypeVar("Record")
+
+_ANSWERED = {
+    "named": ("model",),
+    "global_batch": ("batch_size", "accumulate"),
+    "updates": ("clip",),
+}
+"""Options of a file that one of the command line answers, where that is not of the same name."""
+
+
+@option_record
+class FileOptions:
+    """Options for what a trainer's file may leave open."""
+
+    named: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="The model, where MODEL is a trainer's file that names none that is known.",
+        ),
+    ] = None
+
+    def read(self, context: typer.Context, model: str) -> "TrainerFile | None":
+        """The file that a MODEL argument names; None where that is a model."""
+        from protrain_plan.models.trainer_files import is_trainer_file, read_trainer_file
+
+        if not is_trainer_file(model):
+            if self.named is not None:
+                problem = f"{model} is no trainer's file, and names a model already"
+                raise ProtrainError(problem, key="--model")
+            return None
+        file = read_trainer_file(model, given=_given(context))
+        return replace(file, options={"model": self.named} | file.options) if self.named else file
+
+
+def _given(context: typer.Context) -> list[str]:
+    """Options of a file that the command line answers, by default values, too."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    given.remove("model" if "model" in given else "profile")  # the argument itself
+    return [option for name in given for option in _ANSWERED.get(name, (name,))]
+
+
+def filled(record: Record, file: "TrainerFile", *, as_text: bool = False) -> Record:
+    """A record of options with those of a file; `as_text` where each may have several values."""
+    known: Any = record
+    options = {f.name: file.options[f.name] for f in fields(known) if f.name in file.options}
+    changed: Record = replace(known, **{k: str(v) if as_text else v for k, v in options.items()})
+    return changed
+
+
+def advice_of_fits(file: "TrainerFile", fits: "Sequence[Fit]") -> "list[Advice]":
+    """Return what to change in the file for each cell."""
+    from protrain_plan.presentation.plans import cell_text
+    from protrain_plan.presentation.trainer_files import advice
+
+    return [
+        advice(
+            file,
+            cell_text(fit),
+            fit.solved.plan if fit.solved else None,
+            batch=fit.profile.workload.batch_size,
+            micro_batches=fit.micro_batches,
+            plain_fits=fit.verdict == "fits",
+            largest=fit.infeasible.largest_batch_size if fit.infeasible else None,
+        )
+        for fit in fits
+    ]
+
+
+def advice_of_answer(file: "TrainerFile", answer: "Answer", micro_batches: int) -> "list[Advice]":
+    """Return what to change in the file for a plan."""
+    from protrain_plan.presentation.trainer_files import advice
+
+    return [
+        advice(
+            file,
+            answer.profile.hardware.name,
+            answer.solved.plan if answer.solved else None,
+            batch=answer.profile.workload.batch_size,
+            micro_batches=micro_batches,
+            plain_fits=answer.kept_seconds is not None,
+            largest=answer.infeasible.largest_batch_size if answer.infeasible else None,
+        )
+    ]

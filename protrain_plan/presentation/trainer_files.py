@@ -1,0 +1,148 @@
+"""A trainer's file beside an answer: what was read of it, and what to change in it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protrain_plan.presentation.terminal import Text
+from protrain_runtime.contract.records.plan import Keep, Persistent, Plan, Recompute
+
+if TYPE_CHECKING:
+    from protrain_plan.models.trainer_files import Switch, TrainerFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A key of the file, with its value there (None: it is silent) and the one to write."""
+
+    key: str
+    now: object
+    new: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Changes of a file for one answer.
+
+    With `under_plan` it trains so under the plan alone. `note` says how else it differs from it.
+    """
+
+    cell: str
+    changes: tuple[Change, ...]
+    under_plan: bool = False
+    note: str = ""
+
+
+def advice(
+    file: "TrainerFile",
+    cell: str,
+    plan: Plan | None,
+    *,
+    batch: int,
+    micro_batches: int,
+    plain_fits: bool,
+    largest: int | None = None,
+) -> Advice:
+    """Return what to change for a plan, or for the `largest` batch that fits where there is none.
+
+    A file has one switch where a plan has a decision per block. Without switches it trains as plain
+    PyTorch does; with checkpointing, no block holds more than in a plan that only recomputes.
+    """
+    if plan is None:
+        batch, micro_batches = _smaller(batch * micro_batches, largest)
+    wanted = {"batch_size": batch, "accumulate": micro_batches} if batch else {}
+    changes = [
+        Change(key=file.key_of(option), now=file.value_of(option), new=value)
+        for option, value in wanted.items()
+        if file.value_of(option) != value
+    ]
+    if plan is None:
+        return Advice(cell=cell, changes=tuple(changes))
+    recomputes = not plain_fits and _recomputes(plan)
+    blocks = [unit for unit in plan.units if unit.kind == "block"]
+    many = sum(isinstance(unit.activations, Recompute) for unit in blocks)
+    note = f"the plan recomputes {many} of {len(blocks)} blocks, and the file all"
+    changes += _switched(file, file.format.checkpointing, on=recomputes)
+    changes += _switched(file, file.format.offloading, on=False)
+    return Advice(
+        cell=cell,
+        changes=tuple(changes),
+        under_plan=not (plain_fits or recomputes),
+        note=note if recomputes and many < len(blocks) else "",
+    )
+
+
+def _smaller(sequences: int, largest: int | None) -> tuple[int, int]:
+    """The largest batch that fits and divides the sequences of an update; zeros for none."""
+    sizes = [size for size in range(1, (largest or 0) + 1) if sequences % size == 0]
+    return (sizes[-1], sequences // sizes[-1]) if sizes else (0, 0)
+
+
+def _switched(file: "TrainerFile", switch: "Switch", *, on: bool) -> list[Change]:
+    key = next((key for key in switch.keys if file.decided.get(key) is not None), switch.keys[0])
+    now = file.decided.get(key)
+    new = switch.on if on else switch.off
+    return (
+        []
+        if new == (switch.default if now is None else now)
+        else [Change(key=key, now=now, new=new)]
+    )
+
+
+def _recomputes(plan: Plan) -> bool:
+    """Whether the plan does no more than recompute blocks, as checkpointing does with all."""
+    return all(
+        unit.states == Persistent()
+        and (
+            unit.activations == Keep()
+            or (unit.kind == "block" and isinstance(unit.activations, Recompute))
+        )
+        for unit in plan.units
+    )
+
+
+def file_json(file: "TrainerFile", advised: Sequence[Advice]) -> dict[str, Any]:
+    """Return what `--json` says of a file: its keys in lists, and changes for each answer."""
+    return {
+        "trainer_file": {
+            "path": file.path,
+            "format": file.format.name,
+            "options": file.options,
+            **{key: list(map(asdict, getattr(file, key))) for key in ("understood", "by_default")},
+            **{key: dict(getattr(file, key)) for key in ("decided", "ignored", "not_understood")},
+            "changes": list(map(asdict, advised)),
+        }
+    }
+
+
+def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
+    """Say the same in short: the options, what is left out, and what to change."""
+    name = Path(file.path).name
+    lines = ["", f"{name}, as {file.format.name} reads it: {file.command}"]
+    for said, keys in (
+        (f"by default of {file.format.name}", [one.key for one in file.by_default]),
+        ("decided by the plan", [key for key, value in file.decided.items() if value]),
+        ("not understood, and left out", file.not_understood),
+    ):
+        lines += [f"  {said}: {', '.join(keys)}"] if keys else []
+    sharded = [key for key in ("deepspeed", "fsdp", "fsdp_config") if file.decided.get(key)]
+    if sharded and "num_devices" not in file.options:
+        lines.append(f"  {sharded[0]} is of several devices: --num-devices says how many")
+    for one in advised:
+        if one.changes or one.under_plan:
+            lines.append(f"in {name}, for {one.cell}{', under the plan' * one.under_plan}:")
+        if one.under_plan:
+            lines.append(
+                "  (the file has no words for all of it: protrain plan writes it, and"
+                f" {file.format.follows} follows it)"
+            )
+        lines += [f"  {each.key}: {_value(each.now)} -> {_value(each.new)}" for each in one.changes]
+        lines += [f"  ({one.note})"] if one.note else []
+    return [Text(line) for line in lines]
+
+
+def _value(value: object) -> str:
+    """A value as a file has it."""
+    return "(not set)" if value is None else json.dumps(value)

@@ -1,0 +1,92 @@
+"""`protrain fit` and `plan` of a trainer's file: the answer of its options, and what to change."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protrain_runtime.contract.records import read_plan
+from tests.support.forked import protrain
+
+AXOLOTL = """\
+base_model: tiny-llama
+sequence_len: 256
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+bf16: auto
+optimizer: adamw_torch_fused
+gradient_checkpointing: true
+plugins: [axolotl.integrations.liger.LigerPlugin]
+"""
+OPTIONS = ("--seq-len", 256, "--batch-size", 2, "--accumulate", 4, "--precision", "pure", "--clip")
+
+
+@pytest.mark.slow
+def test_fit_answers_as_for_the_options_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
+    typed = protrain("fit", "tiny-llama", "--on", "h200", *OPTIONS, "--json", folder=tmp_path)
+    found = protrain("fit", "axolotl.yaml", "--on", "h200", "--json", folder=tmp_path)
+    answer = json.loads(found.stdout)
+    file = answer.pop("trainer_file")
+    cells = json.loads(typed.stdout)["cells"]
+    for cell in (*cells, *answer["cells"]):  # one of them is known from the other
+        for key in ("solve_seconds", "kept"):
+            cell.pop(key, None)
+    assert answer["cells"] == cells
+    assert list(file["not_understood"]) == ["plugins"]
+    [advice] = file["changes"]
+    assert advice["changes"] == [{"key": "gradient_checkpointing", "now": True, "new": False}]
+
+    text = protrain("fit", "axolotl.yaml", "--on", "h200", folder=tmp_path, COLUMNS="200").stdout
+    assert text.endswith(
+        """
+axolotl.yaml, as Axolotl reads it: tiny-llama --seq-len 256 --batch-size 2 --accumulate 4 \
+--dtype bfloat16 --precision pure --optimizer adamw --clip
+  by default of Axolotl: max_grad_norm
+  decided by the plan: gradient_checkpointing
+  not understood, and left out: plugins
+in axolotl.yaml, for h200 4 of 2 x 256:
+  gradient_checkpointing: true -> false
+"""
+    )
+
+
+@pytest.mark.slow
+def test_plan_takes_the_command_line_before_the_file(tmp_path: Path) -> None:
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL.replace("tiny-llama", "somebody/tiny"))
+    answer = protrain(
+        *("plan", "axolotl.yaml", "--model", "tiny-llama", "--on", "h200", "--seq-len", 128),
+        *("--global-batch", 8, "-o", "plan.yaml", "--json"),
+        folder=tmp_path,
+    )
+    assert answer.returncode == 0, answer.stderr
+    made = read_plan(tmp_path / "plan.yaml")
+    workload = made.workload
+    assert (workload.model, workload.seq_len, workload.precision) == ("tiny-llama", 128, "pure")
+    assert workload.batch_size * made.settings.micro_batches == 8
+    assert made.settings.updates == "after backward"
+    [advice] = json.loads(answer.stdout)["trainer_file"]["changes"]
+    expected = {
+        "micro_batch_size": workload.batch_size,
+        "gradient_accumulation_steps": made.settings.micro_batches,
+    }
+    changes = {one["key"]: one["new"] for one in advice["changes"]}
+    assert {
+        key: changes.get(key, was) for key, was in zip(expected, (2, 4), strict=True)
+    } == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fit", "missing.yaml", "--on", "h200"), "missing.yaml: there is no such file"),
+        (("fit", "gpt2", "--model", "gpt2", "--on", "h200"), "--model: gpt2 is no trainer's file"),
+        (("plan", "gpt2", "--model", "gpt2"), "--model: a profile says it already"),
+    ],
+)
+def test_a_wrong_file_is_one_error(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    found = protrain(*arguments, folder=tmp_path)
+    assert found.returncode == 2
+    assert message in found.stderr

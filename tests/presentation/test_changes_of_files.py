@@ -1,0 +1,126 @@
+"""Changes of a trainer's file: what its words say, and the rest by the plan.
+
+The oracle is what a trainer does with its switches: all blocks are recomputed, or none.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protrain_plan.models.trainer_files import read_trainer_file
+from protrain_plan.presentation.trainer_files import Advice, advice, file_text
+from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Plan, Recompute
+from tests.support.checking_cases import offloading
+
+AXOLOTL = "base_model: gpt2\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\nbf16: true\n"
+LLAMA_FACTORY = "model_name_or_path: gpt2\nfinetuning_type: full\nbf16: true\n"
+OPTIMIZER = {AXOLOTL: "optimizer: adamw_torch\n", LLAMA_FACTORY: ""}
+
+
+def plan_of(recomputed: int, *, offloaded: bool = False) -> Plan:
+    """A plan that recomputes some blocks."""
+    made = offloading()
+    states = Offload(tier="host") if offloaded else Persistent()
+    units = [
+        replace(
+            unit,
+            states=states,
+            activations=Recompute() if 0 < number <= recomputed else Keep(),
+        )
+        for number, unit in enumerate(made.units)
+    ]
+    return replace(made, units=tuple(units))
+
+
+def asked(
+    folder: Path, text: str, plan: Plan | None, *, batch: int = 2, plain_fits: bool = False
+) -> tuple[Advice, list[str]]:
+    path = folder / "mine.yaml"
+    path.write_text(text + OPTIMIZER[text[: text.index("bf16")] + "bf16: true\n"])
+    file = read_trainer_file(str(path))
+    found = advice(
+        file,
+        "a cell",
+        plan,
+        batch=batch,
+        micro_batches=8 // batch,
+        plain_fits=plain_fits,
+        largest=3 if plan is None else None,
+    )
+    lines = [str(line) for line in file_text(file, [found])]
+    return found, [line for line in lines if "->" in line or "(" in line or "for a cell" in line]
+
+
+def changed(found: Advice) -> list[tuple[str, object, object]]:
+    return [(one.key, one.now, one.new) for one in found.changes]
+
+
+def test_what_plain_pytorch_fits_needs_no_checkpointing(tmp_path: Path) -> None:
+    text = AXOLOTL + "gradient_checkpointing: offload\nactivation_offloading: true\n"
+    found, lines = asked(tmp_path, text, plan_of(2), plain_fits=True)
+    assert changed(found) == [
+        ("gradient_checkpointing", "offload", False),
+        ("activation_offloading", True, False),
+    ]
+    assert not found.under_plan
+    assert lines == [
+        "in mine.yaml, for a cell:",
+        '  gradient_checkpointing: "offload" -> false',
+        "  activation_offloading: true -> false",
+    ]
+
+
+def test_a_file_that_says_the_plan_stays_as_it_is(tmp_path: Path) -> None:
+    assert asked(tmp_path, AXOLOTL, plan_of(0), plain_fits=True) == (
+        Advice(cell="a cell", changes=()),
+        [],
+    )
+    blocks = sum(unit.kind == "block" for unit in plan_of(0).units)
+    found, _ = asked(tmp_path, AXOLOTL + "gradient_checkpointing: true\n", plan_of(blocks))
+    assert found == Advice(cell="a cell", changes=())
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "on"),
+    [
+        (AXOLOTL, "gradient_checkpointing", True),
+        (LLAMA_FACTORY, "disable_gradient_checkpointing", False),
+    ],
+)
+def test_recomputed_blocks_are_the_switch_of_the_file(
+    text: str, key: str, on: bool, tmp_path: Path
+) -> None:
+    batch = {AXOLOTL: 2, LLAMA_FACTORY: 8}[text]
+    found, lines = asked(tmp_path, f"{text}{key}: {str(not on).lower()}\n", plan_of(1), batch=batch)
+    assert changed(found)[-1] == (key, not on, on)
+    assert not found.under_plan
+    assert lines[-1] == "  (the plan recomputes 1 of 4 blocks, and the file all)"
+
+
+def test_what_no_file_says_is_for_the_plan(tmp_path: Path) -> None:
+    found, lines = asked(tmp_path, LLAMA_FACTORY, plan_of(2, offloaded=True), batch=4)
+    assert changed(found) == [
+        ("per_device_train_batch_size", 8, 4),
+        ("gradient_accumulation_steps", 1, 2),
+        ("disable_gradient_checkpointing", None, True),
+    ]
+    assert found.under_plan
+    assert lines == [
+        "in mine.yaml, for a cell, under the plan:",
+        "  (the file has no words for all of it: protrain plan writes it, and"
+        ' use_plan(trainer, "plan.yaml") follows it)',
+        "  per_device_train_batch_size: 8 -> 4",
+        "  gradient_accumulation_steps: 1 -> 2",
+        "  disable_gradient_checkpointing: (not set) -> true",
+    ]
+
+
+def test_where_no_plan_fits_the_largest_batch_is_named(tmp_path: Path) -> None:
+    found, _ = asked(tmp_path, AXOLOTL, None, batch=4)
+    assert changed(found) == []  # of 8 sequences, 2 are the largest part below 3: as the file has
+    found, _ = asked(tmp_path, LLAMA_FACTORY, None, batch=8)
+    assert changed(found) == [
+        ("per_device_train_batch_size", 8, 2),
+        ("gradient_accumulation_steps", 1, 4),
+    ]
