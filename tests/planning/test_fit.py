@@ -148,10 +148,9 @@ def test_a_peak_is_tight_where_the_allowance_does_not_fit() -> None:
     assert on(peak.on_device)[0]
     assert on(peak.on_device, "measured") == (False, {False})
     assert True in on(peak.on_device)[1]
-    # What an allocator holds was measured.
-    assert (
-        allowance_bytes(profile, peak) > 0 == allowance_bytes(profile, replace(peak, allocator=1))
-    )
+    device = replace(profile.hardware.device, allocator_bytes=1)  # which was measured
+    known = replace(profile, hardware=replace(profile.hardware, device=device))
+    assert allowance_bytes(profile, peak) > 0 == allowance_bytes(known, peak)
 
 
 # --- what a speed means for a bill, worked out by hand --------------------------------------------
