@@ -62,7 +62,7 @@ def main() -> int:
     subprocess.run([sys.executable, __file__, "--write", str(model)], check=True)
     files = sorted(model.glob("*.safetensors"))
     say(f"{len(files)} files of {size(sum(file.stat().st_size for file in files))} in {model}")
-    must(protrain("profile", str(model), "--seq-len", "64", "-o", profile))
+    must(protrain("profile", str(model), "--seq-len", "64", "--steps", "1", "-o", profile))
     limit, steps = ("--memory-limit", options.limit), ("--steps", options.steps)
     must(protrain("plan", profile, "--device-memory", options.limit, "--clip", "-o", plan))
     run = ("run", plan, "--weights", str(model), *steps)
