@@ -102,6 +102,7 @@ class Run:
     logits_held: bool = False
     joint_adapters: bool = False
     triton_attention: bool = False
+    autocast: bool = False
     buckets: bool = False
     memory_bytes: int | None = None
     memory_is: MemoryKind = "not said"
@@ -127,6 +128,7 @@ class Run:
         shape = (self.model, self.seq, self.batch, self.dtype, self.precision)
         attention = (self.expanded_heads, self.one_product, self.joint_adapters)
         model = (self.logits, self.logits_held, *attention, self.inputs_kept, self.float32_norms)
+        model = (*model, self.autocast)
         return (*shape, self.optimizer, self.lora, self.quantize, *model, self.triton_attention)
 
 
@@ -188,6 +190,7 @@ _READERS: dict[str, Callable[[Node], object]] = {
     "logits_held": Node.boolean,
     "joint_adapters": Node.boolean,
     "triton_attention": Node.boolean,
+    "autocast": Node.boolean,
     "buckets": Node.boolean,
     "memory": lambda node: parse_bytes(node.text()),
     "memory_is": _word(get_args(MemoryKind)),
@@ -353,6 +356,7 @@ def source_of(run: Run, published: Published) -> ModelSource:
         float32_norms=run.float32_norms,
         logits_held=run.logits_held,
         joint_adapters=run.joint_adapters,
+        autocast=run.autocast,
     )
 
 
