@@ -194,8 +194,10 @@ def _accesses(func: Any, given: list[Tensor], result: object) -> int:
     if not isinstance(result, Tensor):
         return 0
     operands = [tensor for tensor in given if tensor.dim()]
+    # Casts of float32 to 16 bits are vectors, too (bfloat16_copy_kernel_cuda, Copy.cu).
+    cast = torch.float32 if func in _COPIES and result.dtype in HALF else result.dtype
     together = all(
-        tensor.dtype == result.dtype
+        tensor.dtype in (result.dtype, cast)
         and tensor.shape == result.shape
         and tensor.stride() == result.stride()
         for tensor in operands

@@ -1,5 +1,7 @@
 """Efficiencies of kernels: laws, and published tables of kernels by themselves."""
 
+import json
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, dropout
 
+from benchmarks.gpu.kernels import beside_estimates
+from benchmarks.published_runs import FLASH_ATTENTION_2
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.hardware.kernels import (
     Attention,
@@ -19,6 +23,7 @@ from protrain_plan.hardware.kernels import (
 )
 from protrain_plan.hardware.operator_log import Work
 from protrain_runtime.contract.records.hardware import Rates
+from tests.support.commands import ROOT
 from tests.support.operator_logs import watching
 
 SIDES = st.integers(1, 20_000)
@@ -148,6 +153,9 @@ def test_attention_is_as_fast_as_published(
     card: str, width: int, causal: bool, published: tuple[int, ...]
 ) -> None:
     rates = rates_of(card)
+    if speeds := FLASH_ATTENTION_2.get(card):
+        forward, backward = speeds
+        rates = replace(rates, attention_efficiency=forward, attention_backward_efficiency=backward)
     for power, rate in enumerate(published):
         keys = 512 * 2**power / (2 if causal else 1)
         passes = (
@@ -159,6 +167,25 @@ def test_attention_is_as_fast_as_published(
             for products, shape in passes
         )
         assert 7 / seconds == pytest.approx(rate * 1e12, rel=0.10 if power else 0.12)
+
+
+def test_operators_take_about_as_long_as_on_a_card() -> None:
+    """All that `benchmarks.gpu --parts kernels` measured on an H200, estimated anew."""
+    document = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())
+    result = document["cells"]["kernels/operators"]["result"]
+    measured = {row["operator"]: row["seconds"] for row in result["rows"]}
+    rows = beside_estimates(measured, document["runs"][0]["accelerator"]["name"])["rows"]
+    ratios = {
+        row["operator"]: row["seconds"] / row["estimated_seconds"]
+        for row in rows
+        if row["estimated_seconds"]
+    }
+    assert len(ratios) > 130
+    assert statistics.median(ratios.values()) == pytest.approx(1, rel=0.05)
+    near = [1 / 1.5 < ratio < 1.5 for ratio in ratios.values()]
+    assert sum(near) / len(near) > 0.85
+    fused = [ratio for name, ratio in ratios.items() if name.startswith("attention")]
+    assert fused == pytest.approx([1.0] * 8, abs=0.25)
 
 
 def rms_norm(values: Tensor, weight: Tensor) -> Tensor:
