@@ -8,6 +8,7 @@ one workload share an estimate, and each estimate has a process of its own. Resu
 they come.
 """
 
+import hashlib
 import statistics
 import sys
 from collections import defaultdict
@@ -158,6 +159,15 @@ def page(document: Document) -> str:
         "",
         *bars_table(bars(held)),
         "",
+        "## On A100, by what is trained",
+        "",
+        "Held back are runs that no rate may be chosen with: those whose name's SHA-256 begins with"
+        " an odd byte.",
+        "",
+        "| | | figures | least off | median | most | within 25% |",
+        "|---|---|---:|---:|---:|---:|---:|",
+        *_on_a100(held),
+        "",
         "## By card and kind",
         "",
         "| | figures | least off | median | most | off either way, 90 % |",
@@ -236,6 +246,35 @@ _KEYS: dict[str, Callable[[Comparison], str]] = {
     "card ": lambda one: one.run.gpu,
     "checkpointing ": lambda one: one.run.checkpointing,
 }
+
+
+def held_back(name: str) -> bool:
+    """Whether no rate may be chosen with the run: a rule of its name, which nobody picks."""
+    return hashlib.sha256(name.encode()).digest()[0] % 2 == 1
+
+
+def _trained(run: Run) -> str:
+    return "QLoRA" if run.quantize else "LoRA" if run.lora else "full"
+
+
+def _on_a100(held: Sequence[Comparison]) -> Iterator[str]:
+    """Rows for each kind of training on an A100, held-back runs apart."""
+    for kind in (TIME, MEMORY):
+        ones = [one for one in held if one.kind == kind and one.run.gpu.startswith("a100")]
+        for trained in ("full", "LoRA", "QLoRA"):
+            for back in (True, False):
+                offs = [
+                    one.off
+                    for one in ones
+                    if _trained(one.run) == trained and held_back(one.run.name) == back
+                ]
+                if offs:
+                    within = sum(abs(off) <= 0.25 for off in offs) / len(offs)
+                    yield (
+                        f"| {kind}, {trained} | {'held back' if back else 'others'} |"
+                        f" {len(offs)} | {min(offs):+.1%} | {statistics.median(offs):+.1%} |"
+                        f" {max(offs):+.1%} | {within:.0%} |"
+                    )
 
 
 def _off(one: Comparison) -> str:

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from protrain_plan.models.building import computing_in
 from protrain_plan.models.sources import ConfigSource
 from protrain_runtime.contract.records.profile import DType, Precision, Quantize
 
-Logits = Literal["cast for the loss", "kept in float32", "returned in float32", "in 16 bits"]
+Logits = Literal[
+    "cast for the loss", "cast and shifted", "kept in float32", "returned in float32", "in 16 bits"
+]
 """The form in which the loss takes a head's 16-bit logits.
 
 cast for the loss   transformers of today: a float32 copy, which lives as long as the loss runs
-kept in float32     transformers until 4.44, torchtune of 2024: what the model returns is float32,
+cast and shifted    transformers 4.46 to 4.49: the float32 copy beside those that the model returns,
+                    and a copy of all but the last of each sequence (loss/loss_utils.py, 4.48.1)
+kept in float32     transformers until 4.45, torchtune of 2024: what the model returns is float32,
                     and the loss takes a copy of all logits but the last of each sequence
 returned in float32 litgpt, Thunder: Lightning's Fabric makes what a 16-bit model returns float32
                     (`convert_output` of plugins/precision/half.py), and the loss takes that
@@ -43,6 +48,8 @@ class AsRun(ConfigSource):
     and values are one, as litgpt's: they share what dropout leaves of their input, and where one of
     the three has none, what the others add is copied to a wider tensor, whose backward needs it
     (`index_copy` of `LoRAQKVLinear.zero_pad`, and `source` in PyTorch's derivatives.yaml).
+    With `autocast` the forward runs under autocast, as with a trainer's `bf16`, though parameters
+    are in 16 bits: products with float32 adapters are in 16 bits, too.
     """
 
     logits: Logits = "cast for the loss"
@@ -52,6 +59,7 @@ class AsRun(ConfigSource):
     float32_norms: bool = False
     logits_held: bool = False
     joint_adapters: bool = False
+    autocast: bool = False
 
     def build(
         self,
@@ -83,7 +91,7 @@ class AsRun(ConfigSource):
             head: nn.Module = plain.get_output_embeddings()
             beside = self.logits_held and self.logits == "returned in float32"
             head.register_forward_hook(partial(_to_float32, beside_old=beside))
-        if self.logits == "kept in float32":
+        if self.logits in ("kept in float32", "cast and shifted"):
             plain.loss_function = _of_shifted_copy
         elif self.logits != "cast for the loss":
             plain.loss_function = _of_logits
@@ -99,7 +107,7 @@ class AsRun(ConfigSource):
                 module.register_forward_hook(_keep_input)
             if self.float32_norms and type(module).__name__.endswith("RMSNorm"):
                 vars(module)["forward"] = partial(_float32_norm, module)
-        return model
+        return computing_in(model, dtype, "autocast") if self.autocast else model
 
 
 def _holding(
@@ -217,5 +225,6 @@ def _of_logits(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> 
 
 
 def _of_shifted_copy(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    shifted = logits[..., :-1, :].contiguous()
+    wide = logits.float()
+    shifted = wide[..., :-1, :].contiguous()
     return cross_entropy(shifted.view(-1, vocab_size), labels[..., 1:].reshape(-1))

@@ -102,6 +102,7 @@ class Run:
     logits_held: bool = False
     joint_adapters: bool = False
     triton_attention: bool = False
+    autocast: bool = False
     buckets: bool = False
     memory_bytes: int | None = None
     memory_is: MemoryKind = "not said"
@@ -127,7 +128,8 @@ class Run:
         shape = (self.model, self.seq, self.batch, self.dtype, self.precision)
         attention = (self.expanded_heads, self.one_product, self.joint_adapters)
         model = (self.logits, self.logits_held, *attention, self.inputs_kept, self.float32_norms)
-        return (*shape, self.optimizer, self.lora, self.quantize, *model, self.triton_attention)
+        how = (self.autocast, self.triton_attention)
+        return (*shape, self.optimizer, self.lora, self.quantize, *model, *how)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +190,7 @@ _READERS: dict[str, Callable[[Node], object]] = {
     "logits_held": Node.boolean,
     "joint_adapters": Node.boolean,
     "triton_attention": Node.boolean,
+    "autocast": Node.boolean,
     "buckets": Node.boolean,
     "memory": lambda node: parse_bytes(node.text()),
     "memory_is": _word(get_args(MemoryKind)),
@@ -319,19 +322,23 @@ _TRITON_FORWARD, _TRITON_BACKWARD = 1.4, 2.0
 forward, about 2 backward (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 
 
+FLASH_ATTENTION_2 = {"h100-sxm": (0.38, 0.33)}
+"""Efficiencies forward and backward, where PyTorch takes a faster kernel since 2.10, cuDNN's: 338
+TFLOP/s of 16,384 keys in heads 128 wide (Dao-AILab/flash-attention, README, H100 SXM5), shared out
+as on an A100. Published runs are of older versions."""
+
+
 def machine_of(run: Run, gpu: str) -> Hardware:
     """The catalogue's, with the speed of the attention kernel that the run had."""
     machine = load_hardware(gpu)
     rates = machine.rates
-    if not run.triton_attention:
-        return machine
     assert rates is not None, "machines of the catalogue have rates"
-    slower = replace(
-        rates,
-        attention_efficiency=rates.attention_efficiency / _TRITON_FORWARD,
-        attention_backward_efficiency=rates.attention_backward_efficiency / _TRITON_BACKWARD,
-    )
-    return replace(machine, rates=slower)
+    speeds = (rates.attention_efficiency, rates.attention_backward_efficiency)
+    forward, backward = FLASH_ATTENTION_2.get(gpu, speeds)
+    if run.triton_attention:
+        forward, backward = forward / _TRITON_FORWARD, backward / _TRITON_BACKWARD
+    rates = replace(rates, attention_efficiency=forward, attention_backward_efficiency=backward)
+    return replace(machine, rates=rates)
 
 
 def source_of(run: Run, published: Published) -> ModelSource:
@@ -353,6 +360,7 @@ def source_of(run: Run, published: Published) -> ModelSource:
         float32_norms=run.float32_norms,
         logits_held=run.logits_held,
         joint_adapters=run.joint_adapters,
+        autocast=run.autocast,
     )
 
 

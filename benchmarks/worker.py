@@ -21,6 +21,7 @@ TASKS = {
     "tests": "benchmarks.peers.testing:tests",
     "sanitized": "benchmarks.peers.testing:sanitized",
     "updates": "benchmarks.peers.update_bits:updates",
+    "kernels": "benchmarks.gpu.kernels:kernels",
     "planner case": "benchmarks.planner:solved",
     "front": "benchmarks.front:answered",
     "published": "benchmarks.published_runs:predicted",

@@ -28,7 +28,9 @@ from benchmarks.peers.testing import unseen
 from benchmarks.peers.work import Work
 from benchmarks.runner import Cell
 
-Part = Literal["tests", "updates", "truth", "timeline", "parity", "peers", "size", "sanitizer"]
+Part = Literal[
+    "tests", "updates", "truth", "timeline", "kernels", "parity", "peers", "size", "sanitizer"
+]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -41,6 +43,7 @@ def cells(parts: Sequence[Part], suite: Suite) -> list[Cell]:
     groups = {
         "tests": lambda: [[_tests(suite, name) for name in suite.tests]],
         "updates": lambda: [[_updates(suite)]],
+        "kernels": lambda: [[_kernels(suite)]],
         "truth": lambda: [
             planned_cells("truth", [replace(work, cap_bytes=cap) for cap in caps])
             for work, caps in suite.truth
@@ -151,6 +154,17 @@ def _updates(suite: Suite) -> Cell:
         part="updates",
         task="updates",
         arguments={"device": suite.base.device},
+    )
+
+
+def _kernels(suite: Suite) -> Cell:
+    device = suite.base.device
+    return Cell(
+        key="kernels/operators",
+        part="kernels",
+        task="kernels",
+        arguments={"device": device},
+        skipped="" if device == "cuda" else "only CUDA's events time single operators",
     )
 
 

@@ -20,12 +20,14 @@ class Peaks:
     """Bytes at most since the limit was set.
 
     tensor_bytes   accelerators: what tensors took, as the caching allocator counts
+    context_bytes  accelerators: what the context took in the end
     device_bytes   accelerators: what the allocator reserved, and the context; CPU: resident memory
     process_bytes  the process's resident memory: on accelerators the host's, without pinned memory
                    where the driver does not count it
     """
 
     tensor_bytes: int | None
+    context_bytes: int | None
     device_bytes: int
     process_bytes: int
 
@@ -63,11 +65,16 @@ class Limit:
     def peaks(self) -> Peaks:
         resident = process_memory().peak_resident_bytes
         if devices.on_host(self._device):
-            return Peaks(tensor_bytes=None, device_bytes=resident, process_bytes=resident)
+            return Peaks(
+                tensor_bytes=None,
+                context_bytes=None,
+                device_bytes=resident,
+                process_bytes=resident,
+            )
+        context = devices.context_bytes(self._device)  # kernels are loaded when they are first used
         return Peaks(
             tensor_bytes=torch.accelerator.max_memory_allocated(self._device),
-            # The context of now: kernels are loaded when they are first used.
-            device_bytes=torch.accelerator.max_memory_reserved(self._device)
-            + devices.context_bytes(self._device),
+            context_bytes=context,
+            device_bytes=torch.accelerator.max_memory_reserved(self._device) + context,
             process_bytes=resident,
         )

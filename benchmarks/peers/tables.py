@@ -50,6 +50,7 @@ def markdown(document: dict[str, Any], *, title: str) -> str:
         ("The largest model", _sizes(cells)),
         ("Parity with plain PyTorch", _parity(cells)),
         ("Recorded and simulated", _timelines(cells)),
+        ("Operators", _operators(cells)),
         ("What CUDA's sanitizer said", _sanitized(cells)),
         ("Cells without a number", _others(cells)),
     )
@@ -253,6 +254,21 @@ def _updates(cells: dict[str, Outcome]) -> list[list[str]]:
             for row in cell["result"]["rows"]:
                 shares = [f"{share:.2%}" for share in row["differing"].values()]
                 rows.append([row["kernel"], row["dtype"], str(row["step"]), *shares])
+    return rows
+
+
+def _operators(cells: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["operator", "estimated", "measured", "ratio"]]
+    for cell in cells.values():
+        if cell["task"] != "kernels" or cell["status"] != "ran":
+            continue
+        for row in cell["result"]["rows"]:
+            ran, expected = row["seconds"], row["estimated_seconds"]
+            ratio = f"{ran / expected:.2f}" if expected else ""
+            told = format_seconds(expected) if expected else ""
+            rows.append([row["operator"], told, format_seconds(ran), ratio])
+        launched = [key for key in cell["result"] if key.endswith("launch_s")]
+        rows += [[key, "", format_seconds(cell["result"][key]), ""] for key in launched]
     return rows
 
 

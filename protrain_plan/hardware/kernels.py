@@ -21,8 +21,14 @@ Attention. A fused kernel takes the FLOPs of its products, and besides
 Both hold within 10 % for FlashAttention-2 on an A100 and an H100, forward and backward together, at
 512 to 16,384 keys, causal or not, in heads 64 and 128 wide (Dao-AILab/flash-attention, README;
 tests/hardware/test_kernels.py has these figures).
+
+Element-wise kernels. What lies in a row and has one dtype is read and written several numbers at a
+time, as fast as memory. PyTorch reads anything else (broadcast, strided, of several dtypes) one
+number at a time, each at a place that it computes (`gpu_kernel_impl`, CUDALoops.cuh): then no
+more than `_ACCESSES_PER_CYCLE` numbers go through a multiprocessor.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,6 +40,20 @@ _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 _PARTS = (1, 2, 4, 8, 16)
 _LEAST_PART = 2048
 """Least part of the inner dimension; a shorter one takes as long."""
+
+_FLOAT32_TILES = (*_TILES, (128, 32), (32, 128), (32, 32))
+"""Without tensor cores a multiprocessor computes a sixteenth as fast, so that what narrow tiles
+read does not slow it (cuBLAS' ampere_sgemm_128x32 and 32x32_sliced1x4)."""
+
+_ACCESSES_PER_CYCLE = 3.2
+"""Numbers that a multiprocessor reads or writes in a cycle, where each has a place of its own:
+rotary embeddings of 16,384 tokens forward on an A100 take 3.8 ms for 1.85e9 (linkedin/Liger-Kernel,
+benchmark/data/all_benchmark_data.csv at ead96b61, `rope`, huggingface)."""
+
+_LANES = (128, 64)
+"""Float32 units of a multiprocessor; the latter are a GA100's, at which others' clocks would be
+twice as high as they are."""
+_LEAST_CLOCK = 1e9
 
 _EDGE_KEYS = 256
 _SCORE_WIDTH = 22
@@ -63,9 +83,20 @@ class Attention(NamedTuple):
     masked: bool
 
 
+def accesses_per_s(rates: Rates) -> float:
+    """Numbers that a device reads and writes one at a time; as many as memory gives if unknown."""
+    if not rates.multiprocessors:
+        return math.inf
+    wide, narrow = (rates.float32_flops_per_s / (2 * lanes) for lanes in _LANES)
+    fast = wide if wide > rates.multiprocessors * _LEAST_CLOCK else narrow
+    return fast * _ACCESSES_PER_CYCLE  # cycles of all multiprocessors
+
+
 @lru_cache(maxsize=4096)
-def product_efficiency(product: Product, multiprocessors: int) -> float:
+def product_efficiency(product: Product, multiprocessors: int, *, half: bool = True) -> float:
     """The part of the speed of large products that this one reaches, at most 1.
+
+    `half`: in 16 bits.
 
     A product that is larger by a whole factor in every direction is never less efficient, and one
     that is larger in any direction never takes less time.
@@ -77,10 +108,11 @@ def product_efficiency(product: Product, multiprocessors: int) -> float:
     least = min(
         # The time of one multiprocessor, in multiplications.
         -(-batches * -(-rows // high) * -(-columns // wide) * parts // multiprocessors)
-        * (high + wide)
-        / rated  # times high * wide, and what it reads over what the first one does
+        * (  # what a tile computes, and what it reads over what the first one does
+            (high + wide) / rated if half else high * wide
+        )
         * (inner if parts == 1 else max(-(-inner // parts), _LEAST_PART))
-        for high, wide in _TILES
+        for high, wide in (_TILES if half else _FLOAT32_TILES)
         for parts in _PARTS
     )
     return min(1.0, batches * rows * columns * inner / multiprocessors / least)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from protrain_plan.hardware.kernels import (
     Attention,
     Product,
+    accesses_per_s,
     attention_efficiency,
     product_efficiency,
 )
@@ -35,9 +37,16 @@ _FREE = frozenset(
         "aten::empty_strided",
         "aten::new_empty",
         "aten::new_empty_strided",
+        "aten::_unsafe_view",
     )
 )
 """They launch nothing; nor do views."""
+
+_COPIES = (aten._to_copy.default, aten.copy_.default, aten.clone.default)
+"""Element-wise like those that PyTorch tags so."""
+
+_LONG_ROW = 2**16
+"""Bytes of a row from which on a softmax reads it again for each of its passes."""
 
 
 class Work(NamedTuple):
@@ -51,18 +60,23 @@ class Work(NamedTuple):
     half: bool  # computes in 16 bits
     shape: Product | Attention | None = None
     model_flops: float = 0.0
+    accesses: int = 0
+    fused: bool = False
 
     def seconds(self, rates: Rates) -> float:
         """The formula of `Rates`."""
+        if self.fused and rates.multiprocessors:
+            return 0.0
         peak = rates.flops_per_s(half=self.half)
         efficiency = rates.compute_efficiency
         match self.shape:
             case Product():
-                efficiency *= product_efficiency(self.shape, rates.multiprocessors)
+                efficiency *= product_efficiency(self.shape, rates.multiprocessors, half=self.half)
             case Attention() if self.half:
                 efficiency = attention_efficiency(self.shape, rates)
         computing = self.flops / (peak * efficiency)
         moving = self.bytes / (rates.memory_bytes_per_s * rates.memory_efficiency)
+        moving = max(moving, self.accesses / accesses_per_s(rates))
         return max(computing, moving) + rates.operator_s
 
 
@@ -71,6 +85,9 @@ class OperatorLog:
 
     def __init__(self) -> None:
         self.slots: list[list[Work]] = []
+        # Dropout on a CPU draws a mask, divides it and multiplies by it. On an accelerator all of
+        # this is one kernel (fused_dropout_kernel, Dropout.cu).
+        self._mask: Callable[[], Tensor | None] = lambda: None
 
     def mark(self) -> None:
         """Begin the next list, to which belongs what runs from here on."""
@@ -82,7 +99,10 @@ class OperatorLog:
 
     def launch_seconds(self, rates: Rates) -> list[float]:
         """Seconds of the thread that launches the operators, for every mark."""
-        return [len(slot) * rates.operator_s for slot in self.slots]
+        return [
+            rates.operator_s * sum(not (work.fused and rates.multiprocessors) for work in slot)
+            for slot in self.slots
+        ]
 
     def model_flops(self) -> list[float]:
         """Return what model FLOPs utilisation counts, for every mark."""
@@ -110,8 +130,10 @@ class OperatorLog:
         moved = sum(_bytes(tensor) for tensor in tensors_in(result))
         if func in _LOOKUPS:
             moved = 2 * moved + sum(_bytes(tensor) for tensor in given[1:])
-        else:
+        elif func not in _WRITES_ONLY:
             moved += sum(_bytes(tensor) for tensor in given)
+            if again := _READS_AGAIN.get(func):
+                moved += again(given)
         half = any(tensor.dtype in HALF for tensor in given)
         shaped = _SHAPES.get(func)
         shape = shaped(arguments) if shaped else None
@@ -135,7 +157,53 @@ class OperatorLog:
             moved += 2 * 4 * rows.shape[0] * columns
         counted_once = _MODEL_FLOPS.get(func)
         model_flops = counted_once(arguments) if counted_once else flops
-        self.slots[-1].append(Work(flops, moved, half, shape, model_flops))
+        fused = func is aten.div_.Scalar and given[0] is self._mask()
+        if func is aten.bernoulli_.float:
+            fused, self._mask = True, ref(given[0])
+        accesses = _accesses(func, given, result)
+        work = Work(flops, moved, half, shape, model_flops, accesses, fused)
+        self.slots[-1].append(work)
+
+
+_WRITES_ONLY = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
+"""They take one probability a row at most, and write all gradients."""
+
+
+def _long_rows(given: list[Tensor], passes: int) -> int:
+    """Bytes of `passes` more passes over the first tensor, where its rows are long."""
+    long = given[0].shape[-1] * given[0].itemsize > _LONG_ROW
+    return passes * _bytes(given[0]) if long else 0
+
+
+_READS_AGAIN: dict[Any, Callable[[list[Tensor]], int]] = {
+    aten._log_softmax.default: partial(_long_rows, passes=2),  # largest number, sum, result
+    aten._softmax.default: partial(_long_rows, passes=2),
+    aten._log_softmax_backward_data.default: partial(_long_rows, passes=1),  # sum, result
+    aten._softmax_backward_data.default: partial(_long_rows, passes=1),
+    aten.native_layer_norm.default: lambda given: _bytes(given[0]),  # moments, result
+    # What the gradients of weight and bias read is read by a kernel of its own.
+    aten.native_layer_norm_backward.default: lambda given: _bytes(given[0]) + _bytes(given[1]),
+}
+"""Bytes that kernels read once more (SoftMax.cu, layer_norm_kernel.cu of PyTorch)."""
+
+
+def _accesses(func: Any, given: list[Tensor], result: object) -> int:
+    """Numbers that an element-wise operator reads and writes one at a time: all or none."""
+    if torch.Tag.pointwise not in func.tags and func not in _COPIES:
+        return 0
+    if not isinstance(result, Tensor):
+        return 0
+    operands = [tensor for tensor in given if tensor.dim()]
+    # Casts of float32 to 16 bits are vectors, too (bfloat16_copy_kernel_cuda, Copy.cu).
+    cast = torch.float32 if func in _COPIES and result.dtype in HALF else result.dtype
+    together = all(
+        tensor.dtype in (result.dtype, cast)
+        and tensor.shape == result.shape
+        and tensor.stride() == result.stride()
+        for tensor in operands
+    )
+    dense = together and torch.ops.aten.is_non_overlapping_and_dense.default(result)
+    return 0 if dense else result.numel() * (len(operands) + 1)
 
 
 _LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default)

@@ -113,7 +113,8 @@ def occupied_seconds(program: BoundProgram) -> list[float]:
 
     One thread launches compute, submits moves and ends them (counted where a move is submitted:
     its end is seen at a later boundary). An accelerator computes meanwhile, and a slot takes the
-    longer of both; a processor computes in that thread.
+    longer of both: an update in backward is launched in about the time of a move. A processor
+    computes in that thread.
     """
     hardware, costs = program.profile.hardware, [option.cost for option in program.activations]
     update_s = device_update_seconds(program) if program.updating else 0.0
@@ -123,7 +124,7 @@ def occupied_seconds(program: BoundProgram) -> list[float]:
         launching = [
             costs[slot.unit].forward_launch_s
             if slot.forward
-            else costs[slot.unit].backward_launch_s
+            else costs[slot.unit].backward_launch_s + len(slot.stepped) * hardware.move_s
             for slot in program.slots
         ]
         launching.append(0.0)

@@ -1,11 +1,19 @@
 """Efficiencies of kernels: laws, and published tables of kernels by themselves."""
 
+import json
+import statistics
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import cross_entropy, dropout
 
+from benchmarks.gpu.kernels import beside_estimates
+from benchmarks.published_runs import FLASH_ATTENTION_2
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.hardware.kernels import (
     Attention,
@@ -15,6 +23,8 @@ from protrain_plan.hardware.kernels import (
 )
 from protrain_plan.hardware.operator_log import Work
 from protrain_runtime.contract.records.hardware import Rates
+from tests.support.commands import ROOT
+from tests.support.operator_logs import watching
 
 SIDES = st.integers(1, 20_000)
 PRODUCTS = st.builds(Product, st.integers(1, 64), SIDES, SIDES, SIDES)
@@ -143,6 +153,9 @@ def test_attention_is_as_fast_as_published(
     card: str, width: int, causal: bool, published: tuple[int, ...]
 ) -> None:
     rates = rates_of(card)
+    if speeds := FLASH_ATTENTION_2.get(card):
+        forward, backward = speeds
+        rates = replace(rates, attention_efficiency=forward, attention_backward_efficiency=backward)
     for power, rate in enumerate(published):
         keys = 512 * 2**power / (2 if causal else 1)
         passes = (
@@ -154,3 +167,82 @@ def test_attention_is_as_fast_as_published(
             for products, shape in passes
         )
         assert 7 / seconds == pytest.approx(rate * 1e12, rel=0.10 if power else 0.12)
+
+
+def test_operators_take_about_as_long_as_on_a_card() -> None:
+    """All that `benchmarks.gpu --parts kernels` measured on an H200, estimated anew."""
+    document = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())
+    result = document["cells"]["kernels/operators"]["result"]
+    measured = {row["operator"]: row["seconds"] for row in result["rows"]}
+    rows = beside_estimates(measured, document["runs"][0]["accelerator"]["name"])["rows"]
+    ratios = {
+        row["operator"]: row["seconds"] / row["estimated_seconds"]
+        for row in rows
+        if row["estimated_seconds"]
+    }
+    assert len(ratios) > 130
+    assert statistics.median(ratios.values()) == pytest.approx(1, rel=0.05)
+    near = [1 / 1.5 < ratio < 1.5 for ratio in ratios.values()]
+    assert sum(near) / len(near) > 0.85
+    fused = [ratio for name, ratio in ratios.items() if name.startswith("attention")]
+    assert fused == pytest.approx([1.0] * 8, abs=0.25)
+
+
+def rms_norm(values: Tensor, weight: Tensor) -> Tensor:
+    wide = values.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * normed.to(values.dtype)
+
+
+ELEMENTWISE = [
+    # Milliseconds on an A100 SXM, forward; linkedin/Liger-Kernel, benchmark/data/
+    # all_benchmark_data.csv at ead96b61, huggingface.
+    (4096, 0.280),
+    (8192, 0.519),
+    (16384, 0.986),
+    (32768, 1.919),
+]
+
+
+@pytest.mark.parametrize(("width", "published"), ELEMENTWISE)
+def test_a_norm_without_a_kernel_of_its_own_is_as_fast_as_published(
+    width: int, published: float
+) -> None:
+    with FakeTensorMode(), watching() as log:
+        values = torch.empty(2048, width, dtype=torch.bfloat16)
+        weight = torch.empty(width)
+        log.mark()
+        rms_norm(values, weight)
+    (seconds,) = log.seconds(rates_of("a100-80gb"))
+    assert 1e3 * seconds == pytest.approx(published, rel=0.1)
+
+
+@pytest.mark.parametrize(("classes", "published"), [(32_768, 5.317), (131_072, 20.726)])
+def test_the_passes_of_a_long_softmax_are_as_fast_as_published(
+    classes: int, published: float
+) -> None:
+    """Cross entropy of 16,384 rows in float32 (the same table)."""
+    with FakeTensorMode(), watching() as log:
+        logits, labels = torch.empty(16_384, classes), torch.empty(16_384, dtype=torch.int64)
+        log.mark()
+        cross_entropy(logits, labels)
+    (seconds,) = log.seconds(rates_of("a100-80gb"))
+    assert 1e3 * seconds == pytest.approx(published, rel=0.1)
+
+
+def test_dropout_is_one_kernel_on_an_accelerator() -> None:
+    with FakeTensorMode(), watching() as log:
+        values = torch.empty(1024, 1024)
+        log.mark()
+        dropout(values)
+    (seconds,) = log.seconds(rates_of("a100-80gb"))
+    (launching,) = log.launch_seconds(rates_of("a100-80gb"))
+    (on_cpu,) = log.launch_seconds(replace(rates_of("a100-80gb"), multiprocessors=0))
+    assert seconds == Work(0.0, 3 * 4 * 1024**2, False).seconds(rates_of("a100-80gb"))
+    assert 3 * launching == on_cpu
+
+
+def test_narrow_products_in_float32_have_narrow_tiles() -> None:
+    """Adapters' columns of 16 waste half of a tile, not three quarters."""
+    narrow = Product(1, 16_384, 16, 4096)
+    assert product_efficiency(narrow, 108, half=False) > 0.4 > product_efficiency(narrow, 108)

@@ -337,7 +337,8 @@ class Implications:
         )
         if isinstance(decision, Persistent):
             if decision.update_in_backward:
-                device_s += optimizer.host_piece_s  # a step of its own, which starts by itself
+                if not is_accelerator(self.device):
+                    device_s += optimizer.host_piece_s  # a step of its own, which starts by itself
             else:
                 workspace = _step_workspace(index, self.profile)
                 if workspace and optimizer.workspace_bytes:
@@ -563,10 +564,12 @@ def update_seconds(
 ) -> float:
     """Seconds of the optimizer's steps on pieces, when nothing interferes.
 
-    A step starts by itself, which takes as long on the device as on the host.
+    Kernels of an accelerator are launched by the thread that launches compute, in seconds of its
+    own (`move_s`); on the host each piece is a step that starts by itself.
     """
-    speed = optimizer.device_parameters_per_s if on_device else optimizer.host_parameters_per_s
-    return num_pieces * optimizer.host_piece_s + num_parameters / speed
+    if on_device:
+        return num_parameters / optimizer.device_parameters_per_s
+    return num_pieces * optimizer.host_piece_s + num_parameters / optimizer.host_parameters_per_s
 
 
 def _chunk_holdings(
