@@ -68,7 +68,6 @@ class Timeline:
     compute: tuple[tuple[float, float], ...]
 
 
-_STREAMED = frozenset(("read states", "update", "write states"))
 
 
 def move_seconds(move: Move, profile: Profile, settings: StepSettings) -> float:
@@ -131,14 +130,8 @@ def occupied_seconds(program: BoundProgram) -> list[float]:
             for slot in program.slots
         ]
         launching.append(0.0)
-    # A device's update of offloaded states is launched by its lane's thread, with its copies.
-    streamed = [state.updated_on_device for state in program.states]
-    counted = [not streamed[move.unit] or move.kind not in _STREAMED for move in program.moves]
-    handled = [
-        sum(map(counted.__getitem__, slot.submit)) + sum(map(counted.__getitem__, slot.finish))
-        for slot in program.slots
-    ]
-    handled.append(sum(map(counted.__getitem__, program.last)))
+    handled = [len(slot.submit) + len(slot.finish) for slot in program.slots]
+    handled.append(len(program.last))
     return [
         max(device, host + count * hardware.move_s)
         for device, host, count in zip(computing, launching, handled, strict=True)

@@ -310,20 +310,6 @@ def test_an_update_of_streamed_states_takes_turns_with_compute() -> None:
     assert program.tier_bytes("host") < one.parameter_bytes + one.state_bytes + 2**20
 
 
-def test_streamed_states_are_not_launched_by_the_thread_that_computes() -> None:
-    """A fetch for each pass, and nothing for what a thread of the update's lane launches."""
-    streamed: Decision = (Keep(), Offload(tier="host", update_on_device=True), Schedule())
-    found = {}
-    for move_s in (0.0, 1.0):
-        profile = two_units_that_stream()
-        profile = replace(profile, hardware=replace(profile.hardware, move_s=move_s))
-        found[move_s] = times(program_of(PLAIN, streamed, profile=profile, piece_bytes=1 << 26))
-    pieces = [name for name in found[1.0] if name.startswith("write states")]
-    assert len(pieces) > 50
-    passes = ("forward 0", "forward 1", "backward 1", "backward 0")
-    assert all(found[1.0][one][1] - found[1.0][one][0] <= 12 for one in passes)
-
-
 def test_a_clipped_step_does_speculative_updates_again() -> None:
     """As above, but gradients leave first, for 1/6 s, and come back with states and parameters.
 
