@@ -68,8 +68,6 @@ class Timeline:
     compute: tuple[tuple[float, float], ...]
 
 
-
-
 def move_seconds(move: Move, profile: Profile, settings: StepSettings) -> float:
     """Seconds of a move when nothing interferes: latency + bytes / bandwidth.
 

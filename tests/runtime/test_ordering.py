@@ -416,15 +416,6 @@ def the_launching_thread_goes_on() -> None:
         assert value.item() == 1.0
 
 
-def a_slow_lane_has_a_thread_of_its_own() -> None:
-    """Work of a slow lane is submitted there, also where it follows nothing."""
-    lane = Backend(device(), limit_s=LIMIT_S).lane("test", on_device=True, slow=True)
-    threads: list[int] = []
-    lane.submit("look", lambda: threads.append(threading.get_ident()), ()).wait()
-    lane.close()
-    assert threads and threads[0] != threading.get_ident()
-
-
 @contextmanager
 def waiting_lanes() -> Iterator[tuple[Any, Any, Callable[[], None]]]:
     """A thread's work that has not ended, a lane on a stream, and what lets the work end."""

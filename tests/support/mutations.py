@@ -169,8 +169,8 @@ ON_A_DEVICE = (
     ),
     Mutation(
         where="runtime/protrain_runtime/devices/lanes.py::StreamLane.submit",
-        line="self._slow or self._waiting is not None",
-        instead="self._slow",
+        line="self._waiting is None and all(",
+        instead="all(",
         keeps="work overtakes what was submitted to its lane before it",
         scenario="a_stream_keeps_its_order",
     ),
@@ -180,13 +180,6 @@ ON_A_DEVICE = (
         instead="True",
         keeps="the thread that launches compute waits for a thread of a lane",
         scenario="the_launching_thread_goes_on",
-    ),
-    Mutation(
-        where="runtime/protrain_runtime/devices/lanes.py::StreamLane.submit",
-        line="self._slow or self._waiting is not None",
-        instead="self._waiting is not None",
-        keeps="the thread that launches compute runs the optimizer's Python for each piece",
-        scenario="a_slow_lane_has_a_thread_of_its_own",
     ),
     Mutation(
         where="runtime/protrain_runtime/devices/lanes.py::StreamLane.close",

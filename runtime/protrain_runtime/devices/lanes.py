@@ -307,16 +307,13 @@ class StreamLane:
     """A lane on a stream of its own.
 
     Work is submitted to the stream by the thread that computes, unless it follows work of a thread
-    that has not ended (a read from disk, a sum on the host) or is `slow` to submit: then by a
-    thread of the lane, in the place of the one that computes.
+    that has not ended (a read from disk, a sum on the host): then by a thread of the lane, which
+    waits in the place of the one that computes.
     """
 
-    def __init__(
-        self, name: str, device: torch.device, *, limit_s: float, slow: bool = False
-    ) -> None:
+    def __init__(self, name: str, device: torch.device, *, limit_s: float) -> None:
         self.name = name
         self.on_stream = True
-        self._slow = slow
         self._process = os.getpid()
         self._device, self._limit_s = device, limit_s
         self._stream = torch.Stream(device=device)
@@ -330,8 +327,7 @@ class StreamLane:
         item = _Item(work, after, devices.record_event(self._device), lambda _: None)
         if self._waiting is not None and self._waiting.issued():
             self._waiting = None
-        left = self._slow or self._waiting is not None
-        if not left and all(other.issued() for other in after):
+        if self._waiting is None and all(other.issued() for other in after):
             ticket.issue(self._issue(item))
             return ticket
         if self._thread is None:
@@ -480,22 +476,16 @@ class Backend:
         return buffer
 
     def lane(
-        self,
-        name: str,
-        *,
-        on_device: bool,
-        slow: bool = False,
-        patient: bool = False,
-        num_threads: int = 1,
+        self, name: str, *, on_device: bool, patient: bool = False, num_threads: int = 1
     ) -> WorkLane:
-        """A lane; `on_device` where the device can do its work, `slow` if it has many operators.
+        """A lane; `on_device` where the device's copy engines can do its work.
 
         Others have `num_threads` for PyTorch's operators. A `patient` one has work with a time
         limit of its own, which is to say first what is late.
         """
         limit_s = self._limit_s * (2 if patient else 1) + (PATIENCE_S if patient else 0)
         if on_device and not self.on_host:
-            return StreamLane(name, self.device, limit_s=limit_s, slow=slow)
+            return StreamLane(name, self.device, limit_s=limit_s)
         threads = torch.get_num_threads()
         device = None if self.on_host else self.device
         lane = ThreadLane(

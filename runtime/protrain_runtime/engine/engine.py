@@ -94,7 +94,6 @@ class Engine:
                 str(lane),
                 on_device=lane == UPDATE_ON_DEVICE
                 or (lane.tier == "host" and lane.direction != "update" and not checked),
-                slow=lane == UPDATE_ON_DEVICE,
                 num_threads=moves.update_threads if lane.direction == "update" else 1,
             )
             for lane in sorted({move.lane for move in program.moves} - {COLLECT}, key=str)
