@@ -372,14 +372,20 @@ def _prediction(run: Run, profile: Profile) -> dict[str, Any]:
     """
     problem = problem_of(run, profile)
     plan = plan_of_units(problem, units_of(run, problem))
-    told = report(problem.program(plan.units))
+    program = problem.program(plan.units)
+    told = report(program)
     peak = next(one for one in told.slots if one.name == told.peak_slot.name)
     seconds = [slot.end_s - slot.start_s for slot in told.slots]
     count = len(plan.units)
     tokens = run.batch * run.seq * run.micro_batches
+    most = plan.prediction.peak_bytes.device
+    if run.sharding != "none" and profile.optimizer.at_once:
+        # FSDP's optimizer steps on all shards at once, our runtime on one unit's after the other.
+        stepped = sum(state.own.stepped_bytes for state in program.states)
+        updating = sum(told.slots[-1].device.by_kind.values())
+        most = max(most, updating + round(profile.optimizer.workspace_fraction * stepped))
     return {
-        "memory_bytes": plan.prediction.peak_bytes.device
-        + (bucket_bytes(problem.profile) if run.buckets else 0),
+        "memory_bytes": most + (bucket_bytes(problem.profile) if run.buckets else 0),
         "tokens_per_s": tokens / step_seconds(problem, plan.units)[0],
         "peak": told.peak_slot.name,
         "peak_parts": {kind: size for kind, size in peak.device.by_kind.items() if size},
