@@ -70,7 +70,7 @@ def main() -> int:
     profile, plan = options.out / "profile.yaml", options.out / "plan.yaml"
 
     shape = ("--batch-size", options.batch_size, "--seq-len", options.seq_len)
-    profiled = must(protrain("profile", options.model, *shape, "-o", str(profile)))
+    profiled = must(protrain("profile", options.model, *shape, "--steps", "1", "-o", str(profile)))
     say(
         f"{profiled['num_parameters'] / 1e6:.1f} M parameters in {profiled['num_units']} units,"
         f" {size(profiled['model_states_bytes'])} of model states,"

@@ -47,7 +47,7 @@ def main() -> int:
     """Run the demo; 0 if everything that it promises held."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", default="1300MiB")
-    parser.add_argument("--steps", default="3")
+    parser.add_argument("--steps", default="2")
     parser.add_argument("--out", type=Path, default=Path("large-model"))
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
