@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import sys
+import threading
 
 import pytest
 import torch
@@ -82,6 +83,25 @@ def test_blocks_from_before_count_as_the_start_says() -> None:
         label="all", start_bytes=12 * KIB, peak_bytes=16 * KIB, end_bytes=16 * KIB
     )
     del new
+
+
+@pytest.mark.parametrize("when", ["before the meter", "in another thread"])
+def test_what_stood_is_counted_until_it_is_freed_elsewhere(when: str) -> None:
+    """As pieces of an update that lanes still have in hand when a step is measured."""
+    stood = [torch.empty(1000, dtype=torch.uint8) for _ in range(2)]
+    standing = [one.untyped_storage() for one in stood]
+    meter = MemoryMeter(start_bytes=2000, standing=standing)
+    del standing
+    if when == "before the meter":
+        stood.pop()
+    with meter:
+        meter.mark("start")
+        if when == "in another thread":
+            thread = threading.Thread(target=stood.pop)
+            thread.start()
+            thread.join()
+        meter.mark("end")
+    assert [segment.end_bytes for segment in meter.segments][-1] == 1000
 
 
 def test_a_view_of_memory_that_it_does_not_keep_counts_for_nothing() -> None:

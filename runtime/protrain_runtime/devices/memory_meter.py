@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -66,7 +67,8 @@ class MemoryMeter:
     - only the entering thread is seen; a backward of CPU tensors runs in the thread that calls it;
     - a block that another thread frees counts until its address is given out again;
     - a block from before the meter counts as alive until the end (an allocator sees its release),
-      unless it is the memory of a storage that is given as `standing`.
+      unless it is the memory of a storage that is given as `standing`: until that is freed, or
+      until the next mark where another thread frees it.
 
     `segments` is there after the exit, in the order of the marks. Meters cannot be nested on a
     CPU (the profiler runs once per process). The profiler slows the code: do not time it.
@@ -82,11 +84,11 @@ class MemoryMeter:
         self._device = torch.device(device)
         self._on_host = devices.on_host(self._device)
         self._start_bytes = start_bytes
-        self._ends = [
-            weakref.finalize(storage, _note, f"{_END}{storage.nbytes()}") for storage in standing
-        ]
+        self._ended: list[int] = []  # bytes of standing storages that are gone, and not noted yet
+        self._ends = [weakref.finalize(one, self._end, one.nbytes()) for one in standing]
         for end in self._ends:
             end.atexit = False
+        self._thread = 0  # the entering one's, while inside
         self._labels: list[str] = []
         self._segments: tuple[Segment, ...] | None = None
         self._profile: profile | None = None  # CPU, while inside
@@ -104,13 +106,25 @@ class MemoryMeter:
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             with _without_chatter():
                 self._profile.start()
+            self._thread = threading.get_ident()
+            while self._ended:  # between the count of bytes and here, where nothing saw them go
+                self._start_bytes -= self._ended.pop()
         return self
+
+    def _end(self, num_bytes: int) -> None:
+        """Note the end of a standing storage, or leave that to the thread that is seen."""
+        if threading.get_ident() == self._thread:
+            _note(f"{_END}{num_bytes}")
+        else:
+            self._ended.append(num_bytes)
 
     def mark(self, label: str) -> None:
         """End the segment that runs, if any, and start the one called `label`."""
         if not self._on_host:
             self._read()
         else:
+            while self._ended:
+                _note(f"{_END}{self._ended.pop()}")
             _note(f"{_MARK}{len(self._labels)}")
         self._labels.append(label)
 
