@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from protrain_plan.planning.questions.allowance import HEADROOM, MOST
+from protrain_plan.planning.questions.allowance import (
+    EXPANDABLE_MEDIAN,
+    HEADROOM,
+    MEDIAN,
+    MOST,
+    allowance_bytes,
+)
 from protrain_plan.presentation.profiles import (
     caveats,
     compiled_json,
@@ -165,6 +171,7 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
         f" ({solved.status}, {solved.solver}, {'planned before in ' * solved.kept}"
         f"{format_seconds(solved.solve_seconds)})"
     ]
+    notes += [ALLOCATED] * bool(allowance_bytes(profile, peak))
     notes += other_results(plan)
     notes += other_steps(plan)
     notes += [unknown] if (unknown := own_update(profile)) else []
@@ -407,6 +414,7 @@ def fit_json(fit: "Fit") -> dict[str, Any]:
         "verdict": fit.verdict,
         "tight": fit.is_tight,
         "allowance_bytes": fit.allowance_bytes,
+        "reserved_bytes_about": fit.reserved_bytes,
         "headroom_bytes": fit.headroom_bytes,
         "plain_device_bytes": fit.plain_bytes,
         "plain_step_seconds": fit.plain_seconds,
@@ -461,6 +469,10 @@ TIGHT = (
     "tight: less room than PyTorch's allocator was seen to reserve beyond tensors, up to"
     f" {MOST:.0%} of them. It takes less with PYTORCH_ALLOC_CONF=expandable_segments:True, which"
     " protrain run sets; --device-memory plans with room"
+)
+ALLOCATED = (
+    "device: allocated bytes, and the context; reserved are about"
+    f" {EXPANDABLE_MEDIAN:.0%} of tensors more with expandable segments, and {MEDIAN:.0%} without"
 )
 _VERDICTS = {
     "fits": ("fits", "green"),
@@ -557,7 +569,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
     unknown |= dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
     is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
-    tight = [TIGHT] * is_tight
+    tight = [ALLOCATED] * any(fit.allowance_bytes for fit in fits) + [TIGHT] * is_tight
     told = (*binds, *faster, *worn, *spared, *differs, *headroom_of(fits), *tight)
     notes = map(Text, (*told, *in_words(columns), *trusted, *unknown))
     bills = (bill.fitting, "") if columns else ()

@@ -14,7 +14,13 @@ from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
 from protrain_runtime.contract.records.folding import unfold
-from protrain_runtime.contract.records.hardware import Collectives, Hardware, Rates, Tier
+from protrain_runtime.contract.records.hardware import (
+    Collectives,
+    Hardware,
+    Rates,
+    Tier,
+    is_accelerator,
+)
 from protrain_runtime.contract.records.profile import Compilation, Profile, Unit
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
@@ -59,7 +65,9 @@ def own_update(profile: Profile) -> str | None:
 
 
 def caveats(profile: Profile) -> Iterator[str]:
-    """Remarks: steps that differ; batches without images; what is unpacked, or has no adapters."""
+    """Remarks: whose kernels run; steps that differ; batches without images; what is unpacked."""
+    if profile.method == "estimated" and is_accelerator(profile.hardware.device.kind):
+        yield EAGER
     if profile.varies:
         yield f"the model does other work from step to step: {profile.varies}"
     workload = profile.workload
@@ -351,6 +359,12 @@ def error_band(machine: Hardware) -> list[float] | None:
     """Measured over estimated seconds, 10th and 90th percentile; None if never compared."""
     low, high = machine.error_band
     return [low, high] if high else None
+
+
+EAGER = (
+    "estimated seconds are of PyTorch's own kernels: fused ones (Liger, Transformer Engine,"
+    " torch.compile) are faster"
+)
 
 
 def trust(machine: Hardware) -> str:

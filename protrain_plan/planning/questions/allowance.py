@@ -18,9 +18,12 @@ set `expandable_segments`, which lowers them:
       with limit_all_gathers                                            20.20      27.36   35 %
       and without logits that live on                                   15.22      19.36   27 %
 
-Others saw more: GMLake (arXiv 2401.08156) lowers fragmentation by 15 % of what is reserved in the
-mean of eight models, by 33 % at most; STAlloc (arXiv 2507.16274) found up to 43 % of it wasted.
+With it, an H200 reserved 4 to 10 % more in four trainings under plans (benchmarks/results/gpu.md).
+Others saw more without: GMLake (arXiv 2401.08156) lowers fragmentation by 15 % of what is reserved
+in the mean of eight models, by 33 % at most; STAlloc (arXiv 2507.16274) found up to 43 % wasted.
 """
+
+from collections.abc import Sequence
 
 from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import Budgets, TierBytes
@@ -32,8 +35,18 @@ PAIRS = ((9.16, 10.22), (8.28, 10.24), (25.86, 32.67), (20.20, 27.36), (15.22, 1
 MOST = max(reserved / tensors for tensors, reserved in PAIRS) - 1
 """Most bytes reserved beyond tensors, over the bytes of tensors."""
 
-MEDIAN = sorted(reserved / tensors for tensors, reserved in PAIRS)[len(PAIRS) // 2] - 1
-"""Median of the same ratio."""
+EXPANDABLE_PAIRS = ((7.41, 7.91), (1.51, 1.59), (10.05, 11.06), (13.99, 14.60))
+"""The same with `expandable_segments`, on an H200: SmolLM2 135M without a limit and under 3 GB,
+Llama 3.2 1B under 12 and 16 GB."""
+
+
+def _median_more(pairs: Sequence[tuple[float, float]]) -> float:
+    return sorted(reserved / tensors for tensors, reserved in pairs)[len(pairs) // 2] - 1
+
+
+MEDIAN, EXPANDABLE_MEDIAN = _median_more(PAIRS), _median_more(EXPANDABLE_PAIRS)
+"""Medians of bytes reserved beyond tensors over the bytes of tensors, without
+`expandable_segments` and with them."""
 
 HEADROOM = 0.04
 """Part of a device that plans leave free (docs/decisions/memory.md)."""
@@ -72,6 +85,15 @@ def allowance_bytes(profile: Profile, peak: TierBytes) -> int:
     0 for a measured profile, whose peaks have it, and on a CPU, which has no such allocator.
     """
     return round(MOST * peak.device) if _is_unknown(profile) else 0
+
+
+def reserved_bytes(profile: Profile, peak: TierBytes) -> int:
+    """About what the process takes of the device where it sets `expandable_segments`.
+
+    Of a measured profile, what its peak has.
+    """
+    unknown = _is_unknown(profile)
+    return peak.on_device + round(EXPANDABLE_MEDIAN * peak.device) * unknown
 
 
 def is_tight(profile: Profile, peak: TierBytes) -> bool:

@@ -15,6 +15,7 @@ from protrain_plan.planning.questions.allowance import (
     allowance_bytes,
     is_tight,
     left_free_bytes,
+    reserved_bytes,
 )
 from protrain_plan.planning.questions.spending import Spending, spending, tokens_in_step
 from protrain_plan.simulation.report import StepReport, report
@@ -221,6 +222,13 @@ class Fit:
         if self.solved is None:
             return 0
         return allowance_bytes(self.profile, self.solved.plan.prediction.peak_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the process is about to take of the device; 0 without a plan."""
+        if self.solved is None:
+            return 0
+        return reserved_bytes(self.profile, self.solved.plan.prediction.peak_bytes)
 
     @property
     def headroom_bytes(self) -> int:
