@@ -18,16 +18,26 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.records.decisions import ACTIVATIONS, STATES, WORDINGS
 from protrain_runtime.contract.records.files import read_text, replace_text
+from protrain_runtime.contract.records.plan import Activations, Placement, Plan
+from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.reader import loads
+from protrain_runtime.contract.records.tree import parsed_json
+from protrain_runtime.contract.records.writer import dumps
+
+T = TypeVar("T")
 
 SWITCH = "PROTRAIN_NO_CACHE"
 """The environment variable that switches the cache off, whatever its value."""
@@ -159,3 +169,75 @@ def _digest_of_files(folder: Path) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+# --- values as text -------------------------------------------------------------------------------
+
+_WRONG = (ArithmeticError, AttributeError, LookupError, RecordError, TypeError, ValueError)
+"""Errors of `_value` where data are not of its type."""
+
+_NOTHING: Mapping[type, Any] = {}
+
+
+def dumped(
+    value: Any,
+    *,
+    left_out: Mapping[type, Iterable[str]] = _NOTHING,
+    instead: Mapping[type, Mapping[str, object]] = _NOTHING,
+) -> str:
+    """A value of typed classes as JSON, without some of their fields, and with others `instead`.
+
+    Plans and profiles are the texts of their files.
+    """
+
+    def data(value: Any) -> Any:
+        if isinstance(value, Plan | Profile):
+            return dumps(value)
+        if isinstance(value, get_args(Activations) + get_args(Placement)):
+            return WORDINGS[value].phrase
+        if is_dataclass(value):
+            names = (f.name for f in fields(value) if f.name not in left_out.get(type(value), ()))
+            return {n: data(getattr(value, n)) for n in names} | dict(instead.get(type(value), {}))
+        return [data(item) for item in value] if isinstance(value, tuple) else value
+
+    return json.dumps(data(value), separators=(",", ":"))
+
+
+def loaded(kind: type[T], text: str, **given: Any) -> T:
+    """Read a value of a class, of which some fields are `given`; RecordError for another."""
+    try:
+        return kind(**_fields(kind, parsed_json(text, None)), **given)
+    except _WRONG as error:
+        raise RecordError(f"not readable as {kind.__name__}: {error}") from None
+
+
+def _fields(kind: type, data: dict[str, Any]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {name: _value(hints[name], item) for name, item in data.items()}
+
+
+def _value(hint: Any, data: Any) -> Any:
+    """Read a value of a type; an error of `_WRONG` where it is of another."""
+    if hint in (Plan, Profile):
+        return loads(hint, data)
+    if hint == Activations:
+        return ACTIVATIONS[data]
+    if hint == Placement:
+        return STATES[data]
+    kinds = get_args(hint)
+    if get_origin(hint) is tuple:
+        items = kinds[:1] * len(data) if kinds[-1] is Ellipsis else kinds
+        return tuple(_value(kind, item) for kind, item in zip(items, data, strict=True))
+    if isinstance(hint, type) and issubclass(hint, tuple):  # a named one
+        named = zip(get_type_hints(hint).values(), data, strict=True)
+        return hint(*(_value(kind, item) for kind, item in named))
+    if get_origin(hint) is Literal:
+        return kinds[kinds.index(data)]
+    for kind in kinds:  # one of several types
+        with suppress(*_WRONG):
+            return _value(kind, data)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return hint(**_fields(hint, data))
+    if type(data) is hint or (hint is float and type(data) is int):
+        return data
+    raise TypeError

@@ -22,11 +22,12 @@ from typing import Any, Self
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.isolated.pool import processes_at_once
 from protrain_plan.isolated.process import EndedError, LeftError, Limits, Server, Tell, run
+from protrain_plan.kept import dumped
 from protrain_plan.models.importing import models_path
 from protrain_plan.models.presets import parse_config, preset_names, read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
+from protrain_plan.profiling.tally import loads_tally
 from protrain_runtime.contract.errors import ProtrainError, RecordError
-from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.files import leads_out, refuse_outside
 from protrain_runtime.contract.records.hardware import Hardware, is_accelerator
 from protrain_runtime.contract.records.profile import Profile, Workload
@@ -150,14 +151,14 @@ def _is_asked_for(profile: Profile, fingerprint: str, changed: Iterable[str]) ->
 def looked_at(profile: Profile, config: str | None, on: Hardware | None, tell: Tell) -> str | None:
     """Build a profiled model from its source as that is now, and tell what it is.
 
-    The answer is its estimate on a machine, or on the profile's if rules ask for one. This runs the
+    The answer is its tally on a machine, or on the profile's if rules ask for one. This runs the
     model's code, and raises what that raises; without weights where its kind allows that. A preset
     and a configuration's file are read anew; where the file is gone, the configuration in the
     record is built with today's code; with `config`, as JSON, that one is. Paths and modules count
     from the working directory.
     """
     from protrain_plan.models.sources import load_source
-    from protrain_plan.profiling.estimated import estimate
+    from protrain_plan.profiling.estimated import tallies
     from protrain_runtime.diagnostics.matching import model_fingerprint
 
     workload, machine = profile.workload, on or profile.hardware
@@ -171,19 +172,23 @@ def looked_at(profile: Profile, config: str | None, on: Hardware | None, tell: T
     tell({"fingerprint": fingerprint, "changed": changed})
     if on is None and not _is_asked_for(profile, fingerprint, changed):
         return None
-    # Bytes do not depend on rates: those of any machine do where its own are not known.
-    substitute = _SUBSTITUTES[is_accelerator(machine.device.kind)]
-    found = estimate(
+    (found,) = tallies(
         source,
         batch_size=workload.batch_size,
         seq_len=workload.seq_len,
         compile=workload.compile,
         optimizer=profile.optimizer.name,
         allow=profile.allowed,
-        hardware=replace(machine, rates=machine.rates or load_hardware(substitute).rates),
+        machines=[_rated(machine)],
         **options,
     )
-    return dumps_profile(found)
+    return dumped(found)
+
+
+def _rated(machine: Hardware) -> Hardware:
+    """Bytes do not depend on rates: those of any machine do where its own are not known."""
+    substitute = _SUBSTITUTES[is_accelerator(machine.device.kind)]
+    return replace(machine, rates=machine.rates or load_hardware(substitute).rates)
 
 
 # --- looking at it, from here ---------------------------------------------------------------------
@@ -277,9 +282,9 @@ class Looking:
     def _profile(
         self, profile: Profile, question: EstimateRequest | None, known: _Known, on: Hardware
     ) -> Estimate:
-        found = question and on not in known.estimates and self._cache.profile(question, on)
-        if found:
-            known.estimates[on] = found
+        tally = self._cache.tally(question) if question and on not in known.estimates else None
+        if tally and tally.profile.workload.device == on.device.kind:
+            known.estimates[on] = replace(tally.on(_rated(on)), hardware=on)
         if on not in known.estimates and known.broken is None:
             self._look(profile, question, known, on)
         return known.estimates.get(on) or known.broken or _NO_ANSWER
@@ -292,7 +297,7 @@ class Looking:
         on: Hardware | None = None,
     ) -> None:
         """Run the model's code, and note what it says."""
-        heard = False
+        heard, made = False, None
 
         def hear(told: object) -> None:
             nonlocal heard
@@ -312,8 +317,9 @@ class Looking:
         try:
             text = run(work, server=self._server, imports=imports, hear=hear)
             if text is not None:
-                found = loads_profile(str(text))
-                known.estimates[machine] = replace(found, hardware=machine, method="estimated")
+                made = loads_tally(str(text))
+                found = replace(made.profile, hardware=machine, method="estimated")
+                known.estimates[machine] = found
             elif on is not None or not heard:
                 known.broken = _NO_ANSWER
         except RecordError as error:
@@ -332,8 +338,8 @@ class Looking:
                 )
         if question is not None and heard and known.fingerprint is not None:
             self._cache.keep_fingerprint(question, known.fingerprint)
-            if isinstance(made := known.estimates.get(machine), Profile):
-                self._cache.keep_profile(question, made)
+            if made is not None:
+                self._cache.keep_tally(question, made)
 
     def _is_unknown(self, hardware: Hardware) -> bool:
         """Ask a process that runs no model's code: it is not for the model to say."""

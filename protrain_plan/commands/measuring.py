@@ -31,6 +31,7 @@ from protrain_runtime.contract.records.hardware import Hardware, is_accelerator
 from protrain_runtime.contract.records.profile import Profile, Workload
 
 if TYPE_CHECKING:
+    from protrain_plan.profiling.tally import Tally
     from protrain_plan.profiling.unit_by_unit import Options
 
 Progress = Callable[[str, float], None]
@@ -113,12 +114,12 @@ class Estimates:
     ) -> None:
         self._requests, self._machines, self._cache = requests, machines, cache
         self._questions = [request.question() for request in requests]
-        self._found = {
-            (number, machine): profile
-            for number, question in enumerate(self._questions)
-            for machine in machines
-            if question is not None and (profile := cache.profile(question, machine)) is not None
-        }
+        self._found: dict[tuple[int, Hardware], Profile] = {}
+        for number, question in enumerate(self._questions):
+            tally = None if question is None else cache.tally(question)
+            for machine in machines:
+                if tally and machine.device.kind == tally.profile.workload.device:
+                    self._found[number, machine] = tally.on(machine)
 
     @property
     def num_missing(self) -> int:
@@ -132,18 +133,19 @@ class Estimates:
         """
         return at_once == 1 or self.num_missing <= 1 or not all(self._questions)
 
-    def work(self, number: int, progress: Progress | None = None) -> Callable[[], list[Profile]]:
-        """Return the work that makes a request's missing profiles, here or in another process."""
+    def work(self, number: int, progress: Progress | None = None) -> Callable[[], "list[Tally]"]:
+        """Return the work that makes a request's missing tallies, here or in another process."""
         told = progress or _unheard
         return partial(_estimated, self._requests[number], self._missing(number), told)
 
-    def learnt(self, number: int, made: Sequence[Profile]) -> list[Profile]:
+    def learnt(self, number: int, made: "Sequence[Tally]") -> list[Profile]:
         """The profiles of a request, one per machine, with those that its work has `made`."""
         question = self._questions[number]
-        for machine, profile in zip(self._missing(number), made, strict=True):
+        for tally in {id(tally): tally for tally in made}.values():
             if question is not None:
-                self._cache.keep_profile(question, profile)
-            self._found[number, machine] = profile
+                self._cache.keep_tally(question, tally)
+        for machine, tally in zip(self._missing(number), made, strict=True):
+            self._found[number, machine] = tally.on(machine)
         return [self._found[number, machine] for machine in self._machines]
 
     def _missing(self, number: int) -> list[Hardware]:
@@ -183,17 +185,17 @@ def _unheard(_: str, __: float) -> None:
 
 def _estimated(
     request: ProfileRequest, machines: Sequence[Hardware], progress: Progress
-) -> list[Profile]:
+) -> "list[Tally]":
     if not machines:
         return []
     with collected_seldom():
         from protrain_plan.models.sources import load_source
-        from protrain_plan.profiling.estimated import estimates
+        from protrain_plan.profiling.estimated import tallies
 
         options = request.options(progress)
         source = load_source(request.workload.model)
         with explained(lambda: ""):
-            return estimates(source, machines=machines, **options)
+            return tallies(source, machines=machines, **options)
 
 
 def measured(request: ProfileRequest, progress: Progress) -> Profile:

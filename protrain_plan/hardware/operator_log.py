@@ -1,4 +1,4 @@
-"""Work of operators: FLOPs and bytes, and their seconds by a machine's rates.
+"""Work of operators as they run: FLOPs and bytes.
 
 FLOPs are those of matrix products, convolutions and attention; everything else is its bytes.
 """
@@ -6,23 +6,17 @@ FLOPs are those of matrix products, convolutions and attention; everything else 
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from protrain_plan.hardware.kernels import (
-    Attention,
-    Product,
-    accesses_per_s,
-    attention_efficiency,
-    product_efficiency,
-)
+from protrain_plan.hardware.kernels import Attention, Product
 from protrain_plan.hardware.operators import HALF, INT8_PRODUCT, PACKED_PRODUCT
+from protrain_plan.hardware.work import Work, WorkLog
 from protrain_runtime.activations.trees import named, tensors_in
-from protrain_runtime.contract.records.hardware import Rates
 from protrain_runtime.devices.memory_meter import storage_bytes
 
 aten = torch.ops.aten
@@ -49,64 +43,14 @@ _LONG_ROW = 2**16
 """Bytes of a row from which on a softmax reads it again for each of its passes."""
 
 
-class Work(NamedTuple):
-    """Work of one operator: what it computes and moves.
-
-    `model_flops` are its part of what model FLOPs utilisation counts (`records.Profile`).
-    """
-
-    flops: float
-    bytes: int
-    half: bool  # computes in 16 bits
-    shape: Product | Attention | None = None
-    model_flops: float = 0.0
-    accesses: int = 0
-    fused: bool = False
-
-    def seconds(self, rates: Rates) -> float:
-        """The formula of `Rates`."""
-        if self.fused and rates.multiprocessors:
-            return 0.0
-        peak = rates.flops_per_s(half=self.half)
-        efficiency = rates.compute_efficiency
-        match self.shape:
-            case Product():
-                efficiency *= product_efficiency(self.shape, rates.multiprocessors, half=self.half)
-            case Attention() if self.half:
-                efficiency = attention_efficiency(self.shape, rates)
-        computing = self.flops / (peak * efficiency)
-        moving = self.bytes / (rates.memory_bytes_per_s * rates.memory_efficiency)
-        moving = max(moving, self.accesses / accesses_per_s(rates))
-        return max(computing, moving) + rates.operator_s
-
-
-class OperatorLog:
-    """The work of operators between marks, one list per mark. The tensors may be fake."""
+class OperatorLog(WorkLog):
+    """The work of operators that run. The tensors may be fake."""
 
     def __init__(self) -> None:
-        self.slots: list[list[Work]] = []
+        super().__init__()
         # Dropout on a CPU draws a mask, divides it and multiplies by it. On an accelerator all of
         # this is one kernel (fused_dropout_kernel, Dropout.cu).
         self._mask: Callable[[], Tensor | None] = lambda: None
-
-    def mark(self) -> None:
-        """Begin the next list, to which belongs what runs from here on."""
-        self.slots.append([])
-
-    def seconds(self, rates: Rates) -> list[float]:
-        """The estimate for every mark."""
-        return [sum(work.seconds(rates) for work in slot) for slot in self.slots]
-
-    def launch_seconds(self, rates: Rates) -> list[float]:
-        """Seconds of the thread that launches the operators, for every mark."""
-        return [
-            rates.operator_s * sum(not (work.fused and rates.multiprocessors) for work in slot)
-            for slot in self.slots
-        ]
-
-    def model_flops(self) -> list[float]:
-        """Return what model FLOPs utilisation counts, for every mark."""
-        return [sum(work.model_flops for work in slot) for slot in self.slots]
 
     def note(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object

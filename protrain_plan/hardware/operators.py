@@ -522,18 +522,6 @@ def _cuda_attention(*args: Any, **kwargs: Any) -> Tensor:
     return scaled_dot_product_attention(**{**given, "dropout_p": 0.0})
 
 
-_HANDLES = 2
-"""Handles of the matrix library: each thread has one, the one of forward and that of autograd."""
-
-_LIBRARY_BYTES = 32 * 2**20
-"""Bytes of a handle on a stream: 32 MiB from Hopper on, 8 MiB before; cuBLASLt shares it
-(aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize and
-unified_cublas_and_lt_workspaces; CUBLAS_WORKSPACE_CONFIG changes it)."""
-
-_AMD_LIBRARY_BYTES = (128 + 76) * 2**20
-"""hipBLAS's and hipBLASLt's on MI300 (the same file)."""
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -544,21 +532,13 @@ class DeviceType:
     workspaces      what operators take besides operands and results while they run, at most
     attention       replaces `scaled_dot_product_attention`, where the kernels there keep other
                     tensors than a CPU's
-    library_bytes   what matrix libraries keep in the allocator at most, by the device's name
     """
 
     workspaces: Mapping[Any, Workspace]
     attention: Callable[..., Tensor] | None = None
-    library_bytes: Callable[[str], int] = lambda _: 0
 
 
-_CUDA = DeviceType(
-    workspaces=CUDA_WORKSPACES,
-    attention=_cuda_attention,
-    library_bytes=lambda name: (
-        _HANDLES * (_AMD_LIBRARY_BYTES if name.startswith("AMD") else _LIBRARY_BYTES)
-    ),
-)
+_CUDA = DeviceType(workspaces=CUDA_WORKSPACES, attention=_cuda_attention)
 DEVICE_TYPES: dict[DeviceKind, DeviceType] = {
     "cpu": DeviceType(workspaces=CPU_WORKSPACES),
     "cuda": _CUDA,

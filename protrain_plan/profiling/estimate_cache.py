@@ -10,13 +10,13 @@ the processor at hand. A profile that is read has to answer the question that it
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from protrain_plan.kept import Kept
+from protrain_plan.kept import Kept, dumped
 from protrain_plan.models.presets import JsonObject
+from protrain_plan.profiling.tally import Tally, loads_tally
 from protrain_runtime.contract.errors import RecordError
-from protrain_runtime.contract.records import dumps_hardware, dumps_profile, loads_profile
-from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import Profile, Workload
 
 _LIBRARIES = ("torch", "transformers")
@@ -47,13 +47,14 @@ class EstimateRequest:
         asked = replace(workload, model_config=text, device="cuda", inputs=(), deterministic=False)
         return EstimateRequest(workload=asked, optimizer=optimizer, allow=allow)
 
-    def is_answered_by(self, profile: Profile, machine: Hardware) -> bool:
-        """Whether a profile is of this question, on this machine."""
+    def is_answered_by(self, profile: Profile) -> bool:
+        """Whether an estimate is of this question."""
         config = json.loads(profile.workload.model_config or "null")
         asked = EstimateRequest.of(
             profile.workload, profile.optimizer.name, config, profile.allowed
         )
-        return asked == self and profile.method == "estimated" and profile.hardware == machine
+        on_card = profile.workload.device == self.workload.device
+        return asked == self and profile.method == "estimated" and on_card
 
 
 def _names_code(value: object) -> bool:
@@ -72,30 +73,26 @@ class EstimateCache(Kept):
 
     def fingerprint(self, question: EstimateRequest) -> str | None:
         """The fingerprint of the question's model, None where it is not known."""
-        found = self._read(_named(question))
+        found = self._read(_named(question, "fingerprint"))
         return found if found and re.fullmatch(r"sha256:[0-9a-f]{16,64}", found) else None
 
     def keep_fingerprint(self, question: EstimateRequest, fingerprint: str) -> None:
         """Let `fingerprint` be known."""
-        self._write(_named(question), fingerprint)
+        self._write(_named(question, "fingerprint"), fingerprint)
 
-    def profile(self, question: EstimateRequest, machine: Hardware) -> Profile | None:
-        """The estimate for a machine, None where it is not known."""
-        if machine.device.kind == "cpu":
-            return None
-        text = self._read(_named(question, machine))
-        try:
-            profile = None if text is None else loads_profile(text)
-        except RecordError:
-            return None
-        return profile if profile and question.is_answered_by(profile, machine) else None
+    def tally(self, question: EstimateRequest) -> Tally | None:
+        """The estimate for every machine with a card, None where it is not known."""
+        text = self._read(_named(question, "tally"))
+        with suppress(RecordError):
+            tally = None if text is None else loads_tally(text)
+            return tally if tally and question.is_answered_by(tally.profile) else None
+        return None
 
-    def keep_profile(self, question: EstimateRequest, profile: Profile) -> None:
+    def keep_tally(self, question: EstimateRequest, tally: Tally) -> None:
         """Let an estimate be known."""
-        machine = profile.hardware
-        if machine.device.kind != "cpu" and question.is_answered_by(profile, machine):
-            self._write(_named(question, machine), dumps_profile(profile))
+        if question.is_answered_by(tally.profile):
+            self._write(_named(question, "tally"), dumped(tally))
 
 
-def _named(question: EstimateRequest, machine: Hardware | None = None) -> str:
-    return json.dumps([asdict(question), "" if machine is None else dumps_hardware(machine)])
+def _named(question: EstimateRequest, what: str) -> str:
+    return json.dumps([asdict(question), what])

@@ -7,7 +7,7 @@ through has been read and not tried:
 - Dropout keeps a mask of one byte per element there, and one in the values' dtype here.
 - Attention with a mask, or in float32, saves sums padded to 32 rows, which is not counted.
 - The matrix library keeps workspaces in the allocator: counted in `fixed_bytes`
-  (`DeviceType.library_bytes`).
+  (`library_bytes`).
 - The allocator's segments are larger than what it gives out of them: nothing is held back for that.
 
 Of other accelerators nothing was read: their models are to be profiled where they run. So are those
@@ -24,7 +24,6 @@ from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.hardware.operators import (
     DEVICE_TYPES,
     allocator_of,
-    device_type,
     is_this_machine,
 )
 from protrain_plan.hardware.probe import Progress
@@ -37,13 +36,12 @@ from protrain_plan.models.optimizers import (
     works_in_place,
 )
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling.first_steps import FirstSteps, first_steps
+from protrain_plan.profiling.first_steps import first_steps
 from protrain_plan.profiling.measured import (
     cuts_of,
     other_dtypes,
     refuse_sparse,
     strided,
-    timed,
     told_of_steps,
     trained,
     with_workspace,
@@ -52,6 +50,7 @@ from protrain_plan.profiling.measured import (
 from protrain_plan.profiling.memory.block_classes import filled
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
 from protrain_plan.profiling.memory.unit_bytes import Loaded, without_falls
+from protrain_plan.profiling.tally import Tally, UpdateWork, library_bytes, rates_of
 from protrain_plan.profiling.unit_by_unit import (
     Options,
     batches_of,
@@ -64,8 +63,6 @@ from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_
 from protrain_runtime.contract.records.hardware import (
     DeviceKind,
     Hardware,
-    Rates,
-    is_accelerator,
 )
 from protrain_runtime.contract.records.profile import (
     SPARSE,
@@ -73,7 +70,6 @@ from protrain_runtime.contract.records.profile import (
     Profile,
     Workload,
 )
-from protrain_runtime.contract.units import four_digits
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 
@@ -93,21 +89,27 @@ def estimate(source: ModelSource, *, hardware: Hardware, **options: Unpack[Optio
 def estimates(
     source: ModelSource, *, machines: Sequence[Hardware], **options: Unpack[Options]
 ) -> list[Profile]:
-    """A profile per machine; those that allocate alike share one run of the model's code."""
+    """A profile per machine. Errors as of `estimate`."""
+    made = tallies(source, machines=machines, **options)
+    return [tally.on(machine) for tally, machine in zip(made, machines, strict=True)]
+
+
+def tallies(
+    source: ModelSource, *, machines: Sequence[Hardware], **options: Unpack[Options]
+) -> list[Tally]:
+    """A tally per machine; those that allocate alike share one, and one run of the model's code."""
     for machine in machines:
         refuse_unknown(machine)
-        _rates(machine)
-    groups: dict[tuple[DeviceKind, int, bool], list[Hardware]] = {}
+        rates_of(machine)
+    found: dict[tuple[DeviceKind, int, bool], Tally] = {}
+    made: list[Tally] = []
     for machine in machines:
         allocator = allocator_of(machine.device)
         alike = (machine.device.kind, allocator.num_threads, allocator.is_here)
-        groups.setdefault(alike, []).append(machine)
-    found = {
-        id(machine): profile
-        for group in groups.values()
-        for machine, profile in zip(group, _estimates(source, group, options), strict=True)
-    }
-    return [found[id(machine)] for machine in machines]
+        if alike not in found:
+            found[alike] = _tally(source, machine, options)
+        made.append(found[alike])
+    return made
 
 
 def refuse_unknown(machine: Hardware) -> None:
@@ -144,24 +146,8 @@ def _refuse_compiled(rules: UpdateRules, optimizer: str, workload: Workload) -> 
         )
 
 
-def _rates(machine: Hardware) -> Rates:
-    if machine.rates is None:
-        raise ProtrainError(
-            "the machine's rates of computing are not known, so that no seconds can be estimated",
-            source=machine.name,
-            key="rates",
-            fix="name a machine of the catalogue, or write rates into the hardware file",
-        )
-    return machine.rates
-
-
-def _estimates(
-    source: ModelSource,
-    machines: Sequence[Hardware],
-    options: Options,
-) -> list[Profile]:
-    """The profiles of one model on machines of one kind, which differ in seconds alone."""
-    kind, allocator = machines[0].device.kind, allocator_of(machines[0].device)
+def _tally(source: ModelSource, machine: Hardware, options: Options) -> Tally:
+    kind, allocator = machine.device.kind, allocator_of(machine.device)
     workload = workload_of(source, kind, options)
     optimizer = options.get("optimizer", DEFAULT_OPTIMIZER)
     progress: Progress = options.get("progress", lambda *_: None)
@@ -216,75 +202,51 @@ def _estimates(
     cuts, seen = cuts_of(model, rules), first_steps(rules, trained(model))
     stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
     rule = by_itself.of(stepped)
-    # Those of a unit that ran count for all of its class.
     ran = sketch.block_classes.representatives
-    model_flops = logs["keep"].model_flops()[-2 * len(units) - 1 :]
-    profiles: list[Profile] = []
-    for machine in machines:
-        rates = _rates(machine)
-        # After the slots comes what is nobody's. Steps that ran before, of a model with a state,
-        # have no last mark.
-        num_marks = 2 * len(units) + 1
-        seconds = {form: [log.seconds(rates)[-num_marks:]] for form, log in logs.items()}
-        launching = {
-            form: [log.launch_seconds(rates)[-num_marks:]]
-            for form, log in logs.items()
-            if is_accelerator(kind)
-        }
-        by_themselves = [(index,) for index in range(len(units))]
-        cost = _optimizer(
-            optimizer,
-            rule,
-            workload,
-            rates,
-            beside=beside,
-            sparse=bool(sparse),
-            uneven=uneven,
-            cuts=cuts,
-            seen=seen,
-        )
-        filled_units = without_falls(
-            filled(timed(units, seconds, launching, by_themselves), sketch.block_classes)
-        )
-        profiles.append(
-            Profile(
-                workload=workload,
-                hardware=machine,
-                method="estimated",
-                model_fingerprint=fingerprint,
-                optimizer=cost,
-                base_bytes=sketch.base_bytes + sketch.counted.left_bytes + data_bytes,
-                units=told_of_steps(filled_units, workload, cost),
-                tensors=tensors,
-                fixed_bytes=sketch.fixed_bytes
-                + device_type(kind).library_bytes(machine.device.name),
-                model_flops=sum(
-                    model_flops[slot] for unit in ran for slot in (unit, 2 * len(units) - 1 - unit)
-                ),
-                varies=sketch.varies,
-                allowed=options.get("allow", ()),
-            )
-        )
+    cost, update = _optimizer(
+        optimizer, rule, workload, beside=beside, sparse=bool(sparse), uneven=uneven, cuts=cuts
+    )
+    cost = with_workspace(cost, seen, workload)
+    # After the slots comes what is nobody's. Steps that ran before, of a model with a state, have
+    # no last mark.
+    for log in logs.values():
+        del log.slots[: -2 * len(units) - 1]
+    model_flops = logs["keep"].model_flops()
+    profile = Profile(
+        workload=workload,
+        hardware=machine,
+        method="estimated",
+        model_fingerprint=fingerprint,
+        optimizer=cost,
+        base_bytes=sketch.base_bytes + sketch.counted.left_bytes + data_bytes,
+        units=told_of_steps(without_falls(filled(units, sketch.block_classes)), workload, cost),
+        tensors=tensors,
+        fixed_bytes=sketch.fixed_bytes + library_bytes(machine.device),
+        # Those of a unit that ran count for all of its class.
+        model_flops=sum(
+            model_flops[slot] for unit in ran for slot in (unit, 2 * len(units) - 1 - unit)
+        ),
+        varies=sketch.varies,
+        allowed=options.get("allow", ()),
+    )
     progress("done", 1.0)
-    return profiles
+    return Tally.of(profile, logs, ran, update)
 
 
 def _optimizer(
     name: str,
     rule: UpdateRule,
     workload: Workload,
-    rates: Rates,
     *,
     beside: Set[torch.dtype],
     sparse: bool,
     uneven: bool,
     cuts: Mapping[str, int],
-    seen: FirstSteps,
-) -> OptimizerCost:
-    """A step moves bytes and computes next to nothing, on the device and on the host.
+) -> tuple[OptimizerCost, UpdateWork]:
+    """The cost of a step without its speeds, and what they come from.
 
-    In host memory, threads bind it too, and what the device copies of each parameter meanwhile
-    takes bytes of the same memory: its gradient, and itself for forward and for backward.
+    In host memory, what the device copies of each parameter meanwhile takes bytes of the same
+    memory: its gradient, and itself for forward and for backward.
     """
     stepped = stepped_dtype(workload.dtype, workload.precision)
     stored = parameter_dtype(workload.dtype, workload.precision)
@@ -293,17 +255,10 @@ def _optimizer(
     moved += 2 * rule.element_bytes
     if stored != TORCH_DTYPES[stepped]:
         moved += stored.itemsize  # the parameters that the model computes with
-    host, of_node = rates.host_parameters_per_s * host_share(name), 0.0
-    if rates.host_bandwidth_bytes_per_s:
-        of_node = rates.host_bandwidth_bytes_per_s / (moved + 3 * stored.itemsize)
-        host = min(host, of_node)
     cost = OptimizerCost(
         name=name,
-        host_parameters_per_s=four_digits(host),
-        node_parameters_per_s=four_digits(of_node),
-        device_parameters_per_s=four_digits(
-            rates.memory_bytes_per_s * rates.memory_efficiency / moved
-        ),
+        host_parameters_per_s=0.0,
+        device_parameters_per_s=0.0,
         **workspace(
             # On cards those kernels work in place, as fused ones do.
             DEFAULT_OPTIMIZER if in_place else name,
@@ -314,7 +269,11 @@ def _optimizer(
             strided=uneven,
             on_card=workload.device == "cuda",
         ),
-        host_piece_s=rates.host_piece_s,
         **cuts,
     )
-    return with_workspace(cost, seen, workload)
+    update = UpdateWork(
+        device_bytes=moved,
+        host_bytes=moved + 3 * stored.itemsize,
+        host_share=host_share(name),
+    )
+    return cost, update

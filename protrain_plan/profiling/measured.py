@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -48,6 +48,7 @@ from protrain_plan.profiling.structure.discovery import (
     variation,
 )
 from protrain_plan.profiling.structure.rerun import run_once
+from protrain_plan.profiling.tally import timed
 from protrain_plan.profiling.unit_by_unit import (
     SHARE_OF_FREE_MEMORY,
     Options,
@@ -524,50 +525,6 @@ def _gradient_of(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
         return zeros
     rows = torch.arange(len(zeros) - 1, -1, -1, device=zeros.device)[None]
     return torch.sparse_coo_tensor(rows, zeros, zeros.shape)
-
-
-def timed(
-    units: Sequence[Unit],
-    seconds: Mapping[Form, Sequence[Sequence[float]]],
-    launching: Mapping[Form, Sequence[Sequence[float]]],
-    members: Sequence[Sequence[int]],
-) -> list[Unit]:
-    """The units with medians of their slots' seconds, over steps and the `members` of their class.
-
-    Of seconds of `launching` the least: the thread is held up where the device's queue is full.
-    A form of the last part takes a hundredth more than `keep` at least: it does all of that, and
-    more. With memory to spare a plan stays plain PyTorch, whatever noise says.
-    Of seconds: [form][step][slot]
-    """
-
-    def median(form: Form, slots: Sequence[int]) -> float:
-        steps = seconds[form]
-        found = statistics.median(step[slot] for step in steps for slot in slots)
-        if FORMS[form].of == "last part":
-            found = max(found, 1.01 * median("keep", slots))
-        return four_digits(found)
-
-    def least(form: Form, slots: Sequence[int]) -> float:
-        found = (step[slot] for step in launching.get(form, ()) for slot in slots)
-        return four_digits(min(filter(None, found), default=0.0))
-
-    last = 2 * len(units) - 1
-    return [
-        replace(
-            unit,
-            forms=tuple(
-                replace(
-                    cost,
-                    forward_s=median(cost.form, alike),
-                    backward_s=median(cost.form, [last - other for other in alike]),
-                    forward_launch_s=least(cost.form, alike),
-                    backward_launch_s=least(cost.form, [last - other for other in alike]),
-                )
-                for cost in unit.forms
-            ),
-        )
-        for unit, alike in zip(units, members, strict=True)
-    ]
 
 
 def _alike(units: Sequence[Unit], block_classes: BlockClasses) -> list[list[int]]:

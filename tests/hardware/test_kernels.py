@@ -21,7 +21,7 @@ from protrain_plan.hardware.kernels import (
     attention_efficiency,
     product_efficiency,
 )
-from protrain_plan.hardware.operator_log import Work
+from protrain_plan.hardware.work import Work
 from protrain_runtime.contract.records.hardware import Rates
 from tests.support.commands import ROOT
 from tests.support.operator_logs import watching

@@ -10,35 +10,35 @@ import pytest
 
 from protrain_plan import kept as kept_files
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.kept import SWITCH
+from protrain_plan.kept import SWITCH, dumped
 from protrain_plan.models.presets import JsonObject, read_config
 from protrain_plan.profiling import estimate_cache
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
-from protrain_runtime.contract.records import dumps_profile
-from protrain_runtime.contract.records.profile import Profile
-from tests.support.planning_cases import cpu, decoder
+from protrain_plan.profiling.tally import Tally
+from protrain_runtime.contract.records.hardware import Hardware
+from tests.support.planning_cases import decoder, tally_of
 
 CONFIG = read_config("tiny-llama")
 PRINT = "sha256:0123456789abcdef01234567"
 
 
-def known(machine: str = "rtx-4090") -> tuple[EstimateRequest, Profile]:
+def known(hardware: Hardware | None = None) -> tuple[EstimateRequest, Tally]:
     """A question and what answers it, on a machine."""
-    profile = decoder(blocks=2, hardware=load_hardware(machine))
+    profile = decoder(blocks=2, hardware=hardware or load_hardware("rtx-4090"))
     config = json.dumps(CONFIG, sort_keys=True, separators=(",", ":"))
     workload = replace(profile.workload, model="tiny-llama", model_config=config)
     profile = replace(profile, workload=workload, method="estimated")
     question = EstimateRequest.of(workload, profile.optimizer.name, CONFIG)
     assert question is not None
-    return question, profile
+    return question, tally_of(profile)
 
 
-def kept() -> tuple[EstimateRequest, Profile, EstimateCache]:
+def kept() -> tuple[EstimateRequest, Tally, EstimateCache]:
     """An answer that is known, and a cache that has it."""
-    question, profile = known()
+    question, tally = known()
     cache = EstimateCache()
-    cache.keep_profile(question, profile)
-    return question, profile, cache
+    cache.keep_tally(question, tally)
+    return question, tally, cache
 
 
 @pytest.fixture
@@ -57,18 +57,16 @@ def asking(question: EstimateRequest, **changed: Any) -> EstimateRequest:
 
 
 def test_what_was_kept_is_found_in_another_process(folder: Path) -> None:
-    question, profile = known()
-    EstimateCache().keep_profile(question, profile)
+    question, tally = known()
+    EstimateCache().keep_tally(question, tally)
     EstimateCache().keep_fingerprint(question, PRINT)
     assert len(list(folder.iterdir())) == 2
-    assert EstimateCache().profile(question, profile.hardware) == profile
+    assert EstimateCache().tally(question) == tally
     assert EstimateCache().fingerprint(question) == PRINT
 
 
 def test_another_question_has_no_answer(folder: Path) -> None:
-    question, profile, cache = kept()
-    assert cache.profile(question, load_hardware("a100-80gb")) is None
-    assert cache.profile(question, replace(profile.hardware, name="mine")) is None
+    question, _, cache = kept()
     changes: list[dict[str, Any]] = [
         *({"batch_size": 7}, {"seq_len": 7}, {"dtype": "float16"}, {"precision": "master"}),
         *({"adapter": "lora r=16"}, {"adapter": "lora r=16", "quantize": "nf4"}, {"seed": 7}),
@@ -76,15 +74,15 @@ def test_another_question_has_no_answer(folder: Path) -> None:
     ]
     others = [asking(question, **change) for change in changes]
     for other in (*others, replace(question, optimizer="sgd")):
-        assert cache.profile(other, profile.hardware) is None
+        assert cache.tally(other) is None
 
 
 @pytest.mark.parametrize("what", ["ours", "libraries", "settings"])
 def test_another_installation_has_no_answer(
     what: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    question, profile = known()
-    EstimateCache().keep_profile(question, profile)
+    question, tally = known()
+    EstimateCache().keep_tally(question, tally)
     kept_files._installation.cache_clear()
     try:
         if what == "ours":
@@ -93,44 +91,44 @@ def test_another_installation_has_no_answer(
             monkeypatch.setattr(estimate_cache, "_OPTIONAL", ("yaml",))
         else:
             monkeypatch.setenv("TORCH_SOMETHING", "1")
-        assert EstimateCache().profile(question, profile.hardware) is None
+        assert EstimateCache().tally(question) is None
     finally:
         kept_files._installation.cache_clear()
 
 
 def test_damage_is_made_anew(folder: Path) -> None:
-    question, profile, cache = kept()
+    question, tally, cache = kept()
     [path] = folder.iterdir()
     whole = path.read_bytes()
     for content in (b"", whole[:-1], whole.replace(b"kept", b"kepd"), b"\xff", bytes(5 * 2**20)):
         path.write_bytes(content)
-        assert cache.profile(question, profile.hardware) is None
+        assert cache.tally(question) is None
     path.unlink()
     path.mkdir()
-    assert cache.profile(question, profile.hardware) is None
-    cache.keep_profile(question, profile)  # cannot be written, which is no reason to fail
+    assert cache.tally(question) is None
+    cache.keep_tally(question, tally)  # cannot be written, which is no reason to fail
     path.rmdir()
-    cache.keep_profile(question, profile)
+    cache.keep_tally(question, tally)
     assert path.read_bytes() == whole
 
 
 def test_an_answer_under_another_name_is_none(folder: Path) -> None:
     """Neither one that was renamed, nor one whose checksum was made for it."""
-    question, profile, cache = kept()
+    question, tally, cache = kept()
     [path] = folder.iterdir()
     other = asking(question, batch_size=7)
-    name = estimate_cache._named(other, profile.hardware)
+    name = estimate_cache._named(other, "tally")
     entry = cache._entry(name)
     assert entry is not None
     path.rename(entry[0])
-    assert cache.profile(other, profile.hardware) is None
-    cache._write(name, dumps_profile(profile))
-    assert cache.profile(other, profile.hardware) is None
+    assert cache.tally(other) is None
+    cache._write(name, dumped(tally))
+    assert cache.tally(other) is None
 
 
 def test_models_with_code_of_their_own_and_cpus_are_not_kept(folder: Path) -> None:
-    question, profile = known()
-    optimizer = profile.optimizer.name
+    question, tally = known()
+    workload, optimizer = tally.profile.workload, tally.profile.optimizer.name
     configs: list[JsonObject | None] = [
         None,
         {"auto_map": {"AutoModel": "own.Model"}},
@@ -138,27 +136,28 @@ def test_models_with_code_of_their_own_and_cpus_are_not_kept(folder: Path) -> No
         {"layers": [{"attn_implementation": "someone/kernels"}]},
     ]
     for config in configs:
-        assert EstimateRequest.of(profile.workload, optimizer, config) is None
-    EstimateCache().keep_profile(question, replace(profile, hardware=cpu()))
+        assert EstimateRequest.of(workload, optimizer, config) is None
+    question, on_cpu = known(load_hardware("cpu"))
+    EstimateCache().keep_tally(question, on_cpu)
     assert not list(folder.iterdir())
 
 
 def test_what_is_switched_off_neither_reads_nor_writes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    question, profile = known()
+    question, tally = known()
     closed = EstimateCache()
     closed.close()
     off = [EstimateCache(off=True), closed]
     monkeypatch.setenv(SWITCH, "1")
     off.append(EstimateCache())
     for cache in off:
-        cache.keep_profile(question, profile)
+        cache.keep_tally(question, tally)
         assert not list(folder.iterdir())
     monkeypatch.delenv(SWITCH)
-    EstimateCache().keep_profile(question, profile)
+    EstimateCache().keep_tally(question, tally)
     for cache in off:
-        assert cache.profile(question, profile.hardware) is None
+        assert cache.tally(question) is None
 
 
 @pytest.mark.parametrize("place", ["here", "above", "relative", "writable by others"])
@@ -166,7 +165,7 @@ def test_a_folder_that_a_repository_brings_is_not_used(
     place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor one in which others may write."""
-    question, profile = known()
+    question, tally = known()
     here = Path.cwd()
     if place == "above":
         (here / ".git").mkdir()
@@ -178,7 +177,7 @@ def test_a_folder_that_a_repository_brings_is_not_used(
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parents[1]))
         folder.mkdir(parents=True)
         folder.chmod(0o777)
-    EstimateCache().keep_profile(question, profile)
+    EstimateCache().keep_tally(question, tally)
     assert not list(here.rglob("*.txt"))
     assert not list(folder.parents[1].rglob("*.txt"))
 

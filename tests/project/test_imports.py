@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.kept import SWITCH
+from protrain_plan.kept import SWITCH, dumped
 from protrain_plan.models.presets import read_config
 from protrain_runtime.contract.records import write_profile
 from tests.support.checking_cases import commit
 from tests.support.commands import ROOT, ran
-from tests.support.planning_cases import MB, cpu, decoder
+from tests.support.planning_cases import MB, cpu, decoder, tally_of
 
 # The floors of the house, from the ground up: a room imports rooms of lower floors, never one of
 # its own floor or above. A folder of a package is a room of its own ("planning/model").
@@ -275,12 +275,12 @@ KEEP = """
 import json, sys
 import protrain_plan.cli
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
-from protrain_runtime.contract.records import read_profile
-for path in sys.argv[1:]:
-    profile = read_profile(path)
-    config = json.loads(profile.workload.model_config)
-    question = EstimateRequest.of(profile.workload, profile.optimizer.name, config)
-    EstimateCache().keep_profile(question, profile)
+from protrain_plan.profiling.tally import loads_tally
+tally = loads_tally(sys.argv[1])
+workload = tally.profile.workload
+config = json.loads(workload.model_config)
+question = EstimateRequest.of(workload, tally.profile.optimizer.name, config)
+EstimateCache().keep_tally(question, tally)
 """
 
 
@@ -290,13 +290,10 @@ def test_answers_from_known_estimates_do_not_wait_for_torch(
     monkeypatch.delenv(SWITCH)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config, machines = json.dumps(read_config("tiny-llama")), ("rtx-4090", "h200")
-    profiles = [decoder(blocks=2, hardware=load_hardware(machine)) for machine in machines]
-    asked = replace(profiles[0].workload, model="tiny-llama", model_config=config)
-    for profile in profiles:
-        known = replace(profile, workload=asked, method="estimated")
-        write_profile(known, tmp_path / f"{profile.hardware.name}.yaml")
-    kept = [str(tmp_path / f"{machine}.yaml") for machine in machines]
-    assert run_without_torch(KEEP, *kept) == (0, "")
+    profile = decoder(blocks=2, hardware=load_hardware(machines[0]))
+    asked = replace(profile.workload, model="tiny-llama", model_config=config)
+    tally = tally_of(replace(profile, workload=asked, method="estimated"))
+    assert run_without_torch(KEEP, dumped(tally)) == (0, "")
     # What is imported is told by every process, those that plan included.
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     command = ("fit", "tiny-llama", "--on", ",".join(machines), "--json")

@@ -20,8 +20,9 @@ from protrain_plan.checking.looking import (
 from protrain_plan.checking.plan_files import search
 from protrain_plan.checking.plan_on_machine import predicted
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
+from protrain_plan.profiling.tally import loads_tally
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records import loads_profile, write_plan, write_profile
+from protrain_runtime.contract.records import write_plan, write_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
     ALONE,
@@ -114,7 +115,7 @@ def look(profile: Profile) -> Today | Broken | Unavailable:
                 refused=isinstance(error, ProtrainError),
                 unknown=unknown(hardware),
             )
-        return replace(loads_profile(str(found)), hardware=hardware)
+        return replace(loads_tally(str(found)).profile, hardware=hardware)
 
     [told] = said_of_it
     return Today(

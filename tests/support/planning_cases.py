@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from protrain_plan.hardware.work import Work, WorkLog
 from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.answers import Question
 from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.profiling.tally import Tally, UpdateWork
 from protrain_runtime.contract.records import fingerprint
 from protrain_runtime.contract.records.hardware import (
     Collectives,
@@ -164,6 +166,18 @@ def split(size: int, pieces: int) -> tuple[int, ...]:
     weights = range(1, pieces + 1)
     sizes = [size * weight // sum(weights) // 8 * 8 for weight in weights]
     return (*sizes[:-1], size - sum(sizes[:-1]))
+
+
+def tally_of(profile: Profile) -> Tally:
+    """A profile with the seconds of some operators, one a slot and more of each form."""
+    forms = dict.fromkeys(cost.form for unit in profile.units for cost in unit.forms)
+    slots = range(2 * len(profile.units) + 1)
+    logs = {
+        form: WorkLog([Work(1e12 * number, 10**9 * (1 + slot), half=True)] for slot in slots)
+        for number, form in enumerate(forms)
+    }
+    update = UpdateWork(device_bytes=28.0, host_bytes=34.0, host_share=1.0)
+    return Tally.of(profile, logs, tuple(range(len(profile.units))), update)
 
 
 def decoder(

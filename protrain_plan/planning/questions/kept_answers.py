@@ -8,29 +8,21 @@ limit or Ctrl-C ended the search, it depends on the machine, and nobody may keep
 `kept` says what the names hold, and who is believed.
 """
 
-import json
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
-from protrain_plan.kept import Kept
+from protrain_plan.kept import Kept, dumped, loaded
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.answers import Answer, Fit, Question
 from protrain_runtime.contract.errors import RecordError
-from protrain_runtime.contract.records.decisions import ACTIVATIONS, STATES, WORDINGS
-from protrain_runtime.contract.records.plan import Activations, Placement, Plan
-from protrain_runtime.contract.records.profile import Profile
-from protrain_runtime.contract.records.reader import loads
-from protrain_runtime.contract.records.tree import parsed_json
-from protrain_runtime.contract.records.writer import dumps
 
 A = TypeVar("A", Answer, Fit)
 
 _OF_QUESTIONS = {Fit: ("question",), Answer: ("profile", "program")}
 """Fields of answers that are made of their questions."""
 
-_WRONG = (RecordError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of `_value` where data are not of its type."""
+_INSTEAD: dict[type, dict[str, object]] = {Solved: {"kept": True}}
+"""Fields that are others when an answer is known."""
 
 
 class AnswerCache(Kept):
@@ -49,7 +41,8 @@ class AnswerCache(Kept):
 
     def keep(self, found: Fit | Answer, question: Question, *asked: object) -> None:
         """Let an answer be known."""
-        self._write(_named(type(found), question, asked), json.dumps(_data(found)))
+        text = dumped(found, left_out=_OF_QUESTIONS, instead=_INSTEAD)
+        self._write(_named(type(found), question, asked), text)
 
     def number(self, *asked: object) -> int | None:
         """Return the number that was found before."""
@@ -62,55 +55,11 @@ class AnswerCache(Kept):
 
     def _found(self, kind: type[A], given: Any, question: Question, asked: Any) -> A | None:
         text = self._read(_named(kind, question, asked))
-        try:
-            return None if text is None else kind(**_fields(kind, parsed_json(text, None)), **given)
-        except _WRONG:
-            return None  # written by another hand
+        with suppress(RecordError):  # written by another hand
+            return None if text is None else loaded(kind, text, **given)
+        return None
 
 
 def _named(kind: type, question: Question, asked: tuple[object, ...]) -> str:
     """All that an answer depends on: the texts of records have every field, to the last bit."""
     return repr((kind.__name__, question, asked))
-
-
-def _data(value: Any) -> Any:
-    """Return a value as JSON has it; a plan or a profile as the text of its file."""
-    if isinstance(value, Plan | Profile):
-        return dumps(value)
-    if isinstance(value, get_args(Activations) + get_args(Placement)):
-        return WORDINGS[value].phrase
-    if is_dataclass(value):
-        left_out = _OF_QUESTIONS.get(type(value), ())
-        names = [f.name for f in fields(value) if f.name not in left_out]
-        known = {"kept": True} if isinstance(value, Solved) else {}
-        return {name: _data(getattr(value, name)) for name in names} | known
-    return [_data(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _fields(kind: type, data: dict[str, Any]) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {name: _value(hints[name], item) for name, item in data.items()}
-
-
-def _value(hint: Any, data: Any) -> Any:
-    """Read a value of a type; an error of `_WRONG` where it is of another."""
-    if hint in (Plan, Profile):
-        return loads(hint, data)
-    if hint == Activations:
-        return ACTIVATIONS[data]
-    if hint == Placement:
-        return STATES[data]
-    kinds = get_args(hint)
-    if get_origin(hint) is tuple:
-        items = kinds[:1] * len(data) if kinds[-1] is Ellipsis else kinds
-        return tuple(_value(kind, item) for kind, item in zip(items, data, strict=True))
-    if get_origin(hint) is Literal:
-        return kinds[kinds.index(data)]
-    for kind in kinds:  # one of several types
-        with suppress(*_WRONG):
-            return _value(kind, data)
-    if isinstance(hint, type) and is_dataclass(hint):
-        return hint(**_fields(hint, data))
-    if type(data) is hint or (hint is float and type(data) is int):
-        return data
-    raise TypeError
