@@ -204,7 +204,7 @@ class ConfigSource:
     def _config_and_class(self) -> tuple[Any, Any]:
         """Both of transformers; ProtrainError where it is missing, or refuses the configuration."""
         try:
-            transformers = importlib.import_module("transformers")
+            transformers = _transformers()
         except ImportError as error:
             raise ProtrainError(
                 "a Hugging Face configuration needs the package transformers",
@@ -282,6 +282,33 @@ class ConfigSource:
         if len(reason) > _MAX_REASON:
             reason = f"{reason[:_MAX_REASON]}..."
         return ProtrainError(f"transformers refuses the configuration: {reason}", source=self.name)
+
+
+def _transformers() -> ModuleType:
+    """Import transformers, which here reads its thousands of files on models once, not twice.
+
+    Its package says what is in them when it is imported, and `models` finds it out again.
+    """
+    transformers = importlib.import_module("transformers")
+    tools: Any = importlib.import_module("transformers.utils.import_utils")
+    folder, found = Path(*transformers.__path__, "models"), tools.define_import_structure
+
+    def known(path: Any, prefix: str | None = None) -> Any:
+        if prefix or Path(path) != folder / "__init__.py":
+            return found(path, prefix)
+        return {
+            backends: {
+                n.removeprefix("models."): each for n, each in of.items() if n.startswith("models.")
+            }
+            for backends, of in found(folder, prefix="models").items()  # which remembers
+        }
+
+    tools.define_import_structure = known
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        tools.define_import_structure = found
+    return transformers
 
 
 _SHARE_OF_FREE_MEMORY = 0.5

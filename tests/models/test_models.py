@@ -27,6 +27,7 @@ from protrain_runtime.contract.records.profile import DType, Precision
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.update_rules import UpdateRules
+from tests.support.commands import python
 from tests.support.estimates import machine
 from tests.support.hostile_models import mixed_factory
 from tests.support.messages import Speaker
@@ -54,6 +55,35 @@ def test_every_preset_says_where_it_comes_from() -> None:
     assert all(preset.source for preset in presets())
     sizes = {preset.name: (preset.num_layers, preset.hidden_size) for preset in presets()}
     assert (sizes["llama-3.1-8b"], sizes["clip-vit-base"]) == ((32, 4096), (12, 512))
+
+
+FOLDERS = """
+import sys
+from pathlib import Path
+import transformers
+from transformers.utils import import_utils
+from protrain_plan.models.sources import load_source
+
+read, look = [], import_utils.create_import_structure_from_path
+def looked(path):
+    folder = Path(path).parent if Path(path).is_file() else Path(path)
+    read.append(folder.name)
+    return look(path)
+import_utils.create_import_structure_from_path = looked
+assert "transformers.models" not in sys.modules
+load_source("tiny-llama").build(device="meta")
+assert "llama" in read
+print(*(name for name in read if name == "models"))
+file = Path(transformers.__file__).with_name("models") / "__init__.py"
+structure = import_utils.define_import_structure(str(file))
+by_itself = import_utils._LazyModule("models", str(file), structure)
+print(set(dir(transformers.models)) >= set(by_itself.__all__) and by_itself.__all__ != [])
+print(transformers.models._class_to_module == by_itself._class_to_module)
+"""
+
+
+def test_transformers_reads_its_models_once_and_knows_all_of_them() -> None:
+    assert python(FOLDERS).split() == ["True", "True"]
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
