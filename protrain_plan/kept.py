@@ -140,21 +140,28 @@ def _installation(libraries: tuple[str, ...], optional: tuple[str, ...] = ()) ->
         folders = (spec.submodule_search_locations if spec else None) or ()
         told += [_digest_of_files(Path(folder)) for folder in folders]
     for name in (*libraries, *optional):
-        spec = find_spec(name)
-        if spec is None and name in optional:
+        if name in optional and find_spec(name) is None:
             continue
-        try:
-            found = distribution(name)
-        except PackageNotFoundError:
+        if (found := installed(name)) is None:
             return None
-        record, origin = found.read_text("RECORD"), spec.origin if spec else None
-        editable = '"editable": true' in (found.read_text("direct_url.json") or "")
-        if record is None or origin is None or editable:
-            return None
-        if not Path(origin).is_relative_to(str(found.locate_file(name))):
-            return None
-        told += [name, found.version, _digest(record)]
+        told += [name, *found]
     return told
+
+
+def installed(name: str) -> tuple[str, str] | None:
+    """A package's version and the digest of its files; None where the installer does not tell."""
+    spec = find_spec(name)
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        return None
+    record, origin = found.read_text("RECORD"), spec.origin if spec else None
+    editable = '"editable": true' in (found.read_text("direct_url.json") or "")
+    if record is None or origin is None or editable:
+        return None
+    if not Path(origin).is_relative_to(str(found.locate_file(name))):
+        return None
+    return found.version, _digest(record)
 
 
 @lru_cache

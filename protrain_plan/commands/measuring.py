@@ -23,6 +23,7 @@ from protrain_plan.isolated.process import EndedError, Tell, run
 from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
+from protrain_plan.profiling.shipped import shipped
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import Place
 from protrain_runtime.contract.errors import OutOfMemoryError
@@ -116,7 +117,7 @@ class Estimates:
         self._questions = [request.question() for request in requests]
         self._found: dict[tuple[int, Hardware], Profile] = {}
         for number, question in enumerate(self._questions):
-            tally = None if question is None else cache.tally(question)
+            tally = None if question is None else cache.tally(question) or shipped(question)
             for machine in machines:
                 if tally and machine.device.kind == tally.profile.workload.device:
                     self._found[number, machine] = tally.on(machine)

@@ -69,7 +69,8 @@ NoCacheOption = Annotated[
     bool,
     typer.Option(
         "--no-cache",
-        help="Estimate and plan anew, and keep neither (nor with PROTRAIN_NO_CACHE=1).",
+        help="Plan anew, estimate anew what is not shipped, and keep neither (nor with"
+        " PROTRAIN_NO_CACHE=1).",
     ),
 ]
 JobsOption = Annotated[

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from protrain_plan.commands.option_records import WorkloadOptions
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.kept import SWITCH, dumped
 from protrain_plan.models.presets import read_config
+from protrain_plan.profiling.shipped import shipped
 from protrain_runtime.contract.records import write_profile
 from tests.support.checking_cases import commit
 from tests.support.commands import ROOT, ran
@@ -306,6 +308,15 @@ def test_answers_from_known_estimates_do_not_wait_for_torch(
         modules = {line.rpartition("|")[2].strip() for line in told.splitlines()}
         assert planner & modules == (set() if is_known else planner)
         assert not TORCH & modules
+
+
+def test_a_preset_that_is_shipped_does_not_wait_for_torch() -> None:
+    (request,) = WorkloadOptions().requests("smollm2-135m", [2048], [1])
+    question = request.question()
+    if question is None or shipped(question) is None:
+        pytest.skip("other versions of PyTorch or transformers: none is used")
+    command = ("fit", "smollm2-135m", "--on", "h100-sxm", "--json", "--no-cache")
+    assert run_without_torch(CLI, *command) == (0, "")
 
 
 def test_no_test_imports_another() -> None:
