@@ -143,7 +143,7 @@ class AnswerOptions:
     ] = None
     report: Annotated[
         Path | None,
-        typer.Option(help="Write a page with the chart of tokens per second against memory."),
+        typer.Option(help="Write a page: tokens per second, memory and reasons of all, as bars."),
     ] = None
 
     def swept(self, machines: "Sequence[Hardware]") -> "Sweep | None":
@@ -309,7 +309,8 @@ def _with_8_bits(
     others = answered(asked, answer, tell, planned, answer.known, jobs=cells.jobs)
     for number, other in zip(needing, others, strict=True):
         if other.solved is not None:
-            one = beside(other.profile.optimizer.name, other.solved.plan, other.profile)
+            name, plan = other.profile.optimizer.name, other.solved.plan
+            one = beside(name, plan, other.profile, other.binds)
             alternatives = (*found[number].alternatives, one)
             found[number] = replace(found[number], alternatives=alternatives)
     return found

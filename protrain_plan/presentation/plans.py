@@ -440,6 +440,7 @@ def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:
             "tokens_per_second": other.step_seconds and fit.tokens_per_step / other.step_seconds,
             **spending_json(fit.spending(other.step_seconds)),
             "peak_bytes": tiers_json(other.peak_bytes),
+            "binds": other.binds,
             "lacks": list(other.lacks),
         }
         for other in fit.alternatives

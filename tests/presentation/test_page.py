@@ -1,8 +1,9 @@
-"""The report in headless Chromium: drawn without an error, and it does what it says.
+"""The pages in headless Chromium: drawn without an error, and they do what they say.
 
 `--write-golden` writes the page's texts anew.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -12,12 +13,18 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page
 
+from protrain_plan.planning.questions.answers import Question
+from protrain_plan.planning.questions.objectives import fit
+from protrain_plan.planning.search.improving import Effort
+from protrain_plan.presentation.report.fit_page import fit_page
 from protrain_plan.presentation.report.page import page_text
 from protrain_plan.presentation.report.step import memory, slot_begins_s
 from protrain_runtime.contract.escaping import one_line
+from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.contract.units import format_bytes, format_seconds
 from tests.support.browsers import chromium, needs_chromium, opened
 from tests.support.hostile_names import NAMES, hostile_step
+from tests.support.planning_cases import MB, decoder, gpu
 from tests.support.reporting_cases import FRONT, GOLDEN, deep_step, recorded, small_step
 
 pytestmark = [pytest.mark.browser, needs_chromium]
@@ -29,6 +36,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
     step = small_step()
     path.write_text(page_text(step, recording=recorded(step), front=FRONT), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def fits_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of answers: one that fits in several ways, a tight one, and one that has none."""
+    profile = decoder(gpu(disk_gb=1000), blocks=4, pieces=2)
+    budgets = [Budgets(device=mb * MB, host=10**12, disk=10**12) for mb in (100_000, 3_000, 1)]
+    asked = [Question(profile=profile, budgets=budget) for budget in budgets]
+    fits = [fit(question, effort=Effort(), compare=True) for question in asked]
+    assert [one.verdict for one in fits] == ["fits", "fits with a plan", "does not fit"]
+    path = tmp_path_factory.mktemp("fits") / "fits.html"
+    path.write_text(fit_page(fits, columns=["mfu", "hours"]), encoding="utf-8")
     return path
 
 
@@ -88,6 +108,61 @@ def test_a_page_is_drawn_without_an_error(
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
         background = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
         assert background == ("rgb(16, 19, 24)" if dark else "rgb(246, 247, 249)")
+
+
+def lines_of_text(page: Page) -> list[dict[str, Any]]:
+    """Each line of text that is seen: its box, and its contrast with what is behind it."""
+    settled(page)
+    script = (Path(__file__).parents[1] / "support/lines_of_text.js").read_text(encoding="utf-8")
+    found: list[dict[str, Any]] = page.evaluate(script)
+    return found
+
+
+@pytest.mark.parametrize("name", ["file", "fits_file"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_all_text_can_be_read(
+    browser: Browser, request: pytest.FixtureRequest, name: str, width: int, *, dark: bool
+) -> None:
+    with opened(browser, width=width, dark=dark) as page:
+        page.goto(request.getfixturevalue(name).as_uri())
+        lines = lines_of_text(page)
+        assert len(lines) > 30
+        assert [line for line in lines if line["contrast"] < 4.5] == []
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+        if name == "fits_file":
+            covered = [
+                (one["text"], other["text"])
+                for one, other in itertools.combinations(lines, 2)
+                if all(
+                    max(one["box"][side], other["box"][side])
+                    < min(one["box"][side + 2], other["box"][side + 2])
+                    for side in (0, 1)
+                )
+            ]
+            assert covered == []
+
+
+def test_bars_are_beside_their_names_and_end_where_the_device_does(
+    browser: Browser, fits_file: Path
+) -> None:
+    with opened(browser) as page:
+        page.goto(fits_file.as_uri())
+        rows = page.locator(".fits tr:not(.cell)").all()
+        texts = [row.locator("th, td").all_inner_texts() for row in rows[1:]]
+        assert [text[0] for text in texts].count("plain PyTorch") == 3
+        for row, (_, tokens, *_, why) in zip(rows[1:], texts, strict=True):
+            fits = tokens != "does not fit"
+            assert row.locator("td:nth-child(2) .made").count() == fits
+            assert why.startswith("lacks ") != fits
+            assert row.locator(".over").count() <= ("device memory" in why)
+
+
+def test_every_decision_of_a_plan_has_a_colour_of_its_own(page: Page) -> None:
+    for what in ("activations", "states"):
+        swatches = page.locator(f"#{what}-legend .swatch")
+        shown = swatches.evaluate_all("all => all.map((one) => getComputedStyle(one).background)")
+        assert len(set(shown)) == len(shown) > 3
 
 
 def test_a_page_of_many_blocks_is_drawn_without_an_error(browser: Browser, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.questions.allowance import is_tight
 from protrain_plan.planning.questions.answers import Alternative
@@ -28,6 +29,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.units import format_bytes
 
 
 class Policy(NamedTuple):
@@ -99,13 +101,16 @@ def _alternative(
     if found is not None:
         peaks = peak_bytes(problem.program(found.plans))
         peaks = replace(peaks, device=peaks.device + held)
-        fits = _fitting(name, found.seconds, peaks, found.plans, problem.profile)
+        binds = lanes_in_a_line(problem, choice)
+        fits = _fitting(name, found.seconds, peaks, found.plans, problem.profile, binds)
         return replace(fits, checkpointing=checkpointing)
     machine = problem.profile.hardware.device
     needed = {tier: problem.tier_use(tier, choice) for tier in problem.tiers}
     on_device = max(problem.static_bytes(choice))
-    lacks: list[str] = ["device"] if on_device > problem.device else []
-    lacks += [tier for tier, limit in problem.tiers.items() if needed[tier] > limit]
+    short = {"device": on_device - problem.device}
+    short |= {tier: needed[tier] - limit for tier, limit in problem.tiers.items()}
+    short = {tier: size for tier, size in short.items() if size > 0}
+    words = [f"{format_bytes(size)} of {tier} memory" for tier, size in short.items()]
     peaks = TierBytes(
         device=on_device + held,
         context=machine.context_bytes,
@@ -118,24 +123,31 @@ def _alternative(
         checkpointing=checkpointing,
         step_seconds=None,
         peak_bytes=peaks,
-        lacks=tuple(lacks),
+        binds=", ".join(words) or "room on the device for what it fetches",
+        lacks=tuple(short),
     )
 
 
-def planned(name: str, plan: Plan, profile: Profile) -> Alternative:
+def planned(name: str, plan: Plan, profile: Profile, binds: str) -> Alternative:
     """Return a plan under other conditions, such as with another optimizer."""
     made = plan.prediction
-    return _fitting(name, made.step_seconds, made.peak_bytes, plan.units, profile)
+    return _fitting(name, made.step_seconds, made.peak_bytes, plan.units, profile, binds)
 
 
 def _fitting(
-    name: str, seconds: float, peaks: TierBytes, units: tuple[UnitPlan, ...], profile: Profile
+    name: str,
+    seconds: float,
+    peaks: TierBytes,
+    units: tuple[UnitPlan, ...],
+    profile: Profile,
+    binds: str,
 ) -> Alternative:
     return Alternative(
         name=name,
         checkpointing=False,
         step_seconds=seconds,
         peak_bytes=peaks,
+        binds=binds,
         units=units,
         is_tight=is_tight(profile, peaks),
     )

@@ -151,14 +151,16 @@ class Alternative:
     """Cost of a policy without a planner: bytes of one device and its part of the rest, seconds.
 
     With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
-    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each. It is
-    `is_tight` where it fits with less room than the allocator's allowance (see `allowance`).
+    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each. `binds`
+    says in words what makes up the step, or how much is lacking. It is `is_tight` where it fits
+    with less room than the allocator's allowance (see `allowance`).
     """
 
     name: str
     checkpointing: bool
     step_seconds: float | None
     peak_bytes: TierBytes
+    binds: str
     lacks: tuple[str, ...] = ()
     units: tuple[UnitPlan, ...] = ()  # where it fits
     is_tight: bool = False

@@ -74,13 +74,18 @@
   };
   const does = (bars, i) => DOES[bars.kind[i]](units[bars.unit[i]].name);
 
-  const decisionColour = (text) => {
-    const tier = text.includes("to disk") || text.includes("from disk") ? "disk" : "host";
+  // The decisions of one family are shades of its colour.
+  const family = (text) => {
+    const tier = text.includes("to disk") ? "disk" : "host";
     const word = text.split(" ")[0];
-    if (word === "keep" || word === "persistent") return word;
-    if (word === "recompute") return text === "recompute" ? "recompute" : "part";
-    return `${word} ${tier}`;
+    if (["keep", "recompute", "persistent", "shard"].includes(word)) return word;
+    return `${text.includes("keep gathered") ? "gathered" : word} ${tier}`;
   };
+  const colours = new Map();
+  for (const text of units.flatMap((unit) => [unit.activations, unit.states])) {
+    const alike = [...colours.keys()].filter((other) => family(other) === family(text));
+    if (!alike.includes(text)) colours.set(text, { "data-c": family(text), "data-shade": alike.length || null });
+  }
 
   // --- Elements ----------------------------------------------------------------------------------
 
@@ -98,7 +103,8 @@
     fill(document.createElement(name), attributes, children);
   const svg = (name, attributes, children) =>
     fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
-  const swatch = (colour, kind) => el("span", { class: `swatch ${kind || ""}`, "data-c": colour });
+  const swatch = (colour, kind) =>
+    el("span", { class: `swatch ${kind || ""}`, ...(colours.get(colour) || { "data-c": colour }) });
 
   const table = (target, head, rows, texts = [0]) => {
     const cell = (name) => (content, i) =>
@@ -564,7 +570,7 @@
       const left = LEFT + i * cell, gap = cell > 5 ? 1 : 0;
       ["activations", "states"].forEach((what, n) => {
         marks.push(svg("rect", {
-          "data-c": decisionColour(unit[what]), "data-unit": i, class: i === picked ? "picked" : null,
+          ...colours.get(unit[what]), "data-unit": i, class: i === picked ? "picked" : null,
           x: round(left), y: n * (CELL + 2) + 1, width: round(cell - gap), height: CELL - 1, rx: cell > 8 ? 2 : 0,
         }));
       });
@@ -582,8 +588,8 @@
   const unitTip = (i) => {
     const unit = units[i];
     return [el("b", {}, unit.name), pairs([
-      pair("activations", unit.activations, decisionColour(unit.activations)),
-      pair("model states", unit.states, decisionColour(unit.states)),
+      pair("activations", unit.activations, unit.activations),
+      pair("model states", unit.states, unit.states),
       pair("bytes of states", bytes(unit.state_bytes)),
       pair("activations if kept", bytes(unit.keep_bytes)),
     ])];
@@ -632,8 +638,8 @@
       return button;
     }), el("span", {}, [swatch(null, "line"), "budget"]),
     ...(recorded && recorded.slot_bytes.length ? [el("span", {}, [swatch(null, "mark"), "recorded"])] : []));
-    const colours = new Set(lanes.flatMap((lane) => lane.bars.kind.map((kind) => COLOUR[kind])));
-    const marks = Object.entries(LANE_COLOURS).filter(([colour]) => colours.has(colour));
+    const onLanes = new Set(lanes.flatMap((lane) => lane.bars.kind.map((kind) => COLOUR[kind])));
+    const marks = Object.entries(LANE_COLOURS).filter(([colour]) => onLanes.has(colour));
     byId("lane-legend").replaceChildren(
       ...marks.map(([colour, name]) => el("span", {}, [swatch(colour), name])),
       ...(waits.start.length ? [el("span", {}, [swatch(null, "waits"), "compute waits"])] : []),
@@ -644,7 +650,7 @@
       for (const unit of units) counts.set(unit[what], (counts.get(unit[what]) || 0) + 1);
       byId(`${what}-legend`).replaceChildren(
         el("span", { class: "muted" }, what === "states" ? "model states" : what),
-        ...[...counts].map(([text, count]) => el("span", {}, [swatch(decisionColour(text)), `${text} (${count})`])),
+        ...[...counts].map(([text, count]) => el("span", {}, [swatch(text), `${text} (${count})`])),
       );
     }
   };
@@ -661,7 +667,8 @@
         `${expected}at most ${percent(data.gap)} above ${data.fastest}`),
       figure("Compute waits", time(data.stall_seconds * 1e9), `${percent(data.stall_seconds / data.step_seconds)} of the step shown`),
       ...tiers.map((tier) => figure(`Peak on the ${tier.name}`, bytes(tier.peak), `of ${bytes(tier.budget)}`, tier.peak / tier.budget)),
-      figure("Results", data.exactness, data.allowed.length ? `by leave: ${data.allowed.join(", ")}` : "bits of plain PyTorch"),
+      figure("Results", data.exactness, data.allowed.length ? `by leave: ${data.allowed.join(", ")}`
+        : data.exactness === "bitwise" ? "bits of plain PyTorch" : "by updates on the host"),
     ];
     byId("figures").replaceChildren(...list);
   };

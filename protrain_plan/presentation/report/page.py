@@ -230,24 +230,26 @@ def page_text(
 ) -> str:
     """The page; a recording must be one of the step's plan."""
     data = _shown(step_data(step, recording=recording, front=front))
-    style, script = _part("page.css"), _part("page.js")
+    style, script = part("page.css"), part("page.js")
     # No name, which may hold any character, can end the element around the data.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return Template(_part("page.html")).substitute(
+    return Template(part("page.html")).substitute(
         title=html.escape(f"{data['model']}: {data['workload']}"),
         policy=f"default-src 'none'; img-src data:; base-uri 'none'; form-action 'none';"
-        f" style-src '{_hash(style)}'; script-src '{_hash(script)}'",
+        f" style-src '{hash_source(style)}'; script-src '{hash_source(script)}'",
         style=style,
         script=script,
         data=embedded,
     )
 
 
-def _part(name: str) -> str:
+def part(name: str) -> str:
+    """The text of a file of this folder."""
     return (files("protrain_plan.presentation.report") / name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def hash_source(text: str) -> str:
+    """Name a style or a script as a page's policy does."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
