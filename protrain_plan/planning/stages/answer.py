@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from protrain_plan.planning.outcome import Infeasible
-from protrain_plan.planning.questions.disk import solve_sparing
+from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.stages.cuts import Cuts, best_cuts, possible_cuts
 from protrain_plan.planning.stages.cycles import BOUNDS, Bounds, Pipeline
@@ -259,8 +259,8 @@ class Search:
     def plan(self, shape: Shape) -> Pipelined | None:
         """The shape's best cuts with a plan of every stage; None where one of them has none.
 
-        Plans take longer than bounds say. Of a model with few units, the cuts are then made again
-        with what is known, until they stay.
+        The disk is for what does not fit without. Plans take longer than bounds say: of a model
+        with few units, the cuts are then made again with what is known, until they stay.
         """
         bounds, cuts = self.bounds[shape], self.cuts[shape]
         pipeline, known = bounds.pipeline, dict[tuple[int, int, int], float]()
@@ -292,7 +292,10 @@ class Search:
         for s in range(shape.stages):
             runs = pipeline.runs(cuts.ends, s)
             problem = pipeline.problem(runs, s)
-            found = solve_sparing([problem], self.question.budgets, effort=replace(self.effort))
+            dry = problem.changed(tiers={**problem.tiers, "disk": 0})
+            found = solve_problem(dry, self.question.budgets, effort=replace(self.effort))
+            if isinstance(found, Infeasible) and problem.tiers.get("disk"):
+                found = solve_problem(problem, self.question.budgets, effort=replace(self.effort))
             if isinstance(found, Infeasible):
                 return None
             problem = problem.overlapping(found.plan.settings.overlap_steps)
