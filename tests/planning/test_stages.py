@@ -3,13 +3,15 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, count, pairwise, product
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.pipelining import schedules
 
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.evaluation import PACES, Evaluator
 from protrain_plan.planning.stages.answer import (
@@ -22,6 +24,7 @@ from protrain_plan.planning.stages.cuts import best_cuts, handed_bytes, possible
 from protrain_plan.planning.stages.cycles import Bounds, Pipeline
 from protrain_plan.planning.stages.schedule import Action, StageSeconds, actions, simulated
 from protrain_plan.planning.stages.shapes import Shape, hop_seconds, shapes
+from protrain_plan.profiling.measured import measure_model
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.hardware import Collectives, Interconnect
@@ -33,15 +36,16 @@ from protrain_runtime.contract.records.plan import (
     StepSettings,
     Swap,
 )
-from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.profile import Profile, Workload
+from tests.support import random_models
 from tests.support.planning_cases import MB, decoder, gpu, unit
 
 TWO = DeviceGroup(num_devices=2)
 
 
-def small(rng: random.Random, count: int = 4) -> Profile:
+def small(rng: random.Random, num_units: int = 4) -> Profile:
     """A few units of random sizes on a card beside others."""
-    sizes = [rng.choice((1, 2, 4)) for _ in range(count)]
+    sizes = [rng.choice((1, 2, 4)) for _ in range(num_units)]
     units = [
         unit(
             f"block.{number}",
@@ -65,15 +69,15 @@ def pipeline(profile: Profile, device: int, shape: Shape) -> Pipeline:
     return Pipeline(profile, budgets, StepSettings(group=whole), whole, shape)
 
 
-def every_cut(count: int, p: int) -> list[tuple[int, ...]]:
-    return [(*ends, count) for ends in combinations(range(1, count), p - 1)]
+def every_cut(units: int, p: int) -> list[tuple[int, ...]]:
+    return [(*ends, units) for ends in combinations(range(1, units), p - 1)]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_cuts_match_all_cuts(seed: int) -> None:
     rng = random.Random(seed)
-    count, p = rng.randint(4, 9), rng.randint(1, 4)
-    work = [rng.choice((1, 2, 5)) for _ in range(count)]
+    units, p = rng.randint(4, 9), rng.randint(1, 4)
+    work = [rng.choice((1, 2, 5)) for _ in range(units)]
     weight = [rng.choice((1.0, 1.3, 2.0)) for _ in range(p)]
 
     def bound(s: int, first: int, end: int) -> float:
@@ -81,12 +85,12 @@ def test_cuts_match_all_cuts(seed: int) -> None:
 
     every = [
         max(bound(s, i, j) for s, (i, j) in enumerate(pairwise((0, *ends))))
-        for ends in every_cut(count, p)
+        for ends in every_cut(units, p)
     ]
-    found = best_cuts(bound, count, range(1, count), p)
+    found = best_cuts(bound, units, range(1, units), p)
     assert found.seconds == min(every)
     assert max(bound(s, i, j) for s, (i, j) in enumerate(found.runs)) == found.seconds
-    assert best_cuts(bound, count, range(1, count), p, min(every)) == (min(every), ())
+    assert best_cuts(bound, units, range(1, units), p, min(every)) == (min(every), ())
 
 
 def stage_choices(problem: Problem) -> list[StageSeconds]:
@@ -290,6 +294,32 @@ def test_cuts_are_where_one_unit_reads_the_last() -> None:
     tied = replace(units[0], used_by=(0, 5))
     assert possible_cuts(replace(profile, units=(tied, *units[1:]))) == ()
     assert [handed_bytes(profile, unit) for unit in (0, 1, 5)] == [0, 8 * MB, 8 * MB]
+
+
+def test_a_skip_connection_is_not_cut(tmp_path: Path) -> None:
+    """Such an output is read by the last part, and added without being saved."""
+    shape = random_models.Shape(blocks=("linear",) * 4, between=("nothing",) * 4, skip=True)
+    workload = Workload(
+        model="tests:random",
+        model_config="",
+        batch_size=1,
+        seq_len=1,
+        dtype="float32",
+        device="cpu",
+        seed=0,
+    )
+    profile = measure_model(
+        random_models.random_model(shape),
+        map(random_models.random_batch, count()),
+        workload=workload,
+        num_steps=1,
+        spill_directory=tmp_path,
+        progress=lambda *_: None,
+        machine=load_hardware("cpu"),
+        cost=decoder(gpu(), blocks=1).optimizer,
+    )
+    assert 1 in profile.units[-1].reads
+    assert possible_cuts(profile) == (1,)
 
 
 def test_devices_between_nodes_share_their_link() -> None:

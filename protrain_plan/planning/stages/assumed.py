@@ -1,4 +1,4 @@
-"""What the choice between one stage and several rests on: bounds with one assumption changed.
+"""Assumptions that the choice of stages rests on: bounds with one of them changed at a time.
 
 The bounds are those of lanes (see `cycles`), of the machine as it is and of changed ones. Where a
 change lets one stage be as fast, stages are worth what that assumption is worth.
