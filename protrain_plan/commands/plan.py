@@ -21,6 +21,7 @@ from protrain_plan.commands.options import (
     NoCacheOption,
     PointsOption,
     choice,
+    integers,
     leaves_named,
     refuse_batches,
     size,
@@ -229,6 +230,25 @@ class SearchOptions:
 
 
 @option_record
+class StageOptions:
+    """Stages of a pipeline."""
+
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            help="Stages of a pipeline, or auto: how many are the fastest for --global-batch, where"
+            " to cut, and whether they are worth it. Writes a plan where one stage is."
+        ),
+    ] = None
+
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers to choose from; none: all."""
+        if self.stages in (None, "auto"):
+            return ()
+        return tuple(integers("--stages", self.stages or ""))
+
+
+@option_record
 class ModelOptions:
     """A model that is planned by its name: its profile is estimated for a machine."""
 
@@ -259,9 +279,12 @@ class ModelOptions:
     ] = None
     no_cache: NoCacheOption = False
 
-    def refuse(self, workload: WorkloadOptions, of_file: FileOptions) -> None:
-        """ProtrainError for what a profile says already."""
-        kept = [option for option in given(self) if option not in ("--on", "--no-cache")]
+    def refuse(
+        self, workload: WorkloadOptions, of_file: FileOptions, *, staged: bool = False
+    ) -> None:
+        """ProtrainError for what a profile says already; the batch of a pipeline it does not."""
+        ours = ("--on", "--no-cache", *(["--global-batch"] if staged else []))
+        kept = [option for option in given(self) if option not in ours]
         kept += ["--model"] if of_file.named else []
         for option in (*kept, *given(workload)):
             raise ProtrainError(
@@ -284,6 +307,7 @@ def plan(
     step: PlannedStepOptions,
     allow: AllowOption = None,
     search: SearchOptions,
+    staged: StageOptions,
     model: ModelOptions,
     of_file: FileOptions,
     workload: WorkloadOptions,
@@ -299,6 +323,7 @@ def plan(
     Examples: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml
     | protrain plan llama-3.2-1b --on rtx-4090 --global-batch 32 -o plans/mine
     | protrain plan profile.yaml --pareto
+    | protrain plan llama-3.1-8b --on cluster.yaml --num-devices 16 --global-batch 128 --stages auto
     | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
@@ -314,7 +339,7 @@ def plan(
 
     beside, file, named = None, None, profile
     if model.on is None:
-        model.refuse(workload, of_file)
+        model.refuse(workload, of_file, staged=staged.stages is not None)
     else:
         output, beside = _places(output)
         if (file := of_file.read(context, profile)) is not None:
@@ -331,6 +356,24 @@ def plan(
     if beside is not None:
         destination(beside, inputs=read[:-1])
     objective, settings = wanted.objective(), step.settings()
+    if staged.stages is not None:
+        from protrain_plan.commands.staging import plan_in_stages
+
+        plan_in_stages(
+            named,
+            staged.numbers(),
+            model=model,
+            workload=workload,
+            budgets=budgets,
+            devices=devices,
+            settings=step.on,
+            base=settings,
+            allow=allow,
+            explain=fixed.explain,
+            output=target,
+            as_json=as_json,
+        )
+        return
     if model.on is None:
         record, kept = _read(profile, leaves_named(allow)), AnswerCache(off=model.no_cache)
     else:

@@ -48,6 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("planning/search",),
     ("planning/explain",),
     ("planning/questions",),
+    ("planning/stages",),
     ("checking",),
     ("presentation",),
     ("presentation/checks", "presentation/report"),

@@ -213,7 +213,9 @@ class CountProgram(LinearModel):
         if any(option.updated_on_device for option, _ in used):
             staging = [*staging, *self.staging(used, on_device=True)]
         base = base_bytes(problem.profile, problem.settings) / self.byte_unit
-        for slot in (0, problem.count - 1, problem.count, self.end - 1, self.end):
+        # Of one unit, the first slot is the last one of forward.
+        slots = (0, problem.count - 1, problem.count, self.end - 1, self.end)
+        for slot in dict.fromkeys(slots):
             terms = list(staging)
             for one in self.counted:
                 kind = int(isinstance(one.option, StateOption))

@@ -244,6 +244,7 @@ class SavedBytes:
     differentiated: bool = False
     ends_in_cross_entropy: bool = False
     handed_bytes: int = 0
+    reads: tuple[int, ...] = ()
 
     @property
     def swappable_bytes(self) -> int:
@@ -343,6 +344,18 @@ def saved_bytes(
     for unit in range(count):
         for key in {*saved[unit], *(one.key for one in inputs[unit])}:
             readers.setdefault(key, set()).add(unit)
+    makers: dict[int, int] = {}
+    for unit, handed in enumerate(outputs):
+        for key in handed & flowing:
+            makers.setdefault(key, unit)
+    # What the model's code has a name for two units later may be read until the end. (Most have one
+    # for the first block's input, and read it no more.)
+    named = {
+        inputs[unit][place].key
+        for unit in range(2, count)
+        for place in staying[unit]
+        if inputs[unit][place].key in makers
+    }
     found: list[SavedBytes] = []
     for unit, module in enumerate(modules):
         keys = [one.key for one in inputs[unit]]
@@ -378,6 +391,18 @@ def saved_bytes(
                 leaving={place for place, key in enumerate(packed[unit]) if key in leaving},
                 own_inputs=own,
                 awaited=bool(awaited[unit]) or not saved[unit],
+                reads=tuple(
+                    sorted(
+                        {
+                            maker
+                            for key, maker in makers.items()
+                            if maker < unit - 1
+                            and (
+                                unit in readers.get(key, ()) or (unit == count - 1 and key in named)
+                            )
+                        }
+                    )
+                ),
                 linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
                 differentiated=unit in watch.differentiated,
                 ends_in_cross_entropy=unit == count - 1 and module is None and loss_seen.seen,

@@ -776,6 +776,7 @@ def _units(
                 or any(part.name in arrived for part in chunks[index].slices),
                 stays=stays,
                 runs_once=structure.once.get(index, ""),
+                reads=saved["keep"][index].reads,
             )
         )
     return units

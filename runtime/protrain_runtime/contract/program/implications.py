@@ -286,23 +286,22 @@ class Implications:
         # What the unit's own slots need above the levels around them, and its level in between; all
         # its kept bytes stand in its backward.
         level, backward = cost.kept_bytes - swapped, cost.backward_peak_bytes + swapped
-        option = ActivationOption(
-            decision,
-            cost,
-            swapped,
-            holdings=(
-                Holding("activations", index, index, index, cost.forward_peak_bytes),
-                Holding("activations", index, index + 1, served, level),
-                Holding("activations", index, served, served, backward),
-            ),
-        )
+        holdings = [
+            Holding("activations", index, index, index, cost.forward_peak_bytes),
+            Holding("activations", index, index + 1, served, level),
+            Holding("activations", index, served, served, backward),
+        ]
+        if (held := self.settings.held) > 1:  # those of the other micro-batches, in every slot
+            others = (held - 1) * level
+            holdings.append(Holding("activations", index, 0, 2 * len(self.chunks) - 1, others))
+        option = ActivationOption(decision, cost, swapped, holdings=tuple(holdings))
         if tier:
             pieces = cost.swap_pieces or (swapped,)
             option = replace(
                 option,
                 swap_in=Fetch(tier, served, index + 1, swapped, pieces),
                 swap_out=Leaving(tier, index, swapped, pieces, pieces),
-                tier_bytes={tier: file_bytes(swapped) if tier == "disk" else swapped},
+                tier_bytes={tier: held * (file_bytes(swapped) if tier == "disk" else swapped)},
             )
         self._activations[index, decision] = option
         return option

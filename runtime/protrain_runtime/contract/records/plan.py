@@ -297,6 +297,8 @@ class StepSettings:
 
     `disk_gain` says what the disk has to be worth to the planner: it is used where nothing fits
     without it, or where the step without it takes so much longer.
+
+    A stage of a pipeline has the activations of `held` micro-batches at a time.
     """
 
     piece_bytes: int = 0  # optimizer states move and are updated in such pieces; 0: to be chosen
@@ -307,6 +309,7 @@ class StepSettings:
     page_cache_bytes: int = 0  # of memory, that what is on disk may fill
     clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
     disk_gain: float = DISK_GAIN
+    held: int = 1  # micro-batches whose activations stand together
 
     @property
     def is_single(self) -> bool:
@@ -320,6 +323,7 @@ SETTINGS = {
     "clip_share": ("clipped steps", "--clip-share"),
     "disk_gain": ("least gain of the disk", "--disk-gain"),
     "micro_batches": ("micro-batches", "--accumulate"),
+    "held": ("micro-batches held", None),
     "group": ("devices", None),
     "piece_bytes": ("pieces of states", None),
 }

@@ -100,7 +100,8 @@ class Unit:
     `state_bytes`, `uneven_state_bytes` are what some parameters have beyond the usual bytes per
     element, such as the small ones of an 8-bit optimizer. `largest_gradient_bytes` are those of its
     largest parameter, where the optimizer's step needs memory in proportion to them; 0: it needs
-    none, or as much as for all of the chunk.
+    none, or as much as for all of the chunk. `reads` are units before the previous one with a
+    differentiated output that it uses (a skip connection, an encoder's output).
     """
 
     name: str
@@ -120,6 +121,7 @@ class Unit:
     runs_once: str = ""
     uneven_state_bytes: int = 0
     largest_gradient_bytes: int = 0
+    reads: tuple[int, ...] = ()
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""

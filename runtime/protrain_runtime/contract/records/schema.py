@@ -156,6 +156,7 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (Workload, "seed"): Limits(high=2**63 - 1),
     (Unit, "num_parameters"): Limits(high=10**15),
     (Unit, "used_by"): Limits(high=MAX_UNITS - 1),
+    (Unit, "reads"): Limits(high=MAX_UNITS - 1),
     (Unit, "own_inputs"): Limits(high=MAX_LIST),
     (UnitPlan, "own_inputs"): Limits(high=MAX_LIST),
     (OptimizerCost, "workspace_fraction"): _FACTORS,
@@ -175,6 +176,7 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (StepSettings, "disk_gain"): Limits(high=100.0),
     (StepSettings, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
     (StepSettings, "micro_batches"): Limits(low=1, high=10**6),
+    (StepSettings, "held"): Limits(low=1, high=10**6),
 }
 """Fields whose values their names do not tell."""
 
@@ -204,6 +206,7 @@ MAX_ENTRIES: dict[tuple[type, str], int] = {
     (Unit, "parameters"): 100_000,
     (UnitPlan, "parameters"): 100_000,
     (Unit, "used_by"): MAX_UNITS,
+    (Unit, "reads"): MAX_UNITS,
     (UnitPlan, "also_used_by"): MAX_UNITS,
 }
 """The longest lists of those that may have more than `MAX_LIST` entries."""

@@ -1,0 +1,419 @@
+"""The best pipeline for a global batch, or one stage, with a proof.
+
+    bounds    of every shape: the best cuts under the bounds of stages that are known
+    search    the shape with the least bound: lift the bounds of its stages, and cut again; if there
+              are no better bounds, plan its stages and simulate all of them
+    end       when no shape's bound is below the best step by more than the gap that is good enough
+    proof     the least bound of all shapes
+
+One stage is a shape like others, and always planned: what stages are worth is told against it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from protrain_plan.planning.outcome import Infeasible
+from protrain_plan.planning.questions.planner import solve_problem
+from protrain_plan.planning.search.improving import Effort
+from protrain_plan.planning.stages.cuts import Cuts, best_cuts, possible_cuts
+from protrain_plan.planning.stages.cycles import BOUNDS, Bounds, Pipeline
+from protrain_plan.planning.stages.schedule import StageSeconds, simulated
+from protrain_plan.planning.stages.shapes import Shape, shapes
+from protrain_plan.simulation.timeline import simulate
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.records.plan import Budgets, Plan, StepSettings
+from protrain_runtime.contract.records.profile import Profile
+
+GAP = 0.02
+"""A step this close to the bound is good enough to end the search among shapes."""
+
+MOST_PLANNED = 3
+"""Shapes whose stages are planned, at most, of one stage and of several: each takes seconds."""
+
+MOST_LIFTED = 20
+"""Bounds of stages by the fluid model that are found for the proof alone, at most."""
+
+FEW, ROUNDS = 12, 6
+"""Units of a model whose cuts are made again for so many plans of all stages, at most."""
+
+LANES, FLUID = BOUNDS.index("lanes"), BOUNDS.index("fluid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesQuestion:
+    """A model's profiles by batch size, its budgets, and devices for one global batch.
+
+    `stages` are the numbers to choose from; none: every one that divides the devices. With more
+    than one number of `chunks`, schedules may be interleaved.
+    """
+
+    profiles: Mapping[int, Profile]
+    budgets: Budgets
+    settings: StepSettings  # with all devices
+    global_batch: int  # [sequences]
+    stages: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = (1, 2)
+    allow: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        profile = next(iter(self.profiles.values()))
+        return self.global_batch * profile.workload.seq_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage: the units of its chunks, what it holds, and the plan of each of its devices."""
+
+    first_units: tuple[str, ...]  # of each chunk
+    num_units: int
+    held: int  # micro-batches
+    seconds: StageSeconds
+    idle: float  # part of the step in which it waits for others
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """A shape with its planned stages; `step_seconds` are of all of them, simulated together."""
+
+    shape: Shape
+    stages: tuple[Stage, ...]
+    step_seconds: float
+    hops: tuple[float, ...]  # seconds from each stage to the next, and from the last to the first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesAnswer:
+    """The best of one stage and of several, and what nothing is faster than.
+
+    `bounds` are by the number of stages: no shape with so many is faster; infinity where none fits.
+    """
+
+    question: StagesQuestion
+    single: Pipelined | None
+    several: Pipelined | None
+    bounds: Mapping[int, float]
+    num_shapes: int
+    num_planned: int
+    cuts: tuple[int, ...]  # units that a stage may begin with
+
+    @property
+    def best(self) -> Pipelined | None:
+        """The faster one; one stage where both take as long."""
+        found = [one for one in (self.single, self.several) if one]
+        return min(found, key=lambda one: one.step_seconds, default=None)
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        """Seconds that no plan of any shape is faster than."""
+        return min(self.bounds.values(), default=inf)
+
+    @property
+    def gap(self) -> float | None:
+        """The best step's distance from the bound, as a fraction of it."""
+        return self.best.step_seconds / self.lower_bound_seconds - 1 if self.best else None
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast several stages are as one; None where one of them has no plan."""
+        if not self.single or not self.several:
+            return None
+        return self.single.step_seconds / self.several.step_seconds
+
+
+Progress = Callable[[str, float | None, float | None], None]
+
+
+class Search:
+    """Shapes with their bounds; see the module."""
+
+    def __init__(self, question: StagesQuestion, shapes: Iterable[Shape], effort: Effort) -> None:
+        self.question, self.effort, self.lifted = question, effort, 0
+        profile = next(iter(question.profiles.values()))
+        self.starts = possible_cuts(profile)
+        self.bounds: dict[Shape, Bounds] = {}
+        self.cuts: dict[Shape, Cuts] = {}
+        self.levels: dict[Shape, int] = {}  # the lowest of the bounds of the shape's best cuts
+        self.planned: dict[Shape, Pipelined | None] = {}
+        for shape in shapes:
+            pipeline = Pipeline(
+                question.profiles[shape.batch],
+                question.budgets,
+                question.settings,
+                question.settings.group,
+                shape,
+                question.allow,
+            )
+            self.bounds[shape] = Bounds(pipeline)
+            self.cuts[shape], self.levels[shape] = Cuts(0.0, ()), -1  # not looked at yet
+
+    def _cut(self, shape: Shape, below_s: float) -> None:
+        bounds = self.bounds[shape]
+        count = bounds.pipeline.count
+        found = best_cuts(bounds.seconds, count, self.starts, shape.stages, below_s)
+        self.cuts[shape] = Cuts(max(found.seconds, self.cuts[shape].seconds), found.ends)
+        runs = enumerate(found.runs)
+        levels = [bounds.level(s, first, end) for s, (first, end) in runs]
+        self.levels[shape] = min(levels, default=FLUID)
+
+    def improve(self, shape: Shape, most: int, below_s: float = inf) -> bool:
+        """Lift the bounds of the shape's best cuts, and cut again; False: all are lifted.
+
+        Cuts with a bound of at least `below_s` are of no use.
+        """
+        bounds, cuts = self.bounds[shape], self.cuts[shape]
+        level = self.levels[shape]
+        if level >= most:
+            return False
+        if level < 0:
+            self._cut(shape, below_s)
+            return True
+        # The cheapest first, and of these that which decides.
+        runs = [(s, first, end) for s, (first, end) in enumerate(cuts.runs)]
+        of_level = [run for run in runs if bounds.level(*run) == level]
+        run = max(of_level, key=lambda run: bounds.seconds(*run))
+        bounds.lift(*run)
+        self.lifted += level + 1 == FLUID
+        self._cut(shape, below_s)
+        return True
+
+    def bound(self, stages: Iterable[int]) -> float:
+        """The least bound of shapes with so many stages."""
+        return min((c.seconds for s, c in self.cuts.items() if s.stages in stages), default=inf)
+
+    def run(
+        self, stages: Sequence[int], below_s: float, told: Callable[[str], None]
+    ) -> Pipelined | None:
+        """The fastest pipeline found with one of these numbers of stages.
+
+        A bound above `below_s` needs no other proof, and a shape with such a bound no plan.
+        """
+        best: Pipelined | None = None
+        best_s = below_s
+        shapes = [shape for shape in self.cuts if shape.stages in stages]
+
+        def is_open(shape: Shape) -> bool:
+            return self.cuts[shape].seconds * (1 + GAP) < best_s * (1 - 1e-9) and (
+                shape not in self.planned
+            )
+
+        # The lanes of all, then the fluid model of the most promising, which is planned at once: a
+        # good step closes many others.
+        while (ready := self._next(filter(is_open, shapes), LANES)) is not None:
+            if self.effort.spent():
+                return best
+            self.improve(ready, LANES, best_s / (1 + GAP))
+        for _ in range(MOST_PLANNED):
+            shape = min(filter(is_open, shapes), key=self.estimate, default=None)
+            if shape is None or self.effort.spent():
+                break
+            told(str(shape))
+            while is_open(shape) and self.improve(shape, FLUID, best_s / (1 + GAP)):
+                pass
+            if not is_open(shape):
+                continue
+            found = self.planned[shape] = self.plan(shape)
+            if found and (best is None or found.step_seconds < best.step_seconds):
+                best, best_s = found, min(best_s, found.step_seconds)
+        # What is left proves how far from the best the step may be.
+        self.lifted = 0
+        while self.lifted < MOST_LIFTED and not self.effort.spent():
+            shape = self._next(filter(is_open, shapes))
+            if shape is None or self.cuts[shape].seconds > self.bound(stages) * (1 + 1e-9):
+                break  # the least bound is that of a shape that has a plan
+            if not self.improve(shape, FLUID, best_s / (1 + GAP)):
+                break
+        return best
+
+    def estimate(self, shape: Shape) -> float:
+        """Seconds of a step whose stages take no longer than their bounds; at least that.
+
+        It ranks shapes: a bound sees what one stage waits for, and this what all wait for.
+        """
+        bounds, cuts, v = self.bounds[shape], self.cuts[shape], shape.chunks
+        if not cuts.ends:
+            return inf
+        pipeline, stages = bounds.pipeline, list[StageSeconds]()
+        for s, (first, end) in enumerate(cuts.runs):
+            around_s = pipeline.around_seconds(first, s)
+            cycle_s = max(0.0, bounds.seconds(s, first, end) - around_s) / shape.micro_batches
+            part = cycle_s / (3 * v)  # a backward takes about two forwards
+            backward = (2 * part,) * v
+            one = StageSeconds(
+                forward=(part,) * v, backward=backward, last_backward=backward, update_s=0.0
+            )
+            stages.append(one)
+        run = simulated(shape, stages, pipeline.hops)
+        return max(cuts.seconds, run.step_seconds)
+
+    def _next(self, shapes: Iterable[Shape], level: int | None = None) -> Shape | None:
+        """The shape with the least bound; with a level, of those whose cuts are not there yet."""
+        if level is not None:
+            shapes = (shape for shape in shapes if self.levels[shape] < level)
+        return min(shapes, key=lambda one: self.cuts[one].seconds, default=None)
+
+    def plan(self, shape: Shape) -> Pipelined | None:
+        """The shape's best cuts with a plan of every stage; None where one of them has none.
+
+        The disk is for what does not fit without. Plans take longer than bounds say: of a model
+        with few units, the cuts are then made again with what is known, until they stay.
+        """
+        bounds, cuts = self.bounds[shape], self.cuts[shape]
+        pipeline, known = bounds.pipeline, dict[tuple[int, int, int], float]()
+        best: Pipelined | None = None
+        for _ in range(ROUNDS if pipeline.count <= FEW else 1):
+            found = self._planned(shape, cuts)
+            if found and (best is None or found.step_seconds < best.step_seconds):
+                best = found
+            for s, (first, end) in enumerate(cuts.runs):
+                known[s, first, end] = inf
+                if found:
+                    seconds = found.stages[s].seconds
+                    taken = shape.micro_batches * seconds.cycle_s
+                    known[s, first, end] = pipeline.around_seconds(first, s) + taken
+
+            def seconds_of(s: int, first: int, end: int) -> float:
+                return max(bounds.seconds(s, first, end), known.get((s, first, end), 0.0))
+
+            after = best_cuts(seconds_of, pipeline.count, self.starts, shape.stages)
+            if not after.ends or all((s, *run) in known for s, run in enumerate(after.runs)):
+                break
+            cuts = after
+        return best
+
+    def _planned(self, shape: Shape, cuts: Cuts) -> Pipelined | None:
+        """These cuts with a plan of every stage; None where one of them has none."""
+        pipeline = self.bounds[shape].pipeline
+        units, stages = pipeline.profile.units, list[Stage]()
+        for s in range(shape.stages):
+            runs = pipeline.runs(cuts.ends, s)
+            problem = pipeline.problem(runs, s)
+            dry = problem.changed(tiers={**problem.tiers, "disk": 0})
+            found = solve_problem(dry, self.question.budgets, effort=replace(self.effort))
+            if isinstance(found, Infeasible) and problem.tiers.get("disk"):
+                found = solve_problem(problem, self.question.budgets, effort=replace(self.effort))
+            if isinstance(found, Infeasible):
+                return None
+            problem = problem.overlapping(found.plan.settings.overlap_steps)
+            programs = [problem.program(found.plan.units, updating=one) for one in (False, True)]
+            sizes = [end - first for first, end in runs]
+            stages.append(
+                Stage(
+                    first_units=tuple(units[first].name for first, end in runs if first < end),
+                    num_units=sum(sizes),
+                    held=shape.held(s),
+                    seconds=stage_seconds(programs[0], programs[1], sizes),
+                    idle=0.0,
+                    plan=found.plan,
+                )
+            )
+        run = simulated(shape, [stage.seconds for stage in stages], pipeline.hops)
+        step_s = run.step_seconds
+        if shape.stages == 1:  # where steps may overlap
+            step_s = stages[0].plan.prediction.step_seconds
+        of_stages = zip(stages, run.idle, strict=True)
+        return Pipelined(
+            shape=shape,
+            stages=tuple(replace(stage, idle=idle) for stage, idle in of_stages),
+            step_seconds=step_s,
+            hops=pipeline.hops,
+        )
+
+
+def stage_seconds(middle: BoundProgram, last: BoundProgram, sizes: Sequence[int]) -> StageSeconds:
+    """Seconds of a stage's chunks of so many units, from its simulated micro-batches.
+
+    `middle` is the programme of a micro-batch before the last, and `last` of one with the update.
+    """
+
+    def split(program: BoundProgram) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+        timeline = simulate(program)
+        ends = [0.0, *(end for _, end in timeline.compute[: 2 * program.num_units])]
+        forward: list[float] = []
+        backward: list[float] = []
+        unit, slots = 0, 2 * program.num_units
+        for size in sizes:
+            forward.append(ends[unit + size] - ends[unit])
+            backward.append(ends[slots - unit] - ends[slots - unit - size])
+            unit += size
+        return tuple(forward), tuple(backward), max(0.0, timeline.step_seconds - ends[-1])
+
+    forward, backward, rest = split(middle)
+    _, last_backward, update_s = split(last)
+    # What still moves when a micro-batch has been computed, the next one waits for.
+    backward = (backward[0] + rest, *backward[1:])
+    return StageSeconds(
+        forward=forward, backward=backward, last_backward=last_backward, update_s=update_s
+    )
+
+
+def stages_of(question: StagesQuestion) -> tuple[int, ...]:
+    """The numbers of stages to look at, one among them; ProtrainError where one cannot be."""
+    count = question.settings.group.num_devices
+    if question.stages:
+        for number in question.stages:
+            if count % number:
+                raise ProtrainError(
+                    f"{count} devices are no equal parts of {number} stages", key="--stages"
+                )
+        return tuple(sorted({1, *question.stages}))
+    profile = next(iter(question.profiles.values()))
+    most = 1 + len(possible_cuts(profile))
+    return tuple(p for p in range(1, min(count, most) + 1) if count % p == 0)
+
+
+def chunks_open(profile: Profile, chunks: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of chunks that are open: several, where all units but the outer two are alike.
+
+    The units of a device are then as good as a run of as many.
+    """
+    inner = {(unit.kind, unit.parameter_bytes, unit.state_bytes) for unit in profile.units[1:-1]}
+    return tuple(chunks) if len(inner) == 1 else (1,)
+
+
+def searched(question: StagesQuestion, effort: Effort) -> Search:
+    """The search, with all shapes; ProtrainError where there is none."""
+    group, profiles = question.settings.group, question.profiles
+    chunks = chunks_open(next(iter(profiles.values())), question.chunks)
+    numbers = stages_of(question)
+    found = list(shapes(group, question.global_batch, sorted(profiles), numbers, chunks=chunks))
+    if not found:
+        sizes = ", ".join(map(str, sorted(profiles)))
+        raise ProtrainError(
+            f"{question.global_batch} sequences are no equal parts for {group.num_devices} devices"
+            f" with batches of {sizes}",
+            key="--global-batch",
+        )
+    return Search(question, found, effort)
+
+
+def plan_stages(
+    question: StagesQuestion, *, effort: Effort | None = None, progress: Progress | None = None
+) -> StagesAnswer:
+    """The fastest step of `global_batch` sequences, by one stage and by several, and a bound."""
+    effort = effort or Effort()
+    search = searched(question, effort)
+    numbers = sorted({shape.stages for shape in search.cuts})
+
+    def tell(what: str) -> None:
+        if progress:
+            bound = search.bound(numbers)
+            seconds = [one.step_seconds for one in search.planned.values() if one]
+            progress(what, min(seconds, default=None), bound if bound < inf else None)
+
+    single = search.run([1], inf, tell)
+    below_s = single.step_seconds if single else inf
+    several = search.run([p for p in numbers if p > 1], below_s, tell)
+    return StagesAnswer(
+        question=question,
+        single=single,
+        several=several,
+        bounds={p: search.bound([p]) for p in numbers},
+        num_shapes=len(search.cuts),
+        num_planned=len(search.planned),
+        cuts=search.starts,
+    )

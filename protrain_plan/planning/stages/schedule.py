@@ -1,0 +1,125 @@
+"""The order of forwards and backwards in every stage, and when each of them begins.
+
+1F1B and interleaved 1F1B as Megatron-LM and PyTorch have them (Narayanan et al., arXiv 2104.04473):
+a device begins with forwards, as many as `Shape.warm` says, then does a backward and a forward in
+turns, and ends with backwards. With v chunks on each of p devices, chunk k of device s is part
+k p + s of the model; micro-batches go through the chunks of a device in rounds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from protrain_plan.planning.stages.shapes import Shape
+
+
+class Action(NamedTuple):
+    """The forward or the backward of one micro-batch through one part of the model."""
+
+    forward: bool
+    part: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds of one device: of a micro-batch in each of its chunks, and after the last backward.
+
+    The last micro-batch's backward reduces gradients, and takes longer. `update_s` are seconds
+    from its end to that of the last update.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    last_backward: tuple[float, ...]
+    update_s: float
+
+    @property
+    def cycle_s(self) -> float:
+        """Seconds of a micro-batch, in all chunks."""
+        return sum(self.forward) + sum(self.backward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """A step of all stages: its seconds, and the share of them in which each one waits."""
+
+    step_seconds: float
+    idle: tuple[float, ...]
+
+
+def actions(shape: Shape, stage: int) -> list[Action]:
+    """The order of what a device does in a step."""
+    p, v, size = shape.stages, shape.chunks, shape.in_round
+
+    def action(number: int, *, forward: bool) -> Action:
+        one_round, within = divmod(number, size * v)
+        chunk, place = divmod(within, size)
+        part = (chunk if forward else v - 1 - chunk) * p + stage
+        return Action(forward, part, one_round * size + place)
+
+    total, warm = shape.micro_batches * v, shape.warm(stage)
+    forwards = [action(number, forward=True) for number in range(total)]
+    backwards = [action(number, forward=False) for number in range(total)]
+    turns = zip(backwards, forwards[warm:], strict=False)
+    return [*forwards[:warm], *chain.from_iterable(turns), *backwards[total - warm :]]
+
+
+def simulated(shape: Shape, seconds: Sequence[StageSeconds], hops: Sequence[float]) -> Simulated:
+    """Run all stages, action by action: each waits for its own order, and for its neighbour's.
+
+    A forward waits for that of the part before, a backward for that of the part behind. Between
+    devices there is a hop of `hops` seconds (by the stage before it); hops in one direction go one
+    after the other.
+    """
+    p, parts = shape.stages, shape.stages * shape.chunks
+    waiting = [actions(shape, stage) for stage in range(p)]
+    place, clock, busy = [0] * p, [0.0] * p, [0.0] * p
+    free: dict[tuple[int, bool], float] = {}  # when a hop may begin, by stage and direction
+    there: dict[Action, float] = {}  # when what an action made is where it is read
+    left = sum(map(len, waiting))
+    while left:
+        before = left
+        for stage, order in enumerate(waiting):
+            while place[stage] < len(order):
+                action = order[place[stage]]
+                source = _source(action, parts)
+                if source is not None:
+                    if source not in there:
+                        break
+                    clock[stage] = max(clock[stage], there[source])
+                taken = _taken(action, seconds[stage], shape)
+                clock[stage] += taken
+                busy[stage] += taken
+                link = (stage if action.forward else (stage - 1) % p), action.forward
+                is_last = action.part == (parts - 1 if action.forward else 0)
+                there[action] = clock[stage]
+                if p > 1 and not is_last:
+                    free[link] = max(clock[stage], free.get(link, 0.0)) + hops[link[0]]
+                    there[action] = free[link]
+                place[stage] += 1
+                left -= 1
+        assert left < before, "the order of a schedule never waits for itself"
+    ends = [one + of_stage.update_s for one, of_stage in zip(clock, seconds, strict=True)]
+    step = max(ends)
+    work = [one + of_stage.update_s for one, of_stage in zip(busy, seconds, strict=True)]
+    return Simulated(step_seconds=step, idle=tuple(1 - one / step for one in work))
+
+
+def _source(action: Action, parts: int) -> Action | None:
+    """The action of another part that this one needs; the last backward needs its own forward."""
+    forward, part, micro_batch = action
+    if forward:
+        return Action(True, part - 1, micro_batch) if part else None
+    if part == parts - 1:
+        return Action(True, part, micro_batch)
+    return Action(False, part + 1, micro_batch)
+
+
+def _taken(action: Action, seconds: StageSeconds, shape: Shape) -> float:
+    chunk = action.part // shape.stages
+    if action.forward:
+        return seconds.forward[chunk]
+    is_last = action.micro_batch == shape.micro_batches - 1
+    return (seconds.last_backward if is_last else seconds.backward)[chunk]

@@ -1,0 +1,77 @@
+"""`protrain plan --stages` on a synthetic profile: the answer as text and as JSON, and refusals."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from protrain_runtime.contract.records import read_plan, write_profile
+from protrain_runtime.contract.records.hardware import Collectives, Interconnect
+from tests.support.forked import protrain
+from tests.support.planning_cases import MB, decoder, gpu
+
+
+def written(folder: Path, *, near: float, far: float, tied: bool = False) -> str:
+    """A decoder of eight blocks for two nodes of two cards, that such networks join."""
+
+    def speeds(rate: float) -> Collectives:
+        return Collectives(gather_bytes_per_s=rate, reduce_bytes_per_s=rate, latency_s=1e-6)
+
+    joined = Interconnect(
+        devices_per_node=2, intra_node=speeds(near), inter_node=speeds(far), below="of each device"
+    )
+    machine = replace(gpu(), interconnect=joined)
+    made = decoder(machine, blocks=8, kept=160 * MB, block_parameters=100 * MB, tied=tied)
+    path = folder / "profile.yaml"
+    write_profile(made, path)
+    return str(path)
+
+
+def asked(profile: str, *options: str) -> tuple[int, str]:
+    """How the command ends, and all that it says, on one line."""
+    folder = Path(profile).parent
+    found = protrain("plan", profile, "--num-devices", "4", *options, folder=folder)
+    return found.returncode, " ".join((found.stdout + found.stderr).split())
+
+
+def test_slow_networks_ask_for_stages(tmp_path: Path) -> None:
+    profile = written(tmp_path, near=100e9, far=0.3e9)
+    out = str(tmp_path / "plan.yaml")
+    options = ("--global-batch", "32", "--stages", "auto", "--explain", "-o", out)
+    code, text = asked(profile, *options, "--json")
+    answer = json.loads(text)
+    assert code == 0
+    assert answer["speedup"] > 1.2
+    assert answer["stages"] == answer["several"]["stages"] == 2
+    assert answer["lower_bound_seconds"] <= answer["step_seconds"]
+    assert sum(stage["units"] for stage in answer["several"]["of_stages"]) == 10
+    network = next(one for one in answer["assumptions"] if "network" in one["words"])
+    assert network["single_seconds"] < answer["assumptions"][0]["single_seconds"]
+    assert not Path(out).exists()
+
+
+def test_fast_networks_ask_for_one(tmp_path: Path) -> None:
+    profile = written(tmp_path, near=400e9, far=400e9)
+    out = str(tmp_path / "plan.yaml")
+    code, text = asked(profile, "--global-batch", "4", "--stages", "auto", "-o", out)
+    assert code == 0
+    assert "one stage is best" in text
+    assert read_plan(Path(out)).group.num_devices == 4
+
+
+def test_tied_embeddings_cannot_be_cut(tmp_path: Path) -> None:
+    profile = written(tmp_path, near=100e9, far=0.3e9, tied=True)
+    out = str(tmp_path / "plan.yaml")
+    code, text = asked(profile, "--global-batch", "4", "--stages", "auto", "-o", out)
+    assert code == 0
+    assert "this model cannot be cut" in text
+
+
+def test_refusals(tmp_path: Path) -> None:
+    profile = written(tmp_path, near=100e9, far=1e9)
+    out = ("-o", str(tmp_path / "plan.yaml"))
+    code, text = asked(profile, "--stages", "auto", *out)
+    assert code == 2
+    assert "say how many there are: --global-batch 128" in text
+    code, text = asked(profile, "--stages", "3", "--global-batch", "4", *out)
+    assert code == 2
+    assert "4 devices are no equal parts of 3 stages" in text

@@ -1,0 +1,362 @@
+"""Stages: cuts, bounds and plans against exhaustive search, orders against PyTorch's own."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, count, pairwise, product
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules
+
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.search.evaluation import PACES, Evaluator
+from protrain_plan.planning.stages.answer import (
+    StagesQuestion,
+    plan_stages,
+    stage_seconds,
+    stages_of,
+)
+from protrain_plan.planning.stages.cuts import best_cuts, handed_bytes, possible_cuts
+from protrain_plan.planning.stages.cycles import Bounds, Pipeline
+from protrain_plan.planning.stages.schedule import Action, StageSeconds, actions, simulated
+from protrain_plan.planning.stages.shapes import Shape, hop_seconds, shapes
+from protrain_plan.profiling.measured import measure_model
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.memory import peak_bytes
+from protrain_runtime.contract.records.hardware import Collectives, Interconnect
+from protrain_runtime.contract.records.plan import (
+    Budgets,
+    DeviceGroup,
+    Keep,
+    Recompute,
+    StepSettings,
+    Swap,
+)
+from protrain_runtime.contract.records.profile import Profile, Workload
+from tests.support import random_models
+from tests.support.planning_cases import MB, decoder, gpu, unit
+
+TWO = DeviceGroup(num_devices=2)
+
+
+def small(rng: random.Random, num_units: int = 4) -> Profile:
+    """A few units of random sizes on a card beside others."""
+    sizes = [rng.choice((1, 2, 4)) for _ in range(num_units)]
+    units = [
+        unit(
+            f"block.{number}",
+            parameters=size * 10 * MB,
+            kept=size * 80 * MB,
+            seconds=size * 0.01,
+            inputs=8 * MB,
+            used_by=(number,),
+        )
+        for number, size in enumerate(sizes)
+    ]
+    speeds = Collectives(gather_bytes_per_s=20e9, reduce_bytes_per_s=20e9, latency_s=1e-6)
+    joined = Interconnect(devices_per_node=8, intra_node=speeds, below="of each device")
+    machine = replace(gpu(host_gb=4), interconnect=joined)
+    return replace(decoder(machine, blocks=1), units=tuple(units))
+
+
+def pipeline(profile: Profile, device: int, shape: Shape) -> Pipeline:
+    budgets = Budgets(device=device, host=4 * 10**9, disk=0)
+    whole = DeviceGroup(num_devices=shape.stages * shape.group.num_devices)
+    return Pipeline(profile, budgets, StepSettings(group=whole), whole, shape)
+
+
+def every_cut(units: int, p: int) -> list[tuple[int, ...]]:
+    return [(*ends, units) for ends in combinations(range(1, units), p - 1)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cuts_match_all_cuts(seed: int) -> None:
+    rng = random.Random(seed)
+    units, p = rng.randint(4, 9), rng.randint(1, 4)
+    work = [rng.choice((1, 2, 5)) for _ in range(units)]
+    weight = [rng.choice((1.0, 1.3, 2.0)) for _ in range(p)]
+
+    def bound(s: int, first: int, end: int) -> float:
+        return weight[s] * sum(work[first:end])
+
+    every = [
+        max(bound(s, i, j) for s, (i, j) in enumerate(pairwise((0, *ends))))
+        for ends in every_cut(units, p)
+    ]
+    found = best_cuts(bound, units, range(1, units), p)
+    assert found.seconds == min(every)
+    assert max(bound(s, i, j) for s, (i, j) in enumerate(found.runs)) == found.seconds
+    assert best_cuts(bound, units, range(1, units), p, min(every)) == (min(every), ())
+
+
+def stage_choices(problem: Problem) -> list[StageSeconds]:
+    """The seconds of every choice of decisions that fits, as its schedule is simulated."""
+    evaluator, found = Evaluator(problem), []
+    options = [
+        list(product(range(len(one.activations)), range(len(one.states))))
+        for one in problem.options
+    ]
+    for choice in product(*options):
+        if problem.fits(choice) and (one := evaluator.evaluate(choice, rules=PACES)):
+            programs = [problem.program(one.plans, updating=last) for last in (False, True)]
+            assert peak_bytes(programs[1]).device <= problem.device
+            found.append(stage_seconds(programs[0], programs[1], [problem.count]))
+    return found
+
+
+def few_decisions(problem: Problem) -> Problem:
+    """Keep, recompute or swap to host memory; states that stay, or are streamed to be updated."""
+    left = []
+    for options in problem.options:
+        kinds = (Keep(), Recompute(), Swap(tier="host"))
+        activations = [n for n, one in enumerate(options.activations) if one.decision in kinds]
+        left.append((activations, [0, len(options.states) - 1]))
+    return problem.with_options(left)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_match_exhaustive_search_over_cuts_and_decisions(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    profile, many = small(rng, 3), rng.choice((2, 4))
+    device = rng.choice((700, 900, 1400)) * MB
+    question = StagesQuestion(
+        profiles={1: profile},
+        budgets=Budgets(device=device, host=4 * 10**9, disk=0),
+        settings=StepSettings(group=TWO),
+        global_batch=many,
+        stages=(2,),
+        chunks=(1,),
+    )
+    answer = plan_stages(question)
+    best = inf
+    for eager in (False, True):
+        shape = Shape(stages=2, group=DeviceGroup(), batch=1, micro_batches=many, eager=eager)
+        line = pipeline(profile, device, shape)
+        for ends in every_cut(3, 2):
+            problems = [line.problem(line.runs(ends, s), s) for s in (0, 1)]
+            for pair in product(*(set(stage_choices(problem)) for problem in problems)):
+                best = min(best, simulated(shape, pair, line.hops).step_seconds)
+    if answer.several is None:
+        single = answer.single.step_seconds if answer.single else inf
+        assert best == inf or best >= single / 1.02
+        return
+    assert answer.bounds[2] <= best
+    assert answer.several.step_seconds <= best * 1.02
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bounds_are_below_every_choice(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = Shape(
+        stages=2,
+        group=rng.choice((DeviceGroup(), TWO)),
+        batch=1,
+        micro_batches=rng.choice((2, 3, 8)),
+        eager=rng.random() < 0.5,
+    )
+    line = pipeline(small(rng, 3), rng.choice((700, 900, 2500)) * MB, shape)
+    bounds = Bounds(line)
+    for ends in every_cut(3, 2):
+        of_stages = [
+            stage_choices(few_decisions(line.problem(line.runs(ends, s), s))) for s in (0, 1)
+        ]
+        pairs = product(*of_stages)
+        best = min((simulated(shape, two, line.hops).step_seconds for two in pairs), default=inf)
+        for s, run in enumerate(pairwise((0, *ends))):
+            before = 0.0
+            for _ in range(2):
+                assert before <= bounds.seconds(s, *run) <= best * (1 + 1e-9)
+                before = bounds.seconds(s, *run)
+                bounds.lift(s, *run)
+            assert before <= bounds.seconds(s, *run) <= best * (1 + 1e-9)
+
+
+def test_activations_of_all_held_micro_batches_stand() -> None:
+    profile = small(random.Random(0), 2)
+    several = StepSettings(micro_batches=4)
+    budgets = Budgets(device=10**10, host=10**10, disk=0)
+    plain = (0, 0), (0, 0)
+    one = Problem.of(profile, budgets, several).static_bytes(plain)
+    held = Problem.of(profile, budgets, replace(several, held=3)).static_bytes(plain)
+    kept = sum(unit.cost("keep").kept_bytes for unit in profile.units)
+    assert [after - before for before, after in zip(one, held, strict=True)] == [2 * kept] * 4 + [0]
+
+
+def theirs(order: Sequence[Any]) -> list[Action]:
+    """PyTorch's actions as ours, without waits and reductions."""
+    kinds = {schedules.FORWARD: True, schedules.FULL_BACKWARD: False}
+    return [
+        Action(kinds[one.computation_type], one.stage_index, one.microbatch_index)
+        for one in order
+        if one is not None and one.computation_type in kinds
+    ]
+
+
+def interleaved(rank: int, p: int, v: int, many: int) -> list[Action]:
+    """The order of a rank in PyTorch's interleaved 1F1B."""
+    schedule: Any = object.__new__(schedules.ScheduleInterleaved1F1B)
+    schedule.pp_group_size, schedule.rank, schedule.n_local_stages = p, rank, v
+    schedule._n_microbatches = many
+    schedule.number_of_rounds = max(1, many // p)
+    schedule.microbatches_per_round = many // schedule.number_of_rounds
+    return theirs(schedule._calculate_single_rank_operations(rank))
+
+
+def plain(rank: int, p: int, many: int) -> list[Action]:
+    """The order of a rank in PyTorch's 1F1B.
+
+    `Schedule1F1B` numbers the last rank's forwards from 1 on when it writes its order down, and
+    from 0 on when it runs: there it is that of `_get_1f1b_rank_ops`.
+    """
+    if rank < p - 1:
+        schedule: Any = object.__new__(schedules.Schedule1F1B)
+        schedule._num_stages, schedule._n_microbatches = p, many
+        return theirs(schedule._get_pipeline_order()[rank])
+    warm = schedules._get_warmup_ops(rank, 1, many, p, many, multiply_factor=1)
+    ops = (warm, many - warm, warm)
+    same = [lambda _: rank] * 2
+    return theirs(schedules._get_1f1b_rank_ops(1, p, *ops, rank, *same))
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("many", [2, 3, 4, 7, 8, 12])
+def test_orders_are_those_of_pytorch(p: int, many: int) -> None:
+    of: dict[str, Any] = {"group": DeviceGroup(), "batch": 1, "micro_batches": many, "stages": p}
+    for rank in range(p):
+        if many < p:
+            continue
+        assert actions(Shape(**of), rank) == plain(rank, p, many)
+        if many % (many // p) == 0:
+            eager, in_chunks = Shape(**of, eager=True), Shape(**of, chunks=2)
+            assert actions(eager, rank) == interleaved(rank, p, 1, many)
+            assert actions(in_chunks, rank) == interleaved(rank, p, 2, many)
+
+
+def each(forward: float, backward: float, chunks: int = 1) -> StageSeconds:
+    """Seconds of a stage whose chunks take as long."""
+    last = (backward,) * chunks
+    return StageSeconds(
+        forward=(forward,) * chunks, backward=last, last_backward=last, update_s=0.0
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_simulated_1f1b_is_near_its_formula(seed: int) -> None:
+    """(M - 1) max T + sum T, for stages that differ by half (Piper and AdaPipe use it)."""
+    rng = random.Random(seed)
+    p, many = rng.choice((2, 4, 8)), rng.choice((8, 16, 32))
+    shape = Shape(stages=p, group=DeviceGroup(), batch=1, micro_batches=many)
+    cycles = [rng.uniform(1, 1.5) for _ in range(p)]
+    stages = [
+        StageSeconds(
+            forward=(t / 3,), backward=(2 * t / 3,), last_backward=(2 * t / 3,), update_s=0
+        )
+        for t in cycles
+    ]
+    formula = (many - 1) * max(cycles) + sum(cycles)
+    assert (
+        0.9 * formula <= simulated(shape, stages, (0.0,) * p).step_seconds <= formula * (1 + 1e-9)
+    )
+    equal = [replace(stages[0]) for _ in stages]
+    assert simulated(shape, equal, (0.0,) * p).step_seconds == pytest.approx(
+        (many + p - 1) * cycles[0]
+    )
+    two = replace(shape, chunks=2)
+    halves = [each(0.5, 1.0, chunks=2)] * p
+    if many % p == 0:
+        assert simulated(two, halves, (0.0,) * p).step_seconds == pytest.approx(
+            3 * many + 3 * (p - 1) / 2
+        )
+
+
+def test_hops_hide_behind_eager_forwards() -> None:
+    stages = [each(1.0, 2.0)] * 2
+    shape = Shape(stages=2, group=DeviceGroup(), batch=1, micro_batches=10)
+    # 1F1B: of every two micro-batches, a round through both stages and two hops; then one more.
+    assert simulated(shape, stages, (1.0, 1.0)).step_seconds == 5 * (3 + 3 + 2) + 3
+    eager = simulated(replace(shape, eager=True), stages, (1.0, 1.0))
+    assert eager.step_seconds == 10 * 3 + 3 + 2
+    assert eager.idle == (1 - 30 / 35,) * 2
+
+
+def test_cuts_are_where_one_unit_reads_the_last() -> None:
+    profile = small(random.Random(1), 6)
+    assert possible_cuts(profile) == (1, 2, 3, 4, 5)
+    units = profile.units
+    skip = replace(units[4], reads=(1,))  # adds what unit 1 handed on
+    assert possible_cuts(replace(profile, units=(*units[:4], skip, *units[5:]))) == (1, 5)
+    tied = replace(units[0], used_by=(0, 5))
+    assert possible_cuts(replace(profile, units=(tied, *units[1:]))) == ()
+    assert [handed_bytes(profile, unit) for unit in (0, 1, 5)] == [0, 8 * MB, 8 * MB]
+
+
+def test_a_skip_connection_is_not_cut(tmp_path: Path) -> None:
+    """Such an output is read by the last part, and added without being saved."""
+    shape = random_models.Shape(blocks=("linear",) * 4, between=("nothing",) * 4, skip=True)
+    workload = Workload(
+        model="tests:random",
+        model_config="",
+        batch_size=1,
+        seq_len=1,
+        dtype="float32",
+        device="cpu",
+        seed=0,
+    )
+    profile = measure_model(
+        random_models.random_model(shape),
+        map(random_models.random_batch, count()),
+        workload=workload,
+        num_steps=1,
+        spill_directory=tmp_path,
+        progress=lambda *_: None,
+        machine=load_hardware("cpu"),
+        cost=decoder(gpu(), blocks=1).optimizer,
+    )
+    assert 1 in profile.units[-1].reads
+    assert possible_cuts(profile) == (1,)
+
+
+def test_devices_between_nodes_share_their_link() -> None:
+    near = Collectives(gather_bytes_per_s=20e9, reduce_bytes_per_s=20e9, latency_s=0.0)
+    far = Collectives(gather_bytes_per_s=1e9, reduce_bytes_per_s=1e9, latency_s=0.0)
+    hardware = replace(
+        gpu(), interconnect=Interconnect(devices_per_node=4, intra_node=near, inter_node=far)
+    )
+    whole = DeviceGroup(num_devices=8, num_nodes=2)
+    found = list(shapes(whole, 16, (1,), (1, 2, 4)))
+    assert {(one.stages, one.layout, one.group.num_nodes) for one in found} == {
+        (1, "stages across nodes", 2),
+        (2, "stages across nodes", 1),
+        (2, "stages within nodes", 2),
+        (4, "stages across nodes", 1),
+        (4, "stages within nodes", 2),
+    }
+    hops = {
+        (one.stages, one.layout): hop_seconds(hardware, whole, one, 10**9)
+        for one in found
+        if one.stages > 1
+    }
+    assert hops == {
+        (2, "stages across nodes"): (4.0, 4.0),
+        (2, "stages within nodes"): (0.05, 0.05),
+        (4, "stages across nodes"): (0.05, 2.0, 0.05, 2.0),
+        (4, "stages within nodes"): (0.05,) * 4,
+    }
+
+
+def test_numbers_of_stages_divide_the_devices() -> None:
+    question = StagesQuestion(
+        profiles={1: small(random.Random(0))},
+        budgets=Budgets(device=10**9, host=10**9, disk=0),
+        settings=StepSettings(group=DeviceGroup(num_devices=6)),
+        global_batch=6,
+    )
+    assert stages_of(question) == (1, 2, 3)
+    with pytest.raises(ProtrainError, match="6 devices are no equal parts of 4 stages"):
+        stages_of(replace(question, stages=(4,)))
