@@ -359,6 +359,11 @@ def plan(
     if staged.stages is not None:
         from protrain_plan.commands.staging import plan_in_stages
 
+        others = (*given(fixed), *given(wanted), *given(search))
+        for unused in (option for option in others if option != "--explain"):
+            raise ProtrainError(
+                "stages are planned without it", key=unused, fix="leave it out, or --stages"
+            )
         plan_in_stages(
             named,
             staged.numbers(),

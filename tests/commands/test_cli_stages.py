@@ -75,3 +75,6 @@ def test_refusals(tmp_path: Path) -> None:
     code, text = asked(profile, "--stages", "3", "--global-batch", "4", *out)
     assert code == 2
     assert "4 devices are no equal parts of 3 stages" in text
+    code, text = asked(profile, "--stages", "auto", "--global-batch", "4", "--pareto", *out)
+    assert code == 2
+    assert "--pareto: stages are planned without it" in text
