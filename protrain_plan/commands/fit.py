@@ -1,10 +1,10 @@
 """`protrain fit`: whether and how a model trains on machines, before there is any profile."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,7 @@ from protrain_plan.commands.options import (
     SEQ_LEN,
     AllowOption,
     JobsOption,
-    JsonOption,
+    JsonLinesOption,
     ModelArgument,
     NoCacheOption,
     choice,
@@ -28,7 +28,7 @@ from protrain_plan.commands.options import (
     prices_of,
     refuse_batches,
 )
-from protrain_plan.commands.trainer_files import FileOptions, advice_of_fits, filled
+from protrain_plan.commands.trainer_files import FileOptions, advice_of_fit, filled
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from protrain_plan.commands.sweeping import Sweep
     from protrain_plan.planning.questions.answers import Fit, Question
     from protrain_plan.planning.questions.shopping import Tried
+    from protrain_plan.presentation.trainer_files import Advice
     from protrain_runtime.contract.records.hardware import Hardware
 
 
@@ -191,7 +192,7 @@ def fit(
     step: StepOptions,
     answers: AnswerOptions,
     allow: AllowOption = None,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
 
@@ -208,10 +209,15 @@ def fit(
     """
     from rich.console import Group
 
-    from protrain_plan.commands.output import destination, print_rendered, progress, show
-    from protrain_plan.commands.sweeping import helping, show_sweep
-    from protrain_plan.presentation.choosing import helps_json, helps_text
-    from protrain_plan.presentation.plans import fits_json, fits_text
+    from protrain_plan.commands.output import (
+        destination,
+        print_json_line,
+        print_rendered,
+        progress,
+    )
+    from protrain_plan.commands.sweeping import sweep_lines
+    from protrain_plan.presentation.choosing import helps_json, helps_text, sweep_text
+    from protrain_plan.presentation.plans import fit_json, fits_text
     from protrain_plan.presentation.report.fit_page import fit_page
     from protrain_plan.presentation.trainer_files import file_json, file_text
     from protrain_runtime.contract.records.files import replace_text
@@ -231,86 +237,96 @@ def fit(
     swept = answers.swept(machines)
     counts = swept.counts if swept else ()
     cells = asked.cells(model, machines, workload, budgets, step, allow=allow, counts=counts)
-    if swept is not None:
-        show_sweep(swept, cells, as_json=as_json)
-        if file is not None and not as_json:
-            print_rendered(Group(*file_text(file, ())))
-        return
-    helps: list[list[Tried]] = []
+    fits: list[Fit] = []
+    helps: list[Sequence[Tried]] = []
+    lines: list[list[dict[str, Any]]] = []  # of a sweep
+    advised: list[Advice] = []
+
+    def known(row: "dict[str, Any]", advice: "Sequence[Advice]" = ()) -> None:
+        if as_json:
+            print_json_line(row | (file_json(file, advice) if file else {}))
+        advised.extend(advice)
+
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
-        told = as_json and not (answers.compare or answers.what_helps or file)
-        questions, fits = _answers(cells, prices, answers, tell, told=told)
-        lighter: list[Question] = []
-        if answers.compare or answers.what_helps:
-            lighter = cells.with_states_of_8_bits(questions, tell)
-        if answers.compare and lighter:
-            fits = _with_8_bits(fits, lighter, tell, cells)
-        if answers.what_helps:
-            helps = helping(fits, lighter, tell, jobs=asked.jobs)
+        for line in sweep_lines(swept, cells, tell) if swept else ():
+            lines.append(line)
+            for row in line:
+                known(row)
+        for one, changes in () if swept else _answers(cells, prices, answers, tell):
+            fits.append(one)
+            helps.append(changes)
+            helped = helps_json(one, changes) if answers.what_helps else {}
+            known(fit_json(one) | helped, [advice_of_fit(file, one)] if file else ())
     if page is not None:
         replace_text(page, fit_page(fits, columns=columns))
-    written = () if answers.report is None else (answers.report,)
-    if not told:
-        data, text = fits_json(fits), fits_text(fits, *written, columns=columns)
-        if answers.what_helps:
-            data = helps_json(fits, helps)
+    if not as_json:
+        written = () if answers.report is None else (answers.report,)
+        if swept:
+            text = sweep_text(lines, cells.machines)
+        elif answers.what_helps:
             text = helps_text(fits, helps, *written, columns=columns)
-        if file is not None:
-            advised = advice_of_fits(file, fits)
-            data |= file_json(file, advised)
-            text = Group(text, *file_text(file, advised))
-        show(as_json, data, lambda: text)
-    if all(one.verdict == "does not fit" for one in fits):
+        else:
+            text = fits_text(fits, *written, columns=columns)
+        print_rendered(Group(text, *file_text(file, advised)) if file else text)
+    verdicts = [one.verdict for one in fits] + [row["verdict"] for line in lines for row in line]
+    if all(verdict == "does not fit" for verdict in verdicts):
         raise typer.Exit(3)
 
 
 def _answers(
-    cells: "Cells",
-    prices: Sequence[float],
-    answers: AnswerOptions,
-    tell: "Progress",
-    *,
-    told: bool,
-) -> "tuple[list[Question], list[Fit]]":
-    """All questions and their answers; each is printed when it is known, where it is `told`."""
+    cells: "Cells", prices: Sequence[float], answers: AnswerOptions, tell: "Progress"
+) -> "Iterator[tuple[Fit, Sequence[Tried]]]":
+    """Yield the answers, each as soon as it is known, with what helps where that was asked for."""
+    from protrain_plan.commands.sweeping import helping
+
+    found = _planned(cells, prices, tell, compare=answers.compare)
+    if not (answers.compare or answers.what_helps):
+        yield from ((one, ()) for _, one in found)
+        return
+    questions, fits = zip(*found, strict=True)
+    lighter = cells.with_states_of_8_bits(questions, tell)
+    known: Iterable[Fit] = fits
+    if answers.compare and lighter:
+        known = _with_8_bits(fits, lighter, tell, cells)
+    if answers.what_helps:
+        fits = tuple(known)
+        yield from zip(fits, helping(fits, lighter, tell, jobs=cells.jobs), strict=True)
+    else:
+        yield from ((one, ()) for one in known)
+
+
+def _planned(
+    cells: "Cells", prices: Sequence[float], tell: "Progress", *, compare: bool
+) -> "Iterator[tuple[Question, Fit]]":
+    """Yield all questions with their answers; these know the prices."""
     from protrain_plan.commands.answering import Fitting
-    from protrain_plan.commands.output import JsonList
-    from protrain_plan.presentation.plans import CELLS, fit_json
 
     in_order = [prices[place] for _ in cells.requests for place, _ in cells.groups]
-    printed = JsonList(CELLS, len(in_order)) if told else None
-    questions: list[Question] = []
-    fits: list[Fit] = []
-    fitted = Fitting(kept=cells.kept, compare=answers.compare)
+    fitted = Fitting(kept=cells.kept, compare=compare)
     with closing(cells.answers(fitted, tell, fitted.known)) as found:
         for (question, one), price in zip(found, in_order, strict=True):
             hardware = replace(one.profile.hardware, price_per_hour=price)
-            questions.append(question)
             priced = replace(question, profile=replace(one.profile, hardware=hardware))
-            fits.append(replace(one, question=priced))
-            if printed:
-                printed.add(fit_json(fits[-1]))
-    return questions, fits
+            yield question, replace(one, question=priced)
 
 
 def _with_8_bits(
     fits: "Sequence[Fit]", lighter: "Sequence[Question]", tell: "Progress", cells: "Cells"
-) -> "list[Fit]":
-    """The answers beside those with 8-bit states, where plain PyTorch does not fit."""
+) -> "Iterator[Fit]":
+    """Yield the answers beside those with 8-bit states, where plain PyTorch does not fit."""
     from protrain_plan.commands.answering import Fitting
     from protrain_plan.commands.cells import answered, planned
     from protrain_plan.planning.questions.alternatives import planned as beside
 
-    found = list(fits)
-    needing = [number for number, one in enumerate(fits) if one.verdict != "fits"]
     answer = Fitting(kept=cells.kept)
-    asked = [lighter[number] for number in needing]
+    asked = [other for fit, other in zip(fits, lighter, strict=True) if fit.verdict != "fits"]
     others = answered(asked, answer, tell, planned, answer.known, jobs=cells.jobs)
-    for number, other in zip(needing, others, strict=True):
-        if other.solved is not None:
-            name, plan = other.profile.optimizer.name, other.solved.plan
-            one = beside(name, plan, other.profile, other.binds)
-            alternatives = (*found[number].alternatives, one)
-            found[number] = replace(found[number], alternatives=alternatives)
-    return found
+    for fit in fits:
+        found = None if fit.verdict == "fits" else next(others)
+        if found is None or found.solved is None:
+            yield fit
+        else:
+            name, plan = found.profile.optimizer.name, found.solved.plan
+            one = beside(name, plan, found.profile, found.binds)
+            yield replace(fit, alternatives=(*fit.alternatives, one))

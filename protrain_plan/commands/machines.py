@@ -113,7 +113,7 @@ def probe(
     if not is_accelerator(where.type):
         return_freed_memory()
     rank, directory = Rank.launched(), spill_directory or Path(tempfile.gettempdir())
-    with progress(quiet=as_json or (rank is not None and rank.number > 0)) as report:
+    with progress(quiet=as_json, rank=rank.number if rank else 0) as report:
         machine = (
             measured(where, spill_directory=directory, name=name, watch=watch, progress=report)
             if rank is None

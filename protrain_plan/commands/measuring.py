@@ -257,7 +257,7 @@ def measured_apart(request: ProfileRequest, progress: Progress) -> Profile:
             place = Place(**told)
         else:
             what, fraction = str(told[0]), float(told[1])
-            place = Place(doing=what)
+            place = Place(doing=whereabouts.pass_of(what))
             progress(what, fraction)
 
     try:

@@ -1,4 +1,4 @@
-"""Output of commands: results, errors, progress bars, the first Ctrl-C.
+"""Output of commands: results, errors, progress, the first Ctrl-C.
 
 Results are for standard output, and written at once: what cannot be written there is an error. What
 people read is made of the texts of `terminal.py`; nothing here is read as markup.
@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import sys
-import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +24,7 @@ from rich.console import Console, Group, RenderableType
 from protrain_plan.presentation.terminal import Text
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.escaping import as_printed, in_json, lines, one_line
+from protrain_runtime.contract.units import format_seconds
 
 # No emoji: `package.module:factory: ...` is a message, not a picture of a factory.
 _out = Console(markup=False, emoji=False, highlight=False)
@@ -149,25 +150,9 @@ def print_json(data: object) -> None:
     print_text(in_json(json.dumps(data, indent=2)))
 
 
-class JsonList:
-    """An object that holds one list, printed as `print_json` prints it, each member at once.
-
-    `count` members are to come. Nothing is printed before the first; after an error in between the
-    object stays open, so that no reader takes a part for the whole.
-    """
-
-    def __init__(self, name: str, count: int) -> None:
-        assert count, "an empty list has no first member to wait for"
-        self._opening = f"{{\n  {json.dumps(name)}: [\n"
-        self._left = count
-
-    def add(self, member: object) -> None:
-        """Print the next member, and what closes the object after the last one."""
-        self._left -= 1
-        ending = "," if self._left else "\n  ]\n}"
-        text = textwrap.indent(json.dumps(member, indent=2), "    ")
-        print_text(in_json(self._opening + text + ending))
-        self._opening = ""
+def print_json_line(data: object) -> None:
+    """Print plain data as one JSON object in a line: what is one of several, when it is known."""
+    print_text(in_json(json.dumps(data)))
 
 
 def print_any(result: RenderableType | str | dict[str, Any]) -> None:
@@ -183,7 +168,7 @@ def print_any(result: RenderableType | str | dict[str, Any]) -> None:
 
 def print_beside(text: str) -> None:
     """A line on standard error, above a progress bar if there is one."""
-    _err.print(one_line(text))
+    _err.print(one_line(text), soft_wrap=True)
 
 
 def print_text(text: str) -> None:
@@ -252,13 +237,32 @@ def interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def progress(*, quiet: bool, threaded: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error, shown on a terminal only and gone when the work is done.
+EVERY_S = 5.0
+"""Seconds from one line of progress to the next, where standard error is no terminal."""
 
-    A thread keeps it going, but where the process's memory is measured or promised: the stack of a
-    thread counts as data, 8 MiB of it.
+
+@contextmanager
+def progress(
+    *, quiet: bool, threaded: bool = True, rank: int = 0
+) -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error, gone when the work is done; where that is no terminal, lines.
+
+    `quiet` is no bar: what is printed meanwhile is on the same terminal. Of several ranks the first
+    alone tells. A thread keeps both going, but where the process's memory is measured or promised:
+    the stack of a thread counts as data, 8 MiB of it.
     """
+    if rank > 0 or (quiet and _err.is_terminal):
+        yield lambda *_: None
+    elif _err.is_terminal:
+        with _bar(threaded=threaded) as tell:
+            yield tell
+    else:
+        with _lines(threaded=threaded) as tell:
+            yield tell
+
+
+@contextmanager
+def _bar(*, threaded: bool) -> Iterator[Callable[[str, float], None]]:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     bar = Progress(
@@ -269,7 +273,6 @@ def progress(*, quiet: bool, threaded: bool = True) -> Iterator[Callable[[str, f
         console=_err,
         transient=True,
         auto_refresh=threaded,
-        disable=quiet or not _err.is_terminal,
     )
     with bar:
         task = bar.add_task("", total=1.0)
@@ -278,3 +281,37 @@ def progress(*, quiet: bool, threaded: bool = True) -> Iterator[Callable[[str, f
             bar.update(task, description=one_line(what), completed=fraction, refresh=not threaded)
 
         yield tell
+
+
+@contextmanager
+def _lines(*, threaded: bool) -> Iterator[Callable[[str, float], None]]:
+    """Lines such as `... estimating: 30%, 10.0 s`: none of work that takes less than `EVERY_S`."""
+    began = printed = time.monotonic()
+    now, ended = ("starting", 0.0), threading.Event()
+
+    def line() -> None:
+        nonlocal printed
+        printed = time.monotonic()
+        what, fraction = now
+        with suppress(OSError):
+            print_beside(f"... {what}: {fraction:.0%}, {format_seconds(printed - began)}")
+
+    def tell(what: str, fraction: float) -> None:
+        nonlocal now
+        now = what, fraction
+        if not threaded and time.monotonic() - printed >= EVERY_S:
+            line()
+
+    def keep_telling() -> None:
+        while not ended.wait(EVERY_S):
+            line()
+
+    teller = threading.Thread(target=keep_telling, daemon=True)
+    if threaded:
+        teller.start()
+    try:
+        yield tell
+    finally:
+        ended.set()
+        if threaded:
+            teller.join()

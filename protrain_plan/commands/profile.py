@@ -135,7 +135,8 @@ def profile(
 ) -> None:
     """Record what a model costs, unit by unit, in bytes and seconds.
 
-    Measured on this machine; with --on estimated, for another one, with no device at all.
+    Measured on this machine, and told after a first step about how long that takes; with --on
+    estimated, for another one, with no device at all.
 
     Examples: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml
     | protrain profile llama-3.1-8b --on rtx-4090 --dtype bfloat16 --seq-len 4096

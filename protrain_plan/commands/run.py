@@ -254,7 +254,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
             who.agree("protrain run", {"plan": fingerprint(record), **told})
         with (
             nullcontext() if who is None else who.joined(record.workload.device),
-            progress(quiet=as_json or rank > 0, threaded=False) as report,
+            progress(quiet=as_json, threaded=False, rank=rank) as report,
         ):
             train = partial(options.trained, record, report, rank=rank, profile=beside)
             result = train(plain=options.plain)

@@ -14,7 +14,7 @@ from protrain_plan.commands.option_records import (
     with_records,
 )
 from protrain_plan.commands.options import (
-    JsonOption,
+    JsonLinesOption,
     ModelArgument,
     NoCacheOption,
     TightOption,
@@ -24,7 +24,7 @@ from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.hardware.offers import MachineOffer
-    from protrain_plan.planning.questions.shopping import Variation
+    from protrain_plan.planning.questions.shopping import Tried, Variation
     from protrain_runtime.contract.records.plan import StepSettings
     from protrain_runtime.contract.records.profile import Profile
 
@@ -81,13 +81,14 @@ def search(
     ] = "1",
     tight: TightOption = False,
     no_cache: NoCacheOption = False,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Find the cheapest machine that trains a model at a speed, or the fastest within a price.
 
     Machines, counts of their devices, host memory and links are those of --among. What cannot
     reach the speed is ruled out by a bound, the rest is planned in the order of prices, so that the
-    first that reaches it is the cheapest. Seconds are estimates from data-sheet rates.
+    first that reaches it is the cheapest. Seconds are estimates from data-sheet rates. With --json,
+    each machine that was looked at is a line, and the last line is the answer.
 
     Examples: protrain hardware search llama-3.1-8b --speed 5000 --among prices.yaml
     | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4
@@ -96,9 +97,9 @@ def search(
     budgets = BudgetOptions(tight=tight)
     from protrain_plan.commands.answering import GAP
     from protrain_plan.commands.measuring import estimated
-    from protrain_plan.commands.output import progress, show
+    from protrain_plan.commands.output import print_json_line, print_rendered, progress
     from protrain_plan.planning.questions import shopping
-    from protrain_plan.presentation.choosing import search_json, search_text
+    from protrain_plan.presentation.choosing import offer_json, search_json, search_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
 
     requests = workload.requests(
@@ -121,12 +122,19 @@ def search(
             report(offer.name, len(seen) / len(offers))
             seen.append(offer)
 
-        found = shopping.search(offers, speed=wanted.speed, gap=GAP, told=told)
+        def done(offer: "Tried") -> None:
+            if as_json:
+                print_json_line(offer_json(offer))
+
+        found = shopping.search(offers, speed=wanted.speed, gap=GAP, told=told, done=done)
     best = found.best.variation.question.profile.hardware if found.best else None
     data = search_json(
         found, {"tokens_per_second": wanted.speed, "price_limit": wanted.price_limit}
     )
-    show(as_json, data, lambda: search_text(data, best))
+    if as_json:
+        print_json_line(data)
+    else:
+        print_rendered(search_text(data, best))
     if found.best is None:
         raise typer.Exit(3)
 

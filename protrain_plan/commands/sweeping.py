@@ -2,11 +2,9 @@
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 from protrain_plan.commands.options import choice, size
 from protrain_runtime.contract.errors import ProtrainError, cut
@@ -109,29 +107,23 @@ def _value(resource: Swept, text: str) -> float:
     return value
 
 
-def show_sweep(sweep: Sweep, cells: "Cells", *, as_json: bool) -> None:
-    """Plan all that is swept, and print it; each line of answers is planned by itself."""
+def sweep_lines(sweep: Sweep, cells: "Cells", tell: "Progress") -> "Iterator[list[dict[str, Any]]]":
+    """Yield the rows of each line of answers; each line is planned by itself."""
     from protrain_plan.commands.answering import Sweeping
     from protrain_plan.commands.cells import answered
-    from protrain_plan.commands.output import progress, show
-    from protrain_plan.presentation.choosing import sweep_json, sweep_text
+    from protrain_plan.presentation.choosing import sweep_json
 
-    with progress(quiet=as_json) as report:
-        report("estimating", 0.0)
-        series = sweep.series(cells.questions(report))
-        sweep_of, told = Sweeping(kept=cells.kept), "planning"
-        lines = answered(series, sweep_of, report, lambda _: told, sweep_of.known, jobs=cells.jobs)
-        found = [*lines]
-    data = sweep_json(sweep.resource, sweep.values, found)
-    show(as_json, data, lambda: sweep_text(data, cells.machines))
-    if not any(one.solved for line in found for one in line):
-        raise typer.Exit(3)
+    series = sweep.series(cells.questions(tell))
+    sweep_of, told = Sweeping(kept=cells.kept), "planning"
+    for line in answered(series, sweep_of, tell, lambda _: told, sweep_of.known, jobs=cells.jobs):
+        pairs = zip(sweep.values, line, strict=True)
+        yield [sweep_json(sweep.resource, value, one) for value, one in pairs]
 
 
 def helping(
     fits: Sequence["Fit"], lighter: Sequence["Question"], tell: "Progress", *, jobs: int | None
-) -> "list[list[Tried]]":
-    """Return for each answer what other machines and questions would change.
+) -> "Iterator[list[Tried]]":
+    """Yield for each answer what other machines and questions would change.
 
     `lighter` are the same questions with 8-bit states, if there are any.
     """
@@ -150,11 +142,10 @@ def helping(
         words = f"states of 8 bits (--optimizer {question.profile.optimizer.name})"
         change = Variation(name="states of 8 bits", words=words, question=question)
         asked.append((place, fits[place], change))
-    found: list[list[Tried]] = [[] for _ in fits]
+    asked.sort(key=lambda one: one[0])
     answers = answered(asked, _helped, tell, lambda one: one[2].words, jobs=jobs)
-    for (place, _, _), one in zip(asked, answers, strict=True):
-        found[place].append(one)
-    return found
+    for number in range(len(fits)):
+        yield [next(answers) for place, *_ in asked if place == number]
 
 
 def _helped(asked: "tuple[int, Fit, Variation]") -> "Tried":

@@ -1,6 +1,5 @@
 """A trainer's file in the place of a model: its options stand where the command line has none."""
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -66,23 +65,20 @@ def filled(record: Record, file: "TrainerFile", *, as_text: bool = False) -> Rec
     return changed
 
 
-def advice_of_fits(file: "TrainerFile", fits: "Sequence[Fit]") -> "list[Advice]":
-    """Return what to change in the file for each cell."""
+def advice_of_fit(file: "TrainerFile", fit: "Fit") -> "Advice":
+    """Return what to change in the file for a cell."""
     from protrain_plan.presentation.plans import cell_text
     from protrain_plan.presentation.trainer_files import advice
 
-    return [
-        advice(
-            file,
-            cell_text(fit),
-            fit.solved.plan if fit.solved else None,
-            batch=fit.profile.workload.batch_size,
-            micro_batches=fit.micro_batches,
-            plain_fits=fit.verdict == "fits",
-            largest=fit.infeasible.largest_batch_size if fit.infeasible else None,
-        )
-        for fit in fits
-    ]
+    return advice(
+        file,
+        cell_text(fit),
+        fit.solved.plan if fit.solved else None,
+        batch=fit.profile.workload.batch_size,
+        micro_batches=fit.micro_batches,
+        plain_fits=fit.verdict == "fits",
+        largest=fit.infeasible.largest_batch_size if fit.infeasible else None,
+    )
 
 
 def advice_of_answer(file: "TrainerFile", answer: "Answer", micro_batches: int) -> "list[Advice]":

@@ -11,7 +11,6 @@ from protrain_plan.planning.questions.spending import cost_of
 from protrain_plan.presentation.plans import (
     cell_text,
     devices_json,
-    fits_json,
     fits_text,
     gibibytes,
     headroom_text,
@@ -56,23 +55,14 @@ def _where(fit: "Fit | Question") -> dict[str, Any]:
 # --- sweeps ---------------------------------------------------------------------------------------
 
 
-def sweep_json(
-    resource: str, values: Sequence[float], lines: Sequence[Sequence["Fit"]]
-) -> dict[str, Any]:
-    """Return what `protrain fit --sweep --json` prints: a line per machine and size of batch."""
+def sweep_json(resource: str, value: float, fit: "Fit") -> dict[str, Any]:
+    """Return what `protrain fit --sweep --json` prints in a line: one value of one cell."""
     return {
         "sweep": resource,
-        "lines": [
-            {
-                **_where(line[0]),
-                **(devices_json(line[0].question.group) if resource != "num-devices" else {}),
-                "points": [
-                    {"value": value, **_reached_json(one)}
-                    for value, one in zip(values, line, strict=True)
-                ],
-            }
-            for line in lines
-        ],
+        "value": value,
+        **_where(fit),
+        **(devices_json(fit.question.group) if resource != "num-devices" else {}),
+        **_reached_json(fit),
     }
 
 
@@ -85,21 +75,25 @@ def _value(resource: str, value: float) -> str:
     return f"{value / 1e9:.3g} GB/s{''.join(named)}"
 
 
-def sweep_text(data: dict[str, Any], machines: Iterable[Hardware]) -> RenderableType:
+def sweep_text(
+    lines: Iterable[Sequence[dict[str, Any]]], machines: Iterable[Hardware]
+) -> RenderableType:
     """Return what `protrain fit --sweep` prints: bars in proportion to the fastest of a line."""
     parts: list[RenderableType] = []
-    resource = data["sweep"]
-    # What is swept has a name of its own where it is a column of what is taken, too.
-    head = {"num-devices": "devices", "link": "link"}.get(resource, f"{resource} there is")
-    for line in data["lines"]:
-        many = f"{line['num_devices']} x " if "num_devices" in line else ""
-        title = f"{many}{line['hardware']} {line['batch_size']} x {line['seq_len']}"
+    left: dict[str, int] = {}
+    for line in lines:
+        first, resource = line[0], line[0]["sweep"]
+        # What is swept has a name of its own where it is a column of what is taken, too.
+        head = {"num-devices": "devices", "link": "link"}.get(resource, f"{resource} there is")
+        swept = resource == "num-devices"
+        many = f"{first['num_devices']} x " if "num_devices" in first and not swept else ""
+        title = f"{many}{first['hardware']} {first['batch_size']} x {first['seq_len']}"
         table = table_of(head, "tokens/s", "device", "host", "disk", "", words=())
         for column in table.columns:
             column.no_wrap = True
-        fastest = max(point["tokens_per_second"] or 0.0 for point in line["points"])
+        fastest = max(point["tokens_per_second"] or 0.0 for point in line)
         binds: list[Text] = []
-        for point in line["points"]:
+        for point in line:
             value, tokens, peak = _value(resource, point["value"]), point["tokens_per_second"], None
             speed, drawn = "no", Text("")
             if tokens:
@@ -107,13 +101,9 @@ def sweep_text(data: dict[str, Any], machines: Iterable[Hardware]) -> Renderable
                 peak = TierBytes(**point["peak_bytes"])
             table.add_row(value, speed, *gibibytes(peak), drawn)
             binds.append(Text(f"  {value}: {point['binds']}"))
+            left[point["hardware"]] = point["headroom_bytes"]
         told = Text("what makes up the step, or what is missing:")
         parts += [Text(title, style="bold"), table, "", told, *binds, ""]
-    left = {
-        line["hardware"]: point["headroom_bytes"]
-        for line in data["lines"]
-        for point in line["points"]
-    }
     notes = [
         *headroom_text(left),
         *(f"{one.name}: {trust(one)}" for one in dict.fromkeys(machines)),
@@ -124,11 +114,10 @@ def sweep_text(data: dict[str, Any], machines: Iterable[Hardware]) -> Renderable
 # --- what helps -----------------------------------------------------------------------------------
 
 
-def helps_json(fits: Sequence["Fit"], helps: Helps) -> dict[str, Any]:
-    """Return what `protrain fit --what-helps --json` prints: the cells of `fit`, with changes."""
-    data = fits_json(fits)
-    for cell, fit, found in zip(data["cells"], fits, helps, strict=True):
-        cell["what_helps"] = [
+def helps_json(fit: "Fit", helps: Sequence["Tried"]) -> dict[str, Any]:
+    """Return what `protrain fit --what-helps --json` adds to a cell: the changes."""
+    return {
+        "what_helps": [
             {
                 "what": one.variation.name,
                 "change": one.variation.words,
@@ -137,9 +126,9 @@ def helps_json(fits: Sequence["Fit"], helps: Helps) -> dict[str, Any]:
                 "planned": one.reached is not None,
                 "tokens_per_second": one.tokens_per_s or None,
             }
-            for one in _ranked(found)
+            for one in _ranked(helps)
         ]
-    return data
+    }
 
 
 def _ranked(helps: Sequence["Tried"]) -> list["Tried"]:
@@ -178,18 +167,19 @@ def helps_text(
 
 
 def search_json(found: "Found", asked: dict[str, Any]) -> dict[str, Any]:
-    """Return what `protrain hardware search --json` prints."""
+    """Return what `protrain hardware search --json` prints last: the answer."""
     return {
         **asked,
-        "best": None if found.best is None else _offer_json(found.best),
-        "looked_at": [_offer_json(one) for one in found.looked_at],
+        "best": None if found.best is None else offer_json(found.best),
+        "looked_at": [offer_json(one) for one in found.looked_at],
         "not_looked_at": [
             {"name": offer.name, "price_per_hour": offer.price_per_hour} for offer in found.unseen
         ],
     }
 
 
-def _offer_json(one: "Tried") -> dict[str, Any]:
+def offer_json(one: "Tried") -> dict[str, Any]:
+    """Return what `protrain hardware search --json` prints of a machine when it was looked at."""
     question = one.variation.question
     return {
         "name": one.variation.name,

@@ -394,17 +394,8 @@ def _front_text(answer: "Answer") -> RenderableType:
     return Group(table, "", note)
 
 
-def fits_json(fits: Sequence["Fit"]) -> dict[str, Any]:
-    """Return what `protrain fit --json` prints: one cell per machine and size."""
-    return {CELLS: [fit_json(fit) for fit in fits]}
-
-
-CELLS = "cells"
-"""Key of the list of cells."""
-
-
 def fit_json(fit: "Fit") -> dict[str, Any]:
-    """Return one such cell."""
+    """Return what `protrain fit --json` prints in a line: one machine and size."""
     return {
         "hardware": fit.profile.hardware.name,
         "batch_size": fit.profile.workload.batch_size,

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from protrain_plan.commands.output import JsonList, print_json
+from protrain_plan.commands.output import print_json_line
 from protrain_plan.commands.sweeping import Sweep, read_sweep
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_plan, read_profile
@@ -23,22 +23,8 @@ from tests.support.messages import Speaker
     "machines", [["h200"], pytest.param(["cpu", "h200"], marks=pytest.mark.slow)]
 )
 def test_fit_says_what_fits_with_a_plan_and_what_binds(machines: list[str], tmp_path: Path) -> None:
-    cells = json.loads(
-        protrain(
-            *(
-                "fit",
-                "tiny-llama",
-                "--on",
-                ",".join(machines),
-                "--batch-size",
-                120,
-                "--seq-len",
-                256,
-            ),
-            *("--dtype", "float32", "--device-memory", "1200MiB", "--json"),
-            folder=tmp_path,
-        ).stdout
-    )["cells"]
+    asked = ("tiny-llama", "--on", ",".join(machines), "--batch-size", 120, "--seq-len", 256)
+    cells: Any = printed_list(tmp_path, *asked, "--dtype", "float32", "--device-memory", "1200MiB")
     assert [(cell["hardware"], cell["seq_len"]) for cell in cells] == [
         (name, 256) for name in machines
     ]
@@ -55,8 +41,7 @@ def test_fit_says_what_fits_with_a_plan_and_what_binds(machines: list[str], tmp_
 def printed_list(folder: Path, *arguments: object) -> list[dict[str, object]]:
     result = protrain("fit", *arguments, "--json", folder=folder)
     assert result.stderr == ""
-    answer: list[dict[str, object]] = json.loads(result.stdout)["cells"]
-    return answer
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def test_a_cell_is_printed_before_the_last_one_is_planned(tmp_path: Path) -> None:
@@ -67,12 +52,9 @@ def test_a_cell_is_printed_before_the_last_one_is_planned(tmp_path: Path) -> Non
         [*command, *sizes, *budget, "--json"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        printed_first = ""
-        while not printed_first.endswith("\n    },\n"):
-            printed_first += process.stdout.readline()
+        first = json.loads(process.stdout.readline())
         process.kill()
         rest = process.stdout.read()
-    (first,) = json.loads(printed_first.removesuffix(",\n") + "]}")["cells"]
     assert (first["hardware"], first["verdict"]) == ("l4", "fits with a plan")
     assert "h200" not in rest
 
@@ -88,18 +70,11 @@ def test_answers_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> Non
     assert "with a plan" in one[1]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_list_that_is_printed_bit_by_bit_is_one_object(
-    count: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    members: list[object] = [{"name": f"##[x]\u2028 {n}", "of": [n, {}]} for n in range(count)]
-    print_json({"cells": members})
-    whole = capsys.readouterr().out
-    members_out = JsonList("cells", count)
-    assert capsys.readouterr().out == ""
-    for member in members:
-        members_out.add(member)
-    assert capsys.readouterr().out == whole
+def test_a_row_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"name": "##[x]\u2028\nn", "of": [1, {}]}
+    print_json_line(row)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line) == row
 
 
 @pytest.mark.slow
@@ -200,11 +175,10 @@ GIB = 2**30
 SMALL = ("tiny-llama", "--seq-len", 256, "--batch-size", 120, "--dtype", "float32")
 
 
-def answered(*arguments: object, folder: Path, code: int = 0) -> dict[str, Any]:
+def answered(*arguments: object, folder: Path, code: int = 0) -> list[dict[str, Any]]:
     result = protrain(*arguments, "--json", folder=folder)
     assert (result.returncode, result.stderr) == (code, "")
-    answer: dict[str, Any] = json.loads(result.stdout)
-    return answer
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -238,12 +212,11 @@ def test_a_wrong_sweep_is_one_error(text: str, assert_says: Speaker) -> None:
 
 
 def test_a_sweep_is_a_line_of_answers(tmp_path: Path) -> None:
-    data = answered(
+    small, large = answered(
         *("fit", *SMALL, "--on", "rtx-4090", "--sweep", "device=600MiB..1200MiB"), folder=tmp_path
     )
-    (line,) = data["lines"]
-    assert (data["sweep"], line["hardware"], line["seq_len"]) == ("device", "rtx-4090", 256)
-    small, large = line["points"]
+    for row in (small, large):
+        assert (row["sweep"], row["hardware"], row["seq_len"]) == ("device", "rtx-4090", 256)
     assert (small["value"], large["value"]) == (600 * 2**20, 1200 * 2**20)
     assert small["verdict"] == "does not fit"
     assert "of device memory, in " in small["binds"]
@@ -266,16 +239,15 @@ def test_a_sweep_is_a_table_with_bars(tmp_path: Path) -> None:
 def test_numbers_of_devices_are_swept(tmp_path: Path) -> None:
     arguments = ("fit", "tiny-llama", "--on", "h100-sxm", "--seq-len", 64)
     data = answered(*arguments, "--sweep", "num-devices=1..4", folder=tmp_path)
-    cells = answered(*arguments, "--num-devices", "1,2,4", folder=tmp_path)["cells"]
-    found = [one["tokens_per_second"] for one in data["lines"][0]["points"]]
+    cells = answered(*arguments, "--num-devices", "1,2,4", folder=tmp_path)
+    found = [one["tokens_per_second"] for one in data]
     assert found == pytest.approx([one["tokens_per_second"] for one in cells], rel=0.04)
 
 
 @pytest.mark.slow
 def test_what_helps_stands_below_the_answer(tmp_path: Path) -> None:
     arguments = (*SMALL, "--on", "rtx-4090", "--device-memory", "600MiB", "--what-helps")
-    data = answered("fit", *arguments, folder=tmp_path, code=3)
-    (cell,) = data["cells"]
+    (cell,) = answered("fit", *arguments, folder=tmp_path, code=3)
     assert cell["verdict"] == "does not fit"
     by_what = {one["what"]: one for one in cell["what_helps"]}
     assert {"host memory", "link", "device memory", "disk", "micro-batches"} <= by_what.keys()
@@ -295,7 +267,8 @@ def searched(folder: Path) -> tuple[object, ...]:
 
 def test_a_search_names_the_cheapest(tmp_path: Path) -> None:
     arguments = searched(tmp_path)
-    slow = answered(*arguments, "--speed", 1000, folder=tmp_path)
+    first, slow = answered(*arguments, "--speed", 1000, folder=tmp_path)
+    assert [first] == slow["looked_at"]
     assert slow["best"]["name"] == "l4"
     assert slow["best"]["tokens_per_second"] >= 1000
     assert [one["name"] for one in slow["not_looked_at"]] == ["rtx-4090"]
@@ -304,7 +277,8 @@ def test_a_search_names_the_cheapest(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_search_says_where_nothing_is_as_fast(tmp_path: Path) -> None:
     arguments = searched(tmp_path)
-    none = answered(*arguments, "--speed", 1e9, folder=tmp_path, code=3)
+    *rows, none = answered(*arguments, "--speed", 1e9, folder=tmp_path, code=3)
+    assert rows == none["looked_at"]
     assert none["best"] is None
     assert [one["bound"] for one in none["looked_at"]] == ["compute", "compute"]
     assert all(one["most_tokens_per_second"] < 1e9 for one in none["looked_at"])

@@ -26,13 +26,12 @@ def test_fit_answers_as_for_the_options_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
     typed = protrain("fit", "tiny-llama", "--on", "h200", *OPTIONS, "--json", folder=tmp_path)
     found = protrain("fit", "axolotl.yaml", "--on", "h200", "--json", folder=tmp_path)
-    answer = json.loads(found.stdout)
+    answer, cell = json.loads(found.stdout), json.loads(typed.stdout)
     file = answer.pop("trainer_file")
-    cells = json.loads(typed.stdout)["cells"]
-    for cell in (*cells, *answer["cells"]):  # one of them is known from the other
+    for one in (answer, cell):  # one of them is known from the other
         for key in ("solve_seconds", "kept"):
-            cell.pop(key, None)
-    assert answer["cells"] == cells
+            one.pop(key, None)
+    assert answer == cell
     assert list(file["not_understood"]) == ["plugins"]
     [advice] = file["changes"]
     assert advice["changes"] == [{"key": "gradient_checkpointing", "now": True, "new": False}]
@@ -49,6 +48,18 @@ in axolotl.yaml, for h200 4 of 2 x 256:
   gradient_checkpointing: true -> false
 """
     )
+
+
+def test_a_sweep_has_the_lists_of_the_file_in_each_line(tmp_path: Path) -> None:
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
+    asked = ("fit", "axolotl.yaml", "--on", "h200", "--sweep", "link=pcie-3,pcie-4", "--json")
+    rows = [json.loads(line) for line in protrain(*asked, folder=tmp_path).stdout.splitlines()]
+    assert [row["sweep"] for row in rows] == ["link", "link"]
+    for row in rows:
+        file = row["trainer_file"]
+        assert list(file["not_understood"]) == ["plugins"]
+        assert file["options"]["batch_size"] == 2
+        assert file["changes"] == []
 
 
 @pytest.mark.slow

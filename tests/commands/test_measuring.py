@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.isolated.culprit import explained
+from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import REHEARSING, Place
 from protrain_runtime.contract.errors import ProtrainError
 from tests.support import forked
@@ -166,3 +167,13 @@ def test_no_process_and_no_file_is_left(end: str, code: int, tmp_path: Path) -> 
         while not ended(measuring):
             time.sleep(0.05)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["asleep", "mine.py"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rest"),
+    [(1.2, "5 s"), (41.0, "40 s"), (88.0, "90 s"), (100.0, "2 min"), (1000.0, "17 min")],
+)
+def test_what_is_left_is_told_and_is_no_part_of_the_place(seconds: float, rest: str) -> None:
+    told = whereabouts.with_rest(REHEARSING, seconds)
+    assert told == f"{REHEARSING}, about {rest} to go"
+    assert Place(doing=whereabouts.pass_of(told)).planned

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -181,6 +182,30 @@ def test_errors_and_warnings_are_lines_that_are_only_read(
     output.prepare_streams()
     for name in NAMES:
         assert_safe(warnings.formatwarning(name, UserWarning, name, 1))
+
+
+def test_long_work_is_told_in_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told(every_s: float, *, threaded: bool, rank: int = 0) -> list[str]:
+        file = io.StringIO()
+        monkeypatch.setattr(output, "_err", Console(file=file, markup=False, width=20))
+        monkeypatch.setattr(output, "EVERY_S", every_s)
+        with output.progress(quiet=True, threaded=threaded, rank=rank) as tell:
+            for name in NAMES:
+                tell(name, 0.25)
+                time.sleep(0.02)
+        return file.getvalue().splitlines()
+
+    for threaded in (True, False):
+        assert told(60.0, threaded=threaded) == []
+        assert told(0.001, threaded=threaded, rank=1) == []
+        lines = told(0.001, threaded=threaded)
+        found = [re.fullmatch(r"\.\.\. (.*): 25%, [0-9.]+ m?s", line) for line in lines]
+        names = {one[1] for one in found if one}
+        assert all(found)
+        assert names <= set(map(one_line, NAMES))
+        assert names if threaded else names >= set(map(one_line, NAMES[1:]))
 
 
 def test_a_progress_bar_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

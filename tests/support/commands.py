@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,11 @@ Result = subprocess.CompletedProcess[str]
 
 
 def ran(*command: object, folder: Any = ROOT, timeout: Any = 600, **environment: str) -> Result:
-    """A process, and how it ended; `stdin` is given to it, and is not of its environment."""
-    return subprocess.run(
+    """A process, and how it ended; `stdin` is given to it, and is not of its environment.
+
+    Lines of progress, which depend on the time that it took, are left out.
+    """
+    result = subprocess.run(
         [*map(str, command)],
         cwd=folder,
         input=environment.pop("stdin", None),
@@ -29,6 +33,13 @@ def ran(*command: object, folder: Any = ROOT, timeout: Any = 600, **environment:
         timeout=timeout,
         check=False,
     )
+    result.stderr = without_progress(result.stderr)
+    return result
+
+
+def without_progress(text: str) -> str:
+    """Leave the lines out that long work prints on standard error."""
+    return re.sub(r"^\.\.\. .*\n", "", text, flags=re.MULTILINE)
 
 
 def python(code: str, *arguments: object, folder: Path = ROOT, **environment: str) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
+from tests.support.commands import without_progress
+
 CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports what takes long, once, and runs nothing.
 CONTEXT.set_forkserver_preload(
@@ -39,7 +41,7 @@ def protrain(*arguments: object, folder: Path, **environment: str) -> Result:
             process.join()
         assert process.exitcode is not None
         out, err = (path.read_text(encoding="utf-8") for path in outputs)
-        return CompletedProcess(given, process.exitcode, out, err)
+        return CompletedProcess(given, process.exitcode, out, without_progress(err))
 
 
 def _command(

@@ -305,12 +305,13 @@ def search(
     speed: float | None = None,
     gap: float,
     told: Callable[[Variation], None] = lambda _: None,
+    done: Callable[[Tried], None] = lambda _: None,
 ) -> Found:
     """Find the cheapest offer that reaches a speed; without one, the fastest whatever it costs.
 
     See [Note: why it is the cheapest] and [Note: why it is the fastest]. Of offers that cost the
     same, the first by its bound of computing. The cheapest is planned to the end: its plan is as
-    fast as the planner finds. Each is `told` before it is looked at.
+    fast as the planner finds. Each is `told` before it is looked at, and `done` after that.
     """
     # No plan is faster than its units are computed.
     firsts = {
@@ -338,8 +339,10 @@ def search(
         if speed and found.tokens_per_s >= speed:
             again = reach(offer.question, effort=Effort(gap_target=gap), known=found.reached)
             best, unseen = _planned(offer, again), tuple(ordered[number + 1 :])
+            done(best)
             return Found(best=best, looked_at=(*looked_at, best), unseen=unseen)
         looked_at.append(found)
+        done(found)
         if not speed and found.tokens_per_s > needed:
             best = found
     return Found(best=best, looked_at=tuple(looked_at))

@@ -535,6 +535,11 @@ SlotSeconds = dict[Form, list[list[float]]]
 """By form, of every slot in each of several steps.  # [form][step][slot]"""
 
 
+def sampled_steps(step_s: float) -> int:
+    """Steps to time per form, of which each takes about so long."""
+    return max(FEWEST_STEPS, min(MOST_STEPS, round(SAMPLED_S / step_s)))
+
+
 def slot_seconds(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
@@ -584,7 +589,7 @@ def slot_seconds(
     step(forms[0])
     if num_steps is None:
         first = sum(step(forms[0])[0])
-        num_steps = max(FEWEST_STEPS, min(MOST_STEPS, round(SAMPLED_S / first)))
+        num_steps = sampled_steps(first)
     turns = num_steps * tuple(forms)
     for done, form in enumerate(turns, 1):
         seconds, launching = step(form)

@@ -72,9 +72,23 @@ def naming(units: Sequence[str]) -> Iterator[None]:
         _Told.units = before
 
 
-def begin(doing: str) -> None:
+_REST = ", about "
+
+
+def with_rest(doing: str, seconds: float) -> str:
+    """A pass with what is left of all: `counting bytes, about 40 s to go`."""
+    rest = f"{5 * max(1, round(seconds / 5))} s" if seconds < 90 else f"{round(seconds / 60)} min"
+    return f"{doing}{_REST}{rest} to go"
+
+
+def pass_of(told: str) -> str:
+    """The pass alone."""
+    return told.partition(_REST)[0]
+
+
+def begin(told: str) -> None:
     """A pass begins."""
-    _tell(Place(doing=doing))
+    _tell(Place(doing=pass_of(told)))
 
 
 def in_form(form: str) -> None:
