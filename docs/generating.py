@@ -40,9 +40,10 @@ What `protrain COMMAND --help` says, in one page. It is made from the command li
 Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input, 3 no plan fits,
 4 out of memory, 130 interrupted, 141 nobody reads what is printed. Errors are one message that
 names file, key, problem and fix; `--json` prints one object on the standard output and nothing
-else; `fit` prints one a line for each cell, and `hardware search` for each machine, when it is known. What takes more
-than five seconds says every five on standard error how far it is, in a line that begins with `...`; on a terminal it
-shows a bar. Names are shown as they are, with escapes such as `\\x1b` for what cannot be seen.
+else; `fit` prints one a line for each cell, and `hardware search` for each machine, when it is
+known. What takes more than five seconds says on standard error how far it is: with a bar on a
+terminal, elsewhere every five seconds in a line that begins with `...`. Names are shown as they
+are, with escapes such as `\\x1b` for what cannot be seen.
 
 A file that an option names is replaced at once: at no moment is it missing or incomplete. Links are
 followed, and permissions stay. A device, a pipe or an open descriptor is written into: `/dev/null`,

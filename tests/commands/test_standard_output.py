@@ -12,7 +12,7 @@ import pytest
 
 from protrain_runtime.contract.records import read_hardware, read_plan, read_profile
 from tests.support.checking_cases import commit
-from tests.support.commands import PROTRAIN
+from tests.support.commands import PROTRAIN, without_progress
 from tests.support.forked import Result, protrain
 
 FACTORY = """
@@ -123,7 +123,7 @@ def test_a_pipe_of_the_shell_takes_a_file(folder: Path) -> None:
 
 
 def run(*arguments: str, folder: Path, stdout: int = subprocess.PIPE, **environment: str) -> Result:
-    return subprocess.run(
+    result = subprocess.run(
         [PROTRAIN, *arguments],
         cwd=folder,
         env=os.environ | environment,
@@ -133,6 +133,8 @@ def run(*arguments: str, folder: Path, stdout: int = subprocess.PIPE, **environm
         timeout=200,
         check=False,
     )
+    result.stderr = without_progress(result.stderr)
+    return result
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")

@@ -40,6 +40,7 @@ from protrain_runtime.contract.records import (
 from protrain_runtime.contract.records.plan import DeviceGroup, Plan
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.checking_cases import PROFILE, offloading
+from tests.support.commands import without_progress
 from tests.support.planning_cases import decoder, gpu, joined
 from tests.support.reporting_cases import random_step, small_step
 
@@ -427,12 +428,12 @@ def run(arguments: Sequence[str]) -> tuple[int | None, str]:
     except SystemExit as end:
         if end.code not in CODES and end.code is not None:
             return None, f"exit code {end.code!r}: {told.getvalue()[-2000:]}"
-        return end.code or 0, told.getvalue() or said.getvalue()
+        return end.code or 0, without_progress(told.getvalue()) or said.getvalue()
     except BaseException:  # noqa: BLE001 (whatever it is, it is what is looked for)
         return None, traceback.format_exc()[-4000:]
     finally:
         sys.argv = before
-    return 0, told.getvalue()
+    return 0, without_progress(told.getvalue())
 
 
 class TakesLong(BaseException):
