@@ -18,6 +18,7 @@ from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.problem import misfit as problem_misfit
 from protrain_plan.planning.search.evaluation import step_seconds
+from protrain_plan.planning.stages.pipelines import of_plan
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import not_joined, profile_of_rank
 from protrain_runtime.contract.program.memory import peak_bytes
@@ -36,6 +37,9 @@ class Predicted(NamedTuple):
 
 def predicted(plan: Plan, profile: Profile) -> Predicted:
     """Predict what decisions take; the plan's units are those of the profile (see `misfit`)."""
+    if plan.pipeline is not None:
+        found = of_plan(plan, profile)
+        return Predicted(found.peak_bytes, found.step_seconds)
     problem = Problem.of_plan(plan, profile)
     peaks = peak_bytes(problem.program(plan.units))
     return Predicted(peaks, step_seconds(problem, plan.units)[0])
@@ -51,6 +55,8 @@ def misfit(plan: Plan, profile: Profile) -> str | None:
         if described != unit:
             return f"{unit.name} is described otherwise in the profile"
     try:
+        if plan.pipeline is not None:
+            of_plan(plan, profile)
         problem.program(plan.units)
     except ProtrainError as error:
         return error.message

@@ -237,7 +237,7 @@ class StageOptions:
         str | None,
         typer.Option(
             help="Stages of a pipeline, or auto: how many are the fastest for --global-batch, where"
-            " to cut, and whether they are worth it. Writes a plan where one stage is."
+            " to cut, and whether they are worth it."
         ),
     ] = None
 
@@ -376,6 +376,7 @@ def plan(
             allow=allow,
             explain=fixed.explain,
             output=target,
+            beside=beside,
             as_json=as_json,
         )
         return

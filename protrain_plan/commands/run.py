@@ -218,6 +218,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     from protrain_plan.commands.output import destination, progress, show
     from protrain_plan.presentation.plans import run_json, run_text
     from protrain_runtime.contract.program.recording import write_recording
+    from protrain_runtime.contract.program.requirements import refuse_pipeline
     from protrain_runtime.contract.records import fingerprint, read_plan
     from protrain_runtime.contract.records.hardware import is_accelerator
 
@@ -233,6 +234,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
             who = launched()
             started.enter_context(who.together("protrain run"))
         record = read_plan(plan)
+        refuse_pipeline(record)
         options.refuse(plan, record)
         target = None
         if options.recording is not None:

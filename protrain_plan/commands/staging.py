@@ -36,9 +36,10 @@ def plan_in_stages(
     allow: list[str] | None,
     explain: bool,
     output: Path,
+    beside: Path | None,
     as_json: bool,
 ) -> None:
-    """Answer `plan --stages`; the plan is written where one stage is best."""
+    """Answer `plan --stages`, and write the plan; an estimated profile goes `beside` it."""
     from protrain_plan.commands.output import interruptible, progress, show
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.planning.stages.answer import StagesQuestion, plan_stages
@@ -46,7 +47,7 @@ def plan_in_stages(
     from protrain_plan.presentation.plans import search_text
     from protrain_plan.presentation.staging import stages_json, stages_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
-    from protrain_runtime.contract.records import read_profile, write_plan
+    from protrain_runtime.contract.records import read_profile, write_plan, write_profile
 
     if model.global_batch is None:
         raise ProtrainError(
@@ -83,10 +84,12 @@ def plan_in_stages(
             question, effort=effort, progress=lambda *found: report(search_text(*found), 0.5)
         )
         assumed = assumptions(question, effort) if explain else ()
-    written = ""
-    if answer.best is not None and answer.best is answer.single:
-        write_plan(answer.single.stages[0].plan, output)
-        written = f"wrote {output}"
+    written: list[Path] = []
+    if answer.best is not None and (plan := answer.plan) is not None:
+        if beside is not None:
+            write_profile(answer.best.pipeline.profile, beside)
+        write_plan(plan, output)
+        written = [output] if beside is None else [output, beside]
     show(as_json, stages_json(answer, assumed), lambda: stages_text(answer, assumed, written))
     if answer.best is None:
         raise typer.Exit(3)

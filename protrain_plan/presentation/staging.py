@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.plans import devices_json, tiers_json
-from protrain_plan.presentation.terminal import Text, table_of
+from protrain_plan.presentation.terminal import Text, table_of, wrote
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from protrain_plan.planning.stages.answer import Pipelined, Stage, StagesAnswer
+    from protrain_plan.planning.stages.answer import StagesAnswer
     from protrain_plan.planning.stages.assumed import Assumed
+    from protrain_plan.planning.stages.pipelines import Pipelined, Stage
 
 
 def stages_json(answer: "StagesAnswer", assumed: Sequence["Assumed"] = ()) -> dict[str, Any]:
@@ -59,23 +61,27 @@ def _pipelined_json(found: "Pipelined | None") -> dict[str, Any] | None:
         "micro_batches": shape.micro_batches,
         "chunks": shape.chunks,
         "step_seconds": found.step_seconds,
-        "hop_seconds": list(found.hops),
+        "hop_seconds": list(found.pipeline.hops),
         "of_stages": [
             {
-                "first_units": list(stage.first_units),
-                "units": stage.num_units,
+                "first_units": _first_units(found, stage),
+                "units": len(stage.plan.units),
                 "held": stage.held,
                 "seconds": asdict(stage.seconds),
-                "idle": stage.idle,
+                "idle": idle,
                 "peak_bytes": tiers_json(stage.plan.prediction.peak_bytes),
             }
-            for stage in found.stages
+            for stage, idle in zip(found.stages, found.run.idle, strict=True)
         ],
     }
 
 
+def _first_units(found: "Pipelined", stage: "Stage") -> list[str]:
+    return [found.pipeline.profile.units[first].name for first, _ in stage.runs]
+
+
 def stages_text(
-    answer: "StagesAnswer", assumed: Sequence["Assumed"] = (), written: str = ""
+    answer: "StagesAnswer", assumed: Sequence["Assumed"] = (), paths: Sequence[Path] = ()
 ) -> RenderableType:
     """Return what `protrain plan --stages` prints."""
     best = answer.best
@@ -90,7 +96,7 @@ def stages_text(
         Text(_worth(answer)),
     ]
     if best.shape.stages > 1:
-        parts.append(_table(best.stages))
+        parts.append(_table(best))
     bound = format_seconds(answer.lower_bound_seconds)
     shapes = f"{answer.num_shapes} arrangement{'s' * (answer.num_shapes > 1)}"
     parts.append(Text(f"none of {shapes} takes less than {bound} (gap {answer.gap:.1%})"))
@@ -99,8 +105,7 @@ def stages_text(
             Text("this model cannot be cut: units share parameters, or read more than the last one")
         )
     parts += [Text(_assumed(one)) for one in assumed]
-    if written:
-        parts.append(Text(written))
+    parts += [wrote(path) for path in paths]
     return Group(*parts)
 
 
@@ -129,18 +134,18 @@ def _assumed(one: "Assumed") -> str:
     return f"{one.words}: one stage takes at least {single}, several {several} ({one.speedup:.2f}x)"
 
 
-def _table(stages: Sequence["Stage"]) -> RenderableType:
+def _table(found: "Pipelined") -> RenderableType:
     names = ("stage", "from", "units", "held", "a micro-batch", "waits", "device", "host")
     table = table_of(*names, words=(1,))
-    for number, stage in enumerate(stages):
+    for number, (stage, idle) in enumerate(zip(found.stages, found.run.idle, strict=True)):
         peak = stage.plan.prediction.peak_bytes
         table.add_row(
             str(number),
-            ", ".join(stage.first_units),
-            str(stage.num_units),
+            ", ".join(_first_units(found, stage)),
+            str(len(stage.plan.units)),
             str(stage.held),
             format_seconds(stage.seconds.cycle_s),
-            f"{stage.idle:.0%}",
+            f"{idle:.0%}",
             format_bytes(peak.on_device),
             format_bytes(peak.host),
         )

@@ -4,7 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from protrain_runtime.contract.records import read_plan, write_profile
+from protrain_plan.checking.plan_on_machine import Predicted, predicted
+from protrain_runtime.contract.records import read_plan, read_profile, write_profile
 from protrain_runtime.contract.records.hardware import Collectives, Interconnect
 from tests.support.forked import protrain
 from tests.support.planning_cases import MB, decoder, gpu
@@ -46,7 +47,21 @@ def test_slow_networks_ask_for_stages(tmp_path: Path) -> None:
     assert sum(stage["units"] for stage in answer["several"]["of_stages"]) == 10
     network = next(one for one in answer["assumptions"] if "network" in one["words"])
     assert network["single_seconds"] < answer["assumptions"][0]["single_seconds"]
-    assert not Path(out).exists()
+    plan, best = read_plan(Path(out)), answer["several"]
+    assert plan.pipeline is not None
+    held = [stage["held"] for stage in best["of_stages"]]
+    assert [stage.held for stage in plan.pipeline.stages] == held
+    assert [len(plan.of_stage(s).units) for s in (0, 1)] == [
+        stage["units"] for stage in best["of_stages"]
+    ]
+    assert predicted(plan, read_profile(Path(profile))) == Predicted(
+        plan.prediction.peak_bytes, best["step_seconds"]
+    )
+    checked = protrain("check", str(out), folder=tmp_path)
+    assert checked.returncode == 0, checked.stdout
+    trained = protrain("run", str(out), folder=tmp_path)
+    assert trained.returncode == 2
+    assert "the plan is of a pipeline with 2 stages" in " ".join(trained.stderr.split())
 
 
 def test_fast_networks_ask_for_one(tmp_path: Path) -> None:

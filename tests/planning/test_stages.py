@@ -17,11 +17,11 @@ from protrain_plan.planning.search.evaluation import PACES, Evaluator
 from protrain_plan.planning.stages.answer import (
     StagesQuestion,
     plan_stages,
-    stage_seconds,
     stages_of,
 )
 from protrain_plan.planning.stages.cuts import best_cuts, handed_bytes, possible_cuts
 from protrain_plan.planning.stages.cycles import Bounds, Pipeline
+from protrain_plan.planning.stages.pipelines import stage_seconds
 from protrain_plan.planning.stages.schedule import Action, StageSeconds, actions, simulated
 from protrain_plan.planning.stages.shapes import Shape, hop_seconds, shapes
 from protrain_plan.profiling.measured import measure_model

@@ -27,6 +27,15 @@ LOADERS: dict[str, Callable[[str, str], Record]] = {
     "hardware": records.loads_hardware,
 }
 
+
+def staged(*firsts: str, schedule: str = "1F1B", nodes: int = 1) -> str:
+    """A section of stages that begin at these units, before the plan's units."""
+    cost = "held: 1, piece_bytes: 1MiB, cycle_seconds: 1.0"
+    peak = "peak_bytes: {device: 1, context: 0, host: 0, disk: 0}"
+    stages = "".join(f"    - {{first_units: [{first}], {cost}, {peak}}}\n" for first in firsts)
+    return f"pipeline:\n  schedule: {schedule}\n  num_nodes: {nodes}\n  stages:\n{stages}units:\n"
+
+
 # (what the good plan says, what the bad one says instead, the error's key); its words are in the
 # catalogue of messages
 PLAN_ERRORS = [
@@ -92,6 +101,19 @@ PLAN_ERRORS = [
     ("{name: head,", "{name: head, also_used_by: [embd],", "units[3].also_used_by[0]"),
     ("{name: embed,", "{name: embed, also_used_by: [heed],", "units[0].also_used_by[0]"),
     ("{name: embed,", "{name: embed, kind: prt,", "units[0].kind"),
+    # stages
+    ("units:\n", staged("embed"), "pipeline.stages"),
+    ("units:\n", staged("embed", "heed"), "pipeline.stages[1].first_units[0]"),
+    ("units:\n", staged("head", "embed"), "pipeline.stages[0].first_units[0]"),
+    ("units:\n", staged("embed", "embed"), "pipeline.stages[1].first_units[0]"),
+    ("units:\n", staged("embed", "model.layers.3, head"), "pipeline.stages[1].first_units"),
+    ("units:\n", staged("embed", "head", schedule="2F2B"), "pipeline.schedule"),
+    (
+        "units:\n",
+        staged("embed", "head", schedule="interleaved 1F1B"),
+        "pipeline.stages[0].first_units",
+    ),
+    ("units:\n", staged("embed", "head", nodes=3), "pipeline.num_nodes"),
     # YAML itself
     ("hardware: laptop", "hardware: [laptop", None),
     ("hardware: laptop", "hardware:\tlaptop\n\tx: 1", None),

@@ -30,11 +30,13 @@ from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
     Offload,
+    PipelinePlan,
     Placement,
     Plan,
     Prediction,
     Recompute,
     Schedule,
+    StagePlan,
     StepSettings,
     Swap,
     SwapInput,
@@ -304,9 +306,20 @@ def plans(draw: st.DrawFn) -> Plan:
         also_used_by = tuple(user for user in later if user != name)
         decisions = draw(st.sampled_from(classes))
         units.append(dataclasses.replace(decisions, name=name, also_used_by=also_used_by))
+    firsts = draw(st.lists(st.sampled_from(names[1:]), unique=True)) if names[1:] else []
+    stages = [
+        draw(
+            record(
+                StagePlan, first_units=st.just((first,)), peak_bytes=record(TierBytes, context=...)
+            )
+        )
+        for first in (names[0], *sorted(firsts, key=names.index))
+    ]
+    pipeline = PipelinePlan(schedule="1F1B", stages=tuple(stages)) if firsts else None
     return draw(
         record(
             Plan,
+            pipeline=st.just(pipeline),
             workload=WORKLOADS,
             prediction=record(
                 Prediction,

@@ -18,11 +18,10 @@ from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.stages.cuts import Cuts, best_cuts, possible_cuts
 from protrain_plan.planning.stages.cycles import BOUNDS, Bounds, Pipeline
+from protrain_plan.planning.stages.pipelines import Pipelined, Stage, pipelined, planned
 from protrain_plan.planning.stages.schedule import StageSeconds, simulated
 from protrain_plan.planning.stages.shapes import Shape, shapes
-from protrain_plan.simulation.timeline import simulate
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.records.plan import Budgets, Plan, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 
@@ -65,28 +64,6 @@ class StagesQuestion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One stage: the units of its chunks, what it holds, and the plan of each of its devices."""
-
-    first_units: tuple[str, ...]  # of each chunk
-    num_units: int
-    held: int  # micro-batches
-    seconds: StageSeconds
-    idle: float  # part of the step in which it waits for others
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipelined:
-    """A shape with its planned stages; `step_seconds` are of all of them, simulated together."""
-
-    shape: Shape
-    stages: tuple[Stage, ...]
-    step_seconds: float
-    hops: tuple[float, ...]  # seconds from each stage to the next, and from the last to the first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StagesAnswer:
     """The best of one stage and of several, and what nothing is faster than.
 
@@ -106,6 +83,11 @@ class StagesAnswer:
         """The faster one; one stage where both take as long."""
         found = [one for one in (self.single, self.several) if one]
         return min(found, key=lambda one: one.step_seconds, default=None)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the best one."""
+        return self.best.plan(self.lower_bound_seconds) if self.best else None
 
     @property
     def lower_bound_seconds(self) -> float:
@@ -287,10 +269,11 @@ class Search:
 
     def _planned(self, shape: Shape, cuts: Cuts) -> Pipelined | None:
         """These cuts with a plan of every stage; None where one of them has none."""
-        pipeline = self.bounds[shape].pipeline
-        units, stages = pipeline.profile.units, list[Stage]()
+        pipeline, stages = self.bounds[shape].pipeline, list[Stage]()
         for s in range(shape.stages):
             runs = pipeline.runs(cuts.ends, s)
+            if any(first == end for first, end in runs):
+                return None  # a chunk without units
             problem = pipeline.problem(runs, s)
             dry = problem.changed(tiers={**problem.tiers, "disk": 0})
             found = solve_problem(dry, self.question.budgets, effort=replace(self.effort))
@@ -299,56 +282,8 @@ class Search:
             if isinstance(found, Infeasible):
                 return None
             problem = problem.overlapping(found.plan.settings.overlap_steps)
-            programs = [problem.program(found.plan.units, updating=one) for one in (False, True)]
-            sizes = [end - first for first, end in runs]
-            stages.append(
-                Stage(
-                    first_units=tuple(units[first].name for first, end in runs if first < end),
-                    num_units=sum(sizes),
-                    held=shape.held(s),
-                    seconds=stage_seconds(programs[0], programs[1], sizes),
-                    idle=0.0,
-                    plan=found.plan,
-                )
-            )
-        run = simulated(shape, [stage.seconds for stage in stages], pipeline.hops)
-        step_s = run.step_seconds
-        if shape.stages == 1:  # where steps may overlap
-            step_s = stages[0].plan.prediction.step_seconds
-        of_stages = zip(stages, run.idle, strict=True)
-        return Pipelined(
-            shape=shape,
-            stages=tuple(replace(stage, idle=idle) for stage, idle in of_stages),
-            step_seconds=step_s,
-            hops=pipeline.hops,
-        )
-
-
-def stage_seconds(middle: BoundProgram, last: BoundProgram, sizes: Sequence[int]) -> StageSeconds:
-    """Seconds of a stage's chunks of so many units, from its simulated micro-batches.
-
-    `middle` is the programme of a micro-batch before the last, and `last` of one with the update.
-    """
-
-    def split(program: BoundProgram) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-        timeline = simulate(program)
-        ends = [0.0, *(end for _, end in timeline.compute[: 2 * program.num_units])]
-        forward: list[float] = []
-        backward: list[float] = []
-        unit, slots = 0, 2 * program.num_units
-        for size in sizes:
-            forward.append(ends[unit + size] - ends[unit])
-            backward.append(ends[slots - unit] - ends[slots - unit - size])
-            unit += size
-        return tuple(forward), tuple(backward), max(0.0, timeline.step_seconds - ends[-1])
-
-    forward, backward, rest = split(middle)
-    _, last_backward, update_s = split(last)
-    # What still moves when a micro-batch has been computed, the next one waits for.
-    backward = (backward[0] + rest, *backward[1:])
-    return StageSeconds(
-        forward=forward, backward=backward, last_backward=last_backward, update_s=update_s
-    )
+            stages.append(planned(problem, runs, found.plan))
+        return pipelined(pipeline, stages)
 
 
 def stages_of(question: StagesQuestion) -> tuple[int, ...]:

@@ -98,8 +98,8 @@ class Pipeline:
         places = list(accumulate(each, initial=0))
         return tuple((places[n], places[n + 1]) for n in range(s, len(each), self.shape.stages))
 
-    def problem(self, runs: Runs, s: int) -> Problem:
-        """The planning problem of stage s with these units."""
+    def problem(self, runs: Runs, s: int, piece_bytes: int = 0) -> Problem:
+        """The planning problem of stage s with these units; 0: pieces are to be chosen."""
         if self.shape.stages == 1:
             return self.problem_of(self.profile, s)
         numbers = [unit for first, end in runs for unit in range(first, end)]
@@ -110,12 +110,14 @@ class Pipeline:
             for unit in (of_device.units[number] for number in numbers)
         ]
         base = of_device.base_bytes + self.buffer_bytes(runs, s)
-        return self.problem_of(replace(of_device, units=tuple(units), base_bytes=base), s)
+        profile = replace(of_device, units=tuple(units), base_bytes=base)
+        return self.problem_of(profile, s, piece_bytes)
 
-    def problem_of(self, profile: Profile, s: int) -> Problem:
+    def problem_of(self, profile: Profile, s: int, piece_bytes: int = 0) -> Problem:
         """The problem of stage s with a profile of some units."""
         settings = replace(
             self.settings,
+            piece_bytes=piece_bytes or self.settings.piece_bytes,
             group=self.shape.group,
             micro_batches=self.shape.micro_batches,
             held=self.shape.held(s),

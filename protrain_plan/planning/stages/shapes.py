@@ -6,13 +6,14 @@ sequences  = shards * replicas * batch * micro-batches      of a step, each stag
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from protrain_runtime.contract.records.hardware import Collectives, Hardware
-from protrain_runtime.contract.records.plan import ALONE, DeviceGroup
-
-Layout = Literal["stages across nodes", "stages within nodes"]
-"""Where the devices of a stage are: neighbours of each other, or as many in each node."""
+from protrain_runtime.contract.records.plan import (
+    ALONE,
+    DeviceGroup,
+    PipelineLayout,
+    PipelineSchedule,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +31,14 @@ class Shape:
     micro_batches: int
     chunks: int = 1
     eager: bool = False
-    layout: Layout = "stages across nodes"
+    layout: PipelineLayout = "stages across nodes"
 
     @property
-    def schedule(self) -> str:
-        """The name of the order of forwards and backwards."""
-        if self.stages == 1:
-            return "one stage"
-        name = "1F1B" if self.chunks == 1 else "interleaved 1F1B"
-        return f"eager {name}" if self.eager else name
+    def schedule(self) -> PipelineSchedule:
+        """The order of forwards and backwards."""
+        if self.chunks > 1:
+            return "interleaved 1F1B"
+        return "eager 1F1B" if self.eager else "1F1B"
 
     def warm(self, stage: int) -> int:
         """Forwards of chunks that a device of a stage does before its first backward.
@@ -127,7 +127,7 @@ def _group(num_devices: int, num_nodes: int) -> DeviceGroup:
     return DeviceGroup(num_devices=num_devices, num_nodes=num_nodes)
 
 
-def _places(whole: DeviceGroup, p: int) -> Iterator[tuple[Layout, int]]:
+def _places(whole: DeviceGroup, p: int) -> Iterator[tuple[PipelineLayout, int]]:
     """The layouts of p equal groups, each with the nodes that such a group is in."""
     each, node = whole.num_devices // p, whole.in_node
     if each % node == 0 or node % each == 0:

@@ -21,7 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.requirements import check_step
+from protrain_runtime.contract.program.requirements import check_step, refuse_pipeline
 from protrain_runtime.contract.records.decisions import activations_text
 from protrain_runtime.contract.records.folding import fold, runs, unfolded
 from protrain_runtime.contract.records.forms import FORMS, PLAN_AGAIN, misfit
@@ -65,6 +65,7 @@ def _check_form(index: int, plan: Plan) -> None:
 
 def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
     """Each unit's module, None for a part. ProtrainError if the plan is for another model."""
+    refuse_pipeline(plan)
     found = model_fingerprint(model)
     if found != plan.model_fingerprint and plan.tensors:
         changes = model_changes(plan.tensors, model, plan.units)

@@ -12,6 +12,7 @@ from protrain_runtime.contract.records.plan import (
     STEPPED,
     Offload,
     Placement,
+    Plan,
     StepSettings,
     UnitPlan,
 )
@@ -93,4 +94,15 @@ def check_step(units: Sequence[UnitPlan], step: StepSettings) -> None:
             "steps cannot overlap: that is for one micro-batch, on one device",
             key="settings.overlap_steps",
             fix="let it be false",
+        )
+
+
+def refuse_pipeline(plan: Plan) -> None:
+    """ProtrainError if the plan is of a pipeline: one process trains all units here."""
+    if plan.pipeline is not None:
+        raise ProtrainError(
+            f"the plan is of a pipeline with {len(plan.pipeline.stages)} stages, and one stage is"
+            " trained here",
+            key="pipeline",
+            fix="plan --stages 1, or hand its cuts to a trainer of pipelines: protrain export",
         )

@@ -330,12 +330,50 @@ SETTINGS = {
 """Settings of a step that are told: their names for readers, and the options of `protrain plan`."""
 
 
+PipelineSchedule = Literal["1F1B", "eager 1F1B", "interleaved 1F1B"]
+"""The order of forwards and backwards in a stage; an eager one begins with more forwards."""
+
+PipelineLayout = Literal["stages across nodes", "stages within nodes"]
+"""Where the devices of a stage are: neighbours of each other, or as many in each node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage of a pipeline: where its units begin, and what each of its devices takes.
+
+    A device has the units from each of `first_units` up to the next one that a stage begins with:
+    one run of units, or several chunks where the schedule is interleaved.
+    """
+
+    first_units: tuple[str, ...]  # of each chunk
+    held: int  # micro-batches whose activations stand together
+    piece_bytes: int
+    cycle_seconds: float  # of a micro-batch: all its forwards and backwards
+    peak_bytes: TierBytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """The stages of a plan, each on as many devices as `Plan.settings.group` has."""
+
+    schedule: PipelineSchedule
+    layout: PipelineLayout = "stages across nodes"
+    num_nodes: int = 1  # that all devices are in, as many in each
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def chunks(self) -> int:
+        """Runs of units of a device."""
+        return len(self.stages[0].first_units)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A training step under budgets: one decision per unit, in execution order.
 
     `tensors` says what the model holds, as in its profile. Workload, budgets (`host` and `disk`
-    too) and peaks are those of one rank.
+    too) and peaks are those of one rank. With a `pipeline`, settings are those of each stage, and
+    peaks the largest of any.
     """
 
     workload: Workload
@@ -349,12 +387,44 @@ class Plan:
     budgets: Budgets
     prediction: Prediction
     settings: StepSettings
+    pipeline: PipelinePlan | None = None
     units: tuple[UnitPlan, ...]
     tensors: tuple[str, ...] = ()
 
     @property
+    def num_devices(self) -> int:
+        """Devices of all stages."""
+        return self.group.num_devices * (len(self.pipeline.stages) if self.pipeline else 1)
+
+    def runs(self, stage: int) -> tuple[tuple[int, int], ...]:
+        """The units of each chunk of a stage: from one up to another."""
+        if self.pipeline is None:
+            return ((0, len(self.units)),)
+        places = {unit.name: place for place, unit in enumerate(self.units)}
+        firsts = sorted(
+            places[name] for of_stage in self.pipeline.stages for name in of_stage.first_units
+        )
+        ends = dict(zip(firsts, [*firsts[1:], len(self.units)], strict=True))
+        own = (places[name] for name in self.pipeline.stages[stage].first_units)
+        return tuple((first, ends[first]) for first in own)
+
+    def of_stage(self, stage: int) -> "Plan":
+        """The plan of one stage's devices."""
+        if self.pipeline is None:
+            return self
+        own = self.pipeline.stages[stage]
+        units = [unit for first, end in self.runs(stage) for unit in self.units[first:end]]
+        return replace(
+            self,
+            settings=replace(self.settings, held=own.held, piece_bytes=own.piece_bytes),
+            prediction=replace(self.prediction, peak_bytes=own.peak_bytes),
+            units=tuple(units),
+            pipeline=None,
+        )
+
+    @property
     def group(self) -> DeviceGroup:
-        """The devices that the plan is for."""
+        """The devices that the plan is for; of a pipeline, those of each stage."""
         return self.settings.group
 
     @property

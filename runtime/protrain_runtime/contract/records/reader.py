@@ -19,7 +19,14 @@ from protrain_runtime.contract.records.forms import (
     misfit,
 )
 from protrain_runtime.contract.records.hardware import Hardware, Tier
-from protrain_runtime.contract.records.plan import Activations, Placement, Plan, Schedule, UnitPlan
+from protrain_runtime.contract.records.plan import (
+    Activations,
+    PipelinePlan,
+    Placement,
+    Plan,
+    Schedule,
+    UnitPlan,
+)
 from protrain_runtime.contract.records.profile import FormCost, Profile, Unit, Workload
 from protrain_runtime.contract.records.schema import (
     KINDS,
@@ -354,11 +361,42 @@ def _check_plan(plan: Plan, value: Node) -> None:
             shown = listed(found, "and") if isinstance(found, tuple) else str(found).lower()
             why = f"its activations take {listed(sorted(plan.forms), 'and')}"
             raise keys.get(key, value).error(f"expected {shown or 'no leave'}: {why}")
+    if plan.pipeline is not None:
+        _check_pipeline(plan, plan.pipeline, value.any_mapping()["pipeline"])
     read = _readers(UnitPlan)["activations"]
     for entry in value.any_mapping()["units"].sequence():
         node = entry.any_mapping()["activations"]
         if why := misfit(read(node).form, compiled=bool(plan.workload.compile)):
             raise node.error(f"{node.text()!r} {why}", PLAN_AGAIN)
+
+
+def _check_pipeline(plan: Plan, pipeline: PipelinePlan, value: Node) -> None:
+    """Refuse stages that do not begin at units, in their order, as many times each."""
+    keys = value.any_mapping()
+    if plan.num_devices % pipeline.num_nodes:
+        nodes = f"{plan.num_devices} devices are no equal parts of {pipeline.num_nodes} nodes"
+        raise keys["num_nodes"].error(nodes)
+    stages = keys["stages"]
+    if len(pipeline.stages) < 2:
+        raise stages.error(f"expected at least two stages, got {len(pipeline.stages)}")
+    entries = [entry.any_mapping()["first_units"] for entry in stages.sequence()]
+    interleaved, names = pipeline.schedule == "interleaved 1F1B", [unit.name for unit in plan.units]
+    for entry, stage in zip(entries, pipeline.stages, strict=True):
+        count = len(stage.first_units)
+        if count != pipeline.chunks or (count > 1) != interleaved:
+            wanted = "a unit for each chunk, as many in all stages" if interleaved else "one unit"
+            raise entry.error(f"expected {wanted}, got {count}")
+    after = -1
+    for chunk in range(pipeline.chunks):
+        for entry in entries:
+            node = entry.sequence()[chunk]
+            if (name := node.text()) not in names:
+                problem = f"expected the name of a unit, got {cut(name)!r}"
+                raise node.error(problem, did_you_mean(name, names))
+            if (place := names.index(name)) <= after or (after < 0 and place):
+                begins = names[0] if after < 0 else f"a unit behind {names[after]}"
+                raise node.error(f"expected {begins}, got {cut(name)!r}")
+            after = place
 
 
 def _check_profile(profile: Profile, value: Node) -> None:

@@ -32,6 +32,7 @@ from protrain_runtime.contract.records.plan import (
     Budgets,
     Plan,
     Prediction,
+    StagePlan,
     StepSettings,
     TierBytes,
     UnitPlan,
@@ -177,6 +178,9 @@ LIMITS: dict[tuple[type, str], Limits] = {
     (StepSettings, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
     (StepSettings, "micro_batches"): Limits(low=1, high=10**6),
     (StepSettings, "held"): Limits(low=1, high=10**6),
+    (StagePlan, "held"): Limits(low=1, high=10**6),
+    (StagePlan, "piece_bytes"): Limits(low=1, high=MAX_BYTES),
+    (StagePlan, "cycle_seconds"): STEPS,
 }
 """Fields whose values their names do not tell."""
 

@@ -60,6 +60,11 @@ _COMMENTS: dict[type[Record], str] = {
 """,
 }
 
+_OF_PIPELINES = """\
+#   pipeline     stages, each with the units from its first ones up to another stage's; held:
+#                micro-batches whose activations it has at a time
+"""
+
 
 class _Line(dict[str, Any]):
     """A mapping that is written on one line."""
@@ -79,7 +84,10 @@ _ON_ONE_LINE = (
 def dumps(record: Record) -> str:
     """The record as YAML text, with a header that explains it."""
     header = {"protrain": KINDS[type(record)], "version": str(VERSION)}
-    return _COMMENTS[type(record)] + _text(header | _mapping(record))
+    comments = _COMMENTS[type(record)]
+    if isinstance(record, Plan) and record.pipeline is not None:
+        comments += _OF_PIPELINES
+    return comments + _text(header | _mapping(record))
 
 
 def fingerprint(record: Record) -> str:

@@ -1,0 +1,161 @@
+"""A planned pipeline: every stage with its plan, all of them simulated together, as a plan file."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.stages.cycles import Pipeline, Runs
+from protrain_plan.planning.stages.schedule import Simulated, StageSeconds, simulated
+from protrain_plan.planning.stages.shapes import Shape
+from protrain_plan.simulation.timeline import simulate
+from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.program.memory import peak_bytes
+from protrain_runtime.contract.records import fingerprint
+from protrain_runtime.contract.records.plan import (
+    DeviceGroup,
+    PipelinePlan,
+    Plan,
+    StagePlan,
+    TierBytes,
+)
+from protrain_runtime.contract.records.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage: the units of its chunks, what it holds, and the plan of each of its devices."""
+
+    runs: Runs
+    held: int  # micro-batches
+    seconds: StageSeconds
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """A shape with its planned stages; `step_seconds` are of all of them, simulated together."""
+
+    pipeline: Pipeline
+    stages: tuple[Stage, ...]
+    run: Simulated
+    step_seconds: float
+
+    @property
+    def shape(self) -> Shape:
+        """How the devices are arranged."""
+        return self.pipeline.shape
+
+    @property
+    def peak_bytes(self) -> TierBytes:
+        """The most that a device of any stage takes of each tier."""
+        peaks = [stage.plan.prediction.peak_bytes for stage in self.stages]
+        tiers = (field.name for field in fields(TierBytes))
+        return TierBytes(**{tier: max(getattr(one, tier) for one in peaks) for tier in tiers})
+
+    def plan(self, lower_bound_seconds: float) -> Plan:
+        """The plan of all stages; of one stage, its plan."""
+        first, shape = self.stages[0].plan, self.shape
+        if shape.stages == 1:
+            return first
+        units = {unit.name: unit for stage in self.stages for unit in stage.plan.units}
+        profile = self.pipeline.profile
+        plan = replace(
+            first,
+            profile_fingerprint=fingerprint(profile),
+            prediction=replace(
+                first.prediction,
+                step_seconds=self.step_seconds,
+                lower_bound_seconds=min(lower_bound_seconds, self.step_seconds),
+                peak_bytes=self.peak_bytes,
+            ),
+            settings=replace(first.settings, held=1),
+            pipeline=PipelinePlan(
+                schedule=shape.schedule,
+                layout=shape.layout,
+                num_nodes=self.pipeline.whole.num_nodes,
+                stages=tuple(
+                    StagePlan(
+                        first_units=tuple(profile.units[run[0]].name for run in stage.runs),
+                        held=stage.held,
+                        piece_bytes=stage.plan.settings.piece_bytes,
+                        cycle_seconds=stage.seconds.cycle_s,
+                        peak_bytes=stage.plan.prediction.peak_bytes,
+                    )
+                    for stage in self.stages
+                ),
+            ),
+            units=tuple(units[unit.name] for unit in profile.units),
+        )
+        return plan.regraded()
+
+
+def of_plan(plan: Plan, profile: Profile) -> Pipelined:
+    """The stages of a plan with a pipeline, whose units are those of the profile, predicted again.
+
+    ProtrainError where a stage has a decision that it cannot have.
+    """
+    recorded = plan.pipeline
+    assert recorded is not None
+    shape = Shape(
+        stages=len(recorded.stages),
+        group=plan.group,
+        batch=plan.workload.batch_size,
+        micro_batches=plan.settings.micro_batches,
+        chunks=recorded.chunks,
+        eager=recorded.schedule == "eager 1F1B",
+        layout=recorded.layout,
+    )
+    whole = DeviceGroup(num_devices=plan.num_devices, num_nodes=recorded.num_nodes)
+    pipeline = Pipeline(profile, plan.budgets, plan.settings, whole, shape, plan.allowed)
+    stages: list[Stage] = []
+    for s in range(shape.stages):
+        own, runs = plan.of_stage(s), plan.runs(s)
+        problem = pipeline.problem(runs, s, own.settings.piece_bytes)
+        peaks = peak_bytes(problem.program(own.units))
+        own = replace(own, prediction=replace(own.prediction, peak_bytes=peaks))
+        stages.append(planned(problem, runs, own))
+    return pipelined(pipeline, stages)
+
+
+def planned(problem: Problem, runs: Runs, plan: Plan) -> Stage:
+    """A stage with these units and this plan."""
+    programs = [problem.program(plan.units, updating=one) for one in (False, True)]
+    sizes = [end - first for first, end in runs]
+    seconds = stage_seconds(programs[0], programs[1], sizes)
+    return Stage(runs=runs, held=problem.settings.held, seconds=seconds, plan=plan)
+
+
+def pipelined(pipeline: Pipeline, stages: Sequence[Stage]) -> Pipelined:
+    """Planned stages as a pipeline."""
+    run = simulated(pipeline.shape, [stage.seconds for stage in stages], pipeline.hops)
+    step_s = run.step_seconds
+    if len(stages) == 1:  # where steps may overlap
+        step_s = stages[0].plan.prediction.step_seconds
+    return Pipelined(pipeline=pipeline, stages=tuple(stages), run=run, step_seconds=step_s)
+
+
+def stage_seconds(middle: BoundProgram, last: BoundProgram, sizes: Sequence[int]) -> StageSeconds:
+    """Seconds of a stage's chunks of so many units, from its simulated micro-batches.
+
+    `middle` is the programme of a micro-batch before the last, and `last` of one with the update.
+    """
+
+    def split(program: BoundProgram) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+        timeline = simulate(program)
+        ends = [0.0, *(end for _, end in timeline.compute[: 2 * program.num_units])]
+        forward: list[float] = []
+        backward: list[float] = []
+        unit, slots = 0, 2 * program.num_units
+        for size in sizes:
+            forward.append(ends[unit + size] - ends[unit])
+            backward.append(ends[slots - unit] - ends[slots - unit - size])
+            unit += size
+        return tuple(forward), tuple(backward), max(0.0, timeline.step_seconds - ends[-1])
+
+    forward, backward, rest = split(middle)
+    _, last_backward, update_s = split(last)
+    # What still moves when a micro-batch has been computed, the next one waits for.
+    backward = (backward[0] + rest, *backward[1:])
+    return StageSeconds(
+        forward=forward, backward=backward, last_backward=last_backward, update_s=update_s
+    )
