@@ -28,6 +28,11 @@ from protrain_plan.commands.options import (
     prices_of,
     refuse_batches,
 )
+from protrain_plan.commands.staging import (
+    StageOptions,
+    fits_in_stages,
+    refuse_without_global_batch,
+)
 from protrain_plan.commands.trainer_files import FileOptions, advice_of_fit, filled
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -191,6 +196,7 @@ def fit(
     budgets: BudgetOptions,
     step: StepOptions,
     answers: AnswerOptions,
+    staged: StageOptions,
     allow: AllowOption = None,
     as_json: JsonLinesOption = False,
 ) -> None:
@@ -203,6 +209,7 @@ def fit(
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit llama-3.1-8b --on h200 --compare --price 2.49
     | protrain fit llama-3.1-8b --on h100-sxm --num-devices 8 --global-batch 64
+    | protrain fit llama-3.1-8b --on rtx-4090 --num-devices 4 --global-batch 32 --stages auto
     | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
     | protrain fit llama-3.1-8b --on rtx-4090 --sweep host=64GiB..512GiB
     | protrain fit axolotl.yaml --on rtx-4090
@@ -229,7 +236,13 @@ def fit(
         workload, step = filled(workload, file), filled(step, file)
     machines = [budgets.machine(name.strip()) for name in names]
     budgets.refuse_host_memory(machines)
-    refuse_batches(asked.global_batch, asked.batch_size, step.accumulate)
+    if staged.stages is None:
+        refuse_batches(asked.global_batch, asked.batch_size, step.accumulate)
+    else:
+        refuse_without_global_batch(asked.global_batch, asked.batch_size, step.accumulate)
+        for option in given(answers):
+            if option in ("--compare", "--sweep", "--what-helps"):
+                raise ProtrainError("stages are planned without it", key=option)
     prices = prices_of(answers.price, machines)
     columns = answers.shown(machines, prices)
     # A price is no part of what is estimated.
@@ -253,7 +266,7 @@ def fit(
             lines.append(line)
             for row in line:
                 known(row)
-        for one, changes in () if swept else _answers(cells, prices, answers, tell):
+        for one, changes in () if swept else _answers(cells, prices, answers, staged, tell):
             fits.append(one)
             helps.append(changes)
             helped = helps_json(one, changes) if answers.what_helps else {}
@@ -275,12 +288,16 @@ def fit(
 
 
 def _answers(
-    cells: "Cells", prices: Sequence[float], answers: AnswerOptions, tell: "Progress"
+    cells: "Cells",
+    prices: Sequence[float],
+    answers: AnswerOptions,
+    staged: StageOptions,
+    tell: "Progress",
 ) -> "Iterator[tuple[Fit, Sequence[Tried]]]":
     """Yield the answers, each as soon as it is known, with what helps where that was asked for."""
     from protrain_plan.commands.sweeping import helping
 
-    found = _planned(cells, prices, tell, compare=answers.compare)
+    found = _planned(cells, prices, tell, staged, compare=answers.compare)
     if not (answers.compare or answers.what_helps):
         yield from ((one, ()) for _, one in found)
         return
@@ -297,17 +314,26 @@ def _answers(
 
 
 def _planned(
-    cells: "Cells", prices: Sequence[float], tell: "Progress", *, compare: bool
+    cells: "Cells",
+    prices: Sequence[float],
+    tell: "Progress",
+    staged: StageOptions,
+    *,
+    compare: bool,
 ) -> "Iterator[tuple[Question, Fit]]":
     """Yield all questions with their answers; these know the prices."""
     from protrain_plan.commands.answering import Fitting
 
     in_order = [prices[place] for _ in cells.requests for place, _ in cells.groups]
     fitted = Fitting(kept=cells.kept, compare=compare)
-    with closing(cells.answers(fitted, tell, fitted.known)) as found:
+    if staged.stages is None:
+        answers = cells.answers(fitted, tell, fitted.known)
+    else:
+        answers = fits_in_stages(cells, staged.numbers(), tell)
+    with closing(answers) as found:
         for (question, one), price in zip(found, in_order, strict=True):
             hardware = replace(one.profile.hardware, price_per_hour=price)
-            priced = replace(question, profile=replace(one.profile, hardware=hardware))
+            priced = replace(one.question, profile=replace(one.profile, hardware=hardware))
             yield question, replace(one, question=priced)
 
 

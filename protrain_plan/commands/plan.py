@@ -21,11 +21,11 @@ from protrain_plan.commands.options import (
     NoCacheOption,
     PointsOption,
     choice,
-    integers,
     leaves_named,
     refuse_batches,
     size,
 )
+from protrain_plan.commands.staging import StageOptions, plan_in_stages
 from protrain_plan.commands.trainer_files import FileOptions, advice_of_answer, filled
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -230,25 +230,6 @@ class SearchOptions:
 
 
 @option_record
-class StageOptions:
-    """Stages of a pipeline."""
-
-    stages: Annotated[
-        str | None,
-        typer.Option(
-            help="Stages of a pipeline, or auto: how many are the fastest for --global-batch, where"
-            " to cut, and whether they are worth it."
-        ),
-    ] = None
-
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers to choose from; none: all."""
-        if self.stages in (None, "auto"):
-            return ()
-        return tuple(integers("--stages", self.stages or ""))
-
-
-@option_record
 class ModelOptions:
     """A model that is planned by its name: its profile is estimated for a machine."""
 
@@ -357,8 +338,6 @@ def plan(
         destination(beside, inputs=read[:-1])
     objective, settings = wanted.objective(), step.settings()
     if staged.stages is not None:
-        from protrain_plan.commands.staging import plan_in_stages
-
         others = (*given(fixed), *given(wanted), *given(search))
         for unused in (option for option in others if option != "--explain"):
             raise ProtrainError(

@@ -1,6 +1,8 @@
 """`protrain hardware search`: the cheapest machine for a speed, the fastest for a price."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,11 +22,22 @@ from protrain_plan.commands.options import (
     TightOption,
     integers,
 )
+from protrain_plan.commands.staging import (
+    StageOptions,
+    Staging,
+    estimate_of,
+    estimated_by_size,
+    refuse_without_global_batch,
+    staged,
+)
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
+    from protrain_plan.commands.measuring import ProfileRequest, Progress
     from protrain_plan.hardware.offers import MachineOffer
     from protrain_plan.planning.questions.shopping import Tried, Variation
+    from protrain_plan.profiling.estimate_cache import EstimateCache
+    from protrain_runtime.contract.records.hardware import Hardware
     from protrain_runtime.contract.records.plan import StepSettings
     from protrain_runtime.contract.records.profile import Profile
 
@@ -75,10 +88,18 @@ def search(
     workload: WorkloadOptions,
     step: StepOptions,
     wanted: WantedOptions,
+    stages: StageOptions,
     seq_len: Annotated[str, typer.Option(help="Tokens per sequence.")] = "2048",
     batch_size: Annotated[
-        str, typer.Option(help="Sequences of each device's batch; of several, any may be best.")
-    ] = "1",
+        str | None,
+        typer.Option(
+            help="Sequences of each device's batch; of several, any may be best. Default: 1.",
+            show_default=False,
+        ),
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per update, with --stages.")
+    ] = None,
     tight: TightOption = False,
     no_cache: NoCacheOption = False,
     as_json: JsonLinesOption = False,
@@ -92,7 +113,13 @@ def search(
 
     Examples: protrain hardware search llama-3.1-8b --speed 5000 --among prices.yaml
     | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4
+    | protrain hardware search llama-3.1-8b --speed 20000 --stages auto --global-batch 128
     """
+    many = None
+    if stages.stages is not None:
+        many = refuse_without_global_batch(global_batch, batch_size, step.accumulate)
+    elif global_batch is not None:
+        raise ProtrainError("it is for stages", key="--global-batch", fix="--stages auto")
     within, settings = wanted.offers(), step.settings()
     budgets = BudgetOptions(tight=tight)
     from protrain_plan.commands.answering import GAP
@@ -103,19 +130,28 @@ def search(
     from protrain_plan.profiling.estimate_cache import EstimateCache
 
     requests = workload.requests(
-        model, integers("--seq-len", seq_len), integers("--batch-size", batch_size)
+        model, integers("--seq-len", seq_len), integers("--batch-size", batch_size or "1")
     )
     listed = list(dict.fromkeys(replace(one.listed, price_per_hour=0.0) for one in within))
+    cache = EstimateCache(off=no_cache)
     with progress(quiet=as_json) as report:
         report("estimating", 0.0)
-        estimates = estimated(requests, listed, report, EstimateCache(off=no_cache))
-        offers = [
-            _variation(
-                one, row[listed.index(replace(one.listed, price_per_hour=0.0))], settings, budgets
-            )
-            for row in estimates
-            for one in within
-        ]
+        if many is not None:
+            numbers = stages.numbers()
+            offers = [
+                variation
+                for one in requests
+                for variation in _staged(
+                    one, within, listed, settings, budgets, many, numbers, cache, report
+                )
+            ]
+        else:
+            estimates = estimated(requests, listed, report, cache)
+            offers = [
+                _variation(one, row[_place(one, listed)], settings, budgets)
+                for row in estimates
+                for one in within
+            ]
         seen: list[Variation] = []
 
         def told(offer: "Variation") -> None:
@@ -137,6 +173,46 @@ def search(
         print_rendered(search_text(data, best))
     if found.best is None:
         raise typer.Exit(3)
+
+
+def _place(offer: "MachineOffer", listed: "Sequence[Hardware]") -> int:
+    """The number of the offer's machine; a price is no part of what is estimated."""
+    return listed.index(replace(offer.listed, price_per_hour=0.0))
+
+
+def _staged(
+    request: "ProfileRequest",
+    within: "Sequence[MachineOffer]",
+    listed: "Sequence[Hardware]",
+    settings: "StepSettings",
+    budgets: BudgetOptions,
+    global_batch: int,
+    numbers: tuple[int, ...],
+    cache: "EstimateCache",
+    report: "Progress",
+) -> "Iterator[Variation]":
+    """Yield the questions about stages on the machines of the list."""
+    from protrain_plan.planning.questions.kept_answers import AnswerCache
+    from protrain_plan.planning.questions.shopping import Variation
+
+    by_size = estimated_by_size(request, listed, global_batch, cache, report)
+    staging = Staging(kept=AnswerCache(off=cache.is_off or request.question() is None))
+    for one in within:
+        place, machine = _place(one, listed), replace(one.machine, price_per_hour=0.0)
+
+        def estimate(size: int, place: int = place, machine: "Hardware" = machine) -> "Profile":
+            return replace(estimate_of(request, listed[place], cache, size), hardware=machine)
+
+        profiles = {size: replace(row[place], hardware=machine) for size, row in by_size.items()}
+        own = replace(settings, group=one.group)
+        asked = staged(profiles, budgets, own, global_batch, numbers, (), estimate)
+        yield Variation(
+            name=one.name,
+            price_per_hour=one.price_per_hour,
+            question=asked.base,
+            answer=partial(staging.answer, asked),
+            others=asked.others,
+        )
 
 
 def _variation(

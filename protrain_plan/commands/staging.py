@@ -1,26 +1,217 @@
 """`--stages`: in how many pipeline stages a model is trained best, from its profile or its name."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from protrain_plan.commands.options import SEQ_LEN, leaves_named, refuse_batches
+from protrain_plan.commands.option_records import option_record
+from protrain_plan.commands.options import SEQ_LEN, integers, leaves_named, refuse_batches
+from protrain_plan.planning.questions.answers import Fit, Question
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
+    from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import ProfileRequest
     from protrain_plan.commands.option_records import BudgetOptions, WorkloadOptions
     from protrain_plan.commands.plan import GroupOptions, ModelOptions
+    from protrain_plan.planning.questions.kept_answers import AnswerCache
+    from protrain_plan.planning.search.improving import Effort
+    from protrain_plan.planning.stages.answer import Progress, StagesAnswer, StagesQuestion
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records.hardware import Hardware
     from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
     from protrain_runtime.contract.records.profile import Profile
 
-LARGEST = 8
-"""Sequences of a micro-batch, at most, where a model is estimated: pipelines want small ones."""
+SIZES = (1, 2, 4, 8)
+"""Sequences of a micro-batch where a model is estimated: pipelines want small ones."""
+
+
+@option_record
+class StageOptions:
+    """Stages of a pipeline."""
+
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            help="Stages of a pipeline, or auto: how many are the fastest for --global-batch, where"
+            " to cut, and whether they are worth it."
+        ),
+    ] = None
+
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers to choose from; none: all."""
+        if self.stages in (None, "auto"):
+            return ()
+        return tuple(integers("--stages", self.stages or ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A question about stages; `estimate` makes the profile of a batch that has none of its own.
+
+    Profiles of the smallest and of the largest batch are estimates, those between are not.
+    """
+
+    question: "StagesQuestion"
+    estimate: "Callable[[int], Profile] | None" = None
+
+    def answer(self, effort: "Effort", progress: "Progress | None" = None) -> "StagesAnswer":
+        """The answer, which rests on no interpolation."""
+        from protrain_plan.planning.stages.answer import plan_stages, planned_again
+
+        answer, sizes = plan_stages(self.question, effort=effort, progress=progress), set(SIZES)
+        sizes -= {min(self.question.profiles), max(self.question.profiles)}
+        while self.estimate and (best := answer.best) and best.shape.batch in sizes:
+            answer = planned_again(answer, self.estimate(best.shape.batch), effort)
+            sizes.remove(best.shape.batch)
+        return answer
+
+    @property
+    def base(self) -> Question:
+        """The question about one stage, with the smallest micro-batches."""
+        asked = self.question
+        size, profile = min(asked.profiles.items())
+        many = max(1, asked.global_batch // (size * asked.settings.group.num_devices))
+        settings = replace(asked.settings, micro_batches=many)
+        return Question(
+            profile=profile, budgets=asked.budgets, settings=settings, allow=asked.allow
+        )
+
+    @property
+    def others(self) -> tuple[Question, ...]:
+        """The questions about one stage, with larger micro-batches."""
+        return tuple(
+            replace(self, question=replace(self.question, profiles={size: profile})).base
+            for size, profile in sorted(self.question.profiles.items())[1:]
+        )
+
+    def about(self, found: Fit) -> Question:
+        """The question that an answer is for: with its micro-batches, on the devices of a stage."""
+        if found.solved is None:
+            return self.base
+        plan, profiles = found.solved.plan, self.question.profiles
+        size = plan.workload.batch_size
+        between = self.estimate if min(profiles) < size < max(profiles) else None
+        profile = between(size) if between else profiles[size]
+        return replace(self.base, profile=profile, settings=plan.settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """Answers of `fit --stages`, from this process or from another one."""
+
+    kept: "AnswerCache"
+
+    def known(self, asked: Staged) -> Fit | None:
+        """Return the answer of before; None where there is none."""
+        found = self.kept.fit(asked.base, "stages", asked.question)
+        return found and replace(found, question=asked.about(found))
+
+    def answer(self, asked: Staged) -> Fit:
+        """Return the answer of before, or of now."""
+        return self.known(asked) or self(asked)
+
+    def __call__(self, asked: Staged) -> Fit:
+        from protrain_plan.planning.outcome import STAGES, Solved
+        from protrain_plan.planning.questions.objectives import fit, plain_bytes
+        from protrain_plan.planning.search.improving import Effort
+
+        answer, base = asked.answer(Effort()), asked.base
+        if (best := answer.best) is None:
+            found = fit(base, effort=Effort())
+        else:
+            plan, gap = best.plan(answer.lower_bound_seconds), answer.gap or 0.0
+            solved = Solved(
+                plan=plan,
+                status="feasible",
+                gap=gap,
+                stall_seconds=max(best.run.idle) * best.step_seconds,
+                solve_seconds=0.0,
+                solver=STAGES,
+            )
+            words = f"{best.shape}; {answer.worth} (gap {gap:.1%})"
+            needed = plain_bytes(base.problem())
+            found = Fit(
+                question=base, solved=solved, infeasible=None, binds=words, plain_bytes=needed
+            )
+        self.kept.keep(found, base, "stages", asked.question)
+        return replace(found, question=asked.about(found))
+
+
+def fits_in_stages(
+    cells: "Cells", numbers: tuple[int, ...], progress: "Callable[[str, float], None]"
+) -> "Generator[tuple[Question, Fit], None, None]":
+    """Yield the answers of all cells, each with the best of these numbers of stages; none: all."""
+    from protrain_plan.commands.cells import answered
+
+    assert cells.global_batch is not None
+    asked: list[Staged] = []
+    for request in cells.requests:
+        profiles = estimated_by_size(
+            request, cells.machines, cells.global_batch, cells.cache, progress
+        )
+        for place, group in cells.groups:
+            asked.append(
+                staged(
+                    {size: every[place] for size, every in profiles.items()},
+                    cells.budgets,
+                    replace(cells.settings, group=group),
+                    cells.global_batch,
+                    numbers,
+                    cells.requests[0].allow,
+                    partial(estimate_of, request, cells.machines[place], cells.cache),
+                )
+            )
+    staging = Staging(kept=cells.kept)
+    found = answered(asked, staging, progress, _words, staging.known, jobs=cells.jobs)
+    for one, fit in zip(asked, found, strict=True):
+        yield one.base, fit
+
+
+def _words(asked: Staged) -> str:
+    base = asked.base
+    return f"{base.group} of {base.profile.hardware.name}: planned"
+
+
+def refuse_without_global_batch(
+    global_batch: int | None, batch_size: str | int | None, micro_batches: int
+) -> int:
+    """The global batch; ProtrainError without one, or with another batch beside it."""
+    if global_batch is None:
+        raise ProtrainError(
+            "a pipeline divides the sequences of an update into micro-batches",
+            key="--stages",
+            fix="say how many there are: --global-batch 128",
+        )
+    refuse_batches(global_batch, batch_size, micro_batches)
+    return global_batch
+
+
+def staged(
+    profiles: "Mapping[int, Profile]",
+    budgets: "BudgetOptions",
+    settings: "StepSettings",
+    global_batch: int,
+    numbers: tuple[int, ...],
+    allow: tuple[str, ...],
+    estimate: "Callable[[int], Profile] | None",
+) -> Staged:
+    """The question about stages on the devices of `settings`, each with budgets of its own."""
+    from protrain_plan.planning.stages.answer import StagesQuestion
+
+    question = StagesQuestion(
+        profiles=profiles,
+        budgets=budgets.of(next(iter(profiles.values())), settings.group),
+        settings=replace(settings, micro_batches=1),
+        global_batch=global_batch,
+        stages=numbers,
+        allow=allow,
+    )
+    return Staged(question=question, estimate=estimate)
 
 
 def plan_in_stages(
@@ -42,48 +233,41 @@ def plan_in_stages(
     """Answer `plan --stages`, and write the plan; an estimated profile goes `beside` it."""
     from protrain_plan.commands.output import interruptible, progress, show
     from protrain_plan.planning.search.improving import Effort
-    from protrain_plan.planning.stages.answer import StagesQuestion, plan_stages
     from protrain_plan.planning.stages.assumed import assumptions
     from protrain_plan.presentation.plans import search_text
     from protrain_plan.presentation.staging import stages_json, stages_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records import read_profile, write_plan, write_profile
 
-    if model.global_batch is None:
-        raise ProtrainError(
-            "a pipeline divides the sequences of an update into micro-batches",
-            key="--stages",
-            fix="say how many there are: --global-batch 128",
-        )
-    refuse_batches(model.global_batch, None, base.micro_batches)
+    global_batch = refuse_without_global_batch(model.global_batch, None, base.micro_batches)
+    estimate = None
     with interruptible() as interrupted, progress(quiet=as_json) as report:
         if model.on is None:
             record = read_profile(Path(named))
             profiles: Mapping[int, Profile] = {record.workload.batch_size: record}
         else:
-            sizes = [model.batch_size] if model.batch_size else _sizes(model.global_batch)
-            profiles = estimated_by_size(
-                workload.requests(named, [model.seq_len or SEQ_LEN], [1], allow=allow)[0],
-                budgets.machine(model.on),
-                sizes,
-                EstimateCache(off=model.no_cache),
-                report,
-            )
+            machine, cache = budgets.machine(model.on), EstimateCache(off=model.no_cache)
+            [request] = workload.requests(named, [model.seq_len or SEQ_LEN], [1], allow=allow)
+            estimate = partial(estimate_of, request, machine, cache)
+            if model.batch_size:
+                profiles = {model.batch_size: estimate(model.batch_size)}
+            else:
+                by_size = estimated_by_size(request, [machine], global_batch, cache, report)
+                profiles = {size: every[0] for size, every in by_size.items()}
             record = next(iter(profiles.values()))
         group = devices.on(record.hardware)
-        question = StagesQuestion(
-            profiles=profiles,
-            budgets=budgets.of(record, group),
-            settings=replace(settings(base, group), micro_batches=1),
-            global_batch=model.global_batch,
-            stages=numbers,
-            allow=leaves_named(allow),
+        asked = staged(
+            profiles,
+            budgets,
+            settings(base, group),
+            global_batch,
+            numbers,
+            leaves_named(allow),
+            estimate,
         )
         effort = Effort(stopped=interrupted.is_set)
-        answer = plan_stages(
-            question, effort=effort, progress=lambda *found: report(search_text(*found), 0.5)
-        )
-        assumed = assumptions(question, effort) if explain else ()
+        answer = asked.answer(effort, lambda *found: report(search_text(*found), 0.5))
+        assumed = assumptions(asked.question, effort) if explain else ()
     written: list[Path] = []
     if answer.best is not None and (plan := answer.plan) is not None:
         if beside is not None:
@@ -95,28 +279,35 @@ def plan_in_stages(
         raise typer.Exit(3)
 
 
-def _sizes(global_batch: int) -> list[int]:
-    """Sequences of a micro-batch to try: powers of two, and no more than there are."""
-    sizes = [1]
-    while sizes[-1] < min(LARGEST, global_batch):
-        sizes.append(2 * sizes[-1])
-    return sizes
+def estimate_of(
+    request: "ProfileRequest", machine: "Hardware", cache: "EstimateCache", size: int
+) -> "Profile":
+    """The profile of a batch of this size."""
+    from protrain_plan.commands.measuring import estimated
+
+    return estimated([request.sized(size)], [machine], lambda *_: None, cache, jobs=1)[0][0]
 
 
 def estimated_by_size(
     request: "ProfileRequest",
-    machine: "Hardware",
-    sizes: Sequence[int],
+    machines: "Sequence[Hardware]",
+    global_batch: int,
     cache: "EstimateCache",
     progress: "Callable[[str, float], None]",
-) -> "dict[int, Profile]":
-    """Profiles of each batch size: of the first and the last estimates, of others between them."""
+) -> "dict[int, list[Profile]]":
+    """Profiles of batches of `SIZES`, on every machine: estimates of the first and the last one.
+
+    Those of others lie between.
+    """
     from protrain_plan.commands.measuring import estimated
     from protrain_plan.planning.questions.growth import between
 
+    sizes = [size for size in SIZES if size <= global_batch]
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
-    requests = [request.sized(size) for size in ends]
-    made = [one[0] for one in estimated(requests, [machine], progress, cache, jobs=None)]
+    made = estimated([request.sized(size) for size in ends], machines, progress, cache, jobs=None)
     known = dict(zip(ends, made, strict=True))
-    low, high = made[0], made[-1]
-    return {size: known.get(size) or between(low, high, size) for size in sizes}
+    return {
+        size: known.get(size)
+        or [between(low, high, size) for low, high in zip(made[0], made[-1], strict=True)]
+        for size in sizes
+    }

@@ -9,6 +9,9 @@ from protrain_runtime.contract.units import format_bytes
 
 Status = Literal["optimal", "feasible"]
 
+STAGES = "stages"
+"""The solver of plans that were chosen among numbers of stages."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:

@@ -183,7 +183,7 @@ def offer_json(one: "Tried") -> dict[str, Any]:
     question = one.variation.question
     return {
         "name": one.variation.name,
-        **_where(question),
+        **_where(one.reached or question),
         **asdict(question.group),
         "price_per_hour": one.variation.price_per_hour,
         "most_tokens_per_second": one.most_tokens_per_s,

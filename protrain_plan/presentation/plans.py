@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
+from protrain_plan.planning.outcome import STAGES
 from protrain_plan.planning.questions.allowance import (
     EXPANDABLE_MEDIAN,
     HEADROOM,
@@ -71,7 +72,8 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
     return {
         "status": solved.status,
         "gap": solved.gap,
-        **devices_json(solved.plan.group),
+        **devices_json(solved.plan.whole),
+        **pipeline_json(solved.plan),
         "exactness": solved.plan.exactness,
         "allowed": list(solved.plan.allowed),
         "lower_bound_seconds": prediction.lower_bound_seconds,
@@ -125,6 +127,11 @@ def other_results(plan: Plan) -> list[str]:
 def devices_json(group: DeviceGroup) -> dict[str, int]:
     """Return the devices, where there is more than one."""
     return asdict(group) if group.num_devices > 1 else {}
+
+
+def pipeline_json(plan: Plan) -> dict[str, Any]:
+    """Return the stages, where there are several."""
+    return {"pipeline": asdict(plan.pipeline)} if plan.pipeline else {}
 
 
 def tiers_json(peak: TierBytes) -> dict[str, int]:
@@ -210,7 +217,7 @@ def spared_disk(solved: "Solved") -> list[str]:
         longer = without / plan.prediction.step_seconds - 1
         return [f"without the disk the fastest step found takes {longer:.1%} longer"]
     moves = any(unit.activations != Keep() or unit.states != Persistent() for unit in plan.units)
-    if not (moves and spares_disk(plan)):
+    if not (moves and spares_disk(plan)) or solved.solver == STAGES:
         return []
     return [
         f"spares the disk: no step was found that it makes {100 * gain:.3g}% faster; --disk-gain 0"
@@ -539,12 +546,15 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
             spared |= {f"{cell[2:]}: {told}": None for told in spared_disk(fit.solved)}
         words, style = _VERDICTS[fit.verdict]
         replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
-        devices = [f"{group.num_devices}{replicas}"] if several else []
+        pipeline = fit.solved.plan.pipeline if fit.solved else None
+        arranged = f" in {len(pipeline.stages)} stages" if pipeline else ""
+        arranged += replicas
+        devices = [f"{group.num_devices}{arranged}"] if several else []
         if fit.is_tight:
             words, style = f"{words}, tight", "yellow"
         head = (fit.profile.hardware.name, *devices, batch_text(fit))
         way = Text(words, style=style)
-        heading = cell[2:] + replicas
+        heading = cell[2:] + arranged
         table.add_cell(head, heading, way, cells)
         bill.add_cell(head, heading, way, spending_cells(fit.spending(fit.step_seconds), columns))
         for other in fit.alternatives:

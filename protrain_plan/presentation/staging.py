@@ -93,7 +93,7 @@ def stages_text(
             f"{best.shape}: {format_seconds(best.step_seconds)} a step,"
             f" {tokens / best.step_seconds:,.0f} tokens/s"
         ),
-        Text(_worth(answer)),
+        Text(answer.worth),
     ]
     if best.shape.stages > 1:
         parts.append(_table(best))
@@ -107,21 +107,6 @@ def stages_text(
     parts += [Text(_assumed(one)) for one in assumed]
     parts += [wrote(path) for path in paths]
     return Group(*parts)
-
-
-def _worth(answer: "StagesAnswer") -> str:
-    single, several = answer.single, answer.several
-    if single is None:
-        return "one stage does not fit"
-    alone = f"one stage takes {format_seconds(single.step_seconds)} ({single.shape})"
-    if answer.best is single:
-        least = min((s for p, s in answer.bounds.items() if p > 1), default=0.0)
-        if not isfinite(least) or not least:
-            return "one stage is best: several do not fit"
-        most = max(0.0, single.step_seconds / least - 1)
-        return f"one stage is best: no pipeline that was looked for is over {most:.1%} faster"
-    assert several, "it is the best one"
-    return f"{answer.speedup:.2f} times as fast as one stage: {alone}"
 
 
 def _assumed(one: "Assumed") -> str:

@@ -38,9 +38,11 @@ class Wear:
 def wear(plan: Plan, profile: Profile) -> Wear | None:
     """The plan's writes; None where it writes nothing, such as frozen weights that are read.
 
+    Those of pipelines are not counted.
+
     Of steps of which a part is clipped, the mean.
     """
-    if not plan.prediction.peak_bytes.disk:
+    if not plan.prediction.peak_bytes.disk or plan.pipeline is not None:
         return None
     own = profile_for(profile, plan)
     implied = Implications(own, plan.settings)

@@ -3,12 +3,20 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from protrain_plan.checking.plan_on_machine import Predicted, predicted
-from protrain_runtime.contract.records import read_plan, read_profile, write_profile
+from protrain_runtime.contract.records import (
+    read_plan,
+    read_profile,
+    write_hardware,
+    write_profile,
+)
 from protrain_runtime.contract.records.hardware import Collectives, Interconnect
 from tests.support.forked import protrain
-from tests.support.planning_cases import MB, decoder, gpu
+from tests.support.planning_cases import MB, RATES, decoder, gpu
 
 
 def written(folder: Path, *, near: float, far: float, tied: bool = False) -> str:
@@ -93,3 +101,77 @@ def test_refusals(tmp_path: Path) -> None:
     code, text = asked(profile, "--stages", "auto", "--global-batch", "4", "--pareto", *out)
     assert code == 2
     assert "--pareto: stages are planned without it" in text
+
+
+def machine_file(folder: Path) -> str:
+    """A machine of nodes with one small card each, over a slow network."""
+    speeds = Collectives(gather_bytes_per_s=1e8, reduce_bytes_per_s=1e8, latency_s=1e-5)
+    joined = Interconnect(
+        devices_per_node=1, intra_node=speeds, inter_node=speeds, below="of each device"
+    )
+    machine = replace(gpu(), interconnect=joined, rates=RATES, name="boxes", price_per_hour=0.5)
+    path = folder / "boxes.yaml"
+    write_hardware(machine, path)
+    return str(path)
+
+
+def told(*arguments: str, folder: Path) -> list[dict[str, Any]]:
+    """The objects that a command prints."""
+    found = protrain(*arguments, "--json", folder=folder)
+    assert found.returncode == 0, found.stderr
+    if arguments[0] == "plan":
+        return [json.loads(found.stdout)]
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+STAGED = ("--seq-len", "128", "--stages", "auto", "--global-batch", "2")
+
+
+def test_fit_finds_stages(tmp_path: Path) -> None:
+    asked = ("--on", machine_file(tmp_path), "--num-devices", "2", *STAGED)
+    [cell] = told("fit", "tiny-llama", *asked, folder=tmp_path)
+    assert len(cell["pipeline"]["stages"]) == cell["num_devices"] == 2
+    assert cell["tokens_per_second"] == pytest.approx(2 * 128 / cell["step_seconds"])
+    assert "times as fast as one stage" in cell["binds"]
+
+
+@pytest.mark.slow
+def test_plan_and_search_give_the_answer_of_fit(tmp_path: Path) -> None:
+    on = machine_file(tmp_path)
+    asked = ("--on", on, "--num-devices", "2", *STAGED)
+    [cell] = told("fit", "tiny-llama", *asked, folder=tmp_path)
+    out = tmp_path / "plan"
+    [answer] = told("plan", "tiny-llama", *asked, "-o", str(out), folder=tmp_path)
+    assert cell["step_seconds"] == answer["step_seconds"]
+    assert read_plan(out / "plan.yaml").whole.num_devices == 2
+    among = tmp_path / "among.yaml"
+    among.write_text(f"{on}: {{price_per_hour: 0.5, num_devices: [2]}}\n")
+    search = ("hardware", "search", "tiny-llama", "--among", str(among), "--speed", "1", *STAGED)
+    *_, best = told(*search, folder=tmp_path)
+    assert best["best"]["tokens_per_second"] == cell["tokens_per_second"]
+    assert best["best"]["most_tokens_per_second"] == pytest.approx(
+        answer["tokens_per_step"] / answer["lower_bound_seconds"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("fit", "--stages", "auto"), "say how many there are: --global-batch 128"),
+        (
+            ("fit", "--stages", "auto", "--global-batch", "4", "--compare"),
+            "--compare: stages are planned without it",
+        ),
+        (
+            ("fit", "--stages", "auto", "--global-batch", "4", "--batch-size", "2"),
+            "--batch-size: --global-batch finds it",
+        ),
+        (("hardware search", "--global-batch", "4", "--speed", "1"), "it is for stages"),
+    ],
+)
+def test_refusals_of_fit_and_search(tmp_path: Path, command: tuple[str, ...], words: str) -> None:
+    first, *options = command
+    on = ("--on", machine_file(tmp_path)) if first == "fit" else ()
+    found = protrain(*first.split(), "tiny-llama", *on, *options, folder=tmp_path)
+    assert found.returncode == 2
+    assert words in " ".join(found.stderr.split())

@@ -165,8 +165,7 @@ def profiled(machine: Hardware, *, dtype: DType = "bfloat16", flops: float = 20e
 
 def test_two_devices_with_micro_batches_pay_for_each_other() -> None:
     machine = replace(gpu(), rates=RATES, price_per_hour=2.5, power_w=400.0)
-    group = DeviceGroup(num_devices=2)
-    found = spending(profiled(machine), group, micro_batches=3, step_seconds=1.5)
+    found = spending(profiled(machine), num_devices=2, num_tokens=2 * 3 * 2000, step_seconds=1.5)
     hours = TOKENS / (2 * 3 * 2000 / 1.5) / 3600
     assert found.mfu == pytest.approx(3 * 20e12 / (1.5 * 100e12))
     assert found.hours == pytest.approx(hours)
@@ -176,13 +175,15 @@ def test_two_devices_with_micro_batches_pay_for_each_other() -> None:
 
 def test_the_peak_is_that_of_the_workload_s_dtype() -> None:
     machine = replace(gpu(), rates=RATES)
-    found = spending(profiled(machine, dtype="float32"), ALONE, micro_batches=1, step_seconds=4.0)
+    found = spending(
+        profiled(machine, dtype="float32"), num_devices=1, num_tokens=2000, step_seconds=4.0
+    )
     assert found.mfu == pytest.approx(0.5)
 
 
 def test_what_is_not_known_is_not_said() -> None:
     profile = profiled(replace(gpu(), rates=None, price_per_hour=0.0, power_w=0.0))
-    found = spending(profile, ALONE, micro_batches=1, step_seconds=1.0)
+    found = spending(profile, num_devices=1, num_tokens=2000, step_seconds=1.0)
     assert found == Spending(mfu=None, hours=TOKENS / 2000 / 3600, cost=None, energy_kwh=None)
     counted = profiled(replace(gpu(), rates=RATES), flops=0.0)
-    assert spending(counted, ALONE, micro_batches=1, step_seconds=1.0).mfu is None
+    assert spending(counted, num_devices=1, num_tokens=2000, step_seconds=1.0).mfu is None

@@ -195,8 +195,8 @@ class Fit:
 
     @property
     def group(self) -> DeviceGroup:
-        """The devices, with the plan's number of replicas."""
-        return self.solved.plan.group if self.solved else self.question.group
+        """All devices, with the plan's number of replicas."""
+        return self.solved.plan.whole if self.solved else self.question.group
 
     @property
     def micro_batches(self) -> int:
@@ -257,5 +257,8 @@ class Fit:
         if step_seconds is None:
             return None
         return spending(
-            self.profile, self.group, micro_batches=self.micro_batches, step_seconds=step_seconds
+            self.profile,
+            num_devices=self.group.num_devices,
+            num_tokens=self.tokens_per_step,
+            step_seconds=step_seconds,
         )

@@ -270,16 +270,20 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
             hints = [one.units for one in faster]
             answer = ask(question, Objective(), effort=effort, hints=hints)
     problem = problem_of(answer.solved, problems) if answer.solved else problems[0]
-    besides = problem.profile.hardware.device.besides_bytes
-    buckets = bucket_bytes(problem.profile) if problem.settings.group.num_devices > 1 else 0
-    plain = tuple((0, 0) for _ in problem.options)
     found = answer.solved or answer.infeasible
     assert found is not None
     return fit_of(
         question,
         problems,
         found,
-        plain_bytes=max(problem.static_bytes(plain)) + besides + buckets,
+        plain_bytes=plain_bytes(problem),
         plain_seconds=answer.kept_seconds,
         alternatives=others,
     )
+
+
+def plain_bytes(problem: Problem) -> int:
+    """Device bytes of plain PyTorch, with what is besides tensors, and DDP's buckets."""
+    besides = problem.profile.hardware.device.besides_bytes
+    buckets = bucket_bytes(problem.profile) if problem.settings.group.num_devices > 1 else 0
+    return max(problem.static_bytes(tuple((0, 0) for _ in problem.options))) + besides + buckets

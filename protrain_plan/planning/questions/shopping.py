@@ -65,12 +65,23 @@ PLAN = "its plan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variation:
-    """A question that is asked otherwise: `words` say how, with the price of all devices."""
+    """A question that is asked otherwise: `words` say how, with the price of all devices.
+
+    With an `answer`, it is about as many tokens in other batches, too: those of `others`.
+    """
 
     name: str
     question: Question
     words: str = ""
     price_per_hour: float = 0.0
+    answer: Callable[[], Fit] | None = None
+    others: tuple[Question, ...] = ()
+
+    @property
+    def first_bound(self) -> float:
+        """Tokens per second that no plan exceeds: units are computed."""
+        asked = (self.question, *self.others)
+        return max(q.tokens / min(p.compute_seconds for p in q.problems()) for q in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +283,8 @@ def tried(
     question = variation.question
     if first < tokens_per_s:
         return Tried(variation=variation, most_tokens_per_s=first, bound=COMPUTE)
+    if variation.answer is not None:
+        return _planned(variation, variation.answer())
     if tokens_per_s or known is None:
         seconds = least_seconds(question)
         if seconds is None:
@@ -313,11 +326,7 @@ def search(
     same, the first by its bound of computing. The cheapest is planned to the end: its plan is as
     fast as the planner finds. Each is `told` before it is looked at, and `done` after that.
     """
-    # No plan is faster than its units are computed.
-    firsts = {
-        id(one): one.question.tokens / min(p.compute_seconds for p in one.question.problems())
-        for one in offers
-    }
+    firsts = {id(one): one.first_bound for one in offers}
 
     def order(one: Variation) -> tuple[float, float]:
         price, bound = one.price_per_hour, -firsts[id(one)]
@@ -337,8 +346,10 @@ def search(
         effort = replace(effort, enough_s=seconds) if speed else replace(effort, below_s=seconds)
         found = tried(offer, needed, effort, first=first)
         if speed and found.tokens_per_s >= speed:
-            again = reach(offer.question, effort=Effort(gap_target=gap), known=found.reached)
-            best, unseen = _planned(offer, again), tuple(ordered[number + 1 :])
+            best, unseen = found, tuple(ordered[number + 1 :])
+            if offer.answer is None:
+                effort = Effort(gap_target=gap)
+                best = _planned(offer, reach(offer.question, effort=effort, known=found.reached))
             done(best)
             return Found(best=best, looked_at=(*looked_at, best), unseen=unseen)
         looked_at.append(found)

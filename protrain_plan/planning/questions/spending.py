@@ -44,20 +44,21 @@ def tokens_in_step(workload: Workload, group: DeviceGroup, micro_batches: int) -
 
 
 def spending(
-    profile: Profile, group: DeviceGroup, *, micro_batches: int, step_seconds: float
+    profile: Profile, *, num_devices: int, num_tokens: int, step_seconds: float
 ) -> Spending:
-    """Return the bill for steps of so many seconds, in which each device has its batches."""
-    workload, machine, devices = profile.workload, profile.hardware, group.num_devices
-    tokens_per_s = tokens_in_step(workload, group, micro_batches) / step_seconds
+    """Return the bill for steps of so many seconds and tokens, on all devices together."""
+    workload, machine = profile.workload, profile.hardware
+    tokens_per_s = num_tokens / step_seconds
     mfu, rates = None, machine.rates
     if rates is not None and profile.model_flops:
         peak = rates.flops_per_s(half=workload.dtype != "float32")
-        mfu = profile.model_flops * micro_batches / (step_seconds * peak)
+        batches = num_tokens / (workload.batch_size * workload.seq_len)
+        mfu = profile.model_flops * batches / (num_devices * step_seconds * peak)
     hours = TOKENS / tokens_per_s / 3600
     cost = energy = None
     if machine.price_per_hour:
-        price = devices * machine.price_per_hour
+        price = num_devices * machine.price_per_hour
         cost = cost_of(TOKENS, tokens_per_s=tokens_per_s, price_per_hour=price)
     if machine.power_w:
-        energy = devices * machine.power_w / 1000 * hours
+        energy = num_devices * machine.power_w / 1000 * hours
     return Spending(mfu=mfu, hours=hours, cost=cost, energy_kwh=energy)

@@ -11,7 +11,7 @@ One stage is a shape like others, and always planned: what stages are worth is t
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isfinite
 
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import solve_problem
@@ -24,6 +24,7 @@ from protrain_plan.planning.stages.shapes import Shape, shapes
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Budgets, Plan, StepSettings
 from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.units import format_seconds
 
 GAP = 0.02
 """A step this close to the bound is good enough to end the search among shapes."""
@@ -105,6 +106,22 @@ class StagesAnswer:
         if not self.single or not self.several:
             return None
         return self.single.step_seconds / self.several.step_seconds
+
+    @property
+    def worth(self) -> str:
+        """The worth of several stages, in words."""
+        single, several = self.single, self.several
+        if single is None:
+            return "one stage does not fit"
+        alone = f"one stage takes {format_seconds(single.step_seconds)} ({single.shape})"
+        if self.best is single:
+            least = min((s for p, s in self.bounds.items() if p > 1), default=0.0)
+            if not isfinite(least) or not least:
+                return "one stage is best: several do not fit"
+            most = max(0.0, single.step_seconds / least - 1)
+            return f"one stage is best: no pipeline that was looked for is over {most:.1%} faster"
+        assert several, "it is the best one"
+        return f"{self.speedup:.2f} times as fast as one stage: {alone}"
 
 
 Progress = Callable[[str, float | None, float | None], None]
@@ -352,3 +369,14 @@ def plan_stages(
         num_planned=len(search.planned),
         cuts=search.starts,
     )
+
+
+def planned_again(answer: StagesAnswer, profile: Profile, effort: Effort) -> StagesAnswer:
+    """The answer with its best shape planned for a better profile of the same batch."""
+    best = answer.best
+    assert best is not None
+    question = replace(answer.question, profiles={profile.workload.batch_size: profile})
+    found = Search(question, [best.shape], effort).run([best.shape.stages], inf, lambda _: None)
+    if best is answer.single:
+        return replace(answer, single=found)
+    return replace(answer, several=found)

@@ -12,7 +12,6 @@ from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records import fingerprint
 from protrain_runtime.contract.records.plan import (
-    DeviceGroup,
     PipelinePlan,
     Plan,
     StagePlan,
@@ -53,21 +52,22 @@ class Pipelined:
         return TierBytes(**{tier: max(getattr(one, tier) for one in peaks) for tier in tiers})
 
     def plan(self, lower_bound_seconds: float) -> Plan:
-        """The plan of all stages; of one stage, its plan."""
+        """The plan of all stages, with a bound on all that it was chosen among."""
         first, shape = self.stages[0].plan, self.shape
+        prediction = replace(
+            first.prediction,
+            step_seconds=self.step_seconds,
+            lower_bound_seconds=min(lower_bound_seconds, self.step_seconds),
+            peak_bytes=self.peak_bytes,
+        )
         if shape.stages == 1:
-            return first
+            return replace(first, prediction=prediction)
         units = {unit.name: unit for stage in self.stages for unit in stage.plan.units}
         profile = self.pipeline.profile
         plan = replace(
             first,
             profile_fingerprint=fingerprint(profile),
-            prediction=replace(
-                first.prediction,
-                step_seconds=self.step_seconds,
-                lower_bound_seconds=min(lower_bound_seconds, self.step_seconds),
-                peak_bytes=self.peak_bytes,
-            ),
+            prediction=prediction,
             settings=replace(first.settings, held=1),
             pipeline=PipelinePlan(
                 schedule=shape.schedule,
@@ -105,8 +105,7 @@ def of_plan(plan: Plan, profile: Profile) -> Pipelined:
         eager=recorded.schedule == "eager 1F1B",
         layout=recorded.layout,
     )
-    whole = DeviceGroup(num_devices=plan.num_devices, num_nodes=recorded.num_nodes)
-    pipeline = Pipeline(profile, plan.budgets, plan.settings, whole, shape, plan.allowed)
+    pipeline = Pipeline(profile, plan.budgets, plan.settings, plan.whole, shape, plan.allowed)
     stages: list[Stage] = []
     for s in range(shape.stages):
         own, runs = plan.of_stage(s), plan.runs(s)

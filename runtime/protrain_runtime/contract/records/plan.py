@@ -392,9 +392,12 @@ class Plan:
     tensors: tuple[str, ...] = ()
 
     @property
-    def num_devices(self) -> int:
-        """Devices of all stages."""
-        return self.group.num_devices * (len(self.pipeline.stages) if self.pipeline else 1)
+    def whole(self) -> DeviceGroup:
+        """The devices of all stages."""
+        if self.pipeline is None:
+            return self.group
+        count = self.group.num_devices * len(self.pipeline.stages)
+        return replace(self.group, num_devices=count, num_nodes=self.pipeline.num_nodes)
 
     def runs(self, stage: int) -> tuple[tuple[int, int], ...]:
         """The units of each chunk of a stage: from one up to another."""

@@ -373,8 +373,8 @@ def _check_plan(plan: Plan, value: Node) -> None:
 def _check_pipeline(plan: Plan, pipeline: PipelinePlan, value: Node) -> None:
     """Refuse stages that do not begin at units, in their order, as many times each."""
     keys = value.any_mapping()
-    if plan.num_devices % pipeline.num_nodes:
-        nodes = f"{plan.num_devices} devices are no equal parts of {pipeline.num_nodes} nodes"
+    if plan.whole.num_devices % pipeline.num_nodes:
+        nodes = f"{plan.whole.num_devices} devices are no equal parts of {pipeline.num_nodes} nodes"
         raise keys["num_nodes"].error(nodes)
     stages = keys["stages"]
     if len(pipeline.stages) < 2:
