@@ -25,6 +25,7 @@ TASKS = {
     "planner case": "benchmarks.planner:solved",
     "front": "benchmarks.front:answered",
     "published": "benchmarks.published_runs:predicted",
+    "pipeline": "benchmarks.pipeline:compared",
     "profiles": "benchmarks.accuracy_runs:profiles",
     "bytes": "benchmarks.accuracy_runs:counted",
     "seconds": "benchmarks.accuracy_runs:timed",

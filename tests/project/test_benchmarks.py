@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import accuracy, front, grid, planner, published
+from benchmarks import accuracy, front, grid, pipeline, planner, published
 from benchmarks.gpu import parts as gpu
 from benchmarks.gpu.suites import CARD, DRY, Suite
 from benchmarks.pages import quantile
@@ -34,6 +34,7 @@ def _run(*arguments: str) -> str:
 PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": accuracy.page,
     "front": front.page,
+    "pipeline": pipeline.page,
     "planner": planner.page,
     "published": published.page,
     **{name: partial(markdown, title=name) for name in ("cpu", "gpu")},

@@ -106,6 +106,7 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
         smaller={"llama-3.1-70b": "tiny-llama", "llama-3.1-8b": "tiny-llama", "512": "64"}
     ),
     "docs/how-to/several-gpus.md#training": Runs(prepare=examples),
+    "docs/how-to/stages.md#train-by-the-cuts": Runs(prepare=examples),
     "docs/how-to/frameworks.md#in-your-framework": Runs(prepare=examples),
     "docs/how-to/profile.md#what-one-can-profile": Runs(smaller=TINY),
     "docs/how-to/plan.md#ask-the-planner": Runs(prepare=measured_profile),
