@@ -111,10 +111,12 @@ class LinearProgram:
         time_limit_s: float = inf,
         max_nodes: int | None = None,
         gap: float = 0.0,
+        target: float = -inf,
     ) -> Solution:
         """The least value; without `integer`, the linear relaxation's.
 
-        `max_nodes` limits a search tree in a way that does not depend on the machine's speed.
+        `max_nodes` limits a search tree in a way that does not depend on the machine's speed. So
+        does a whole value of at most `target`.
         """
         if integer != self._integral:
             kind = highspy.HighsVarType.kInteger if integer else highspy.HighsVarType.kContinuous
@@ -124,6 +126,7 @@ class LinearProgram:
         method = "ipm" if self._interior and not integer else "choose"
         limit = self._highs.getRunTime() + time_limit_s if isfinite(time_limit_s) else inf
         options = {"solver": method, "time_limit": limit, "mip_rel_gap": gap}
+        options["objective_target"] = target
         options["mip_max_nodes"] = 2**31 - 1 if max_nodes is None else max_nodes
         for name, value in options.items():
             self._highs.setOptionValue(name, value)
@@ -176,11 +179,14 @@ def solve(
     time_limit_s: float = inf,
     max_nodes: int | None = None,
     gap: float = 0.0,
+    target: float = -inf,
     stopped: Stopped | None = None,
 ) -> Solution:
     """Minimise `model` once; arguments as of `LinearProgram.solve`."""
     program = LinearProgram(model, interior=not integer, stopped=stopped)
-    return program.solve(integer=integer, time_limit_s=time_limit_s, max_nodes=max_nodes, gap=gap)
+    return program.solve(
+        integer=integer, time_limit_s=time_limit_s, max_nodes=max_nodes, gap=gap, target=target
+    )
 
 
 class _Highs(pulp.HiGHS):

@@ -23,7 +23,7 @@ from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import Hint, Progress, Solver, proven, solve_any
-from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.planning.search.choices import has_plan
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.plan import Budgets
 
@@ -55,7 +55,11 @@ def solve_sparing(
 
     without = tuple(one.changed(tiers={**one.tiers, "disk": 0}) for one in problems)
     is_open = any(one.tiers.get("disk") for one in problems)
-    if not is_open or solver != "milp" or not _has_plan(without[0], effort):
+    if (
+        not is_open
+        or solver != "milp"
+        or not has_plan(without[0].speculating(), stopped=effort.late())
+    ):
         return solve(problems, effort, hints)
     dry = solve(without, effort, hints, "without the disk: ")
     if isinstance(dry, Infeasible):
@@ -92,12 +96,6 @@ def solve_sparing(
         solve_seconds=took_s,
         seconds_without_disk=dry_s if wet else None,
     )
-
-
-def _has_plan(problem: Problem, effort: Effort) -> bool:
-    """Return whether a problem has a plan, without the reasons why it has none."""
-    lean = min_memory(problem.speculating(), enough=problem.device, stopped=effort.late())
-    return lean is not None and lean.bytes <= problem.device
 
 
 def _seconds(solved: Solved) -> tuple[float, float]:

@@ -8,6 +8,7 @@ every slot.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.decision_model import COUNTED, LE, DecisionModel, Terms
@@ -37,6 +38,9 @@ HOPELESS = 2
 """Times the device that the leanest decisions need from which on a few per cent do not matter."""
 
 TIE_BREAK = 1e-9
+
+SURELY = 1 + 1e-6
+"""Factor of a limit that is not met but for the solver's tolerance."""
 """Worth of a plain decision, in fractions of about the peak: less than it can matter."""
 
 
@@ -129,6 +133,22 @@ def min_memory(
     return leanest_plain(problem, of)
 
 
+def has_plan(problem: Problem, *, stopped: Stopped | None = None) -> bool:
+    """Whether some decisions meet all budgets. Where it is `stopped`, False may also mean unknown.
+
+    That there are none is often proven by the programme that has the device's limit, too.
+    """
+    plain = leanest_plain(problem, "device")
+    if plain and plain.bytes <= problem.device:
+        return True
+    if any(len(units) >= COUNTED for units in problem.classes):
+        tried = _try(problem, "device", 1.0, {}, counted=True, limited=True, stopped=stopped)
+        if tried.proves_none or (tried.lean and tried.lean.bytes <= problem.device):
+            return not tried.proves_none
+    lean = min_memory(problem, enough=problem.device, stopped=stopped)
+    return lean is not None and lean.bytes <= problem.device
+
+
 def _tries(
     problem: Problem,
     of: StateTier,
@@ -204,11 +224,13 @@ def _try(
     spare: Mapping[TierName, int],
     *,
     counted: bool,
+    limited: bool = False,
     stopped: Stopped | None,
 ) -> _Try:
     """Solve one programme within `part` of every limit, and of a tier with so much to `spare`.
 
-    With whole decisions, or (`counted`) with whole numbers of units per option.
+    With whole decisions, or (`counted`) with whole numbers of units per option. With `limited`, the
+    tier asked for has its limit, too, and any that meet it are as good.
     """
     # The answer does not depend on the budget of the tier asked for: neither may the model's scale.
     scale = min(max(problem.static_bytes(choice)) for choice in plain_choices(problem))
@@ -228,12 +250,19 @@ def _try(
             model.row(name, terms, LE, problem.device * part / model.byte_unit)
     if of != "device":
         model.row(f"use_{of}", [*model.tier_terms(of), *asked], LE)
+    target = -inf
+    if limited:
+        most = problem.device if of == "device" else problem.tiers[of]
+        target = most * SURELY / model.byte_unit
+        model.row("limit", [(peak, 1.0)], LE, target)
     # Among equally lean decisions, those that keep and persist most, and move least.
     plain = [(xs[0], -TIE_BREAK) for xs in (*model.activations, *model.states)]
     model.minimise([(peak, 1.0), *plain])
     if counted:
         model.count_units()
-    answer = solve(model.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-9, stopped=stopped)
+    answer = solve(
+        model.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-9, target=target, stopped=stopped
+    )
     if not answer.values:
         return _Try(proves_none=answer.status == "infeasible")
     # What the solver proved, less its tolerance and what the tie-break may have taken off.
