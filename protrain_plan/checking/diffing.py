@@ -10,7 +10,13 @@ from typing import TypeVar
 
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.folding import fold, runs
-from protrain_runtime.contract.records.plan import SETTINGS, Plan, Prediction, UnitPlan
+from protrain_runtime.contract.records.plan import (
+    SETTINGS,
+    PipelinePlan,
+    Plan,
+    Prediction,
+    UnitPlan,
+)
 from protrain_runtime.contract.records.profile import Profile, Unit
 from protrain_runtime.contract.units import exact_bytes, format_bytes, format_seconds
 
@@ -128,6 +134,10 @@ class DecisionChange:
     after: str | None
 
 
+_OF_STAGE = "device peak of stage"
+"""The names of amounts that the table has, and the sentence has not."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
     """A predicted number, in bytes or seconds."""
@@ -191,7 +201,7 @@ def in_words(diff: PlanDiff) -> str:
         f"{amount.name} {'grows' if amount.after > amount.before else 'shrinks'}"
         f" from {amount.text(amount.before)} to {amount.text(amount.after)}"
         for amount in diff.amounts
-        if amount.before != amount.after
+        if amount.before != amount.after and not amount.name.startswith(_OF_STAGE)
     ]
     if not moved:
         return f"{first} All predictions are the same."
@@ -216,12 +226,32 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("host budget", lambda plan: _size(plan.budgets.host)),
         ("disk budget", lambda plan: _size(plan.budgets.disk)),
         *((words, partial(_setting_text, name)) for name, (words, _) in SETTINGS.items()),
+        *((words, partial(_pipeline_text, text)) for words, text in _PIPELINE.items()),
         ("exactness", lambda plan: plan.exactness),
     )
     for name, text in texts:
         before, after = text(old), text(new)
         if before != after:
             yield Fact(name=name, before=before, after=after)
+
+
+_PIPELINE: dict[str, Callable[[PipelinePlan], object]] = {
+    "stages": lambda pipeline: len(pipeline.stages),
+    "schedule of stages": lambda pipeline: pipeline.schedule,
+    "layout of stages": lambda pipeline: pipeline.layout,
+    "nodes of all stages": lambda pipeline: pipeline.num_nodes,
+    "first units of stages": lambda pipeline: "; ".join(
+        ", ".join(stage.first_units) for stage in pipeline.stages
+    ),
+    "micro-batches held by stages": lambda pipeline: ", ".join(
+        str(stage.held) for stage in pipeline.stages
+    ),
+}
+"""Facts about a pipeline."""
+
+
+def _pipeline_text(text: Callable[[PipelinePlan], object], plan: Plan) -> str:
+    return "none" if plan.pipeline is None else str(text(plan.pipeline))
 
 
 def _setting_text(name: str, plan: Plan) -> str:
@@ -278,3 +308,8 @@ def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
         before, after = number(old.prediction), number(new.prediction)
         if before or after or name not in may_be_absent:
             yield Amount(name=name, before=before, after=after, in_bytes=in_bytes)
+    stages = [plan.pipeline.stages if plan.pipeline else () for plan in (old, new)]
+    if len(stages[0]) == len(stages[1]):
+        for stage, (was, now) in enumerate(zip(*stages, strict=True)):
+            before, after = was.peak_bytes.on_device, now.peak_bytes.on_device
+            yield Amount(name=f"{_OF_STAGE} {stage}", before=before, after=after, in_bytes=True)

@@ -18,28 +18,29 @@ from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.problem import misfit as problem_misfit
 from protrain_plan.planning.search.evaluation import step_seconds
-from protrain_plan.planning.stages.pipelines import of_plan
+from protrain_plan.planning.stages.pipelines import of_plan, problems_of
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import not_joined, profile_of_rank
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.files import refuse_outside
 from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.plan import Budgets, Plan, TierBytes
+from protrain_runtime.contract.records.plan import Budgets, Plan, StagePlan, TierBytes
 from protrain_runtime.contract.records.profile import Profile
 
 
 class Predicted(NamedTuple):
-    """Cost of a step: bytes of each tier at its peak, and seconds."""
+    """Cost of a step: bytes of each tier at its peak, seconds, and stages of a pipeline."""
 
     peak_bytes: TierBytes
     step_seconds: float
+    stages: tuple[StagePlan, ...] = ()
 
 
 def predicted(plan: Plan, profile: Profile) -> Predicted:
     """Predict what decisions take; the plan's units are those of the profile (see `misfit`)."""
     if plan.pipeline is not None:
         found = of_plan(plan, profile)
-        return Predicted(found.peak_bytes, found.step_seconds)
+        return Predicted(found.peak_bytes, found.step_seconds, found.recorded)
     problem = Problem.of_plan(plan, profile)
     peaks = peak_bytes(problem.program(plan.units))
     return Predicted(peaks, step_seconds(problem, plan.units)[0])
@@ -55,9 +56,8 @@ def misfit(plan: Plan, profile: Profile) -> str | None:
         if described != unit:
             return f"{unit.name} is described otherwise in the profile"
     try:
-        if plan.pipeline is not None:
-            of_plan(plan, profile)
-        problem.program(plan.units)
+        for of_stage, own in problems_of(plan, profile):
+            of_stage.program(own.units)
     except ProtrainError as error:
         return error.message
     return None
@@ -216,7 +216,7 @@ def _machine(budget: MachineBudget) -> Hardware:
 def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -> PlanOnMachine:
     """One device's limits. What a budget says is a node's, as is what a machine's devices share."""
     case, own = model.case, machine.name == model.case.profile.hardware.name
-    planned, group = case.plan.budgets, case.plan.group
+    planned, group = case.plan.budgets, case.plan.whole
     asked = budget or MachineBudget(machine=machine.name, source="")
     has = machine
     if not_joined(case.plan, machine) is None:

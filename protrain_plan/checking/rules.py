@@ -25,8 +25,8 @@ from protrain_plan.checking.plan_on_machine import (
     predicted,
 )
 from protrain_plan.hardware.catalogue import hardware_names
-from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.planning.stages.pipelines import problems_of
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.program.group import not_joined
 from protrain_runtime.contract.records import commands as records
@@ -254,6 +254,11 @@ def sim001(model: Model) -> Verdict:
         before_s, now_s = recorded.step_seconds, found.step_seconds
         problem = f"a step of {before_s!r} s is recorded, and {now_s!r} s come out"
         return Failed(problem=problem, key="prediction.step_seconds", fix=plan_again(case))
+    if case.plan.pipeline is not None and case.plan.pipeline.stages != found.stages:
+        told = zip(case.plan.pipeline.stages, found.stages, strict=True)
+        stage = next(s for s, (before, now) in enumerate(told) if before != now)
+        problem = f"what is recorded of stage {stage} is not what comes out"
+        return Failed(problem=problem, key="pipeline.stages", fix=plan_again(case))
     if recorded.lower_bound_seconds > recorded.step_seconds:
         problem = "the recorded bound is above the step that it bounds"
         return Failed(problem=problem, key="prediction.lower_bound_seconds", fix=plan_again(case))
@@ -267,18 +272,19 @@ def sim002(model: Model) -> Verdict:
     them wait in a circle; this rule is for plans that were edited by hand.
     """
     # A programme that waits for earlier moves alone can go on at every moment.
-    program = Problem.of_plan(model.case.plan, model.case.profile).program(model.case.plan.units)
-    submitted: set[int] = set()
-    waiting: list[int] = []
-    for slot in program.slots:
-        for waits, then in ((slot.drained, slot.submit), (slot.ready, slot.finish)):
-            waiting += [number for number in waits if number not in submitted]
-            for number in then:
-                waiting += [number] * (not submitted.issuperset(program.moves[number].after))
-                submitted.add(number)
-    if waiting:
-        problem = f"these wait for each other: {', '.join(map(program.move_name, waiting))}"
-        return Failed(problem=problem, key="units", fix=plan_again(model.case))
+    for of_stage, own in problems_of(model.case.plan, model.case.profile):
+        program = of_stage.program(own.units)
+        submitted: set[int] = set()
+        waiting: list[int] = []
+        for slot in program.slots:
+            for waits, then in ((slot.drained, slot.submit), (slot.ready, slot.finish)):
+                waiting += [number for number in waits if number not in submitted]
+                for number in then:
+                    waiting += [number] * (not submitted.issuperset(program.moves[number].after))
+                    submitted.add(number)
+        if waiting:
+            problem = f"these wait for each other: {', '.join(map(program.move_name, waiting))}"
+            return Failed(problem=problem, key="units", fix=plan_again(model.case))
     return Passed()
 
 
@@ -394,6 +400,8 @@ def mem001(situation: PlanOnMachine) -> Verdict:
         if (reason := not_joined(situation.case.plan, situation.hardware)) is not None:
             return Skipped(reason=reason)
         problem = f"the plan is for another model: {situation.misfit}"
+        if situation.case.plan.pipeline is not None:  # where it would be cut, nobody can say
+            return Skipped(reason=problem)
         failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
         if failed.no_plan_fits:
             return failed
@@ -496,18 +504,22 @@ def _with_remedy(
     if grown:
         problem += f"; since it was profiled: {growth_in_words(grown)}"
     case, limits = situation.case, situation.budgets
-    asked = Problem.of_plan(case.plan, situation.profile, limits)
-    lean = min_memory(asked)
-    none_fits = lean is None or lean.bytes > asked.device
-    if none_fits:
+    again = "profile it again, then " if situation.model.changed else ""
+    fix, none_fits = f"another plan fits: {again}{plan_command(case, limits)}", False
+    for stage, (asked, _) in enumerate(problems_of(case.plan, situation.profile, limits)):
+        lean = min_memory(asked)
+        if lean is not None and lean.bytes <= asked.device:
+            continue
         at_least = ""
         if lean is not None:
             needed = lean.bytes + asked.profile.hardware.device.besides_bytes
             at_least = f": the leanest needs {format_bytes(needed)} of the device"
-        fix = f"no plan of this workload fits{at_least}"
-    else:
-        again = "profile it again, then " if situation.model.changed else ""
-        fix = f"another plan fits: {again}{plan_command(case, limits)}"
+        if case.plan.pipeline is None:
+            fix, none_fits = f"no plan of this workload fits{at_least}", True
+        else:  # other cuts may fit
+            other = plan_command(case, limits, stages="auto")
+            fix = f"no plan of stage {stage} fits{at_least}; look for other stages: {again}{other}"
+        break
     return Failed(
         problem=problem,
         key=key,
@@ -542,9 +554,9 @@ def plan_again(case: Case) -> str:
     return f"plan it again: {plan_command(case, case.plan.budgets)}"
 
 
-def plan_command(case: Case, budgets: Budgets) -> str:
-    """`protrain plan` as the plan was asked for, within these budgets."""
-    plan, group = case.plan, case.plan.group
+def plan_command(case: Case, budgets: Budgets, *, stages: str | None = None) -> str:
+    """`protrain plan` as the plan was asked for, within these budgets, with its own `stages`."""
+    plan, group = case.plan, case.plan.whole
     words = ["--device-memory", exact_bytes(budgets.device)]
     options = {"host": ("--host-memory", budgets.host), "disk": ("--disk", budgets.disk)}
     for tier in case.profile.hardware.tiers:
@@ -554,10 +566,16 @@ def plan_command(case: Case, budgets: Budgets) -> str:
     counts = (
         ("--num-devices", group.num_devices),
         ("--nodes", group.num_nodes),
-        ("--replicas", group.num_replicas),
+        ("--replicas", 1 if plan.pipeline else group.num_replicas),  # a pipeline's are found
     )
     words += [word for name, count in counts if count > 1 for word in (name, str(count))]
+    found = ("micro_batches",) if plan.pipeline else ()  # from the global batch
+    if plan.pipeline:
+        words += ["--stages", stages or str(plan.num_stages)]
+        words += ["--global-batch", str(plan.global_batch)]
     for name, (_, word) in SETTINGS.items():
+        if name in found:
+            continue
         value = getattr(plan.settings, name)
         if word is not None and value != getattr(StepSettings(), name):
             words.append(word)

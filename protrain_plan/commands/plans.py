@@ -13,7 +13,7 @@ from protrain_plan.commands.options import (
     ProfileOption,
     choice,
 )
-from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.errors import ProtrainError, RecordError
 
 if TYPE_CHECKING:
     from protrain_plan.presentation.report.page import FrontPoint
@@ -22,18 +22,32 @@ if TYPE_CHECKING:
 DiffFormat = Literal["text", "json", "markdown"]
 
 
-def show(plan: PlanArgument, profile: ProfileOption = None, as_json: JsonOption = False) -> None:
+StageOption = Annotated[
+    int | None, typer.Option(help="A stage of the plan's pipeline, by its number from 0 on.")
+]
+
+
+def show(
+    plan: PlanArgument,
+    profile: ProfileOption = None,
+    stage: StageOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Show a plan in one screen: decisions, memory over the step, lanes and waits.
+
+    Of a pipeline, all stages over time; with --stage, the step of one.
 
     Example: protrain show plans/smollm2-135m-cpu-1100MiB/plan.yaml
     """
     from protrain_plan.commands import output
     from protrain_plan.presentation.report.page import step_data
     from protrain_plan.presentation.report.screen import Screen
+    from protrain_plan.presentation.report.stages import StagesScreen
     from protrain_plan.presentation.report.step import read_step
 
-    step = read_step(plan, profile)
-    output.show(as_json, step_data(step), lambda: Screen(step=step))
+    step = read_step(plan, profile, stage=stage)
+    screen = StagesScreen if step.of_stages and stage is None else Screen
+    output.show(as_json, step_data(step), lambda: screen(step=step))
 
 
 def simulate(
@@ -43,6 +57,7 @@ def simulate(
         Path | None,
         typer.Option(help="Write the step as a trace that Perfetto (ui.perfetto.dev) opens."),
     ] = None,
+    stage: StageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate a plan's step: what each lane does, what compute waits for, what stands where.
@@ -52,6 +67,7 @@ def simulate(
     from protrain_plan.commands import output
     from protrain_plan.presentation.report.page import trace_text
     from protrain_plan.presentation.report.screen import summary_json, summary_text
+    from protrain_plan.presentation.report.stages import StagesScreen
     from protrain_plan.presentation.report.step import read_step
     from protrain_plan.presentation.terminal import wrote
     from protrain_runtime.contract.records.files import replace_text
@@ -61,10 +77,12 @@ def simulate(
         if trace is None
         else output.destination(trace, option="--trace", inputs=_read_for(plan, profile))
     )
-    step = read_step(plan, profile)
+    step = read_step(plan, profile, stage=stage)
     if target is not None:
-        replace_text(target, trace_text(step))
-    output.show(as_json, summary_json(step), lambda: summary_text(step))
+        replace_text(target, trace_text(step, of_all=stage is None))
+    of_all = step.of_stages is not None and stage is None
+    screen = (lambda: StagesScreen(step=step)) if of_all else (lambda: summary_text(step))
+    output.show(as_json, summary_json(step), screen)
     if trace is not None and not as_json:
         output.print_rendered(wrote(trace), wrap=False)
 
@@ -83,6 +101,7 @@ def report(
         typer.Option("--pareto", help="With the front of memory against time: plans for each."),
     ] = False,
     points: PointsOption = 8,
+    stage: StageOption = None,
 ) -> None:
     """Write a plan's step as a page for a browser: one file, which needs no network.
 
@@ -98,7 +117,9 @@ def report(
     from protrain_runtime.contract.records.files import replace_text
 
     target = destination(output, inputs=(*_read_for(plan, profile), recording))
-    step = read_step(plan, profile)
+    step = read_step(plan, profile, stage=stage)
+    if pareto and step.of_stages:
+        raise ProtrainError("the front of a pipeline is not looked for", key="--pareto")
     recorded = None
     if recording is not None:
         recorded = read_recording(recording)

@@ -1,5 +1,6 @@
 """The answer about pipeline stages, as text and as JSON."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
@@ -10,6 +11,8 @@ from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.plans import devices_json, tiers_json
 from protrain_plan.presentation.terminal import Text, table_of, wrote
+from protrain_runtime.contract.records.decisions import activations_text, states_text
+from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -29,8 +32,8 @@ def stages_json(answer: "StagesAnswer", assumed: Sequence["Assumed"] = ()) -> di
         "gap": answer.gap,
         "tokens_per_step": answer.question.tokens,
         "speedup": answer.speedup,
-        "single": _pipelined_json(answer.single),
-        "several": _pipelined_json(answer.several),
+        "single": pipelined_json(answer.single) if answer.single else None,
+        "several": pipelined_json(answer.several) if answer.several else None,
         "bounds": {str(p): _finite(seconds) for p, seconds in answer.bounds.items()},
         "shapes": answer.num_shapes,
         "assumptions": [
@@ -48,9 +51,8 @@ def _finite(seconds: float) -> float | None:
     return seconds if isfinite(seconds) else None
 
 
-def _pipelined_json(found: "Pipelined | None") -> dict[str, Any] | None:
-    if found is None:
-        return None
+def pipelined_json(found: "Pipelined", *, with_spans: bool = False) -> dict[str, Any]:
+    """Return a pipeline with its stages, and when each of them computes what."""
     shape = found.shape
     return {
         "schedule": shape.schedule,
@@ -69,11 +71,39 @@ def _pipelined_json(found: "Pipelined | None") -> dict[str, Any] | None:
                 "held": stage.held,
                 "seconds": asdict(stage.seconds),
                 "idle": idle,
+                "cycle_seconds": stage.seconds.cycle_s,
+                "device_bytes": stage.plan.prediction.peak_bytes.on_device,
                 "peak_bytes": tiers_json(stage.plan.prediction.peak_bytes),
+                "decisions": decisions_text(stage.plan),
+                **({"spans": _spans_json(found, number)} if with_spans else {}),
             }
-            for stage, idle in zip(found.stages, found.run.idle, strict=True)
+            for number, (stage, idle) in enumerate(zip(found.stages, found.run.idle, strict=True))
         ],
     }
+
+
+def _spans_json(found: "Pipelined", stage: int) -> dict[str, list[Any]]:
+    """Return columns of what a stage computes, in order; the update is of no micro-batch."""
+    spans = [span for span in found.run.spans if span.stage == stage]
+    chunks = found.shape.stages
+    return {
+        "kind": [span.kind for span in spans],
+        "micro_batch": [span.action.micro_batch if span.action else None for span in spans],
+        "chunk": [span.action.part // chunks if span.action else None for span in spans],
+        "start_seconds": [span.start_s for span in spans],
+        "end_seconds": [span.end_s for span in spans],
+    }
+
+
+def decisions_text(plan: Plan) -> str:
+    """Return how many units decide what: `10 keep, 3 recompute; 13 offload to host`."""
+    counts = (
+        Counter(activations_text(unit.activations) for unit in plan.units),
+        Counter(states_text(unit.states) for unit in plan.units),
+    )
+    return "; ".join(
+        ", ".join(f"{count} {words}" for words, count in each.most_common()) for each in counts
+    )
 
 
 def _first_units(found: "Pipelined", stage: "Stage") -> list[str]:
@@ -87,16 +117,9 @@ def stages_text(
     best = answer.best
     if best is None:
         return Text("no plan: neither one stage nor several fit the budgets")
-    tokens = answer.question.tokens
-    parts: list[RenderableType] = [
-        Text(
-            f"{best.shape}: {format_seconds(best.step_seconds)} a step,"
-            f" {tokens / best.step_seconds:,.0f} tokens/s"
-        ),
-        Text(answer.worth),
-    ]
+    parts: list[RenderableType] = [Text(pace_text(best)), Text(answer.worth)]
     if best.shape.stages > 1:
-        parts.append(_table(best))
+        parts.append(stages_table(best))
     bound = format_seconds(answer.lower_bound_seconds)
     shapes = f"{answer.num_shapes} arrangement{'s' * (answer.num_shapes > 1)}"
     parts.append(Text(f"none of {shapes} takes less than {bound} (gap {answer.gap:.1%})"))
@@ -109,6 +132,19 @@ def stages_text(
     return Group(*parts)
 
 
+def pace_text(found: "Pipelined") -> str:
+    """Return the shape, and how fast it is."""
+    return (
+        f"{found.shape}: {format_seconds(found.step_seconds)} a step,"
+        f" {found.tokens / found.step_seconds:,.0f} tokens/s"
+    )
+
+
+def layout_text(found: "Pipelined") -> str:
+    """Return where stages lie, to follow other words; nothing where there is one node."""
+    return f"; {found.shape.layout}" if found.pipeline.whole.num_nodes > 1 else ""
+
+
 def _assumed(one: "Assumed") -> str:
     if not isfinite(one.several_seconds):
         return f"{one.words}: several stages do not fit"
@@ -119,7 +155,8 @@ def _assumed(one: "Assumed") -> str:
     return f"{one.words}: one stage takes at least {single}, several {several} ({one.speedup:.2f}x)"
 
 
-def _table(found: "Pipelined") -> RenderableType:
+def stages_table(found: "Pipelined") -> RenderableType:
+    """Return a row for each stage."""
     names = ("stage", "from", "units", "held", "a micro-batch", "waits", "device", "host")
     table = table_of(*names, words=(1,))
     for number, (stage, idle) in enumerate(zip(found.stages, found.run.idle, strict=True)):

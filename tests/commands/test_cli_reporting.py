@@ -92,5 +92,9 @@ def test_the_page_s_parts_are_in_the_wheel(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(io.BytesIO(wheel.read_bytes())) as archive:
         names = set(archive.namelist())
-    parts = {f"protrain_plan/presentation/report/page.{kind}" for kind in ("html", "css", "js")}
+    parts = {
+        f"protrain_plan/presentation/report/{name}.{kind}"
+        for name in ("page", "stages")
+        for kind in ("html", "css", "js")
+    }
     assert parts <= names

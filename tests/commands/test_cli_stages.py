@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from protrain_plan.checking.diffing import in_words, plan_diff
 from protrain_plan.checking.plan_on_machine import Predicted, predicted
+from protrain_plan.presentation.report.page import page_text
+from protrain_plan.presentation.report.step import read_step
 from protrain_runtime.contract.records import (
     read_plan,
     read_profile,
@@ -15,8 +18,10 @@ from protrain_runtime.contract.records import (
     write_profile,
 )
 from protrain_runtime.contract.records.hardware import Collectives, Interconnect
+from tests.support.commands import ROOT
 from tests.support.forked import protrain
 from tests.support.planning_cases import MB, RATES, decoder, gpu
+from tests.support.reporting_cases import GOLDEN, stages_files
 
 
 def written(folder: Path, *, near: float, far: float, tied: bool = False) -> str:
@@ -63,13 +68,105 @@ def test_slow_networks_ask_for_stages(tmp_path: Path) -> None:
         stage["units"] for stage in best["of_stages"]
     ]
     assert predicted(plan, read_profile(Path(profile))) == Predicted(
-        plan.prediction.peak_bytes, best["step_seconds"]
+        plan.prediction.peak_bytes, best["step_seconds"], plan.pipeline.stages
     )
     checked = protrain("check", str(out), folder=tmp_path)
     assert checked.returncode == 0, checked.stdout
     trained = protrain("run", str(out), folder=tmp_path)
     assert trained.returncode == 2
     assert "the plan is of a pipeline with 2 stages" in " ".join(trained.stderr.split())
+
+
+def said(*arguments: object, folder: Path) -> str:
+    """Output of a command that goes well."""
+    found = protrain(*arguments, folder=folder)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_stages_are_shown_over_time_and_one_by_one(tmp_path: Path) -> None:
+    plan = stages_files(tmp_path)
+    whole = said("show", plan, folder=tmp_path)
+    assert whole == (GOLDEN / "show-stages.txt").read_text(encoding="utf-8")
+    assert f"```\n{whole}```\n" in (ROOT / "docs/how-to/stages.md").read_text(encoding="utf-8")
+    assert said("simulate", plan, "--trace", "t.json", folder=tmp_path) == f"{whole}wrote t.json\n"
+    assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) > 64
+    one = said("simulate", plan, "--stage", 0, folder=tmp_path)
+    golden = (GOLDEN / "simulate-stage.txt").read_text(encoding="utf-8")
+    assert one.split() == golden.split()
+    assert "synthetic, stage 2 of 4: " in said("show", plan, "--stage", 2, folder=tmp_path)
+    shown = json.loads(said("show", plan, "--json", folder=tmp_path))
+    summed = json.loads(said("simulate", plan, "--stage", 3, "--json", folder=tmp_path))
+    assert (shown["stage"], summed["stage"]) == (0, 3)
+    assert shown["pipeline"] == summed["pipeline"]
+    spans = shown["pipeline"]["of_stages"][0]["spans"]
+    assert spans["kind"] == ["forward"] * 4 + ["backward", "forward"] * 4 + ["backward"] * 4 + [
+        "update"
+    ]
+    assert spans["end_seconds"][-1] == shown["pipeline"]["step_seconds"]
+    assert said("report", plan, "--stage", 1, "-o", "r.html", folder=tmp_path) == "wrote r.html\n"
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert page == page_text(read_step(plan, stage=1))
+    for arguments, problem in (
+        (("show", "--stage", 4), "--stage: the plan has no stage 4 fix: choose one of 0 to 3"),
+        (("report", "--pareto"), "--pareto: the front of a pipeline is not looked for"),
+    ):
+        command, *rest = arguments
+        found = protrain(command, plan, *rest, folder=tmp_path)
+        assert found.returncode == 2
+        assert problem in " ".join(found.stderr.split())
+
+
+def test_plans_of_stages_are_compared(tmp_path: Path) -> None:
+    plan = stages_files(tmp_path)
+    old = read_plan(plan)
+    assert old.pipeline is not None
+    first, *others = old.pipeline.stages
+    peak = replace(first.peak_bytes, device=first.peak_bytes.device + 10**9)
+    stages = (replace(first, held=3, peak_bytes=peak), *others)
+    pipeline = replace(old.pipeline, stages=stages, layout="stages within nodes", num_nodes=4)
+    diff = plan_diff(old, replace(old, pipeline=pipeline))
+    assert [fact.name for fact in diff.facts] == [
+        "layout of stages",
+        "nodes of all stages",
+        "micro-batches held by stages",
+    ]
+    assert (diff.facts[2].before, diff.facts[2].after) == ("4, 3, 2, 1", "3, 3, 2, 1")
+    changes = [amount.change for amount in diff.amounts if "of stage" in amount.name]
+    assert changes == ["+953.67 MiB (+19.9%)", "same", "same", "same"]
+    assert in_words(diff) == "No unit decides otherwise. All predictions are the same."
+    single = plan_diff(old, replace(old, pipeline=None))
+    assert {fact.after for fact in single.facts} == {"none"}
+    assert not [amount for amount in single.amounts if "of stage" in amount.name]
+
+
+def test_checks_of_stages(tmp_path: Path) -> None:
+    plan = stages_files(tmp_path)
+
+    def checked(budget: str = "") -> list[str]:
+        (tmp_path / "budgets.yaml").write_text(
+            f"protrain: budgets\nversion: 1\nbudgets: {{gpu: {{{budget}}}}}\n", encoding="utf-8"
+        )
+        found = protrain("check", plan, "--json", folder=tmp_path)
+        rules = json.loads(found.stdout)["findings"]
+        return [f"{one['code']}: {one['problem']}; {one['fix']}" for one in rules if one.get("fix")]
+
+    assert checked() == []
+    fails = checked("device: 10GiB")
+    assert len(fails) == 1
+    assert fails[0].startswith("MEM001: the predicted peak of 10.30 GiB")
+    command = "--num-devices 4 --nodes 2 --stages 4 --global-batch 8 -o"
+    assert "another plan fits: protrain plan" in fails[0]
+    assert command in fails[0]
+    memory, host = checked("device: 4GiB, host: 1GiB")
+    assert host.startswith("HOST001: the predicted host memory of 6.71 GiB exceeds 512.00 MiB")
+    assert "no plan of stage 0 fits: the leanest needs 9.52 GiB of the device" in memory
+    assert "look for other stages: protrain plan" in memory
+    assert command.replace("--stages 4", "--stages auto") in memory
+    text = plan.read_text(encoding="utf-8")
+    plan.write_text(text.replace("held: 4", "held: 3"), encoding="utf-8")
+    (edited,) = checked()
+    assert edited.startswith("SIM001: what is recorded of stage 0 is not what comes out; plan it")
 
 
 def test_fast_networks_ask_for_one(tmp_path: Path) -> None:

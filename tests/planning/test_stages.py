@@ -285,6 +285,35 @@ def test_hops_hide_behind_eager_forwards() -> None:
     assert eager.idle == (1 - 30 / 35,) * 2
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_are_the_actions_and_fill_what_stages_do_not_wait(seed: int) -> None:
+    rng = random.Random(seed)
+    p, many, chunks = rng.choice((2, 3, 4)), rng.choice((12, 24)), rng.choice((1, 2))
+    of: dict[str, Any] = {"group": DeviceGroup(), "batch": 1, "micro_batches": many}
+    shape = Shape(**of, stages=p, chunks=chunks, eager=rng.random() < 0.5)
+    times = [(rng.uniform(1, 2), rng.uniform(1, 3)) for _ in range(p)]
+    seconds = [replace(each(*both, chunks), update_s=rng.choice((0.0, 1.5))) for both in times]
+    hops = tuple(rng.uniform(0, 1) for _ in range(p))
+    run = simulated(shape, seconds, hops, with_spans=True)
+    assert replace(run, spans=()) == simulated(shape, seconds, hops)
+    ends = {span.action: span.end_s for span in run.spans if span.action}
+    for stage, idle in enumerate(run.idle):
+        spans = [span for span in run.spans if span.stage == stage]
+        computed = [span.action for span in spans if span.action is not None]
+        assert computed == actions(shape, stage)
+        assert [span.kind for span in spans if span.action is None] == ["update"] * (
+            seconds[stage].update_s > 0
+        )
+        assert all(one.end_s <= other.start_s for one, other in pairwise(spans))
+        busy = sum(span.end_s - span.start_s for span in spans)
+        assert busy == pytest.approx((1 - idle) * run.step_seconds)
+        for span in spans:
+            if span.action and span.action.forward and span.action.part:
+                source = span.action._replace(part=span.action.part - 1)
+                assert ends[source] + hops[(stage - 1) % p] <= span.start_s + 1e-9
+    assert max(span.end_s for span in run.spans) == run.step_seconds
+
+
 def test_cuts_are_where_one_unit_reads_the_last() -> None:
     profile = small(random.Random(1), 6)
     assert possible_cuts(profile) == (1, 2, 3, 4, 5)

@@ -386,11 +386,13 @@ def test_a_page_of_hostile_names_has_the_elements_of_any_page() -> None:
 
 
 def test_the_page_s_script_makes_no_markup_of_data() -> None:
-    script = (ROOT / "protrain_plan/presentation/report/page.js").read_text(encoding="utf-8")
+    folder = ROOT / "protrain_plan/presentation/report"
+    script = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.js"))
     makers = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc"
     assert re.findall(makers, script) == []
-    template = (ROOT / "protrain_plan/presentation/report/page.html").read_text(encoding="utf-8")
-    assert {*re.findall(r"\$(\w+)", template)} == {"policy", "title", "style", "data", "script"}
+    template = (folder / "page.html").read_text(encoding="utf-8")
+    parts = {"policy", "title", "style", "stages", "data", "script"}
+    assert {*re.findall(r"\$(\w+)", template)} == parts
 
 
 def test_a_trace_says_names_exactly() -> None:

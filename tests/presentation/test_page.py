@@ -25,7 +25,14 @@ from protrain_runtime.contract.units import format_bytes, format_seconds
 from tests.support.browsers import chromium, needs_chromium, opened
 from tests.support.hostile_names import NAMES, hostile_step
 from tests.support.planning_cases import MB, decoder, gpu
-from tests.support.reporting_cases import FRONT, GOLDEN, deep_step, recorded, small_step
+from tests.support.reporting_cases import (
+    FRONT,
+    GOLDEN,
+    deep_step,
+    recorded,
+    small_step,
+    stages_step,
+)
 
 pytestmark = [pytest.mark.browser, needs_chromium]
 
@@ -49,6 +56,14 @@ def fits_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert [one.verdict for one in fits] == ["fits", "fits with a plan", "does not fit"]
     path = tmp_path_factory.mktemp("fits") / "fits.html"
     path.write_text(fit_page(fits, columns=["mfu", "hours"]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def stages_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a pipeline, with the step of its busiest stage."""
+    path = tmp_path_factory.mktemp("stages") / "stages.html"
+    path.write_text(page_text(stages_step(micro_batches=24)), encoding="utf-8")
     return path
 
 
@@ -118,7 +133,7 @@ def lines_of_text(page: Page) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["file", "fits_file"])
+@pytest.mark.parametrize("name", ["file", "fits_file", "stages_file"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_all_text_can_be_read(
@@ -141,6 +156,38 @@ def test_all_text_can_be_read(
                 )
             ]
             assert covered == []
+
+
+def test_stages_are_rows_of_boxes_that_pointer_and_keys_tell(
+    browser: Browser, stages_file: Path
+) -> None:
+    of = stages_step(micro_batches=24).of_stages
+    assert of is not None
+    with opened(browser, width=390) as page:
+        page.goto(stages_file.as_uri())
+        settled(page)
+        chart = page.locator("#stages-chart")
+        assert chart.locator("[data-box]").count() == len(of.pipeline.run.spans)
+        assert page.evaluate(
+            "() => document.querySelector('#stages-chart').clientWidth"
+            " > 2 * document.querySelector('#stages .scroll').clientWidth"
+        )
+        rows = page.locator("#stages-table tbody tr").all_inner_texts()
+        assert [row.split()[1] for row in rows] == ["embedding", "layers.2", "layers.4", "layers.6"]
+        assert page.locator("#step-title").inner_text() == "The step, stage 0"
+        chart.locator("[data-box='1 0']").hover()
+        assert page.locator("#tip").inner_text().startswith("forward of micro-batch 0\non\tstage 1")
+        chart.focus()
+        for key in ("ArrowRight", "ArrowDown", "End", "ArrowRight"):
+            page.keyboard.press(key)
+        assert page.locator("#tip").inner_text().startswith("forward of micro-batch 1\non\tstage 1")
+        assert (page.locator("#said").text_content() or "").startswith("stage 1: forward")
+        for _ in range(60):
+            page.keyboard.press("ArrowRight")
+        assert page.locator("#tip").inner_text().startswith("update")
+        page.keyboard.press("Escape")
+        assert page.locator("#tip").is_hidden()
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_bars_are_beside_their_names_and_end_where_the_device_does(

@@ -30,6 +30,7 @@ from protrain_plan.presentation.report.screen import (
     summary_json,
     summary_text,
 )
+from protrain_plan.presentation.report.stages import StagesScreen
 from protrain_plan.presentation.report.step import (
     KINDS,
     MAX_BARS,
@@ -51,16 +52,20 @@ from tests.support.reporting_cases import (
     random_step,
     recorded,
     small_step,
+    stages_files,
+    stages_step,
     step_of,
 )
 
 LARGEST_PAGE = 300_000  # bytes
 
 
-def printed(step: Step, *, encoding: str = "utf-8", width: int = 80) -> str:
+def printed(
+    step: Step, *, encoding: str = "utf-8", width: int = 80, screen: type[Screen] = Screen
+) -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, newline="")
-    Console(file=file, width=width, emoji=False).print(Screen(step=step))
+    Console(file=file, width=width, emoji=False).print(screen(step=step))
     file.flush()
     return raw.getvalue().decode(encoding)
 
@@ -260,12 +265,64 @@ OUTPUTS: dict[str, Callable[[Step], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+OF_STAGES: dict[str, Callable[[Step], str]] = {
+    "show-stages.txt": partial(printed, screen=StagesScreen),
+    "show-stages-ascii.txt": partial(printed, screen=StagesScreen, encoding="ascii"),
+    "simulate-stage.txt": summary,
+}
+
+
+@pytest.mark.parametrize("name", [*OUTPUTS, *OF_STAGES])
 def test_output_is_the_golden_one(name: str, request: pytest.FixtureRequest) -> None:
-    found = OUTPUTS[name](small_step())
+    found = OF_STAGES[name](stages_step()) if name in OF_STAGES else OUTPUTS[name](small_step())
     if request.config.getoption("--write-golden"):
         (GOLDEN / name).write_text(found, encoding="utf-8")
     assert found == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+# --- Stages ---------------------------------------------------------------------------------------
+
+
+def test_a_stage_s_step_is_that_of_its_own_problem() -> None:
+    for stage in range(4):
+        step = stages_step(stage)
+        of = step.of_stages
+        assert of is not None
+        own = of.pipeline.stages[stage].plan
+        assert (of.stage, step.plan) == (stage, own)
+        peak = own.prediction.peak_bytes
+        assert step.report.tier_peaks == peak
+        assert memory(step)[0].totals[step.report.peak_slot.index] == peak.on_device
+        data = step_data(step)
+        assert (data["stage"], data["plan_fingerprint"]) == (stage, fingerprint(of.plan))
+    busiest = stages_step()
+    assert busiest == replace(stages_step(0), of_stages=busiest.of_stages)
+
+
+@pytest.mark.parametrize("width", [60, 80, 132, 200])
+@pytest.mark.parametrize("micro_batches", [4, 8, 32, 500])
+def test_stages_keep_to_the_width(micro_batches: int, width: int) -> None:
+    step = stages_step(micro_batches=micro_batches)
+    lines = printed(step, screen=StagesScreen, width=width).splitlines()
+    assert max(map(len, lines)) <= min(width, 132)
+    rows = [line for line in lines if line.startswith("stage ") and line.endswith("%")]
+    assert len(rows) == 4
+    assert all({"░", "▓", "u"} <= set(row) | {"▒"} for row in rows[:1])
+    cut = [" … " in row for row in rows]
+    assert len(set(cut)) == 1
+    assert cut[0] == (micro_batches > (8 if width < 132 else 32))
+
+
+def test_a_trace_of_stages_has_a_thread_for_each() -> None:
+    step = stages_step()
+    of = step.of_stages
+    assert of is not None
+    events = json.loads(trace_text(step, of_all=True))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == len(of.pipeline.run.spans)
+    assert {event["tid"] for event in slices} == {1, 2, 3, 4}
+    assert [event["args"]["name"] for event in events[1:9:2]] == [f"stage {s}" for s in range(4)]
+    assert trace_text(step) == trace_text(step, of_all=False)
 
 
 # --- A plan and its profile -----------------------------------------------------------------------
@@ -332,6 +389,13 @@ def test_what_cannot_be_shown_is_one_message(
 ) -> None:
     path = written(tmp_path, REFUSED[what]())
     assert_says.refused(read_step, path)
+
+
+def test_a_stage_that_is_not_there_is_named(tmp_path: Path, assert_says: Speaker) -> None:
+    path = stages_files(tmp_path)
+    for stage in (4, -1):
+        assert_says.refused(read_step, path, stage=stage)
+    assert_says.refused(read_step, written(tmp_path, small_step()), stage=0)
 
 
 def test_a_missing_profile_is_named(tmp_path: Path, assert_says: Speaker) -> None:

@@ -6,13 +6,20 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from protrain_plan.planning.stages.cycles import Pipeline
+from protrain_plan.planning.stages.pipelines import Stage, pipelined, planned
+from protrain_plan.planning.stages.shapes import Shape
 from protrain_plan.presentation.report.page import FrontPoint
 from protrain_plan.presentation.report.step import Step, simulated
+from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.program.recording import Event, Recording
-from protrain_runtime.contract.records import fingerprint
+from protrain_runtime.contract.records import fingerprint, write_plan, write_profile
+from protrain_runtime.contract.records.hardware import Collectives, Interconnect
 from protrain_runtime.contract.records.plan import (
+    ALONE,
     Activations,
     Budgets,
+    DeviceGroup,
     Keep,
     Offload,
     Persistent,
@@ -99,6 +106,44 @@ def deep_step(blocks: int = 126) -> Step:
     ]
     ends: Decision = (Keep(), Persistent(), Schedule())
     return step_of(profile, [ends, *(choices[n % 4] for n in range(blocks)), ends])
+
+
+@cache
+def stages_step(stage: int | None = None, *, micro_batches: int = 8) -> Step:
+    """Four stages on two nodes of two cards, of which the first ones recompute and offload."""
+    speed = Collectives(gather_bytes_per_s=20e9, reduce_bytes_per_s=20e9, latency_s=1e-6)
+    far = replace(speed, gather_bytes_per_s=2e9, reduce_bytes_per_s=2e9)
+    joined = Interconnect(
+        devices_per_node=2, intra_node=speed, inter_node=far, below="of each device"
+    )
+    profile = decoder(replace(gpu(), interconnect=joined), blocks=8)
+    budgets = Budgets(device=60 * 10**9, host=500 * 10**9, disk=0)
+    shape = Shape(stages=4, group=ALONE, batch=1, micro_batches=micro_batches)
+    whole = DeviceGroup(num_devices=4, num_nodes=2)
+    pipeline = Pipeline(profile, budgets, StepSettings(), whole, shape)
+    led = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
+    lean: list[Decision] = [(Recompute(), Offload(tier="host"), led)]
+    kept: list[Decision] = [(Keep(), Persistent(), Schedule())]
+    stages: list[Stage] = []
+    for s, decisions in enumerate((kept + 2 * lean, kept + lean, 2 * kept, 3 * kept)):
+        runs = pipeline.runs((3, 5, 7, 10), s)
+        problem = pipeline.problem(runs, s)
+        units = [problem.unit_plan(unit, *decided) for unit, decided in enumerate(decisions)]
+        plan = drafted(profile, units, budgets, problem.settings)
+        peaks = peak_bytes(problem.program(units))
+        prediction = replace(plan.prediction, peak_bytes=peaks)
+        stages.append(planned(problem, runs, replace(plan, prediction=prediction)))
+    found = pipelined(pipeline, stages)
+    return simulated(found.plan(found.step_seconds / 1.04), profile, stage)
+
+
+def stages_files(folder: Path) -> Path:
+    """The plan of these stages, with its profile beside it."""
+    of = stages_step().of_stages
+    assert of is not None
+    write_profile(of.pipeline.pipeline.profile, folder / "profile.yaml")
+    write_plan(of.plan, folder / "plan.yaml")
+    return folder / "plan.yaml"
 
 
 def random_step(rng: random.Random) -> Step:

@@ -1,6 +1,6 @@
 """A planned pipeline: every stage with its plan, all of them simulated together, as a plan file."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from protrain_plan.planning.model.problem import Problem
@@ -12,6 +12,7 @@ from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records import fingerprint
 from protrain_runtime.contract.records.plan import (
+    Budgets,
     PipelinePlan,
     Plan,
     StagePlan,
@@ -51,6 +52,27 @@ class Pipelined:
         tiers = (field.name for field in fields(TierBytes))
         return TierBytes(**{tier: max(getattr(one, tier) for one in peaks) for tier in tiers})
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        sequences = self.shape.group.num_devices * self.shape.batch * self.shape.micro_batches
+        return sequences * self.pipeline.profile.workload.seq_len
+
+    @property
+    def recorded(self) -> tuple[StagePlan, ...]:
+        """The stages as a plan records them."""
+        units = self.pipeline.profile.units
+        return tuple(
+            StagePlan(
+                first_units=tuple(units[first].name for first, _ in stage.runs),
+                held=stage.held,
+                piece_bytes=stage.plan.settings.piece_bytes,
+                cycle_seconds=stage.seconds.cycle_s,
+                peak_bytes=stage.plan.prediction.peak_bytes,
+            )
+            for stage in self.stages
+        )
+
     def plan(self, lower_bound_seconds: float) -> Plan:
         """The plan of all stages, with a bound on all that it was chosen among."""
         first, shape = self.stages[0].plan, self.shape
@@ -73,31 +95,19 @@ class Pipelined:
                 schedule=shape.schedule,
                 layout=shape.layout,
                 num_nodes=self.pipeline.whole.num_nodes,
-                stages=tuple(
-                    StagePlan(
-                        first_units=tuple(profile.units[run[0]].name for run in stage.runs),
-                        held=stage.held,
-                        piece_bytes=stage.plan.settings.piece_bytes,
-                        cycle_seconds=stage.seconds.cycle_s,
-                        peak_bytes=stage.plan.prediction.peak_bytes,
-                    )
-                    for stage in self.stages
-                ),
+                stages=self.recorded,
             ),
             units=tuple(units[unit.name] for unit in profile.units),
         )
         return plan.regraded()
 
 
-def of_plan(plan: Plan, profile: Profile) -> Pipelined:
-    """The stages of a plan with a pipeline, whose units are those of the profile, predicted again.
-
-    ProtrainError where a stage has a decision that it cannot have.
-    """
+def pipeline_of(plan: Plan, profile: Profile, budgets: Budgets | None = None) -> Pipeline:
+    """The arrangement of a plan with a pipeline, within its own budgets or other ones."""
     recorded = plan.pipeline
     assert recorded is not None
     shape = Shape(
-        stages=len(recorded.stages),
+        stages=plan.num_stages,
         group=plan.group,
         batch=plan.workload.batch_size,
         micro_batches=plan.settings.micro_batches,
@@ -105,15 +115,34 @@ def of_plan(plan: Plan, profile: Profile) -> Pipelined:
         eager=recorded.schedule == "eager 1F1B",
         layout=recorded.layout,
     )
-    pipeline = Pipeline(profile, plan.budgets, plan.settings, plan.whole, shape, plan.allowed)
+    budgets = budgets or plan.budgets
+    return Pipeline(profile, budgets, plan.settings, plan.whole, shape, plan.allowed)
+
+
+def problems_of(
+    plan: Plan, profile: Profile, budgets: Budgets | None = None
+) -> Iterator[tuple[Problem, Plan]]:
+    """The problem and the plan of each stage; of a plan without a pipeline, its own."""
+    if plan.pipeline is None:
+        yield Problem.of_plan(plan, profile, budgets), plan
+        return
+    pipeline = pipeline_of(plan, profile, budgets)
+    for s in range(plan.num_stages):
+        own = plan.of_stage(s)
+        yield pipeline.problem(plan.runs(s), s, own.settings.piece_bytes), own
+
+
+def of_plan(plan: Plan, profile: Profile) -> Pipelined:
+    """The stages of a plan with a pipeline, whose units are those of the profile, predicted again.
+
+    ProtrainError where a stage has a decision that it cannot have.
+    """
     stages: list[Stage] = []
-    for s in range(shape.stages):
-        own, runs = plan.of_stage(s), plan.runs(s)
-        problem = pipeline.problem(runs, s, own.settings.piece_bytes)
+    for s, (problem, own) in enumerate(problems_of(plan, profile)):
         peaks = peak_bytes(problem.program(own.units))
         own = replace(own, prediction=replace(own.prediction, peak_bytes=peaks))
-        stages.append(planned(problem, runs, own))
-    return pipelined(pipeline, stages)
+        stages.append(planned(problem, plan.runs(s), own))
+    return pipelined(pipeline_of(plan, profile), stages)
 
 
 def planned(problem: Problem, runs: Runs, plan: Plan) -> Stage:
@@ -126,7 +155,8 @@ def planned(problem: Problem, runs: Runs, plan: Plan) -> Stage:
 
 def pipelined(pipeline: Pipeline, stages: Sequence[Stage]) -> Pipelined:
     """Planned stages as a pipeline."""
-    run = simulated(pipeline.shape, [stage.seconds for stage in stages], pipeline.hops)
+    seconds = [stage.seconds for stage in stages]
+    run = simulated(pipeline.shape, seconds, pipeline.hops, with_spans=True)
     step_s = run.step_seconds
     if len(stages) == 1:  # where steps may overlap
         step_s = stages[0].plan.prediction.step_seconds

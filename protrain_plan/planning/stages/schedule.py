@@ -41,12 +41,29 @@ class StageSeconds:
         return sum(self.forward) + sum(self.backward)
 
 
+class StageSpan(NamedTuple):
+    """A time in which a stage works; without an action, from its last backward to its end."""
+
+    start_s: float
+    end_s: float
+    stage: int
+    action: Action | None
+
+    @property
+    def kind(self) -> str:
+        """`forward`, `backward` or `update`."""
+        if self.action is None:
+            return "update"
+        return "forward" if self.action.forward else "backward"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """A step of all stages: its seconds, and the share of them in which each one waits."""
+    """A step of all stages: its seconds, the share in which each one waits, and its spans."""
 
     step_seconds: float
     idle: tuple[float, ...]
+    spans: tuple[StageSpan, ...] = ()  # where they were asked for
 
 
 def actions(shape: Shape, stage: int) -> list[Action]:
@@ -66,7 +83,13 @@ def actions(shape: Shape, stage: int) -> list[Action]:
     return [*forwards[:warm], *chain.from_iterable(turns), *backwards[total - warm :]]
 
 
-def simulated(shape: Shape, seconds: Sequence[StageSeconds], hops: Sequence[float]) -> Simulated:
+def simulated(
+    shape: Shape,
+    seconds: Sequence[StageSeconds],
+    hops: Sequence[float],
+    *,
+    with_spans: bool = False,
+) -> Simulated:
     """Run all stages, action by action: each waits for its own order, and for its neighbour's.
 
     A forward waits for that of the part before, a backward for that of the part behind. Between
@@ -78,6 +101,7 @@ def simulated(shape: Shape, seconds: Sequence[StageSeconds], hops: Sequence[floa
     place, clock, busy = [0] * p, [0.0] * p, [0.0] * p
     free: dict[tuple[int, bool], float] = {}  # when a hop may begin, by stage and direction
     there: dict[Action, float] = {}  # when what an action made is where it is read
+    spans: list[StageSpan] = []
     left = sum(map(len, waiting))
     while left:
         before = left
@@ -90,7 +114,9 @@ def simulated(shape: Shape, seconds: Sequence[StageSeconds], hops: Sequence[floa
                         break
                     clock[stage] = max(clock[stage], there[source])
                 taken = _taken(action, seconds[stage], shape)
-                clock[stage] += taken
+                begin, clock[stage] = clock[stage], clock[stage] + taken
+                if with_spans:
+                    spans.append(StageSpan(begin, clock[stage], stage, action))
                 busy[stage] += taken
                 link = (stage if action.forward else (stage - 1) % p), action.forward
                 is_last = action.part == (parts - 1 if action.forward else 0)
@@ -104,7 +130,11 @@ def simulated(shape: Shape, seconds: Sequence[StageSeconds], hops: Sequence[floa
     ends = [one + of_stage.update_s for one, of_stage in zip(clock, seconds, strict=True)]
     step = max(ends)
     work = [one + of_stage.update_s for one, of_stage in zip(busy, seconds, strict=True)]
-    return Simulated(step_seconds=step, idle=tuple(1 - one / step for one in work))
+    if with_spans:
+        last = enumerate(zip(clock, ends, strict=True))
+        spans += [StageSpan(begin, end, s, None) for s, (begin, end) in last if begin < end]
+    idle = tuple(1 - one / step for one in work)
+    return Simulated(step_seconds=step, idle=idle, spans=tuple(spans))
 
 
 def _source(action: Action, parts: int) -> Action | None:

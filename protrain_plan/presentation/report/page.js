@@ -774,4 +774,5 @@
   draw();
   drawStrip();
   drawFront();
+  // stages.js
 })();

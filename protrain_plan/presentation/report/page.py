@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from protrain_plan.presentation.plans import devices_json, fastest
 from protrain_plan.presentation.report.step import (
     Bar,
+    OfStages,
     Step,
     bars,
     memory,
@@ -22,6 +23,7 @@ from protrain_plan.presentation.report.step import (
     slot_begins_s,
     waits,
 )
+from protrain_plan.presentation.staging import layout_text, pace_text, pipelined_json
 from protrain_plan.simulation.report import in_words
 from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract import __version__
@@ -93,7 +95,8 @@ def step_data(
         "updates": plan.settings.updates,
         "micro_batches": plan.settings.micro_batches,
         **devices_json(plan.group),
-        "plan_fingerprint": fingerprint(plan),
+        **pipeline_data(step),
+        "plan_fingerprint": fingerprint(step.of_stages.plan if step.of_stages else plan),
         "profile_fingerprint": plan.profile_fingerprint,
         "profile_method": step.profile.method,
         "tick_seconds": scale.tick_s,
@@ -160,6 +163,15 @@ def step_data(
         "front": [point._asdict() for point in front],
         "recording": None if recording is None else _recording(step, recording, scale),
     }
+
+
+def pipeline_data(step: Step) -> Data:
+    """The pipeline that the step's stage is of, where it is of one."""
+    if (of := step.of_stages) is None:
+        return {}
+    found = of.pipeline
+    told = {"words": f"{pace_text(found)}{layout_text(found)}"}
+    return {"stage": of.stage, "pipeline": told | pipelined_json(found, with_spans=True)}
 
 
 def workload_text(step: Step) -> str:
@@ -231,6 +243,9 @@ def page_text(
     """The page; a recording must be one of the step's plan."""
     data = _shown(step_data(step, recording=recording, front=front))
     style, script = part("page.css"), part("page.js")
+    several = step.of_stages is not None
+    style += part("stages.css") if several else ""
+    script = script.replace("  // stages.js\n", part("stages.js") if several else "")
     # No name, which may hold any character, can end the element around the data.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return Template(part("page.html")).substitute(
@@ -238,6 +253,7 @@ def page_text(
         policy=f"default-src 'none'; img-src data:; base-uri 'none'; form-action 'none';"
         f" style-src '{hash_source(style)}'; script-src '{hash_source(script)}'",
         style=style,
+        stages=part("stages.html") if several else "",
         script=script,
         data=embedded,
     )
@@ -272,15 +288,20 @@ STEP, MEMORY = 1, 2  # the processes
 WAITS = "waits of compute"
 
 
-def trace_text(step: Step) -> str:
-    """The step in Chrome's trace event format, which Perfetto opens: JSON, an event a line."""
+def trace_text(step: Step, *, of_all: bool = False) -> str:
+    """The step in Chrome's trace event format, which Perfetto opens: JSON, an event a line.
+
+    With `of_all`, it is the step of all stages, where there are several.
+    """
     about = {
         "program": f"protrain-plan {__version__}",
         "model": step.plan.workload.model,
         "plan": "simulated step",
         "hardware": step.plan.hardware,
     }
-    events = ",\n".join(json.dumps(event) for event in trace_events(step))
+    several = step.of_stages if of_all else None
+    found = trace_events(step) if several is None else stage_events(several)
+    events = ",\n".join(json.dumps(event) for event in found)
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
     return f'{head[:-1]}, "traceEvents": [\n{events}\n]}}\n'
 
@@ -324,6 +345,18 @@ def trace_events(step: Step) -> Iterator[Data]:
                 "ts": _microseconds(time),
                 "args": {kind: sizes[index] for kind, sizes in tier.by_kind.items()},
             }
+
+
+def stage_events(of: OfStages) -> Iterator[Data]:
+    """Stages as threads of one process, with what each of them computes."""
+    yield _about("process_name", STEP, 0, name=f"{of.plan.workload.model}: simulated stages")
+    for stage in range(of.plan.num_stages):
+        yield _about("thread_name", STEP, stage + 1, name=f"stage {stage}")
+        yield _about("thread_sort_index", STEP, stage + 1, sort_index=stage)
+    for span in of.pipeline.run.spans:
+        details = span.action._asdict() if span.action else {}
+        name = f"{span.kind} {details['micro_batch']}" if details else span.kind
+        yield _slice(name, span.kind, span.stage + 1, span.start_s, span.end_s, details)
 
 
 def _about(what: str, process: int, thread: int, **said: str | int) -> Data:

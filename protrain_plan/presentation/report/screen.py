@@ -17,7 +17,7 @@ from protrain_plan.presentation.plans import (
     other_steps_json,
     tiers_json,
 )
-from protrain_plan.presentation.report.page import workload_text
+from protrain_plan.presentation.report.page import pipeline_data, workload_text
 from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory, waits
 from protrain_plan.presentation.terminal import Text, table_of
 from protrain_plan.simulation.report import in_words
@@ -65,28 +65,36 @@ LETTER_STYLES = {
 class Screen:
     """Output of `protrain show`, in the width that there is, at most WIDEST columns."""
 
+    label, value = LABEL, VALUE
+
     def __init__(self, *, step: Step, width: int = WIDEST, ascii_only: bool = False) -> None:
         self.step, self.width = step, width
-        self.columns = width - LABEL - VALUE
+        self.columns = width - self.label - self.value
         step_s = step.report.step_seconds
         edges = [step_s * n / self.columns for n in range(self.columns + 1)]
         self.shares = list(pairwise(edges))  # the part of the step that each column shows
+        self.ascii_only = ascii_only
         self.ramp = ASCII if ascii_only else BLOCKS
         self.dots = "..." if ascii_only else "…"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The lines, for rich, which says how wide the terminal is and what it can show."""
         width = min(max(options.max_width, NARROWEST), WIDEST)
-        fitted = Screen(step=self.step, width=width, ascii_only=options.ascii_only)
+        fitted = type(self)(step=self.step, width=width, ascii_only=options.ascii_only)
         yield from fitted._lines()
 
-    def _lines(self) -> Iterator[Text]:
-        plan, report = self.step.plan, self.step.report
+    def _head(self, of: object = None) -> Iterator[Text]:
+        plan = self.step.plan
         model = plan.workload.model
-        words = f"{model}: {workload_text(self.step)}, {plan.optimizer} on {plan.hardware}"
+        stage = f", {of}" if of else ""
+        words = f"{model}{stage}: {workload_text(self.step)}, {plan.optimizer} on {plan.hardware}"
         for line in self._sentence(words):
             line.highlight_words([one_line(model)], "bold")
             yield line
+
+    def _lines(self) -> Iterator[RenderableType]:
+        plan, report = self.step.plan, self.step.report
+        yield from self._head(self.step.of_stages)
         yield from self._sentence(
             f"step {format_seconds(plan.prediction.step_seconds)}"
             f"{format_range(plan.prediction.expected_seconds)}, at most {plan.gap:.2%} above"
@@ -228,7 +236,7 @@ class Screen:
     def _row(self, label: str | Text, strip: Text, value: str = "") -> Text:
         line = Text(no_wrap=True, overflow="crop")
         line.append(label)
-        line.align("left", LABEL)
+        line.align("left", self.label)
         line.append(strip)
         if value:
             line.append(" " * max(1, self.width - line.cell_len - len(value)) + value)
@@ -261,6 +269,7 @@ def summary_json(step: Step) -> dict[str, Any]:
     expected = step.plan.prediction.expected_seconds
     return {
         **devices_json(step.plan.group),
+        **pipeline_data(step),
         "step_seconds": report.step_seconds,
         "predicted_step_seconds": step.plan.prediction.step_seconds,
         **other_steps_json(step.plan.prediction),
@@ -294,6 +303,8 @@ def summary_text(step: Step) -> RenderableType:
             f"the last of {step.plan.settings.micro_batches} micro-batches, with its update:"
             f" {format_seconds(report.step_seconds)} of the step's {whole}"
         )
+    if step.of_stages is not None:
+        head = f"{step.of_stages}: {head}"
     if step.plan.group.num_devices > 1:
         head += f", on each of {step.plan.group}"
     head = "; ".join((head, *other_steps(step.plan)))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from protrain_plan.planning.model.problem import misfit
 from protrain_plan.simulation.report import StepReport, report, stall_cause
@@ -21,23 +21,50 @@ from protrain_runtime.contract.records.hardware import TierName, is_accelerator
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.records.profile import Profile
 
+if TYPE_CHECKING:
+    from protrain_plan.planning.stages.pipelines import Pipelined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfStages:
+    """The pipeline that a step's stage is of: its plan, its prediction, and the stage."""
+
+    plan: Plan
+    pipeline: "Pipelined"
+    stage: int
+
+    def __str__(self) -> str:
+        """`stage 1 of 2`."""
+        return f"stage {self.stage} of {len(self.pipeline.stages)}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A simulated step; with micro-batches, the last of them and the update after it."""
+    """A simulated step; with micro-batches, the last of them and the update after it.
+
+    Of a pipeline it is that of one stage, whose plan and profile these are.
+    """
 
     plan: Plan
     profile: Profile
     program: BoundProgram
     timeline: Timeline
     report: StepReport
+    of_stages: OfStages | None = None
 
 
-def simulated(plan: Plan, profile: Profile) -> Step:
+def simulated(plan: Plan, profile: Profile, stage: int | None = None) -> Step:
     """The step of a plan whose units are those of the profile; of one of its devices.
 
-    ProtrainError where the profile's machine does not say what joins several.
+    Of a pipeline, it is the step of a stage; by default of the one that waits least.
+    ProtrainError where the profile's machine does not say what joins several, or where the plan
+    does not have that stage.
     """
+    of_stages = _of_stages(plan, profile, stage)
+    if of_stages is not None:
+        stage, found = of_stages.stage, of_stages.pipeline
+        runs, plan = found.stages[stage].runs, found.stages[stage].plan
+        profile = found.pipeline.problem(runs, stage, plan.settings.piece_bytes).profile
     profile = profile_for(profile, plan)
     program = program_of(plan, profile)
     return Step(
@@ -46,13 +73,36 @@ def simulated(plan: Plan, profile: Profile) -> Step:
         program=program,
         timeline=simulate(program),
         report=report(program),
+        of_stages=of_stages,
     )
 
 
-def read_step(plan_path: Path, profile_path: Path | None = None) -> Step:
+def _of_stages(plan: Plan, profile: Profile, stage: int | None) -> OfStages | None:
+    if plan.pipeline is None:
+        if stage is not None:
+            raise ProtrainError("the plan has no stages", key="--stage", fix="leave it out")
+        return None
+    if stage is not None and stage not in range(plan.num_stages):
+        raise ProtrainError(
+            f"the plan has no stage {stage}",
+            key="--stage",
+            fix=f"choose one of 0 to {plan.num_stages - 1}",
+        )
+    from protrain_plan.planning.stages.pipelines import of_plan  # with the solver
+
+    found = of_plan(plan, profile)
+    idle = found.run.idle
+    chosen = idle.index(min(idle)) if stage is None else stage
+    return OfStages(plan=plan, pipeline=found, stage=chosen)
+
+
+def read_step(
+    plan_path: Path, profile_path: Path | None = None, *, stage: int | None = None
+) -> Step:
     """The step of the plan in a file; its profile is by default the profile.yaml beside it.
 
-    ProtrainError where either file is no such record, or where they are not of one another.
+    ProtrainError where either file is no such record, where they are not of one another, or where
+    the plan has no such `stage`.
     """
     plan = read_plan(plan_path)
     if profile_path is None:
@@ -74,7 +124,7 @@ def read_step(plan_path: Path, profile_path: Path | None = None) -> Step:
     if (why := misfit(plan, profile)) is not None:
         raise ProtrainError(why.problem, source=str(plan_path), key=why.key, fix=why.fix)
     try:
-        step = simulated(plan, profile)
+        step = simulated(plan, profile, stage)
     except ProtrainError as error:
         raise ProtrainError(
             error.message, source=str(plan_path), key=error.key, fix=error.fix

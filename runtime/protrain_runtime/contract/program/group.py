@@ -54,9 +54,9 @@ def group_on(
 
 
 def not_joined(plan: Plan, hardware: Hardware) -> str | None:
-    """The reason why a machine's devices cannot be the plan's group; None where they can."""
+    """The reason why a machine's devices cannot be the plan's; None where they can."""
     try:
-        group_on(hardware, **asdict(plan.group))
+        group_on(hardware, **asdict(plan.whole))
     except ProtrainError as error:
         return error.message
     return None

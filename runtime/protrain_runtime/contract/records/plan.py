@@ -392,12 +392,23 @@ class Plan:
     tensors: tuple[str, ...] = ()
 
     @property
+    def num_stages(self) -> int:
+        """Stages of its pipeline, or one."""
+        return len(self.pipeline.stages) if self.pipeline else 1
+
+    @property
     def whole(self) -> DeviceGroup:
         """The devices of all stages."""
         if self.pipeline is None:
             return self.group
-        count = self.group.num_devices * len(self.pipeline.stages)
+        count = self.group.num_devices * self.num_stages
         return replace(self.group, num_devices=count, num_nodes=self.pipeline.num_nodes)
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step: all stages work on the same."""
+        settings = self.settings
+        return self.workload.batch_size * settings.micro_batches * settings.group.num_devices
 
     def runs(self, stage: int) -> tuple[tuple[int, int], ...]:
         """The units of each chunk of a stage: from one up to another."""
