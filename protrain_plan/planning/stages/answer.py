@@ -17,7 +17,7 @@ from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.stages.cuts import Cuts, best_cuts, possible_cuts
-from protrain_plan.planning.stages.cycles import BOUNDS, Bounds, Pipeline
+from protrain_plan.planning.stages.cycles import BOUNDS, Bounds, Lanes, Pipeline
 from protrain_plan.planning.stages.pipelines import Pipelined, Stage, pipelined, planned
 from protrain_plan.planning.stages.schedule import StageSeconds, simulated
 from protrain_plan.planning.stages.shapes import Shape, shapes
@@ -135,6 +135,7 @@ class Search:
         profile = next(iter(question.profiles.values()))
         self.starts = possible_cuts(profile)
         self.bounds: dict[Shape, Bounds] = {}
+        lanes: dict[object, Lanes] = {}
         self.cuts: dict[Shape, Cuts] = {}
         self.levels: dict[Shape, int] = {}  # the lowest of the bounds of the shape's best cuts
         self.planned: dict[Shape, Pipelined | None] = {}
@@ -147,7 +148,7 @@ class Search:
                 shape,
                 question.allow,
             )
-            self.bounds[shape] = Bounds(pipeline)
+            self.bounds[shape] = Bounds(pipeline, lanes)
             self.cuts[shape], self.levels[shape] = Cuts(0.0, ()), -1  # not looked at yet
 
     def _cut(self, shape: Shape, below_s: float) -> None:

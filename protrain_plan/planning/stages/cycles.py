@@ -306,9 +306,12 @@ class Lanes:
 
 
 class Bounds:
-    """Bounds of one shape's stages, each found once for equal units, and lifted where asked."""
+    """Bounds of one shape's stages, each found once for equal units, and lifted where asked.
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    Shapes of the same profiles share the programmes of their `lanes`.
+    """
+
+    def __init__(self, pipeline: Pipeline, lanes: dict[object, Lanes] | None = None) -> None:
         self.pipeline = pipeline
         kinds: dict[object, int] = {}
         self.kinds = [
@@ -323,7 +326,7 @@ class Bounds:
         self._before = np.vstack([np.zeros((1, len(kinds)), dtype=int), np.cumsum(one, axis=0)])
         self._found: dict[object, tuple[int, float]] = {}
         self._keys: dict[tuple[int, int, int], object] = {}
-        self._lanes: dict[int, Lanes] = {}  # by stage
+        self._lanes = {} if lanes is None else lanes
 
     def _key(self, s: int, first: int, end: int) -> object:
         """Equal for runs whose bounds are."""
@@ -354,9 +357,11 @@ class Bounds:
 
     def lane_bound(self, s: int, first: int, end: int) -> float:
         """Seconds of the step, by the work of the stage's lanes; inf: it does not fit."""
-        pipeline = self.pipeline
-        if s not in self._lanes:
-            self._lanes[s] = Lanes(pipeline, self.kinds, s)
+        pipeline, shape = self.pipeline, self.pipeline.shape
+        # All that a stage's problem has of its shape.
+        alike = replace(shape, chunks=1, eager=False), shape.held(s)
+        if alike not in self._lanes:
+            self._lanes[alike] = Lanes(pipeline, self.kinds, s)
         counts = [int(number) for number in self._before[end] - self._before[first]]
         buffers = pipeline.buffer_bytes(((first, end),), s)
-        return self._lanes[s].seconds(counts, buffers, pipeline.around_seconds(first, s))
+        return self._lanes[alike].seconds(counts, buffers, pipeline.around_seconds(first, s))
