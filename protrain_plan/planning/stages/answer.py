@@ -247,7 +247,7 @@ class Search:
                 forward=(part,) * v, backward=backward, last_backward=backward, update_s=0.0
             )
             stages.append(one)
-        run = simulated(shape, stages, pipeline.hops)
+        run = simulated(shape, stages, pipeline.hops, pipeline.nodes)
         return max(cuts.seconds, run.step_seconds)
 
     def _next(self, shapes: Iterable[Shape], level: int | None = None) -> Shape | None:

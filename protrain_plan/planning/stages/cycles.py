@@ -85,6 +85,14 @@ class Pipeline:
         """Seconds from each stage to the next one, and from the last to the first."""
         return hop_seconds(self.profile.hardware, self.whole, self.shape, max(self.handed))
 
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each stage; none where every stage is in all of them."""
+        if self.shape.layout == "stages within nodes" or self.whole.num_nodes == 1:
+            return ()
+        each = self.shape.group.num_devices
+        return tuple(s * each // self.whole.in_node for s in range(self.shape.stages))
+
     # Stages
 
     def runs(self, ends: Sequence[int], s: int) -> Runs:

@@ -8,7 +8,8 @@ k p + s of the model; micro-batches go through the chunks of a device in rounds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from heapq import heappop, heappush
+from itertools import chain, count
 from typing import NamedTuple
 
 from protrain_plan.planning.stages.shapes import Shape
@@ -87,46 +88,62 @@ def simulated(
     shape: Shape,
     seconds: Sequence[StageSeconds],
     hops: Sequence[float],
+    nodes: Sequence[int] = (),
     *,
     with_spans: bool = False,
 ) -> Simulated:
-    """Run all stages, action by action: each waits for its own order, and for its neighbour's.
+    """Run all stages, event by event: each waits for its own order, and for its neighbours'.
 
     A forward waits for that of the part before, a backward for that of the part behind. Between
     devices there is a hop of `hops` seconds (by the stage before it); hops in one direction go one
-    after the other.
+    after the other. So do all that leave a node or come to it, where stages are in several `nodes`.
     """
     p, parts = shape.stages, shape.stages * shape.chunks
     waiting = [actions(shape, stage) for stage in range(p)]
-    place, clock, busy = [0] * p, [0.0] * p, [0.0] * p
-    free: dict[tuple[int, bool], float] = {}  # when a hop may begin, by stage and direction
-    there: dict[Action, float] = {}  # when what an action made is where it is read
+    place, clock, busy, running = [0] * p, [0.0] * p, [0.0] * p, [False] * p
+    free: dict[object, float] = {}  # when a hop may begin, by link
+    there: set[Action] = set()  # those whose output is where it is read
     spans: list[StageSpan] = []
-    left = sum(map(len, waiting))
-    while left:
-        before = left
-        for stage, order in enumerate(waiting):
-            while place[stage] < len(order):
-                action = order[place[stage]]
-                source = _source(action, parts)
-                if source is not None:
-                    if source not in there:
-                        break
-                    clock[stage] = max(clock[stage], there[source])
-                taken = _taken(action, seconds[stage], shape)
-                begin, clock[stage] = clock[stage], clock[stage] + taken
-                if with_spans:
-                    spans.append(StageSpan(begin, clock[stage], stage, action))
-                busy[stage] += taken
-                link = (stage if action.forward else (stage - 1) % p), action.forward
-                is_last = action.part == (parts - 1 if action.forward else 0)
-                there[action] = clock[stage]
-                if p > 1 and not is_last:
-                    free[link] = max(clock[stage], free.get(link, 0.0)) + hops[link[0]]
-                    there[action] = free[link]
-                place[stage] += 1
-                left -= 1
-        assert left < before, "the order of a schedule never waits for itself"
+    events: list[tuple[float, int, Action, bool]] = []  # an action ends, or its output arrives
+    order = count()
+
+    def begin(stage: int, now: float) -> None:
+        if running[stage] or place[stage] == len(waiting[stage]):
+            return
+        action = waiting[stage][place[stage]]
+        source = _source(action, parts)
+        if source is None or source in there:
+            taken = _taken(action, seconds[stage], shape)
+            running[stage], clock[stage] = True, now + taken
+            busy[stage] += taken
+            heappush(events, (clock[stage], next(order), action, True))
+            if with_spans:
+                spans.append(StageSpan(now, clock[stage], stage, action))
+
+    for stage in range(p):
+        begin(stage, 0.0)
+    while events:
+        now, _, action, ended = heappop(events)
+        stage = action.part % p
+        other = (stage + (1 if action.forward else -1)) % p
+        is_last = action.part == (parts - 1 if action.forward else 0)
+        if not ended:
+            there.add(action)
+            begin(other, now)
+            continue
+        place[stage] += 1
+        running[stage] = False
+        if p > 1 and not is_last:
+            links: tuple[object, ...] = ((stage, other),)
+            if nodes and nodes[stage] != nodes[other]:
+                links = (("from", nodes[stage]), ("to", nodes[other]))
+            start = max(now, *(free.get(link, 0.0) for link in links))
+            arrives = start + hops[stage if action.forward else other]
+            free.update(dict.fromkeys(links, arrives))
+            heappush(events, (arrives, next(order), action, False))
+        else:
+            there.add(action)
+        begin(stage, now)
     ends = [one + of_stage.update_s for one, of_stage in zip(clock, seconds, strict=True)]
     step = max(ends)
     work = [one + of_stage.update_s for one, of_stage in zip(busy, seconds, strict=True)]
