@@ -200,7 +200,7 @@ def test_long_work_is_told_in_lines_where_there_is_no_terminal(
     for threaded in (True, False):
         assert told(60.0, threaded=threaded) == []
         assert told(0.001, threaded=threaded, rank=1) == []
-        lines = told(0.001, threaded=threaded)
+        lines = [line for line in told(0.001, threaded=threaded) if "starting: 0%" not in line]
         found = [re.fullmatch(r"\.\.\. (.*): 25%, [0-9.]+ m?s", line) for line in lines]
         names = {one[1] for one in found if one}
         assert all(found)
