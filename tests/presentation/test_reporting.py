@@ -6,18 +6,20 @@ Golden files lie in tests/golden; `pytest --write-golden` on this file writes th
 import io
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from protrain_plan.presentation.report import page
 from protrain_plan.presentation.report.page import (
     page_text,
     step_data,
@@ -41,6 +43,7 @@ from protrain_plan.presentation.report.step import (
     slot_begins_s,
     waits,
 )
+from protrain_runtime.contract.program.program import MoveKind
 from protrain_runtime.contract.program.recording import Event
 from protrain_runtime.contract.records import fingerprint, write_plan, write_profile
 from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Recompute, UnitPlan
@@ -415,3 +418,10 @@ def test_a_step_of_micro_batches_says_which_of_them_is_shown() -> None:
     )
     assert lines[3] == "the last of 4 micro-batches, with its update:"
     assert summary(several).startswith("the last of 4 micro-batches, with its update: ")
+
+
+def test_every_kind_of_move_has_words_and_a_colour() -> None:
+    script = (Path(page.__file__).parent / "page.js").read_text(encoding="utf-8")
+    for table in ("DOES", "COLOUR"):
+        body = script.split(f"const {table} = {{", 1)[1].split("};", 1)[0]
+        assert set(get_args(MoveKind)) <= set(re.findall(r'"([a-z -]+)":', body))

@@ -54,6 +54,9 @@
     "backward": (u) => `backward of ${u}`,
     "update on the device": () => "update on the device",
     "fetch": (u) => `parameters of ${u} arrive`,
+    "all-gather": (u) => `parameters of ${u} are gathered`,
+    "all-reduce": (u) => `gradients of ${u} are summed`,
+    "reduce-scatter": (u) => `gradients of ${u} are summed`,
     "swap in": (u) => `activations of ${u} return`,
     "swap out": (u) => `activations of ${u} leave`,
     "spill gradients": (u) => `gradients of ${u} leave`,
@@ -64,7 +67,8 @@
   };
   const COLOUR = {
     "forward": "forward", "backward": "backward", "update on the device": "update",
-    "fetch": "buffers", "swap in": "activations", "swap out": "activations",
+    "fetch": "buffers", "all-gather": "buffers", "all-reduce": "gradients",
+    "reduce-scatter": "gradients", "swap in": "activations", "swap out": "activations",
     "spill gradients": "gradients", "add gradients": "gradients",
     "read states": "states", "write states": "states", "update": "update",
   };
@@ -774,5 +778,5 @@
   draw();
   drawStrip();
   drawFront();
-  // stages.js
+  /* stages.js */
 })();

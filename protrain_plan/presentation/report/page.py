@@ -5,6 +5,7 @@ import hashlib
 import html
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -245,7 +246,7 @@ def page_text(
     style, script = part("page.css"), part("page.js")
     several = step.of_stages is not None
     style += part("stages.css") if several else ""
-    script = script.replace("  // stages.js\n", part("stages.js") if several else "")
+    script = script.replace("  /* stages.js */\n", part("stages.js") if several else "")
     # No name, which may hold any character, can end the element around the data.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return Template(part("page.html")).substitute(
@@ -261,7 +262,8 @@ def page_text(
 
 def part(name: str) -> str:
     """The text of a file of this folder."""
-    return (files("protrain_plan.presentation.report") / name).read_text(encoding="utf-8")
+    text = (files("protrain_plan.presentation.report") / name).read_text(encoding="utf-8")
+    return re.sub(r"^ *//.*\n", "", text, flags=re.MULTILINE)  # a script's comments
 
 
 def hash_source(text: str) -> str:
