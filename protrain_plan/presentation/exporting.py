@@ -10,6 +10,7 @@ torchtitan 0.3.0 (`ParallelismConfig`, `ActivationCheckpointing`) and of Megatro
 accepted the files: see docs/decisions/house.md.
 """
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -186,6 +187,7 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
             "dtype": mixed if workload.precision == "pure" else "float32",
             "mixed_precision_param": mixed,
             "enable_cpu_offload": switches.offload_states,
+            "disable_cuda_graphs": True,  # they know no pipelines, and plans count none
             "max_norm": 1.0 if plan.settings.updates == "after backward" else float("inf"),
         },
         "parallelism": parallelism,
@@ -195,16 +197,20 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     losses = _common_losses(plan, switches, said=("compiled blocks", "replicas"))
     losses += _stage_losses(plan, switches)
     if workload.model not in _TORCHTITAN_MODELS:
-        losses.append("The model has no name here: put its configuration for llama3_debugmodel.")
+        losses.append(
+            "The file builds on llama3_debugmodel: name the configuration of your model there."
+        )
     if pipeline and pipeline.layout == "stages within nodes":
-        losses.append("Each stage would have devices in all nodes: here they are neighbours.")
+        losses.append("Each stage would have devices in every node: here its ranks are neighbours.")
     if pipeline:
-        losses.append("Each micro-batch is received in a buffer of its own, beside the peaks.")
+        losses.append(
+            "PyTorch receives each micro-batch in a buffer of its own: peaks do not count them."
+        )
     if workload.dtype == "float16":
         losses.append("float16 cannot be said: bfloat16 takes its place.")
     if workload.precision == "master":
         losses.append(
-            f"Parameters would be {workload.dtype}, with float32 ones in the optimizer: here they"
+            f"Parameters would be {workload.dtype}, with float32 copies in the optimizer: here they"
             " are float32."
         )
     return config, losses
@@ -253,7 +259,9 @@ def _torchtitan_text(config: Config) -> str:
 def _literal(value: object) -> str:
     """A value as Python; a list in a line for each of its items."""
     if isinstance(value, list):
-        return "\n".join(["[", *(f"        {item!r}," for item in value), "    ]"])
+        return "\n".join(["[", *(f"        {json.dumps(item)}," for item in value), "    ]"])
+    if isinstance(value, str):
+        return json.dumps(value)
     return 'float("inf")' if value == float("inf") else repr(value)
 
 
@@ -325,7 +333,7 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         }
     elif switches.shard_states or switches.offload_states:
         config["use-distributed-optimizer"] = True
-        if switches.shard_states and group.num_replicas > 1:
+        if group.num_replicas > 1:
             config["num-distributed-optimizer-instances"] = group.num_replicas
     if switches.offload_states:
         config |= {
@@ -338,22 +346,29 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     )
     losses += _stage_losses(plan, switches)
     if pipeline and pipeline.schedule == "eager 1F1B":
-        losses.append("Eager 1F1B cannot be said: it is 1F1B here, which waits for hops.")
+        losses.append("Eager 1F1B cannot be said: here it is 1F1B, which waits for hops.")
     if selective:
-        losses.append("All blocks recompute their MLPs and norms here, and other parts of none.")
+        losses.append("Here every block recomputes its MLP and its norms, and nothing else.")
     elif again:
-        where = "a chunk of a stage" if pipeline else "the model"
-        losses.append(f"The first {_blocks(again)} of {where} are recomputed, as a whole each.")
-    if switches.shard_states and not whole:
-        losses.append("Parameters and gradients are not sharded here: optimizer states alone are.")
+        where = "each stage" if pipeline else "the model"
+        where = "each chunk" if pipeline and pipeline.chunks > 1 else where
+        losses.append(
+            f"Which blocks recompute cannot be said: here the first {again} of {where} do, whole."
+        )
+    if switches.shard_states and group.num_shards > 1 and not whole:
+        losses.append(
+            "Parameters and gradients cannot be sharded here: optimizer states alone are."
+        )
     if switches.offload_states:
-        losses.append("Parameters and gradients stay on the device: optimizer states alone leave.")
+        losses.append(
+            "Parameters and gradients cannot leave the device here: optimizer states alone do."
+        )
     if workload.dtype != "float32" and workload.precision != "master":
         losses.append(
-            f"Here parameters are {workload.dtype}, with float32 ones in the optimizer: other bits,"
-            " and another memory."
+            f"Here parameters are {workload.dtype}, with float32 copies in the optimizer: other"
+            " bits, and more memory."
         )
-    losses.append("The model's sizes, besides its layers, are the script's.")
+    losses.append("The model's sizes, besides its number of layers, are the script's.")
     return config, losses
 
 
@@ -419,7 +434,10 @@ def _all_blocks(plan: Plan) -> list[UnitPlan]:
     """All blocks; ProtrainError where they are not between an embedding and a head."""
     blocks = [unit for unit in plan.units if unit.kind == "block"]
     if blocks != list(plan.units[1:-1]):
-        raise ProtrainError("its stages are of models with an embedding, blocks and a head alone")
+        raise ProtrainError(
+            "the tool cuts models of an embedding, blocks and a head, and this one has other parts",
+            key="--to",
+        )
     return blocks
 
 
@@ -440,7 +458,7 @@ def _stage_losses(plan: Plan, switches: Switches) -> list[str]:
         counts = [sum(map(does, units)) for units in stages]
         if len(set(counts)) > 1:
             numbers = listed(map(str, counts), "and")
-            losses.append(f"Stages would {verb} {numbers} units: here one rule is for all stages.")
+            losses.append(f"Stages would {verb} {numbers} units: here one setting is for all.")
     return losses
 
 
