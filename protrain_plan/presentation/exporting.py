@@ -167,12 +167,13 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     parallelism: Config = {
         "data_parallel_shard_degree": shards,
         "data_parallel_replicate_degree": group.num_devices // shards,
+        "tensor_parallel_degree": 1,
+        "pipeline_parallel_degree": len(pipeline.stages) if pipeline else 1,
         "fsdp_reshard_after_forward": "always" if switches.fetch_twice else "never",
     }
     if pipeline:
         plain = pipeline.schedule == "1F1B"
         parallelism |= {
-            "pipeline_parallel_degree": len(pipeline.stages),
             # With one part a rank, the interleaved schedule is eager 1F1B.
             "pipeline_parallel_schedule": "1F1B" if plain else "Interleaved1F1B",
             "pipeline_parallel_microbatch_size": workload.batch_size,
