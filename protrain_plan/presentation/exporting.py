@@ -39,7 +39,7 @@ from protrain_runtime.contract.records.tree import listed
 Config = dict[str, Any]
 
 Sayable = Literal["compiled blocks", "numbers of blocks", "replicas", "shares of states"]
-"""What some of the tools can say, and others lose."""
+"""Decisions that some of the tools can say, and others lose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
