@@ -232,7 +232,7 @@ def _is_plan(text: str | RecordError) -> bool:
 
 def export(
     plan: PlanArgument,
-    to: Annotated[str, typer.Option(help="fsdp2 (Accelerate) or trl.")],
+    to: Annotated[str, typer.Option(help="fsdp2 (Accelerate), trl, torchtitan or megatron.")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -244,6 +244,8 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write another tool's nearest configuration, and list what it cannot express.
+
+    torchtitan and megatron have pipeline stages; the others refuse a plan that has some.
 
     Example: protrain export plan.yaml --to fsdp2 -o fsdp2.yaml
     """

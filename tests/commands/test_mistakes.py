@@ -90,7 +90,7 @@ report shown/plan.yaml --profile card.yaml
 report shown/plan.yaml -o .
 report shown/plan.yaml --recording none.json
 report shown/plan.yaml --recording card.yaml
-export plan.yaml --to megatron
+export plan.yaml --to deepspeed
 fit tiny-llama --on rtx-4091
 fit tiny-llama --on cpu --seq-len many
 fit tiny-llama --on cpu --batch-size 0
