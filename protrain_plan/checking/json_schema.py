@@ -121,8 +121,6 @@ def _object(owner: Any, definitions: dict[str, Schema]) -> Schema:
 
 
 def _value(owner: Any, name: str, hint: Any, definitions: dict[str, Schema]) -> Schema:
-    if (owner, name) in PATTERNS:
-        return {"type": "string", "pattern": f"^{PATTERNS[owner, name][0]}$"}
     if hint == Activations:
         return {"enum": list(ACTIVATIONS)}
     if (owner, name) == (FormCost, "form"):
@@ -138,6 +136,8 @@ def _value(owner: Any, name: str, hint: Any, definitions: dict[str, Schema]) -> 
             most = MAX_UNITS
         schema = {"type": "array", "items": items, "maxItems": most}
         return schema | ({"minItems": 1} if name in ("units", "forms") else {})
+    if (owner, name) in PATTERNS:
+        return {"type": "string", "pattern": f"^{PATTERNS[owner, name][0]}$"}
     if hint == float | None:
         return {"oneOf": [_bounded("number", limits_of(owner, name)), {"const": STEP_END}]}
     if hint is int:

@@ -103,7 +103,11 @@ def grown(
         return profile
     ratio = Fraction(target.batch_size * target.seq_len, workload.batch_size * workload.seq_len)
     units = (
-        replace(unit, forms=tuple(_form_grown(profile, index, form, ratio) for form in unit.forms))
+        replace(
+            unit,
+            forms=tuple(_form_grown(profile, index, form, ratio) for form in unit.forms),
+            gets=(),
+        )
         for index, unit in enumerate(profile.units)
     )
     return replace(
@@ -172,6 +176,7 @@ def between(low: Profile, high: Profile, batch_size: int) -> Profile:
                     for other in beyond.forms
                     if one.form == other.form
                 ),
+                gets=(),
             )
             for unit, beyond in zip(low.units, high.units, strict=True)
         ),

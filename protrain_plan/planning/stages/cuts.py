@@ -51,12 +51,14 @@ def possible_cuts(profile: Profile) -> tuple[int, ...]:
 def handed_bytes(profile: Profile, unit: int) -> int:
     """Bytes of the hidden state that a unit gets from the one before it.
 
-    A recomputed block keeps exactly that: those of its input that a swap can take, where it alone
-    reads it. Elsewhere what the unit before adds to the level, which is the same and at most
-    what else it has to keep.
+    Where the profile does not say: a recomputed block keeps exactly that, those of its input that
+    a swap can take, where it alone reads it. Elsewhere what the unit before adds to the level,
+    which is the same and at most what else it has to keep.
     """
     if not unit:
         return 0
+    if known := profile.units[unit].handed_bytes:
+        return known
     forms = {cost.form: cost for cost in profile.units[unit].forms}
     if "full" in forms and forms["full"].swappable_bytes:
         return forms["full"].swappable_bytes

@@ -324,7 +324,7 @@ class Bounds:
         kinds: dict[object, int] = {}
         self.kinds = [
             kinds.setdefault(
-                replace(unit, name="", parameters=(), used_by=(), reads=(), own_inputs=()),
+                replace(unit, name="", parameters=(), used_by=(), reads=(), gets=(), own_inputs=()),
                 len(kinds),
             )
             for unit in pipeline.profile.units

@@ -245,6 +245,7 @@ class SavedBytes:
     ends_in_cross_entropy: bool = False
     handed_bytes: int = 0
     reads: tuple[int, ...] = ()
+    gets: tuple[str, ...] = ()  # shape and dtype of each tensor from the unit before
 
     @property
     def swappable_bytes(self) -> int:
@@ -262,6 +263,16 @@ class _LossSeen(TorchFunctionMode):
         if func is cross_entropy and not torch.compiler.is_compiling():
             self.seen = True
         return func(*args, **(kwargs or {}))
+
+
+def _handed(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """The differentiated of these tensors, in words; where none is, the first with fractions."""
+    real = [one for one in tensors if one.is_floating_point() and one.layout == torch.strided]
+    handed = [one for one in real if one.requires_grad] or real[:1]
+    return tuple(
+        f"{'x'.join(map(str, one.shape)) or '1'} {str(one.dtype).removeprefix('torch.')}"
+        for one in handed
+    )
 
 
 def saved_bytes(
@@ -296,6 +307,7 @@ def saved_bytes(
     staying: list[set[int]] = [set() for _ in range(count)]  # of the inputs
     outputs: list[set[int]] = [set() for _ in range(count)]
     flowing: set[int] = set()  # what has gradients, of what blocks get and give
+    gets: dict[int, tuple[str, ...]] = {}
     storages = TrackedStorages()
     current = 0
 
@@ -307,6 +319,8 @@ def saved_bytes(
         current = min(slot, count - 1)
         if slot < count:
             inputs[slot].extend(map(storages.of, tensors))
+            if slot and tensors:
+                gets[slot] = _handed(tensors)
             shared.update(identities(t for t in tensors if t.layout != torch.strided))
             note(tensors)
         if 0 < slot <= count:
@@ -321,6 +335,7 @@ def saved_bytes(
 
     def on_leave(tensors: Sequence[torch.Tensor]) -> None:
         outputs[current].update(identities(tensors))
+        gets[current + 1] = _handed(tensors)
         note(tensors)
 
     def pack(tensor: torch.Tensor) -> Packed:
@@ -403,6 +418,7 @@ def saved_bytes(
                         }
                     )
                 ),
+                gets=gets.get(unit, ()),
                 linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
                 differentiated=unit in watch.differentiated,
                 ends_in_cross_entropy=unit == count - 1 and module is None and loss_seen.seen,

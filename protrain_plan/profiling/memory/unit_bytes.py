@@ -777,6 +777,7 @@ def _units(
                 stays=stays,
                 runs_once=structure.once.get(index, ""),
                 reads=saved["keep"][index].reads,
+                gets=saved["keep"][index].gets,
             )
         )
     return units

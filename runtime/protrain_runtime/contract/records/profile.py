@@ -6,6 +6,7 @@ A *level* is the number of live bytes between two slots.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from protrain_runtime.contract.records.hardware import DeviceKind, Hardware
@@ -81,6 +82,12 @@ class FormCost:
     backward_launch_s: float = 0.0
 
 
+_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+HANDED = rf"[0-9]{{1,15}}(x[0-9]{{1,15}}){{0,9}} ({'|'.join(_SIZES)})"
+"""A tensor that a unit hands on, as `Unit.gets` has it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """A part of the model that runs as a whole, and the chunk of states first used in it.
@@ -101,7 +108,8 @@ class Unit:
     element, such as the small ones of an 8-bit optimizer. `largest_gradient_bytes` are those of its
     largest parameter, where the optimizer's step needs memory in proportion to them; 0: it needs
     none, or as much as for all of the chunk. `reads` are units before the previous one with a
-    differentiated output that it uses (a skip connection, an encoder's output).
+    differentiated output that it uses (a skip connection, an encoder's output). `gets` are what the
+    previous unit hands on, as shape and dtype: `1x4096x4096 bfloat16`; empty where nobody knows.
     """
 
     name: str
@@ -122,6 +130,13 @@ class Unit:
     uneven_state_bytes: int = 0
     largest_gradient_bytes: int = 0
     reads: tuple[int, ...] = ()
+    gets: tuple[str, ...] = ()
+
+    @property
+    def handed_bytes(self) -> int:
+        """Bytes of what the previous unit hands on; 0 where nobody knows."""
+        sizes = (text.split() for text in self.gets)
+        return sum(prod(map(int, shape.split("x"))) * _SIZES[dtype] for shape, dtype in sizes)
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""

@@ -116,8 +116,6 @@ def _readers(owner: Any) -> Mapping[str, Reader]:
 def _reader(owner: Any, name: str, hint: Any) -> Reader:
     if (owner, name) in _OWN_RULES:
         return _OWN_RULES[owner, name]
-    if (owner, name) in PATTERNS:
-        return partial(_formed, *PATTERNS[owner, name])
     if hint == Activations:
         return _choice(ACTIVATIONS, shown=PLAIN)
     if (owner, name) == (FormCost, "form"):
@@ -130,6 +128,8 @@ def _reader(owner: Any, name: str, hint: Any) -> Reader:
         item = _reader(owner, name, get_args(hint)[0])
         most = MAX_ENTRIES.get((owner, name), MAX_LIST)
         return lambda value: tuple(item(entry) for entry in value.sequence(most))
+    if (owner, name) in PATTERNS:
+        return partial(_formed, *PATTERNS[owner, name])
     if hint in (float, float | None):
         number = partial(_limited, Node.number, "a number", limits_of(owner, name))
         return number if hint is float else partial(_drain, number)

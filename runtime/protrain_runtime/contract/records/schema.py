@@ -38,6 +38,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import (
+    HANDED,
     Compilation,
     FormCost,
     OptimizerCost,
@@ -56,6 +57,7 @@ DEVICE_KIND = r"[a-z][a-z0-9_]{0,99}"
 PATTERNS: dict[tuple[type, str], tuple[str, str]] = {
     (Device, "kind"): (DEVICE_KIND, "a type of device such as cpu or cuda"),
     (Workload, "device"): (DEVICE_KIND, "a type of device such as cpu or cuda"),
+    (Unit, "gets"): (HANDED, "shape and dtype, such as 1x4096x4096 bfloat16"),
 }
 """Texts that have a form: as a regular expression, and in words."""
 
