@@ -26,6 +26,7 @@ TASKS = {
     "front": "benchmarks.front:answered",
     "published": "benchmarks.published_runs:predicted",
     "pipeline": "benchmarks.pipeline:compared",
+    "stages": "benchmarks.stages:predicted",
     "profiles": "benchmarks.accuracy_runs:profiles",
     "bytes": "benchmarks.accuracy_runs:counted",
     "seconds": "benchmarks.accuracy_runs:timed",

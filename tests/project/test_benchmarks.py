@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import accuracy, front, grid, pipeline, planner, published
+from benchmarks import accuracy, front, grid, pipeline, planner, published, stages
 from benchmarks.gpu import parts as gpu
 from benchmarks.gpu.suites import CARD, DRY, Suite
 from benchmarks.pages import quantile
@@ -37,6 +37,7 @@ PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
     "pipeline": pipeline.page,
     "planner": planner.page,
     "published": published.page,
+    "stages": stages.page,
     **{name: partial(markdown, title=name) for name in ("cpu", "gpu")},
 }
 """The function that makes a page of each file of results."""
@@ -51,6 +52,7 @@ RESULTS_OF_CODE = [path for path in sorted(RESULTS.glob("*.json")) if path.stem 
         ("planner", ["h100-sxm: llama-3.1-8b"], 1),
         ("front", ["rtx-3090: gpt2-xl"], 1),
         ("published", ["scratch-gpt2"], 1),
+        ("stages", ["torchtitan"], 1),
         ("accuracy", ["pyramid"], 7),
     ],
 )
