@@ -123,10 +123,6 @@ def stages_text(
     bound = format_seconds(answer.lower_bound_seconds)
     shapes = f"{answer.num_shapes} arrangement{'s' * (answer.num_shapes > 1)}"
     parts.append(Text(f"none of {shapes} takes less than {bound} (gap {answer.gap:.1%})"))
-    if not answer.cuts:
-        parts.append(
-            Text("this model cannot be cut: units share parameters, or read more than the last one")
-        )
     parts += [Text(_assumed(one)) for one in assumed]
     parts += [wrote(path) for path in paths]
     return Group(*parts)

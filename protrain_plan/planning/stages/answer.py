@@ -38,6 +38,8 @@ MOST_LIFTED = 20
 FEW, ROUNDS = 12, 6
 """Units of a model whose cuts are made again for so many plans of all stages, at most."""
 
+UNCUT = "this model cannot be cut: units share parameters, or read more than the last one"
+
 LANES, FLUID = BOUNDS.index("lanes"), BOUNDS.index("fluid")
 
 
@@ -111,8 +113,16 @@ class StagesAnswer:
     def worth(self) -> str:
         """The worth of several stages, in words."""
         single, several = self.single, self.several
+        if 1 not in self.bounds:
+            devices = self.question.settings.group.num_devices
+            many = self.question.global_batch
+            return f"{many} sequences are no equal parts for {devices} devices in one stage"
         if single is None:
             return "one stage does not fit"
+        if not self.cuts:
+            return f"one stage: {UNCUT}"
+        if len(self.bounds) == 1:
+            return "one stage: no other number was asked about, or is possible with these devices"
         alone = f"one stage takes {format_seconds(single.step_seconds)} ({single.shape})"
         if self.best is single:
             least = min((s for p, s in self.bounds.items() if p > 1), default=0.0)
