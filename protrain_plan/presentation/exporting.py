@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
-from protrain_plan.planning.stages.shapes import Shape
+from protrain_plan.planning.stages.shapes import shape_of
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.adapters import option_of
 from protrain_runtime.contract.records.folding import unfolded
@@ -302,13 +302,7 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "fp16": workload.dtype == "float16",
     }
     if pipeline:
-        shape = Shape(
-            stages=len(pipeline.stages),
-            group=group,
-            batch=workload.batch_size,
-            micro_batches=plan.settings.micro_batches,
-            chunks=pipeline.chunks,
-        )
+        shape = shape_of(plan)
         config |= {
             "pipeline-model-parallel-size": shape.stages,
             "pipeline-model-parallel-layout": _megatron_layout(plan),

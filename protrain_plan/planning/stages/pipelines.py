@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.stages.cycles import Pipeline, Runs
 from protrain_plan.planning.stages.schedule import Simulated, StageSeconds, simulated
-from protrain_plan.planning.stages.shapes import Shape
+from protrain_plan.planning.stages.shapes import Shape, shape_of
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.program.memory import peak_bytes
@@ -104,19 +104,8 @@ class Pipelined:
 
 def pipeline_of(plan: Plan, profile: Profile, budgets: Budgets | None = None) -> Pipeline:
     """The arrangement of a plan with a pipeline, within its own budgets or other ones."""
-    recorded = plan.pipeline
-    assert recorded is not None
-    shape = Shape(
-        stages=plan.num_stages,
-        group=plan.group,
-        batch=plan.workload.batch_size,
-        micro_batches=plan.settings.micro_batches,
-        chunks=recorded.chunks,
-        eager=recorded.schedule == "eager 1F1B",
-        layout=recorded.layout,
-    )
     budgets = budgets or plan.budgets
-    return Pipeline(profile, budgets, plan.settings, plan.whole, shape, plan.allowed)
+    return Pipeline(profile, budgets, plan.settings, plan.whole, shape_of(plan), plan.allowed)
 
 
 def problems_of(

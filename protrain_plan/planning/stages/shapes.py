@@ -13,6 +13,7 @@ from protrain_runtime.contract.records.plan import (
     DeviceGroup,
     PipelineLayout,
     PipelineSchedule,
+    Plan,
 )
 
 
@@ -71,6 +72,20 @@ class Shape:
         words += f", {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
         words += f" of {self.batch}"
         return words if count == 1 else f"{words}, {self.schedule}"
+
+
+def shape_of(plan: Plan) -> Shape:
+    """The arrangement of a plan with a pipeline."""
+    assert plan.pipeline is not None
+    return Shape(
+        stages=plan.num_stages,
+        group=plan.group,
+        batch=plan.workload.batch_size,
+        micro_batches=plan.settings.micro_batches,
+        chunks=plan.pipeline.chunks,
+        eager=plan.pipeline.schedule == "eager 1F1B",
+        layout=plan.pipeline.layout,
+    )
 
 
 def shapes(
