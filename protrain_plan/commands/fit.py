@@ -222,10 +222,7 @@ def fit(
         print_rendered,
         progress,
     )
-    from protrain_plan.commands.sweeping import sweep_lines
-    from protrain_plan.presentation.choosing import helps_json, helps_text, sweep_text
     from protrain_plan.presentation.plans import fit_json, fits_text
-    from protrain_plan.presentation.report.fit_page import fit_page
     from protrain_plan.presentation.trainer_files import file_json, file_text
     from protrain_runtime.contract.records.files import replace_text
 
@@ -260,6 +257,11 @@ def fit(
             print_json_line(row | (file_json(file, advice) if file else {}))
         advised.extend(advice)
 
+    # Answers that are known wait for no import but those of what is printed.
+    if swept or answers.what_helps:
+        from protrain_plan.commands.sweeping import sweep_lines
+        from protrain_plan.presentation.choosing import helps_json, helps_text, sweep_text
+
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
         for line in sweep_lines(swept, cells, tell) if swept else ():
@@ -272,6 +274,8 @@ def fit(
             helped = helps_json(one, changes) if answers.what_helps else {}
             known(fit_json(one) | helped, [advice_of_fit(file, one)] if file else ())
     if page is not None:
+        from protrain_plan.presentation.report.fit_page import fit_page
+
         replace_text(page, fit_page(fits, columns=columns))
     if not as_json:
         written = () if answers.report is None else (answers.report,)
@@ -295,12 +299,12 @@ def _answers(
     tell: "Progress",
 ) -> "Iterator[tuple[Fit, Sequence[Tried]]]":
     """Yield the answers, each as soon as it is known, with what helps where that was asked for."""
-    from protrain_plan.commands.sweeping import helping
-
     found = _planned(cells, prices, tell, staged, compare=answers.compare)
     if not (answers.compare or answers.what_helps):
         yield from ((one, ()) for _, one in found)
         return
+    from protrain_plan.commands.sweeping import helping
+
     questions, fits = zip(*found, strict=True)
     lighter = cells.with_states_of_8_bits(questions, tell)
     known: Iterable[Fit] = fits

@@ -1,6 +1,7 @@
 """A trainer's file in the place of a model: its options stand where the command line has none."""
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -38,9 +39,12 @@ class FileOptions:
 
     def read(self, context: typer.Context, model: str) -> "TrainerFile | None":
         """The file that a MODEL argument names; None where that is a model."""
-        from protrain_plan.models.trainer_files import is_trainer_file, read_trainer_file
+        is_file = False
+        if Path(model).suffix.lower() in (".yaml", ".yml", ".json"):  # others need no reader
+            from protrain_plan.models.trainer_files import is_trainer_file, read_trainer_file
 
-        if not is_trainer_file(model):
+            is_file = is_trainer_file(model)
+        if not is_file:
             if self.named is not None:
                 problem = f"{model} is no trainer's file, and names a model already"
                 raise ProtrainError(problem, key="--model")
