@@ -10,7 +10,6 @@ import typer
 
 from protrain_plan.commands.option_records import option_record
 from protrain_plan.commands.options import SEQ_LEN, integers, leaves_named, refuse_batches
-from protrain_plan.planning.questions.answers import Fit, Question
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from protrain_plan.commands.measuring import ProfileRequest
     from protrain_plan.commands.option_records import BudgetOptions, WorkloadOptions
     from protrain_plan.commands.plan import GroupOptions, ModelOptions
+    from protrain_plan.planning.questions.answers import Fit, Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.planning.stages.answer import Progress, StagesAnswer, StagesQuestion
@@ -71,8 +71,10 @@ class Staged:
         return answer
 
     @property
-    def base(self) -> Question:
+    def base(self) -> "Question":
         """The question about one stage, with the smallest micro-batches."""
+        from protrain_plan.planning.questions.answers import Question
+
         asked = self.question
         size, profile = min(asked.profiles.items())
         many = max(1, asked.global_batch // (size * asked.settings.group.num_devices))
@@ -82,14 +84,14 @@ class Staged:
         )
 
     @property
-    def others(self) -> tuple[Question, ...]:
+    def others(self) -> "tuple[Question, ...]":
         """The questions about one stage, with larger micro-batches."""
         return tuple(
             replace(self, question=replace(self.question, profiles={size: profile})).base
             for size, profile in sorted(self.question.profiles.items())[1:]
         )
 
-    def about(self, found: Fit) -> Question:
+    def about(self, found: "Fit") -> "Question":
         """The question that an answer is for: with its micro-batches, on the devices of a stage."""
         if found.solved is None:
             return self.base
@@ -106,17 +108,18 @@ class Staging:
 
     kept: "AnswerCache"
 
-    def known(self, asked: Staged) -> Fit | None:
+    def known(self, asked: Staged) -> "Fit | None":
         """Return the answer of before; None where there is none."""
         found = self.kept.fit(asked.base, "stages", asked.question)
         return found and replace(found, question=asked.about(found))
 
-    def answer(self, asked: Staged) -> Fit:
+    def answer(self, asked: Staged) -> "Fit":
         """Return the answer of before, or of now."""
         return self.known(asked) or self(asked)
 
-    def __call__(self, asked: Staged) -> Fit:
+    def __call__(self, asked: Staged) -> "Fit":
         from protrain_plan.planning.outcome import STAGES, Solved
+        from protrain_plan.planning.questions.answers import Fit
         from protrain_plan.planning.questions.objectives import fit, plain_bytes
         from protrain_plan.planning.search.improving import Effort
 

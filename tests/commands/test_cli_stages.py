@@ -224,6 +224,7 @@ def told(*arguments: str, folder: Path) -> list[dict[str, Any]]:
 STAGED = ("--seq-len", "128", "--stages", "auto", "--global-batch", "2")
 
 
+@pytest.mark.slow
 def test_fit_finds_stages(tmp_path: Path) -> None:
     asked = ("--on", machine_file(tmp_path), "--num-devices", "2", *STAGED)
     [cell] = told("fit", "tiny-llama", *asked, folder=tmp_path)

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.pipeline import (
     MIB,
-    SCHEDULES,
     besides_bytes,
     compared,
     llama,
@@ -19,11 +18,12 @@ from benchmarks.pipeline import (
     same,
     way_of,
 )
-from benchmarks.pipeline_runs import Trained, Way, train
+from benchmarks.pipeline_runs import Trained, Way
 from examples.train_stages import Stage
 from protrain_plan.planning.stages.answer import StagesQuestion, plan_stages
 from protrain_runtime.contract.records.plan import Plan
 from tests.support.ranks_cases import run_ranks
+from tests.support.stage_cases import counted
 
 SPECIMEN, BUDGET = llama(64, 4, 64), 438 * MIB
 
@@ -35,10 +35,6 @@ def asked(schedule: str, micro_batches: int) -> tuple[StagesQuestion, Plan]:
     return question, planned(question, schedule)
 
 
-def counted(rank: int, count: int, way: Way) -> Trained:
-    return train(way, rank, counted=True)
-
-
 def plainly(way: Way, folder: Path) -> Trained:
     """The model's own forward in one process, with losses divided before they are added."""
     whole = Way(specimen=way.specimen, micro_batches=way.micro_batches)
@@ -46,8 +42,14 @@ def plainly(way: Way, folder: Path) -> Trained:
     return trained
 
 
-@pytest.mark.parametrize("micro_batches", [4, 6])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches"),
+    [
+        ("1F1B", 4),
+        ("1F1B", 6),
+        *(pytest.param("eager 1F1B", n, marks=pytest.mark.slow) for n in (4, 6)),
+    ],
+)
 def test_stages_train_with_the_bits_of_one_process_within_their_peaks(
     schedule: str, micro_batches: int, tmp_path: Path
 ) -> None:
