@@ -29,6 +29,7 @@ from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.stages.pipelines import problems_of
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.program.group import not_joined
+from protrain_runtime.contract.program.program import Program
 from protrain_runtime.contract.records import commands as records
 from protrain_runtime.contract.records.hardware import Hardware, TierName
 from protrain_runtime.contract.records.plan import SETTINGS, Budgets, StepSettings
@@ -274,18 +275,23 @@ def sim002(model: Model) -> Verdict:
     # A programme that waits for earlier moves alone can go on at every moment.
     for of_stage, own in problems_of(model.case.plan, model.case.profile):
         program = of_stage.program(own.units)
-        submitted: set[int] = set()
-        waiting: list[int] = []
-        for slot in program.slots:
-            for waits, then in ((slot.drained, slot.submit), (slot.ready, slot.finish)):
-                waiting += [number for number in waits if number not in submitted]
-                for number in then:
-                    waiting += [number] * (not submitted.issuperset(program.moves[number].after))
-                    submitted.add(number)
-        if waiting:
+        if waiting := _waiting(program):
             problem = f"these wait for each other: {', '.join(map(program.move_name, waiting))}"
             return Failed(problem=problem, key="units", fix=plan_again(model.case))
     return Passed()
+
+
+def _waiting(program: Program) -> list[int]:
+    """Moves that are waited for, or wait, before what they need is submitted."""
+    submitted: set[int] = set()
+    waiting: list[int] = []
+    for slot in program.slots:
+        for waits, then in ((slot.drained, slot.submit), (slot.ready, slot.finish)):
+            waiting += [number for number in waits if number not in submitted]
+            for number in then:
+                waiting += [number] * (not submitted.issuperset(program.moves[number].after))
+                submitted.add(number)
+    return waiting
 
 
 def fpr001(model: Model) -> Verdict:

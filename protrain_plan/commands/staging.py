@@ -63,12 +63,17 @@ class Staged:
         """The answer, which rests on no interpolation."""
         from protrain_plan.planning.stages.answer import plan_stages, planned_again
 
-        answer, sizes = plan_stages(self.question, effort=effort, progress=progress), set(SIZES)
-        sizes -= {min(self.question.profiles), max(self.question.profiles)}
+        answer = plan_stages(self.question, effort=effort, progress=progress)
+        sizes = set(self.between)
         while self.estimate and (best := answer.best) and best.shape.batch in sizes:
             answer = planned_again(answer, self.estimate(best.shape.batch), effort)
             sizes.remove(best.shape.batch)
         return answer
+
+    @property
+    def between(self) -> list[int]:
+        """Batches whose profiles are no estimates."""
+        return sorted(self.question.profiles)[1:-1]
 
     @property
     def base(self) -> "Question":
@@ -95,10 +100,10 @@ class Staged:
         """The question that an answer is for: with its micro-batches, on the devices of a stage."""
         if found.solved is None:
             return self.base
-        plan, profiles = found.solved.plan, self.question.profiles
+        plan = found.solved.plan
         size = plan.workload.batch_size
-        between = self.estimate if min(profiles) < size < max(profiles) else None
-        profile = between(size) if between else profiles[size]
+        estimate = self.estimate if size in self.between else None
+        profile = estimate(size) if estimate else self.question.profiles[size]
         return replace(self.base, profile=profile, settings=plan.settings)
 
 

@@ -98,7 +98,7 @@ def export(plan: Plan, tool: str) -> Exported:
     if plan.pipeline is not None and not exporter.has_stages:
         able = listed([name for name, one in EXPORTERS.items() if one.has_stages], "or")
         raise ProtrainError(
-            f"the plan has {len(plan.pipeline.stages)} pipeline stages, and {tool} has none",
+            f"the plan has {plan.num_stages} pipeline stages, and {tool} has none",
             key="--to",
             fix=f"export it to {able}",
         )
@@ -159,8 +159,7 @@ def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
 def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     """Fields of torchtitan's `Trainer.Config`, by section."""
     group, pipeline, workload = plan.group, plan.pipeline, plan.workload
-    micro_batches = plan.settings.micro_batches
-    local = workload.batch_size * (micro_batches if pipeline else 1)
+    local = workload.batch_size * (plan.settings.micro_batches if pipeline else 1)
     shards = group.num_shards if switches.shard_states else 1
     moved = switches.offload_inputs or switches.offload_saved
     mixed = workload.dtype if workload.dtype != "float16" else "bfloat16"
@@ -168,7 +167,7 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "data_parallel_shard_degree": shards,
         "data_parallel_replicate_degree": group.num_devices // shards,
         "tensor_parallel_degree": 1,
-        "pipeline_parallel_degree": len(pipeline.stages) if pipeline else 1,
+        "pipeline_parallel_degree": plan.num_stages,
         "fsdp_reshard_after_forward": "always" if switches.fetch_twice else "never",
     }
     if pipeline:
@@ -183,7 +182,7 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "model": _TORCHTITAN_MODELS.get(workload.model, ("llama3", "llama3_debugmodel")),
         "training": {
             "local_batch_size": local,
-            "global_batch_size": workload.batch_size * micro_batches * group.num_devices,
+            "global_batch_size": plan.global_batch,
             "seq_len": workload.seq_len,
             "dtype": mixed if workload.precision == "pure" else "float32",
             "mixed_precision_param": mixed,
@@ -293,9 +292,7 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "num-layers": sum(unit.kind == "block" for unit in plan.units),
         "seq-length": workload.seq_len,
         "micro-batch-size": workload.batch_size,
-        "global-batch-size": (
-            workload.batch_size * plan.settings.micro_batches * group.num_devices
-        ),
+        "global-batch-size": plan.global_batch,
         "clip-grad": 1.0 if clipped else 0.0,
         "untie-embeddings-and-output-weights": not tied,
         "bf16": workload.dtype == "bfloat16",
@@ -415,7 +412,7 @@ def _offloaded(plan: Plan) -> float:
 
 
 def _stages(plan: Plan) -> range:
-    return range(len(plan.pipeline.stages) if plan.pipeline else 1)
+    return range(plan.num_stages)
 
 
 def _parts(plan: Plan) -> list[tuple[UnitPlan, ...]]:

@@ -546,8 +546,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
             spared |= {f"{cell[2:]}: {told}": None for told in spared_disk(fit.solved)}
         words, style = _VERDICTS[fit.verdict]
         replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
-        pipeline = fit.solved.plan.pipeline if fit.solved else None
-        arranged = f" in {len(pipeline.stages)} stages" if pipeline else ""
+        stages = fit.solved.plan.num_stages if fit.solved else 1
+        arranged = f" in {stages} stages" if stages > 1 else ""
         arranged += replicas
         devices = [f"{group.num_devices}{arranged}"] if several else []
         if fit.is_tight:

@@ -229,7 +229,7 @@ def test_fit_finds_stages(tmp_path: Path) -> None:
     asked = ("--on", machine_file(tmp_path), "--num-devices", "2", *STAGED)
     [cell] = told("fit", "tiny-llama", *asked, folder=tmp_path)
     assert len(cell["pipeline"]["stages"]) == cell["num_devices"] == 2
-    assert cell["tokens_per_second"] == pytest.approx(2 * 128 / cell["step_seconds"])
+    assert cell["tokens_per_second"] == 2 * 128 / cell["step_seconds"]
     assert "times as fast as one stage" in cell["binds"]
 
 
@@ -247,9 +247,8 @@ def test_plan_and_search_give_the_answer_of_fit(tmp_path: Path) -> None:
     search = ("hardware", "search", "tiny-llama", "--among", str(among), "--speed", "1", *STAGED)
     *_, best = told(*search, folder=tmp_path)
     assert best["best"]["tokens_per_second"] == cell["tokens_per_second"]
-    assert best["best"]["most_tokens_per_second"] == pytest.approx(
-        answer["tokens_per_step"] / answer["lower_bound_seconds"]
-    )
+    most = answer["tokens_per_step"] / answer["lower_bound_seconds"]
+    assert best["best"]["most_tokens_per_second"] == most
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,12 @@ def has_plan(problem: Problem, *, stopped: Stopped | None = None) -> bool:
     if plain and plain.bytes <= problem.device:
         return True
     if any(len(units) >= COUNTED for units in problem.classes):
-        tried = _try(problem, "device", 1.0, {}, counted=True, limited=True, stopped=stopped)
-        if tried.proves_none or (tried.lean and tried.lean.bytes <= problem.device):
-            return not tried.proves_none
+        most = problem.device
+        tried = _try(problem, "device", 1.0, {}, counted=True, most=most, stopped=stopped)
+        if tried.proves_none:
+            return False
+        if tried.lean and tried.lean.bytes <= problem.device:
+            return True
     lean = min_memory(problem, enough=problem.device, stopped=stopped)
     return lean is not None and lean.bytes <= problem.device
 
@@ -224,13 +227,13 @@ def _try(
     spare: Mapping[TierName, int],
     *,
     counted: bool,
-    limited: bool = False,
+    most: int | None = None,
     stopped: Stopped | None,
 ) -> _Try:
     """Solve one programme within `part` of every limit, and of a tier with so much to `spare`.
 
-    With whole decisions, or (`counted`) with whole numbers of units per option. With `limited`, the
-    tier asked for has its limit, too, and any that meet it are as good.
+    With whole decisions, or (`counted`) with whole numbers of units per option. No more than
+    `most` of the tier asked for, where that is given: any decisions that meet it are as good.
     """
     # The answer does not depend on the budget of the tier asked for: neither may the model's scale.
     scale = min(max(problem.static_bytes(choice)) for choice in plain_choices(problem))
@@ -251,8 +254,7 @@ def _try(
     if of != "device":
         model.row(f"use_{of}", [*model.tier_terms(of), *asked], LE)
     target = -inf
-    if limited:
-        most = problem.device if of == "device" else problem.tiers[of]
+    if most is not None:
         target = most * SURELY / model.byte_unit
         model.row("limit", [(peak, 1.0)], LE, target)
     # Among equally lean decisions, those that keep and persist most, and move least.

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.questions.spending import tokens_in_step
 from protrain_plan.planning.stages.cycles import Pipeline, Runs
 from protrain_plan.planning.stages.schedule import Simulated, StageSeconds, simulated
 from protrain_plan.planning.stages.shapes import Shape, shape_of
@@ -42,7 +43,7 @@ class Pipelined:
 
     @property
     def shape(self) -> Shape:
-        """How the devices are arranged."""
+        """The arrangement of the devices."""
         return self.pipeline.shape
 
     @property
@@ -55,8 +56,8 @@ class Pipelined:
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        sequences = self.shape.group.num_devices * self.shape.batch * self.shape.micro_batches
-        return sequences * self.pipeline.profile.workload.seq_len
+        workload, shape = self.pipeline.profile.workload, self.shape
+        return tokens_in_step(workload, shape.group, shape.micro_batches)
 
     @property
     def recorded(self) -> tuple[StagePlan, ...]:

@@ -31,7 +31,7 @@ from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import grouped, in_blocks
 from protrain_runtime.contract.records.forms import FORMS
-from protrain_runtime.contract.records.profile import Form
+from protrain_runtime.contract.records.profile import HANDED_SIZES, Form
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.devices.memory_meter import Segment, device_of, strided_parts
@@ -267,12 +267,13 @@ class _LossSeen(TorchFunctionMode):
 
 def _handed(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
     """The differentiated of these tensors, in words; where none is, the first with fractions."""
-    real = [one for one in tensors if one.is_floating_point() and one.layout == torch.strided]
+
+    def dtype(tensor: torch.Tensor) -> str:
+        return str(tensor.dtype).removeprefix("torch.")
+
+    real = [one for one in tensors if dtype(one) in HANDED_SIZES and one.layout == torch.strided]
     handed = [one for one in real if one.requires_grad] or real[:1]
-    return tuple(
-        f"{'x'.join(map(str, one.shape)) or '1'} {str(one.dtype).removeprefix('torch.')}"
-        for one in handed
-    )
+    return tuple(f"{'x'.join(map(str, one.shape)) or '1'} {dtype(one)}" for one in handed)
 
 
 def saved_bytes(

@@ -101,7 +101,7 @@ def refuse_pipeline(plan: Plan) -> None:
     """ProtrainError if the plan is of a pipeline: one process trains all units here."""
     if plan.pipeline is not None:
         raise ProtrainError(
-            f"the plan is of a pipeline with {len(plan.pipeline.stages)} stages, and one stage is"
+            f"the plan is of a pipeline with {plan.num_stages} stages, and one stage is"
             " trained here",
             key="pipeline",
             fix="plan --stages 1, or hand its cuts to a trainer of pipelines: protrain export",

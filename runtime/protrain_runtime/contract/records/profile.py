@@ -82,9 +82,10 @@ class FormCost:
     backward_launch_s: float = 0.0
 
 
-_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+HANDED_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Dtypes of tensors that units hand on, with bytes of an element."""
 
-HANDED = rf"[0-9]{{1,15}}(x[0-9]{{1,15}}){{0,9}} ({'|'.join(_SIZES)})"
+HANDED = rf"[0-9]{{1,15}}(x[0-9]{{1,15}}){{0,9}} ({'|'.join(HANDED_SIZES)})"
 """A tensor that a unit hands on, as `Unit.gets` has it."""
 
 
@@ -136,7 +137,7 @@ class Unit:
     def handed_bytes(self) -> int:
         """Bytes of what the previous unit hands on; 0 where nobody knows."""
         sizes = (text.split() for text in self.gets)
-        return sum(prod(map(int, shape.split("x"))) * _SIZES[dtype] for shape, dtype in sizes)
+        return sum(prod(map(int, shape.split("x"))) * HANDED_SIZES[dtype] for shape, dtype in sizes)
 
     def cost(self, form: Form) -> FormCost:
         """The costs of `form`; KeyError where the unit cannot take it."""
