@@ -13,7 +13,7 @@ LLaMA-Factory at ff6d4d12 (`hparams`, `model/adapter.py`), torchtune at bd2a0fc7
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from protrain_plan.models.presets import preset_of, read_config
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.adapters import ALL_LINEAR, Lora
 from protrain_runtime.contract.records.files import read_text
-from protrain_runtime.contract.records.tree import Node, listed, root
+from protrain_runtime.contract.records.tree import Node, listed, parsed_json, root
 
 Options = dict[str, Any]
 """Options of `fit` and `plan` by their fields, and `model`."""
@@ -58,7 +58,8 @@ class Switch:
 class Format:
     """A trainer's files: `marks` are keys that no other trainer's files have.
 
-    `base` says what adapters of 16-bit models have the dtype of: the base, instead of float32.
+    `base` says what adapters of 16-bit models have the dtype of: the base, instead of float32;
+    `packed_base` says so of packed weights alone. A null of `nulls` is no default, as others are.
     `full` is the precision of a training without adapters, and `sharded` that with ZeRO or FSDP.
     `follows` is how its trainer follows a plan.
     """
@@ -72,10 +73,16 @@ class Format:
     checkpointing: Switch
     offloading: Switch
     full: str
+    nulls: tuple[str, ...] = ()
     follows: str = 'use_plan(trainer, "plan.yaml")'
     adapters: str = "pure"
     sharded: str = ""
     base: bool = False
+    packed_base: bool = False
+
+    def key_of(self, fact: str) -> str | None:
+        """The key that says a fact in such files."""
+        return next((key for key, row in self.rows.items() if row[0] == fact), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +117,8 @@ class TrainerFile:
         options = (words(self.options, option) for option in self.options if option != "model")
         return " ".join((str(self.options["model"]), *options))
 
-    def key_of(self, option: str) -> str:
-        """The key that says an option in such files."""
-        return next(key for key, (fact, _) in self.format.rows.items() if fact == option)
-
-    def value_of(self, option: str) -> object:
-        """The value that the file, or the trainer by default, has for an option."""
-        key = self.key_of(option)
+    def value_of(self, key: str) -> object:
+        """The value that the file, or the trainer by default, has for a key."""
         return next(
             (one.value for one in (*self.understood, *self.by_default) if one.key == key), None
         )
@@ -145,6 +147,7 @@ def _nodes(path: str) -> dict[str, Node]:
     """The values by key; those of mappings besides, by `key.inner`."""
     text = read_text(path)
     if Path(path).suffix.lower() == ".json":
+        parsed_json(text, path)
         text = text.replace("\t", " ")  # blanks of JSON, but none of YAML
     found: dict[str, Node] = {}
     waiting = [root(text, path)]
@@ -158,9 +161,9 @@ def _nodes(path: str) -> dict[str, Node]:
 
 
 def _candidates(keys: Collection[str]) -> list[Format]:
-    """The formats with such keys; plain arguments of the Trainer only where no other has any."""
+    """The formats with such keys; TRL, and then the Trainer, only where no other has any."""
     found = [one for one in FORMATS if any(mark in keys for mark in one.marks)]
-    return [one for one in found if one is not TRAINER] or found
+    return [one for one in found if one not in (TRL, TRAINER)] or found[:1]
 
 
 def _format_of(path: str, keys: Collection[str]) -> Format:
@@ -190,6 +193,8 @@ class _Reading:
         }
         for key, node in nodes.items():
             self._take(key, node)
+        if self.facts.get("bf16") == "auto" and self.facts.get("fp16"):
+            del self.facts["bf16"]  # else it is on: all devices here have it
 
     def _take(self, key: str, node: Node) -> None:
         """Put one key into a list."""
@@ -197,6 +202,8 @@ class _Reading:
         if any(key.rpartition(".")[0] in listed_in[name] for name in ("decided", "ignored")):
             return
         value = _plain(node)
+        if value is None and key in self.format.nulls:
+            self.facts.pop(rows[key][0], None)
         if key in rows and value is not None:
             fact, reader = rows[key]
             try:
@@ -234,9 +241,9 @@ class _Reading:
             )
 
         unsaid = {
-            key: self.format.defaults[fact]
-            for key, (fact, _) in self.format.rows.items()
-            if fact in self.format.defaults and fact not in self.places
+            key: value
+            for fact, value in self.format.defaults.items()
+            if fact in self.facts and fact not in self.places and (key := self.format.key_of(fact))
         }
         return TrainerFile(
             path=self.path,
@@ -264,8 +271,7 @@ class _Reading:
         fix = fix or self._fix(fact)
         if (node := self.places.get(fact)) is not None:
             return node.error(problem, fix)
-        key = next((key for key, row in self.format.rows.items() if row[0] == fact), None)
-        return ProtrainError(problem, source=self.path, key=key, fix=fix)
+        return ProtrainError(problem, source=self.path, key=self.format.key_of(fact), fix=fix)
 
     def needed(self, fact: str, what: str) -> Any:
         """A fact that an answer cannot do without."""
@@ -313,8 +319,10 @@ def _precision(file: _Reading) -> str:
     full = trainer.sharded if trainer.sharded and file.is_sharded else trainer.full
     precision = trainer.adapters if file.has_adapters else full
     halves = facts.get("bf16") or facts.get("fp16")
-    # Loaded in 16 bits, or never computed in them.
-    if facts.get("pure") or facts.get("loaded") or not (halves or trainer.base):
+    if trainer.key_of("loaded"):
+        loaded = file.needed("loaded", "which dtype its model is loaded in")
+        halves = halves and loaded == "float32"
+    if facts.get("pure") or not (halves or trainer.base):  # all in one dtype
         precision = "pure"
     return precision
 
@@ -324,16 +332,20 @@ def _lora(file: _Reading) -> str | None:
     if not file.has_adapters:
         return None
     rank = file.needed("rank", "the rank of its adapters")
-    targets = () if facts.get("all_linear") else facts.get("targets") or ()
+    targets = facts.get("targets") or ()
     targets += ("gate_proj", "up_proj", "down_proj") if facts.get("mlp") else ()
     targets += ("lm_head",) if facts.get("head") else ()
     if not targets and not facts.get("all_linear"):
         raise file.error("targets", "the file does not say which layers are adapted")
+    if facts.get("all_linear") and not {"lm_head", "embed_tokens"}.isdisjoint(targets):
+        problem = "--lora adapts all linear layers or named ones, not both"
+        raise file.error("targets", problem, "name those to adapt with --lora")
+    is_base = file.format.base or (file.format.packed_base and _quantize(file))
     lora = Lora(
         rank=rank,
         alpha=facts.get("alpha") or 2 * rank,
         targets=(ALL_LINEAR,) if facts.get("all_linear") or ALL_LINEAR in targets else targets,
-        dtype="base" if file.format.base or facts.get("pure") else "float32",
+        dtype="base" if is_base or facts.get("pure") else "float32",
         dropout=facts.get("dropout") or 0.0,
         rslora=bool(facts.get("rslora")),
         dora=bool(facts.get("dora")),
@@ -425,17 +437,24 @@ def _flag(value: Any) -> bool:
     return value
 
 
+def _besides(fact: str) -> Reader:
+    """A reader of a second key that turns a fact on, and never off."""
+    return lambda value: {fact: True} if _flag(value) else {}
+
+
 def _count(value: Any) -> int:
-    number = int(value) if isinstance(value, float) and value.is_integer() else value
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+    number = _number(value, "a whole number above 0")
+    if number < 1 or not number.is_integer():
         raise _WrongError("a whole number above 0")
-    return number
+    return int(number)
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _WrongError("a number")
-    return float(value)
+def _number(value: Any, what: str = "a number") -> float:
+    """A number, as a text too: `1e-1` is one in YAML 1.1, and trainers make it a number."""
+    try:
+        return float("" if isinstance(value, bool) else value)
+    except (TypeError, ValueError, OverflowError):
+        raise _WrongError(what) from None
 
 
 def _text(value: Any) -> str:
@@ -503,9 +522,10 @@ _ATTENTION: Row = ("", _as("flash_attention_2", "sdpa", "fa2", "auto", "flash_at
 def _dtype_of(value: Any) -> dict[str, Any]:
     """A dtype that a model is loaded in."""
     name = str(value).removeprefix("torch.")
-    names = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "float32": "", "fp32": ""}
-    found = _one_of(names)(name)
-    return {"loaded": bool(found), **({found: True} if found else {"dtype": "float32"})}
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    loaded = _one_of({long: long for long in names.values()} | names)(name)
+    halves = {half: True for half in ("bf16", "fp16") if names[half] == loaded}
+    return {"loaded": loaded, **(halves or {"dtype": loaded})}
 
 
 def _component(value: Any) -> dict[str, Any]:
@@ -513,7 +533,7 @@ def _component(value: Any) -> dict[str, Any]:
     _, _, builder = _text(value).rpartition(".")
     model = re.sub(r"^q?lora_", "", builder)
     method = builder.removesuffix(model).removesuffix("_")
-    return {"model": model, "method": method, "bits4": method == "qlora"}
+    return {"model": model, "method": method} | ({"bits4": True} if method == "qlora" else {})
 
 
 def _attention_modules(value: Any) -> tuple[str, ...]:
@@ -554,10 +574,10 @@ AXOLOTL = Format(
         "gradient_accumulation_steps": ("accumulate", _count),
         "dp_shard_size": ("shards", _count),
         "dp_replicate_size": ("replicas", _count),
-        "bf16": ("bf16", _one_of({True: True, False: False, "auto": True, "full": True})),
-        "bfloat16": ("bf16", _flag),
+        "bf16": ("bf16", _one_of({True: True, False: False, "auto": "auto", "full": True})),
+        "bfloat16": ("bf16", _besides("bf16")),
         "fp16": ("fp16", _flag),
-        "float16": ("fp16", _flag),
+        "float16": ("fp16", _besides("fp16")),
         "adapter": ("method", _one_of({"lora": "lora", "qlora": "qlora"})),
         "lora_r": ("rank", _count),
         "lora_alpha": ("alpha", _count),
@@ -576,7 +596,16 @@ AXOLOTL = Format(
         "attn_implementation": _ATTENTION,
         "flash_attention": ("", _as(True)),
     },
-    defaults={"seq_len": 512, "batch_size": 1, "accumulate": 1, "dtype": "float32", "clip": 1.0},
+    defaults={
+        "seq_len": 512,
+        "batch_size": 1,
+        "accumulate": 1,
+        "bf16": "auto",
+        "dtype": "float32",
+        "optimizer": "adamw",
+        "clip": 1.0,
+    },
+    nulls=("bf16",),
     decided=_pattern(_OF_A_PLAN),
     ignored=_pattern(
         _LOGS,
@@ -597,21 +626,25 @@ _TRAINING_ARGUMENTS: dict[str, Row] = {
     "gradient_accumulation_steps": ("accumulate", _count),
     "bf16": ("bf16", _flag),
     "fp16": ("fp16", _flag),
+    "optim": ("optimizer", _one_of(_OPTIMIZERS)),
+    "max_grad_norm": ("clip", _number),
+    "label_smoothing_factor": ("", _as(0.0, 0)),
+}
+_OF_ADAPTERS: dict[str, Row] = {
     "lora_alpha": ("alpha", _count),
     "lora_dropout": ("dropout", _number),
     "use_rslora": ("rslora", _flag),
     "use_dora": ("dora", _flag),
-    "optim": ("optimizer", _one_of(_OPTIMIZERS)),
-    "max_grad_norm": ("clip", _number),
     "packing": ("packing", _flag),
 }
-"""Keys of `TrainingArguments`, and of adapters beside them."""
+"""Keys that LLaMA-Factory and TRL have beside `TrainingArguments`."""
 
 LLAMA_FACTORY = Format(
     name="LLaMA-Factory",
     marks=("finetuning_type", "cutoff_len", "template"),
     rows={
         **_TRAINING_ARGUMENTS,
+        **_OF_ADAPTERS,
         "cutoff_len": ("seq_len", _count),
         "pure_bf16": ("pure", _flag),
         "finetuning_type": ("method", _one_of({"full": "", "lora": "lora"})),
@@ -619,7 +652,7 @@ LLAMA_FACTORY = Format(
         "lora_target": ("targets", _names),
         "additional_target": ("modules_to_save", _names),
         "quantization_bit": ("bits", _one_of({4: "bits4", 8: "bits8"})),
-        "quantization_method": ("bits_by", _one_of({"bnb": "bnb"})),
+        "quantization_method": ("bits_by", _one_of({"bnb": "bnb", "bitsandbytes": "bnb"})),
         "double_quantization": ("nested", _flag),
         "neat_packing": ("packing", _flag),
         "flash_attn": _ATTENTION,
@@ -664,6 +697,7 @@ TORCHTUNE = Format(
         "model.apply_lora_to_mlp": ("mlp", _flag),
         "model.apply_lora_to_output": ("head", _flag),
         "model.use_dora": ("dora", _flag),
+        "model.quantize_base": ("bits4", _flag),
         "optimizer._component_": ("optimizer", _one_of(_TORCHTUNE_OPTIMIZERS)),
         "clip_grad_norm": ("clip", _number),
         "compile": ("compile_blocks", _flag),
@@ -701,10 +735,39 @@ TRAINER = Format(
     marks=("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type"),
     rows={
         **_TRAINING_ARGUMENTS,
-        "max_length": ("seq_len", _count),
         "max_seq_length": ("seq_len", _count),
         "dtype": ("loaded", _dtype_of),
         "torch_dtype": ("loaded", _dtype_of),
+        "attn_implementation": _ATTENTION,
+        "torch_compile": ("", _as(False)),
+        "auto_find_batch_size": ("", _as(False)),
+        "use_liger_kernel": ("", _as(False)),
+        "use_cpu": ("", _as(False)),
+    },
+    defaults={"batch_size": 8, "accumulate": 1, "optimizer": "adamw", "clip": 1.0},
+    decided=_pattern(_OF_A_PLAN),
+    ignored=_pattern(
+        _LOGS,
+        _STEPS,
+        r"accelerator_config(\..*)?|average_tokens_\w+|batch_eval_metrics|bf16_full_eval"
+        r"|fp16_full_eval|do_\w+|enable_jit_checkpoint|full_determinism|ignore_data_skip"
+        r"|include_\w+|label_names|length_column_name|log_\w+|metric_for_best_model|past_index"
+        r"|project|restore_callback_\w+|skip_memory_metrics|torch_empty_cache_steps|use_cache"
+        r"|optim_args|optim_target_modules|liger_kernel_config|jit_mode_eval",
+    ),
+    checkpointing=Switch(keys=("gradient_checkpointing", "activation_checkpointing")),
+    offloading=Switch(keys=("activation_offloading",)),
+    full="autocast",
+)
+
+TRL = replace(
+    TRAINER,
+    name="TRL",
+    marks=("use_peft", "max_length", "packing", "dataset_text_field"),
+    rows={
+        "max_length": ("seq_len", _count),
+        **TRAINER.rows,
+        **_OF_ADAPTERS,
         "use_peft": ("method", _one_of({True: "lora", False: ""})),
         "lora_r": ("rank", _count),
         "lora_target_modules": ("targets", _names),
@@ -713,41 +776,25 @@ TRAINER = Format(
         "load_in_8bit": ("bits8", _flag),
         "use_bnb_nested_quant": ("nested", _flag),
         "bnb_4bit_quant_type": ("bits_by", _one_of({"nf4": "nf4"})),
-        "attn_implementation": _ATTENTION,
-        "torch_compile": ("", _as(False)),
-        "auto_find_batch_size": ("", _as(False)),
-        "use_liger_kernel": ("", _as(False)),
-        "use_cpu": ("", _as(False)),
     },
     defaults={
-        "batch_size": 8,
-        "accumulate": 1,
+        **TRAINER.defaults,
+        "seq_len": 1024,
+        "bf16": "auto",
+        "loaded": "float32",
         "dtype": "float32",
         "rank": 16,
         "alpha": 32,
         "dropout": 0.05,
         "nested": False,
-        "optimizer": "adamw",
-        "clip": 1.0,
     },
-    decided=_pattern(_OF_A_PLAN),
-    ignored=_pattern(
-        _LOGS,
-        _STEPS,
-        r"accelerator_config(\..*)?|average_tokens_\w+|batch_eval_metrics|bf16_full_eval"
-        r"|fp16_full_eval|do_\w+|enable_jit_checkpoint|full_determinism|ignore_data_skip"
-        r"|include_\w+|label_\w+|length_column_name|log_\w+|metric_for_best_model|past_index"
-        r"|project|restore_callback_\w+|skip_memory_metrics|torch_empty_cache_steps|use_cache"
-        r"|optim_args|optim_target_modules|liger_kernel_config|jit_mode_eval|torchdynamo"
-        r"|torch_compile_\w+|dataset_\w+|dataset_text_field",
-    ),
-    checkpointing=Switch(keys=("gradient_checkpointing", "activation_checkpointing")),
-    offloading=Switch(keys=("activation_offloading",)),
-    full="autocast",
+    nulls=("max_length",),
+    checkpointing=Switch(keys=TRAINER.checkpointing.keys, default=True),
     adapters="autocast",
+    packed_base=True,
 )
 
-FORMATS = (AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRAINER)
+FORMATS = (AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL, TRAINER)
 
 _BUILDERS = {
     "gemma_2b": "gemma-2b",

@@ -54,9 +54,9 @@ def advice(
         batch, micro_batches = _smaller(batch * micro_batches, largest)
     wanted = {"batch_size": batch, "accumulate": micro_batches} if batch else {}
     changes = [
-        Change(key=file.key_of(option), now=file.value_of(option), new=value)
-        for option, value in wanted.items()
-        if file.value_of(option) != value
+        Change(key=key, now=file.value_of(key), new=value)
+        for fact, value in wanted.items()
+        if (key := file.format.key_of(fact)) and file.value_of(key) != value
     ]
     if plan is None:
         return Advice(cell=cell, changes=tuple(changes))

@@ -68,7 +68,7 @@ LORA = {
     "bf16": True,
     "preprocessing_num_workers": 16,
 }
-SINGLE_DEVICE = {
+SINGLE_DEVICE: dict[str, Any] = {
     "model": {
         "_component_": "torchtune.models.llama3_1.lora_llama3_1_8b",
         "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
@@ -115,6 +115,9 @@ QLORA_ARGUMENTS = ARGUMENTS | {
     "use_bnb_nested_quant": True,
     "optim": "paged_adamw_8bit",
     "max_grad_norm": 0.0,
+}
+PLAIN = {key: value for key, value in ARGUMENTS.items() if key != "max_length"} | {
+    "max_seq_length": 1024
 }
 
 
@@ -179,16 +182,31 @@ def read(folder: Path, content: dict[str, Any], *given: str, **changed: Any) -> 
             " --optimizer adamw",
         ),
         (
-            "the Trainer",
+            "TRL",
             ARGUMENTS,
             "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
             " --precision autocast --optimizer adamw --clip",
         ),
         (
-            "the Trainer",
+            "TRL",
             QLORA_ARGUMENTS,
             "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
-            " --precision pure --lora r=16,dropout=0.05 --quantize nf4 --optimizer adamw8bit",
+            " --precision pure --lora r=16,dtype=base,dropout=0.05 --quantize nf4"
+            " --optimizer adamw8bit",
+        ),
+        (
+            "the Trainer",
+            PLAIN | {"dtype": "bfloat16"},
+            "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
+            " --precision pure --optimizer adamw --clip",
+        ),
+        (
+            "torchtune",
+            SINGLE_DEVICE | {"model": SINGLE_DEVICE["model"] | {"quantize_base": True}},
+            "llama-3.1-8b --seq-len 8192 --batch-size 2 --accumulate 8 --dtype bfloat16"
+            " --precision pure --lora"
+            " r=8,targets=q_proj+v_proj+o_proj+gate_proj+up_proj+down_proj,dtype=base"
+            " --quantize nf4 --optimizer adamw",
         ),
     ],
 )
@@ -219,6 +237,49 @@ def test_inner_keys_are_told_one_by_one_unless_the_whole_is(tmp_path: Path) -> N
     other = read(tmp_path, SINGLE_DEVICE, loss={"_component_": "a.Loss", "beta": 0.1})
     assert list(other.not_understood) == ["loss._component_", "loss.beta"]
     assert list(read(tmp_path, FULL_FSDP).decided) == ["fsdp_config"]
+
+
+@pytest.mark.parametrize(
+    ("content", "changed", "option", "value"),
+    [
+        (QLORA, {"fp16": True}, "dtype", "float16"),  # bf16: auto yields to it
+        (QLORA, {"bf16": None}, "dtype", "float32"),
+        (QLORA, {"bfloat16": False}, "dtype", "bfloat16"),
+        (QLORA, {"micro_batch_size": "2"}, "batch_size", 2),
+        (QLORA, {"max_grad_norm": "1e-1"}, "clip", True),
+        (LORA, {"quantization_bit": 8, "quantization_method": "bitsandbytes"}, "quantize", "int8"),
+    ],
+)
+def test_values_are_read_as_the_trainer_reads_them(
+    content: dict[str, Any], changed: dict[str, Any], option: str, value: object, tmp_path: Path
+) -> None:
+    assert read(tmp_path, content, **changed).options[option] == value
+
+
+def test_what_a_file_leaves_out_is_what_its_trainer_takes(tmp_path: Path) -> None:
+    silent = {"base_model": "gpt2", "micro_batch_size": 1}
+    file = read(tmp_path, silent)
+    assert file.command == (
+        "gpt2 --seq-len 512 --batch-size 1 --accumulate 1 --dtype bfloat16 --precision pure"
+        " --optimizer adamw --clip"
+    )
+    half = read(tmp_path, silent, fp16=True)
+    assert half.options["dtype"] == "float16"
+    assert [one.key for one in file.by_default if one not in half.by_default] == ["bf16"]
+    trl = read(tmp_path, {"model_name_or_path": "gpt2", "use_peft": False})
+    assert trl.command == (
+        "gpt2 --seq-len 1024 --batch-size 8 --accumulate 1 --dtype bfloat16 --precision autocast"
+        " --optimizer adamw --clip"
+    )
+    assert trl.format.checkpointing.default is True
+    assert {"bf16", "dtype", "max_length"} <= {one.key for one in trl.by_default}
+
+
+def test_what_takes_memory_is_not_ignored(tmp_path: Path) -> None:
+    keys = {"label_smoothing_factor": 0.1, "torch_compile_mode": "default", "lora_r": 16}
+    file = read(tmp_path, PLAIN, **keys, dtype="float32")
+    assert file.not_understood == keys
+    assert not read(tmp_path, ARGUMENTS, label_smoothing_factor=0.0).not_understood
 
 
 def test_values_are_those_of_json(tmp_path: Path) -> None:
@@ -261,6 +322,11 @@ def test_what_the_command_line_says_is_not_asked_of_a_file(tmp_path: Path) -> No
         ({"something": "else"}, None),
         ("a: [", None),
         ("- a", None),
+        (PLAIN, "dtype"),
+        (
+            QLORA | {"lora_target_linear": True, "lora_target_modules": ["lm_head"]},
+            "lora_target_modules",
+        ),
     ],
 )
 def test_what_cannot_be_said_is_one_error(
@@ -275,6 +341,11 @@ def test_models_are_known_by_what_was_published_alone() -> None:
     assert preset_of("meta-llama/Llama-3.1-8B") == "llama-3.1-8b"
     assert preset_of("meta-llama/Llama-3.2-1B-Instruct") == "llama-3.2-1b"
     assert preset_of("somebody/Llama-3.1-8B") is preset_of("meta-llama/Llama-3.1") is None
+
+
+def test_json_is_read_as_json(tmp_path: Path, assert_says: Speaker) -> None:
+    path = written(tmp_path, '{"base_model": "gpt2", "bf16": true,}', "trainer.json")
+    assert_says.refused(read_trainer_file, path)
 
 
 def test_a_configuration_of_a_model_is_no_file_of_a_trainer(tmp_path: Path) -> None:
