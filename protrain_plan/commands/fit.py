@@ -203,8 +203,8 @@ def fit(
     """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
 
     Bytes are exact for the operators that run, seconds are estimates from data-sheet rates. MODEL
-    may also be a trainer's file (Axolotl, LLaMA-Factory, torchtune, arguments of the Trainer): its
-    settings stand where no option does, and what to change in it is told.
+    may also be a trainer's file (Axolotl, LLaMA-Factory, torchtune, TRL, arguments of the Trainer):
+    its settings stand where no option does, and what to change in it is told.
 
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit llama-3.1-8b --on h200 --compare --price 2.49

@@ -1,25 +1,26 @@
 """Configuration files of trainers, read as options of `fit` and `plan`. No torch, no network.
 
-A format is a table of rows: a key of the file, the fact that it states, and how its value is read.
-The formats share one vocabulary of facts, and `_OPTIONS` makes the options of facts. What no table
-names is listed, and what the options cannot say is one error.
+A format is a table: a fact, and the key of the file that states it. The formats share one
+vocabulary of facts, of which each is read in one way (`_READERS`; a few keys have their own), and
+`_OPTIONS` makes the options of facts. What no table names is listed, and what the options cannot
+say is one error.
 
 Read from the projects' own code and examples: Axolotl at 067b021c (schemas, `loaders/model.py`),
 LLaMA-Factory at ff6d4d12 (`hparams`, `model/adapter.py`), torchtune at bd2a0fc7 (recipes,
-`models/*/_model_builders.py`), transformers 5.23 (`TrainingArguments`) with TRL's `SFTConfig` and
-`ModelConfig`.
+`models/*/_model_builders.py`), transformers 5.23 (`TrainingArguments`), TRL at f2cd5771
+(`SFTConfig`, `ModelConfig`, `sft_trainer.py`).
 """
 
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from protrain_plan.models.presets import preset_of, read_config
+from protrain_plan.models.presets import preset_names, preset_of, read_config
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.adapters import ALL_LINEAR, Lora
 from protrain_runtime.contract.records.files import read_text
@@ -29,19 +30,11 @@ Options = dict[str, Any]
 """Options of `fit` and `plan` by their fields, and `model`."""
 
 
-class _UnclearError(Exception):
-    """A value of a key that is listed as not understood."""
-
-
 class _WrongError(Exception):
     """A value that no option says; the argument is what was expected."""
 
 
 Reader = Callable[[Any], Any]
-Row = tuple[str, Reader]
-"""A fact and how it is read; of no fact, what takes no memory, and of `PLAN` what it decides."""
-
-PLAN = "plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +51,8 @@ class Switch:
 class Format:
     """A trainer's files: `marks` are keys that no other trainer's files have.
 
+    `keys` has the fact that each key states, and `readers` how, where that is not as the fact is.
+    `harmless` has the values of a key that take no memory: others are not understood.
     `base` says what adapters of 16-bit models have the dtype of: the base, instead of float32;
     `packed_base` says so of packed weights alone. A null of `nulls` is no default, as others are.
     `full` is the precision of a training without adapters, and `sharded` that with ZeRO or FSDP.
@@ -66,13 +61,15 @@ class Format:
 
     name: str
     marks: tuple[str, ...]
-    rows: Mapping[str, Row]
+    keys: Mapping[str, str]
     defaults: Mapping[str, object]
     decided: re.Pattern[str]
     ignored: re.Pattern[str]
-    checkpointing: Switch
-    offloading: Switch
     full: str
+    checkpointing: Switch = Switch(keys=("gradient_checkpointing",))
+    offloading: Switch = Switch(keys=("activation_offloading",))
+    readers: Mapping[str, Reader] = field(default_factory=dict)
+    harmless: Mapping[str, Collection[object]] = field(default_factory=dict)
     nulls: tuple[str, ...] = ()
     follows: str = 'use_plan(trainer, "plan.yaml")'
     adapters: str = "pure"
@@ -82,7 +79,7 @@ class Format:
 
     def key_of(self, fact: str) -> str | None:
         """The key that says a fact in such files."""
-        return next((key for key, row in self.rows.items() if row[0] == fact), None)
+        return next((key for key, stated in self.keys.items() if stated == fact), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +116,8 @@ class TrainerFile:
 
     def value_of(self, key: str) -> object:
         """The value that the file, or the trainer by default, has for a key."""
-        return next(
-            (one.value for one in (*self.understood, *self.by_default) if one.key == key), None
-        )
+        values = {one.key: one.value for one in (*self.understood, *self.by_default)}
+        return values.get(key)
 
 
 def is_trainer_file(path: str) -> bool:
@@ -130,7 +126,7 @@ def is_trainer_file(path: str) -> bool:
     if suffix != ".json" or not Path(path).is_file():
         return suffix in (".yaml", ".yml")
     keys = _nodes(path)
-    return "model_type" not in keys and bool(_candidates(keys))
+    return "model_type" not in keys and bool(_marked(keys))
 
 
 def read_trainer_file(path: str, *, given: Collection[str] = ()) -> TrainerFile:
@@ -160,14 +156,14 @@ def _nodes(path: str) -> dict[str, Node]:
     return found
 
 
-def _candidates(keys: Collection[str]) -> list[Format]:
-    """The formats with such keys; TRL, and then the Trainer, only where no other has any."""
-    found = [one for one in FORMATS if any(mark in keys for mark in one.marks)]
-    return [one for one in found if one not in (TRL, TRAINER)] or found[:1]
+def _marked(keys: Collection[str]) -> list[Format]:
+    return [one for one in FORMATS if any(mark in keys for mark in one.marks)]
 
 
 def _format_of(path: str, keys: Collection[str]) -> Format:
-    found = _candidates(keys)
+    """The format with such keys; TRL, and then the Trainer, only where no other has any."""
+    marked = _marked(keys)
+    found = [one for one in marked if one not in (TRL, TRAINER)] or marked[:1]
     if len(found) == 1:
         return found[0]
     if not found:
@@ -198,35 +194,42 @@ class _Reading:
 
     def _take(self, key: str, node: Node) -> None:
         """Put one key into a list."""
-        rows, listed_in = self.format.rows, self.lists
-        if any(key.rpartition(".")[0] in listed_in[name] for name in ("decided", "ignored")):
+        trainer = self.format
+        if any(key.rpartition(".")[0] in self.lists[name] for name in ("decided", "ignored")):
             return
         value = _plain(node)
-        if value is None and key in self.format.nulls:
-            self.facts.pop(rows[key][0], None)
-        if key in rows and value is not None:
-            fact, reader = rows[key]
-            try:
-                read = reader(value)
-            except _UnclearError:
-                listed_in["unclear"][key] = value
-                return
-            except _WrongError as wrong:
-                if self._option(key) not in self.given:
-                    raise node.expected(str(wrong), self._fix(fact)) from None
-                read = {}
-            found = read if isinstance(read, dict) else {fact: read}
-            self.facts |= found
-            self.places |= dict.fromkeys(found, node)
-            listed_in[{"": "ignored", PLAN: "decided"}.get(fact, "stated")][key] = value
-        elif self.format.decided.fullmatch(key):
-            listed_in["decided"][key] = value
-        elif value is None or self.format.ignored.fullmatch(key):
-            listed_in["ignored"][key] = value
+        if value is None and key in trainer.nulls:
+            self.facts.pop(trainer.keys[key], None)
+        harmless = value is None or repr(value) in map(repr, trainer.harmless.get(key, ()))
+        if key in trainer.keys and value is not None:
+            self._state(key, value, node)
+            name = "stated"
+        elif key in trainer.harmless and not harmless:
+            name = "unclear"
+        elif trainer.decided.fullmatch(key):
+            name = "decided"
+        elif harmless or trainer.ignored.fullmatch(key):
+            name = "ignored"
         elif isinstance(value, dict) and value:
-            pass  # its keys are told one by one
+            return  # its keys are told one by one
         else:
-            listed_in["unclear"][key] = value
+            name = "unclear"
+        self.lists[name][key] = value
+
+    def _state(self, key: str, value: object, node: Node) -> None:
+        """Take the fact, or the facts, that a key states."""
+        fact = self.format.keys[key]
+        try:
+            read = self.format.readers.get(key, _READERS.get(fact, _flag))(value)
+        except _WrongError as wrong:
+            if _option(fact) in self.given:
+                return
+            raise node.expected(str(wrong), self._fix(fact)) from None
+        if read is False and fact in self.places and self.facts[fact]:
+            return  # another key has turned it on
+        found = read if isinstance(read, dict) else {fact: read}
+        self.facts |= found
+        self.places |= dict.fromkeys(found, node)
 
     def file(self) -> TrainerFile:
         options: Options = {}
@@ -234,10 +237,11 @@ class _Reading:
             if option not in self.given and (value := make(self)) not in (None, "", False):
                 options[option] = value
 
-        def stated(keys: Mapping[str, object]) -> tuple[Stated, ...]:
+        def stated(values: Mapping[str, object]) -> tuple[Stated, ...]:
+            keys = self.format.keys
             return tuple(
-                Stated(key=key, value=value, option=words(options, self._option(key)))
-                for key, value in keys.items()
+                Stated(key=key, value=value, option=words(options, _option(keys[key])))
+                for key, value in values.items()
             )
 
         unsaid = {
@@ -256,12 +260,8 @@ class _Reading:
             not_understood=self.lists["unclear"],
         )
 
-    def _option(self, key: str) -> str:
-        fact = self.format.rows[key][0]
-        return _OPTION_OF.get(fact, fact)
-
     def _fix(self, fact: str) -> str | None:
-        option = _OPTION_OF.get(fact, fact)
+        option = _option(fact)
         if option not in _OPTIONS or fact == "method":  # another method is no value of --lora
             return None
         return f"say it with {flag(option)}"
@@ -295,7 +295,7 @@ class _Reading:
 
 def _model(file: _Reading) -> str:
     name = file.needed("model", "which model it trains")
-    known = name if read_config(name) is not None else _BUILDERS.get(name) or preset_of(name)
+    known = name if read_config(name) is not None else preset_of(name)
     if known is None:
         raise file.error(
             "model",
@@ -340,7 +340,8 @@ def _lora(file: _Reading) -> str | None:
     if facts.get("all_linear") and not {"lm_head", "embed_tokens"}.isdisjoint(targets):
         problem = "--lora adapts all linear layers or named ones, not both"
         raise file.error("targets", problem, "name those to adapt with --lora")
-    is_base = file.format.base or (file.format.packed_base and _quantize(file))
+    is_packed = facts.get("bits4") or facts.get("bits8")
+    is_base = file.format.base or (file.format.packed_base and is_packed)
     lora = Lora(
         rank=rank,
         alpha=facts.get("alpha") or 2 * rank,
@@ -388,15 +389,18 @@ _OPTIONS: dict[str, Callable[[_Reading], object]] = {
     "compile_blocks": lambda file: file.facts.get("compile_blocks"),
     "clip": lambda file: (file.facts.get("clip") or 0) > 0,
 }
-_OPTION_OF = {
-    **dict.fromkeys(("method", "rank", "alpha", "dropout", "targets", "all_linear"), "lora"),
-    **dict.fromkeys(("mlp", "head", "rslora", "dora", "modules_to_save"), "lora"),
-    **dict.fromkeys(("bits", "bits_by", "bits4", "bits8", "nested"), "quantize"),
-    **dict.fromkeys(("bf16", "fp16"), "dtype"),
-    **dict.fromkeys(("pure", "loaded"), "precision"),
-    **dict.fromkeys(("shards", "replicas"), "num_devices"),
+_MADE_OF = {
+    "lora": "method rank alpha dropout targets all_linear mlp head rslora dora modules_to_save",
+    "quantize": "bits bits_by bits4 bits8 nested",
+    "dtype": "bf16 fp16",
+    "precision": "pure loaded",
+    "num_devices": "shards replicas",
 }
-"""Options that several facts make, by fact; of the others, they have its name."""
+"""Facts of the options that several make; others have the name of their option."""
+
+
+def _option(fact: str) -> str:
+    return next((option for option, facts in _MADE_OF.items() if fact in facts.split()), fact)
 
 
 def flag(option: str) -> str:
@@ -437,11 +441,6 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _besides(fact: str) -> Reader:
-    """A reader of a second key that turns a fact on, and never off."""
-    return lambda value: {fact: True} if _flag(value) else {}
-
-
 def _count(value: Any) -> int:
     number = _number(value, "a whole number above 0")
     if number < 1 or not number.is_integer():
@@ -478,21 +477,10 @@ def _one_of(meanings: Mapping[Any, Any]) -> Reader:
 
     def read(value: Any) -> Any:
         for word, meaning in meanings.items():
-            if type(word) is type(value) and word == value:
+            if repr(word) == repr(value):
                 return meaning
         known = [str(word).lower() if isinstance(word, bool) else str(word) for word in meanings]
         raise _WrongError(f"one of {', '.join(known)}")
-
-    return read
-
-
-def _as(*meant: Any) -> Reader:
-    """A reader of values that change nothing; others are listed as not understood."""
-
-    def read(value: Any) -> Any:
-        if not any(type(one) is type(value) and one == value for one in meant):
-            raise _UnclearError
-        return value
 
     return read
 
@@ -508,14 +496,10 @@ _OPTIMIZERS = {
 Not bitsandbytes' of 32 bits: its states of 16-bit parameters are float32, those of PyTorch 16 bits.
 """
 _TORCHTUNE_OPTIMIZERS = {
-    "torch.optim.AdamW": "adamw",
-    "torch.optim.Adam": "adam",
-    "torch.optim.SGD": "sgd",
-    **dict.fromkeys(
-        ("bitsandbytes.optim.AdamW8bit", "bitsandbytes.optim.PagedAdamW8bit"), "adamw8bit"
-    ),
+    **{f"torch.optim.{name}": name.lower() for name in ("AdamW", "Adam", "SGD")},
+    **{f"bitsandbytes.optim.{name}8bit": "adamw8bit" for name in ("AdamW", "PagedAdamW")},
 }
-_ATTENTION: Row = ("", _as("flash_attention_2", "sdpa", "fa2", "auto", "flash_attention_3"))
+_ATTENTION = ("flash_attention_2", "sdpa", "fa2", "auto", "flash_attention_3")
 """Kernels that keep no matrix of scores, as the models here have."""
 
 
@@ -533,14 +517,33 @@ def _component(value: Any) -> dict[str, Any]:
     _, _, builder = _text(value).rpartition(".")
     model = re.sub(r"^q?lora_", "", builder)
     method = builder.removesuffix(model).removesuffix("_")
-    return {"model": model, "method": method} | ({"bits4": True} if method == "qlora" else {})
+    facts = {"model": _built(model) or model, "method": method}
+    return facts | ({"bits4": True} if method == "qlora" else {})
 
 
 def _attention_modules(value: Any) -> tuple[str, ...]:
     return tuple(name.replace("output_proj", "o_proj") for name in _names(value))
 
 
+_READERS: dict[str, Reader] = {
+    "model": _text,
+    **dict.fromkeys(("seq_len", "batch_size", "accumulate", "shards", "replicas"), _count),
+    **dict.fromkeys(("rank", "alpha"), _count),
+    **dict.fromkeys(("dropout", "clip"), _number),
+    **dict.fromkeys(("targets", "modules_to_save"), _names),
+    "optimizer": _one_of(_OPTIMIZERS),
+    "loaded": _dtype_of,
+}
+"""How a fact is read; others are flags."""
+
 # Formats
+
+
+def _keys(*facts: str) -> dict[str, str]:
+    """The facts by their keys; a line is of one matter: `fact=key fact=key`."""
+    pairs = (pair.partition("=") for pair in " ".join(facts).split())
+    return {key: fact for fact, _, key in pairs}
+
 
 _LOGS = (
     r"(wandb|swanlab|comet|mlflow|trackio|hub|logging|log|eval|evals|save|saves|warmup|dataloader"
@@ -564,46 +567,40 @@ def _pattern(*parts: str) -> re.Pattern[str]:
     return re.compile("|".join(parts))
 
 
+_TRAINING_ARGUMENTS = (
+    "model=model_name_or_path batch_size=per_device_train_batch_size"
+    " accumulate=gradient_accumulation_steps bf16=bf16 fp16=fp16 optimizer=optim clip=max_grad_norm"
+)
+_OF_ADAPTERS = (
+    "alpha=lora_alpha dropout=lora_dropout rslora=use_rslora dora=use_dora packing=packing"
+)
+"""Keys that LLaMA-Factory and TRL have beside `TrainingArguments`."""
+_OF_TRAINERS = {"batch_size": 8, "accumulate": 1, "optimizer": "adamw", "clip": 1.0}
+_NO_SMOOTHING = {"label_smoothing_factor": (0.0, 0)}
+
 AXOLOTL = Format(
     name="Axolotl",
     marks=("base_model", "micro_batch_size", "sequence_len"),
-    rows={
-        "base_model": ("model", _text),
-        "sequence_len": ("seq_len", _count),
-        "micro_batch_size": ("batch_size", _count),
-        "gradient_accumulation_steps": ("accumulate", _count),
-        "dp_shard_size": ("shards", _count),
-        "dp_replicate_size": ("replicas", _count),
-        "bf16": ("bf16", _one_of({True: True, False: False, "auto": "auto", "full": True})),
-        "bfloat16": ("bf16", _besides("bf16")),
-        "fp16": ("fp16", _flag),
-        "float16": ("fp16", _besides("fp16")),
-        "adapter": ("method", _one_of({"lora": "lora", "qlora": "qlora"})),
-        "lora_r": ("rank", _count),
-        "lora_alpha": ("alpha", _count),
-        "lora_dropout": ("dropout", _number),
-        "lora_target_modules": ("targets", _names),
-        "lora_target_linear": ("all_linear", _flag),
-        "lora_modules_to_save": ("modules_to_save", _names),
-        "peft_use_rslora": ("rslora", _flag),
-        "peft_use_dora": ("dora", _flag),
-        "load_in_4bit": ("bits4", _flag),
-        "load_in_8bit": ("bits8", _flag),
-        "optimizer": ("optimizer", _one_of(_OPTIMIZERS)),
-        "max_grad_norm": ("clip", _number),
-        "sample_packing": ("packing", _flag),
-        "pad_to_sequence_len": ("packing", _flag),
-        "attn_implementation": _ATTENTION,
-        "flash_attention": ("", _as(True)),
+    keys=_keys(
+        "model=base_model seq_len=sequence_len batch_size=micro_batch_size",
+        "accumulate=gradient_accumulation_steps shards=dp_shard_size replicas=dp_replicate_size",
+        "bf16=bf16 bf16=bfloat16 fp16=fp16 fp16=float16 optimizer=optimizer clip=max_grad_norm",
+        "method=adapter rank=lora_r alpha=lora_alpha dropout=lora_dropout rslora=peft_use_rslora",
+        "dora=peft_use_dora targets=lora_target_modules all_linear=lora_target_linear",
+        "modules_to_save=lora_modules_to_save bits4=load_in_4bit bits8=load_in_8bit",
+        "packing=sample_packing packing=pad_to_sequence_len",
+    ),
+    readers={
+        "bf16": _one_of({True: True, False: False, "auto": "auto", "full": True}),
+        "adapter": _one_of({"lora": "lora", "qlora": "qlora"}),
     },
+    harmless={"attn_implementation": _ATTENTION, "flash_attention": (True,)},
     defaults={
+        **_OF_TRAINERS,
         "seq_len": 512,
         "batch_size": 1,
-        "accumulate": 1,
         "bf16": "auto",
         "dtype": "float32",
-        "optimizer": "adamw",
-        "clip": 1.0,
     },
     nulls=("bf16",),
     decided=_pattern(_OF_A_PLAN),
@@ -614,59 +611,33 @@ AXOLOTL = Format(
         r"|tokenizer_\w+|train_on_inputs|shuffle_\w+|strict|loss_watchdog_\w+|eot_tokens"
         r"|early_stopping_patience|skip_prepare_dataset|model_type|processor_type",
     ),
-    checkpointing=Switch(keys=("gradient_checkpointing",)),
-    offloading=Switch(keys=("activation_offloading",)),
     full="pure",
     sharded="master",
 )
 
-_TRAINING_ARGUMENTS: dict[str, Row] = {
-    "model_name_or_path": ("model", _text),
-    "per_device_train_batch_size": ("batch_size", _count),
-    "gradient_accumulation_steps": ("accumulate", _count),
-    "bf16": ("bf16", _flag),
-    "fp16": ("fp16", _flag),
-    "optim": ("optimizer", _one_of(_OPTIMIZERS)),
-    "max_grad_norm": ("clip", _number),
-    "label_smoothing_factor": ("", _as(0.0, 0)),
-}
-_OF_ADAPTERS: dict[str, Row] = {
-    "lora_alpha": ("alpha", _count),
-    "lora_dropout": ("dropout", _number),
-    "use_rslora": ("rslora", _flag),
-    "use_dora": ("dora", _flag),
-    "packing": ("packing", _flag),
-}
-"""Keys that LLaMA-Factory and TRL have beside `TrainingArguments`."""
-
 LLAMA_FACTORY = Format(
     name="LLaMA-Factory",
     marks=("finetuning_type", "cutoff_len", "template"),
-    rows={
-        **_TRAINING_ARGUMENTS,
-        **_OF_ADAPTERS,
-        "cutoff_len": ("seq_len", _count),
-        "pure_bf16": ("pure", _flag),
-        "finetuning_type": ("method", _one_of({"full": "", "lora": "lora"})),
-        "lora_rank": ("rank", _count),
-        "lora_target": ("targets", _names),
-        "additional_target": ("modules_to_save", _names),
-        "quantization_bit": ("bits", _one_of({4: "bits4", 8: "bits8"})),
-        "quantization_method": ("bits_by", _one_of({"bnb": "bnb", "bitsandbytes": "bnb"})),
-        "double_quantization": ("nested", _flag),
-        "neat_packing": ("packing", _flag),
-        "flash_attn": _ATTENTION,
-        "stage": ("", _as("sft", "pt")),
+    keys=_keys(
+        _TRAINING_ARGUMENTS,
+        _OF_ADAPTERS,
+        "seq_len=cutoff_len pure=pure_bf16 packing=neat_packing",
+        "method=finetuning_type rank=lora_rank targets=lora_target",
+        "modules_to_save=additional_target bits=quantization_bit bits_by=quantization_method",
+        "nested=double_quantization",
+    ),
+    readers={
+        "finetuning_type": _one_of({"full": "", "lora": "lora"}),
+        "quantization_bit": _one_of({4: "bits4", 8: "bits8"}),
+        "quantization_method": _one_of({"bnb": "bnb", "bitsandbytes": "bnb"}),
     },
+    harmless={"flash_attn": _ATTENTION, "stage": ("sft", "pt"), **_NO_SMOOTHING},
     defaults={
+        **_OF_TRAINERS,
         "seq_len": 2048,
-        "batch_size": 8,
-        "accumulate": 1,
         "method": "lora",
         "rank": 8,
         "targets": (ALL_LINEAR,),
-        "optimizer": "adamw",
-        "clip": 1.0,
     },
     decided=_pattern(_OF_A_PLAN, r"disable_gradient_checkpointing|use_reentrant_gc"),
     ignored=_pattern(
@@ -676,7 +647,6 @@ LLAMA_FACTORY = Format(
         r"|image_\w+_pixels|video_\w+",
     ),
     checkpointing=Switch(keys=("disable_gradient_checkpointing",), on=False, off=True),
-    offloading=Switch(keys=("activation_offloading",)),
     full="autocast",
     sharded="master",
 )
@@ -684,37 +654,31 @@ LLAMA_FACTORY = Format(
 TORCHTUNE = Format(
     name="torchtune",
     marks=("model._component_",),
-    rows={
-        "model._component_": ("model", _component),
-        "tokenizer.max_seq_len": ("seq_len", _count),
-        "batch_size": ("batch_size", _count),
-        "gradient_accumulation_steps": ("accumulate", _count),
-        "dtype": ("dtype", _one_of({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})),
-        "model.lora_rank": ("rank", _count),
-        "model.lora_alpha": ("alpha", _count),
-        "model.lora_dropout": ("dropout", _number),
-        "model.lora_attn_modules": ("targets", _attention_modules),
-        "model.apply_lora_to_mlp": ("mlp", _flag),
-        "model.apply_lora_to_output": ("head", _flag),
-        "model.use_dora": ("dora", _flag),
-        "model.quantize_base": ("bits4", _flag),
-        "optimizer._component_": ("optimizer", _one_of(_TORCHTUNE_OPTIMIZERS)),
-        "clip_grad_norm": ("clip", _number),
-        "compile": ("compile_blocks", _flag),
-        "dataset.packed": ("packing", _flag),
+    keys=_keys(
+        "model=model._component_ seq_len=tokenizer.max_seq_len batch_size=batch_size dtype=dtype",
+        "accumulate=gradient_accumulation_steps optimizer=optimizer._component_",
+        "clip=clip_grad_norm compile_blocks=compile packing=dataset.packed",
+        "rank=model.lora_rank alpha=model.lora_alpha dropout=model.lora_dropout",
+        "targets=model.lora_attn_modules mlp=model.apply_lora_to_mlp dora=model.use_dora",
+        "head=model.apply_lora_to_output bits4=model.quantize_base",
+    ),
+    readers={
+        "model._component_": _component,
+        "dtype": _one_of({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
+        "model.lora_attn_modules": _attention_modules,
+        "optimizer._component_": _one_of(_TORCHTUNE_OPTIMIZERS),
+    },
+    harmless={
         "loss._component_": (
-            PLAN,
-            _as(
-                "torchtune.modules.loss.LinearCrossEntropyLoss",
-                "torchtune.modules.loss.CEWithChunkedOutputLoss",
-            ),
+            "torchtune.modules.loss.LinearCrossEntropyLoss",
+            "torchtune.modules.loss.CEWithChunkedOutputLoss",
         ),
-        "device": ("", _as("cuda")),
+        "device": ("cuda",),
     },
     defaults={"accumulate": 1, "rank": 8, "alpha": 16},
     decided=_pattern(
         r"enable_activation_\w+|optimizer_in_bwd|fsdp(_.*|\..*)?|custom_sharded_layers"
-        r"|memory_efficient_fsdp_wrap"
+        r"|memory_efficient_fsdp_wrap|loss\._component_"
     ),
     ignored=_pattern(
         _LOGS,
@@ -733,18 +697,15 @@ TORCHTUNE = Format(
 TRAINER = Format(
     name="the Trainer",
     marks=("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type"),
-    rows={
-        **_TRAINING_ARGUMENTS,
-        "max_seq_length": ("seq_len", _count),
-        "dtype": ("loaded", _dtype_of),
-        "torch_dtype": ("loaded", _dtype_of),
+    keys=_keys(_TRAINING_ARGUMENTS, "seq_len=max_seq_length loaded=dtype loaded=torch_dtype"),
+    harmless={
         "attn_implementation": _ATTENTION,
-        "torch_compile": ("", _as(False)),
-        "auto_find_batch_size": ("", _as(False)),
-        "use_liger_kernel": ("", _as(False)),
-        "use_cpu": ("", _as(False)),
+        **dict.fromkeys(
+            ("torch_compile", "auto_find_batch_size", "use_liger_kernel", "use_cpu"), (False,)
+        ),
+        **_NO_SMOOTHING,
     },
-    defaults={"batch_size": 8, "accumulate": 1, "optimizer": "adamw", "clip": 1.0},
+    defaults=_OF_TRAINERS,
     decided=_pattern(_OF_A_PLAN),
     ignored=_pattern(
         _LOGS,
@@ -756,7 +717,6 @@ TRAINER = Format(
         r"|optim_args|optim_target_modules|liger_kernel_config|jit_mode_eval",
     ),
     checkpointing=Switch(keys=("gradient_checkpointing", "activation_checkpointing")),
-    offloading=Switch(keys=("activation_offloading",)),
     full="autocast",
 )
 
@@ -764,21 +724,20 @@ TRL = replace(
     TRAINER,
     name="TRL",
     marks=("use_peft", "max_length", "packing", "dataset_text_field"),
-    rows={
-        "max_length": ("seq_len", _count),
-        **TRAINER.rows,
-        **_OF_ADAPTERS,
-        "use_peft": ("method", _one_of({True: "lora", False: ""})),
-        "lora_r": ("rank", _count),
-        "lora_target_modules": ("targets", _names),
-        "lora_modules_to_save": ("modules_to_save", _names),
-        "load_in_4bit": ("bits4", _flag),
-        "load_in_8bit": ("bits8", _flag),
-        "use_bnb_nested_quant": ("nested", _flag),
-        "bnb_4bit_quant_type": ("bits_by", _one_of({"nf4": "nf4"})),
+    keys=_keys("seq_len=max_length")
+    | dict(TRAINER.keys)
+    | _keys(
+        _OF_ADAPTERS,
+        "method=use_peft rank=lora_r targets=lora_target_modules",
+        "modules_to_save=lora_modules_to_save bits4=load_in_4bit bits8=load_in_8bit",
+        "nested=use_bnb_nested_quant bits_by=bnb_4bit_quant_type",
+    ),
+    readers={
+        "use_peft": _one_of({True: "lora", False: ""}),
+        "bnb_4bit_quant_type": _one_of({"nf4": "nf4"}),
     },
     defaults={
-        **TRAINER.defaults,
+        **_OF_TRAINERS,
         "seq_len": 1024,
         "bf16": "auto",
         "loaded": "float32",
@@ -796,30 +755,25 @@ TRL = replace(
 
 FORMATS = (AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL, TRAINER)
 
-_BUILDERS = {
-    "gemma_2b": "gemma-2b",
-    "gemma_7b": "gemma-7b",
-    **{f"gemma2_{size}": f"gemma-2-{size}" for size in ("2b", "9b", "27b")},
-    **{f"llama2_{size}": f"llama-2-{size}" for size in ("7b", "13b", "70b")},
-    **{f"llama3_{size}": f"llama-3.1-{size}" for size in ("8b", "70b")},
-    **{f"llama3_1_{size}": f"llama-3.1-{size}" for size in ("8b", "70b", "405b")},
-    **{f"llama3_2_{size}": f"llama-3.2-{size}" for size in ("1b", "3b")},
+_OTHER_BUILDERS = {
+    "llama3_8b": "llama-3.1-8b",
+    "llama3_70b": "llama-3.1-70b",
     "llama3_3_70b": "llama-3.1-70b",
-    "mistral_7b": "mistral-7b",
-    "phi3_mini": "phi-3-mini",
     "phi4_14b": "phi-4",
     **{f"qwen2_{size}": f"qwen2.5-{size.replace('_', '.')}" for size in ("0_5b", "1_5b", "7b")},
-    **{f"qwen2_5_0_5b{end}": "qwen2.5-0.5b" for end in ("", "_instruct")},
-    **{
-        f"qwen2_5_{size}{end}": f"qwen2.5-{size.replace('_', '.')}"
-        for size in ("1_5b", "7b", "14b", "32b", "72b")
-        for end in ("_base", "_instruct")
-    },
-    **{
-        f"qwen3_{size}{end}": f"qwen3-{size.replace('_', '.')}"
-        for size in ("0_6b", "4b", "8b", "14b", "32b")
-        for end in ("", "_base", "_instruct")
-    },
 }
-"""Presets by torchtune's builders, whose sizes (vocabulary, layers, heads, widths) were compared;
-that of Llama 3.3 calls that of 3.1."""
+"""Builders of torchtune that call the preset of their sizes otherwise."""
+
+
+def _built(builder: str) -> str | None:
+    """The preset with the sizes (vocabulary, layers, heads, widths) of a builder of torchtune.
+
+    They were compared for all builders of that version that are named as presets are.
+    """
+
+    def letters(name: str) -> str:
+        return re.sub(r"[-_.]", "", name)
+
+    plain = letters(re.sub(r"_(base|instruct)$", "", builder))
+    named = (name for name in preset_names() if letters(name) == plain)
+    return _OTHER_BUILDERS.get(builder) or next(named, None)

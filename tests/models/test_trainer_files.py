@@ -245,6 +245,7 @@ def test_inner_keys_are_told_one_by_one_unless_the_whole_is(tmp_path: Path) -> N
         (QLORA, {"fp16": True}, "dtype", "float16"),  # bf16: auto yields to it
         (QLORA, {"bf16": None}, "dtype", "float32"),
         (QLORA, {"bfloat16": False}, "dtype", "bfloat16"),
+        (QLORA, {"bf16": False, "float16": True, "fp16": False}, "dtype", "float16"),
         (QLORA, {"micro_batch_size": "2"}, "batch_size", 2),
         (QLORA, {"max_grad_norm": "1e-1"}, "clip", True),
         (LORA, {"quantization_bit": 8, "quantization_method": "bitsandbytes"}, "quantize", "int8"),
@@ -296,6 +297,8 @@ def test_what_the_command_line_says_is_not_asked_of_a_file(tmp_path: Path) -> No
         *("seq_len", "batch_size", "accumulate", "dtype", "precision", "quantize", "clip")
     }
     assert {one.option for one in file.understood if one.key == "optimizer"} == {""}
+    unpacked = QLORA_ARGUMENTS | {"use_bnb_nested_quant": False}
+    assert "dtype=base" in read(tmp_path, unpacked, "quantize").options["lora"]
 
 
 @pytest.mark.parametrize(
