@@ -55,7 +55,8 @@ class Format:
     `harmless` has the values of a key that take no memory: others are not understood.
     `base` says what adapters of 16-bit models have the dtype of: the base, instead of float32;
     `packed_base` says so of packed weights alone. A null of `nulls` is no default, as others are.
-    `full` is the precision of a training without adapters, and `sharded` that with ZeRO or FSDP.
+    `full` is the precision of a training without adapters, and `sharded` that with ZeRO or FSDP,
+    which any of `shards` turns on.
     `follows` is how its trainer follows a plan.
     """
 
@@ -74,6 +75,7 @@ class Format:
     follows: str = 'use_plan(trainer, "plan.yaml")'
     adapters: str = "pure"
     sharded: str = ""
+    shards: tuple[str, ...] = ("deepspeed", "fsdp")
     base: bool = False
     packed_base: bool = False
 
@@ -286,8 +288,7 @@ class _Reading:
     @property
     def is_sharded(self) -> bool:
         """Whether ZeRO or FSDP trains: their masters are of float32."""
-        keys = [key for key, value in self.lists["decided"].items() if value]
-        return any(key.startswith(("deepspeed", "fsdp")) for key in keys)
+        return any(self.lists["decided"].get(key) for key in self.format.shards)
 
 
 # Options of facts
@@ -316,10 +317,10 @@ def _dtype(file: _Reading) -> str:
 
 def _precision(file: _Reading) -> str:
     facts, trainer = file.facts, file.format
-    full = trainer.sharded if trainer.sharded and file.is_sharded else trainer.full
-    precision = trainer.adapters if file.has_adapters else full
+    sharded = trainer.sharded if file.is_sharded and not file.has_adapters else ""
+    precision = sharded or (trainer.adapters if file.has_adapters else trainer.full)
     halves = facts.get("bf16") or facts.get("fp16")
-    if trainer.key_of("loaded"):
+    if trainer.key_of("loaded") and not sharded:  # of which masters are made in any case
         loaded = file.needed("loaded", "which dtype its model is loaded in")
         halves = halves and loaded == "float32"
     if facts.get("pure") or not (halves or trainer.base):  # all in one dtype
@@ -603,6 +604,7 @@ AXOLOTL = Format(
         "dtype": "float32",
     },
     nulls=("bf16",),
+    shards=("deepspeed", "fsdp", "fsdp_config"),
     decided=_pattern(_OF_A_PLAN),
     ignored=_pattern(
         _LOGS,
@@ -718,6 +720,7 @@ TRAINER = Format(
     ),
     checkpointing=Switch(keys=("gradient_checkpointing", "activation_checkpointing")),
     full="autocast",
+    sharded="master",
 )
 
 TRL = replace(

@@ -127,7 +127,7 @@ def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
         ("not understood, and left out", file.not_understood),
     ):
         lines += [f"  {said}: {', '.join(keys)}"] if keys else []
-    sharded = [key for key in ("deepspeed", "fsdp", "fsdp_config") if file.decided.get(key)]
+    sharded = [key for key in file.format.shards if file.decided.get(key)]
     if sharded and "num_devices" not in file.options:
         lines.append(f"  {sharded[0]} is of several devices: --num-devices says how many")
     for one in advised:

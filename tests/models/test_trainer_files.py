@@ -201,6 +201,12 @@ def read(folder: Path, content: dict[str, Any], *given: str, **changed: Any) -> 
             " --precision pure --optimizer adamw --clip",
         ),
         (
+            "the Trainer",
+            PLAIN | {"dtype": "bfloat16", "deepspeed": "zero2.json"},
+            "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
+            " --precision master --optimizer adamw --clip",
+        ),
+        (
             "torchtune",
             SINGLE_DEVICE | {"model": SINGLE_DEVICE["model"] | {"quantize_base": True}},
             "llama-3.1-8b --seq-len 8192 --batch-size 2 --accumulate 8 --dtype bfloat16"
@@ -247,6 +253,7 @@ def test_inner_keys_are_told_one_by_one_unless_the_whole_is(tmp_path: Path) -> N
         (QLORA, {"bfloat16": False}, "dtype", "bfloat16"),
         (QLORA, {"bf16": False, "float16": True, "fp16": False}, "dtype", "float16"),
         (QLORA, {"micro_batch_size": "2"}, "batch_size", 2),
+        (ARGUMENTS, {"fsdp": [], "fsdp_config": {"xla": False}}, "precision", "autocast"),
         (QLORA, {"max_grad_norm": "1e-1"}, "clip", True),
         (LORA, {"quantization_bit": 8, "quantization_method": "bitsandbytes"}, "quantize", "int8"),
     ],
