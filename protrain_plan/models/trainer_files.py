@@ -576,7 +576,7 @@ _OF_ADAPTERS = (
     "alpha=lora_alpha dropout=lora_dropout rslora=use_rslora dora=use_dora packing=packing"
 )
 """Keys that LLaMA-Factory and TRL have beside `TrainingArguments`."""
-_OF_TRAINERS = {"batch_size": 8, "accumulate": 1, "optimizer": "adamw", "clip": 1.0}
+_OF_TRAINERS: dict[str, Any] = {"batch_size": 8, "accumulate": 1, "optimizer": "adamw", "clip": 1.0}
 _NO_SMOOTHING = {"label_smoothing_factor": (0.0, 0)}
 
 AXOLOTL = Format(
@@ -596,13 +596,7 @@ AXOLOTL = Format(
         "adapter": _one_of({"lora": "lora", "qlora": "qlora"}),
     },
     harmless={"attn_implementation": _ATTENTION, "flash_attention": (True,)},
-    defaults={
-        **_OF_TRAINERS,
-        "seq_len": 512,
-        "batch_size": 1,
-        "bf16": "auto",
-        "dtype": "float32",
-    },
+    defaults=_OF_TRAINERS | {"seq_len": 512, "batch_size": 1, "bf16": "auto", "dtype": "float32"},
     nulls=("bf16",),
     shards=("deepspeed", "fsdp", "fsdp_config"),
     decided=_pattern(_OF_A_PLAN),
@@ -634,13 +628,8 @@ LLAMA_FACTORY = Format(
         "quantization_method": _one_of({"bnb": "bnb", "bitsandbytes": "bnb"}),
     },
     harmless={"flash_attn": _ATTENTION, "stage": ("sft", "pt"), **_NO_SMOOTHING},
-    defaults={
-        **_OF_TRAINERS,
-        "seq_len": 2048,
-        "method": "lora",
-        "rank": 8,
-        "targets": (ALL_LINEAR,),
-    },
+    defaults=_OF_TRAINERS
+    | {"seq_len": 2048, "method": "lora", "rank": 8, "targets": (ALL_LINEAR,)},
     decided=_pattern(_OF_A_PLAN, r"disable_gradient_checkpointing|use_reentrant_gc"),
     ignored=_pattern(
         _LOGS,
@@ -739,17 +728,9 @@ TRL = replace(
         "use_peft": _one_of({True: "lora", False: ""}),
         "bnb_4bit_quant_type": _one_of({"nf4": "nf4"}),
     },
-    defaults={
-        **_OF_TRAINERS,
-        "seq_len": 1024,
-        "bf16": "auto",
-        "loaded": "float32",
-        "dtype": "float32",
-        "rank": 16,
-        "alpha": 32,
-        "dropout": 0.05,
-        "nested": False,
-    },
+    defaults=_OF_TRAINERS
+    | {"seq_len": 1024, "bf16": "auto", "loaded": "float32", "dtype": "float32"}
+    | {"rank": 16, "alpha": 32, "dropout": 0.05, "nested": False},
     nulls=("max_length",),
     checkpointing=Switch(keys=TRAINER.checkpointing.keys, default=True),
     adapters="autocast",
