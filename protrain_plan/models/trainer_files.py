@@ -696,7 +696,8 @@ TRAINER = Format(
         ),
         **_NO_SMOOTHING,
     },
-    defaults=_OF_TRAINERS,
+    # Its script loads the model: float32 is the most that may be.
+    defaults=_OF_TRAINERS | {"loaded": "float32", "dtype": "float32"},
     decided=_pattern(_OF_A_PLAN),
     ignored=_pattern(
         _LOGS,
@@ -728,8 +729,8 @@ TRL = replace(
         "use_peft": _one_of({True: "lora", False: ""}),
         "bnb_4bit_quant_type": _one_of({"nf4": "nf4"}),
     },
-    defaults=_OF_TRAINERS
-    | {"seq_len": 1024, "bf16": "auto", "loaded": "float32", "dtype": "float32"}
+    defaults=dict(TRAINER.defaults)
+    | {"seq_len": 1024, "bf16": "auto"}
     | {"rank": 16, "alpha": 32, "dropout": 0.05, "nested": False},
     nulls=("max_length",),
     checkpointing=Switch(keys=TRAINER.checkpointing.keys, default=True),

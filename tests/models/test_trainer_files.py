@@ -281,6 +281,9 @@ def test_what_a_file_leaves_out_is_what_its_trainer_takes(tmp_path: Path) -> Non
     )
     assert trl.format.checkpointing.default is True
     assert {"bf16", "dtype", "max_length"} <= {one.key for one in trl.by_default}
+    plain = read(tmp_path, PLAIN)
+    assert plain.options["precision"] == "autocast", "its script may load float32, which is most"
+    assert "dtype" in {one.key for one in plain.by_default}
 
 
 def test_what_takes_memory_is_not_ignored(tmp_path: Path) -> None:
@@ -332,7 +335,6 @@ def test_what_the_command_line_says_is_not_asked_of_a_file(tmp_path: Path) -> No
         ({"something": "else"}, None),
         ("a: [", None),
         ("- a", None),
-        (PLAIN, "dtype"),
         (
             QLORA | {"lora_target_linear": True, "lora_target_modules": ["lm_head"]},
             "lora_target_modules",
