@@ -206,6 +206,24 @@ def test_bounds_are_below_every_choice(seed: int) -> None:
             assert before <= bounds.seconds(s, *run) <= best * (1 + 1e-9)
 
 
+def test_others_compute_beside_an_update() -> None:
+    """The last stage has a long update, and the first one its backward at that time."""
+    first, last = small(random.Random(0), 2, alike=True).units
+    last = unit(
+        last.name, parameters=400 * MB, kept=80 * MB, seconds=0.01, inputs=8 * MB, used_by=(1,)
+    )
+    profile = replace(small(random.Random(0), 2), units=(first, last))
+    line = pipeline(
+        profile, 10**10, Shape(stages=2, group=DeviceGroup(), batch=1, micro_batches=1)
+    )
+    of_stages = [stage_choices(line.problem(((s, s + 1),), s)) for s in (0, 1)]
+    best = min(simulated(line.shape, two, line.hops).step_seconds for two in product(*of_stages))
+    bounds = Bounds(line)
+    for _ in range(2):
+        bounds.lift(1, 1, 2)
+        assert bounds.seconds(1, 1, 2) <= best
+
+
 def test_activations_of_all_held_micro_batches_stand() -> None:
     profile = small(random.Random(0), 2)
     several = StepSettings(micro_batches=4)

@@ -260,6 +260,7 @@ class Lanes:
                         shared = {} if option.updated_on_device else moved
                     else:
                         work, shared = lanes.of_activations(option, last=False), {}
+                        rows.setdefault(COMPUTE, []).append((column, work[COMPUTE]))
                     for lane, taken in work.items():
                         rows.setdefault(("lane", lane), []).append((column, taken))
                         if isinstance(lane, Way):
@@ -274,10 +275,11 @@ class Lanes:
         for tier, limit in problem.tiers.items():
             self._row(rows.get(tier, []), limit)
         seconds = {key: of for key, of in rows.items() if isinstance(key, tuple)}
-        for (what, lane), of_lane in seconds.items():
-            row = self._row([*of_lane, (count, -1.0)], 0.0) if what == "lane" else None
-            if lane == COMPUTE:
-                self._compute = row
+        for (what, _), of_lane in seconds.items():
+            if what == "lane":
+                self._row([*of_lane, (count, -1.0)], 0.0)
+        # What others compute after a stage's last backward, they do beside its update.
+        self._compute = self._row([*rows[COMPUTE], (count, -1.0)], 0.0)
         hardware = problem.profile.hardware
         ways = [lane for what, lane in seconds if what == "way"]
         for one, other in permutations(ways, 2):
