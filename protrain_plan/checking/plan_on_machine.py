@@ -40,7 +40,7 @@ def predicted(plan: Plan, profile: Profile) -> Predicted:
     """Predict what decisions take; the plan's units are those of the profile (see `misfit`)."""
     if plan.pipeline is not None:
         found = of_plan(plan, profile)
-        return Predicted(found.peak_bytes, found.step_seconds, found.recorded)
+        return Predicted(found.peak_bytes, found.step_seconds, found.record.stages)
     problem = Problem.of_plan(plan, profile)
     peaks = peak_bytes(problem.program(plan.units))
     return Predicted(peaks, step_seconds(problem, plan.units)[0])

@@ -25,10 +25,8 @@ from protrain_plan.commands.options import (
 from protrain_plan.commands.staging import (
     StageOptions,
     Staging,
-    estimate_of,
-    estimated_by_size,
     refuse_without_global_batch,
-    staged,
+    staged_on,
 )
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -195,17 +193,14 @@ def _staged(
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.planning.questions.shopping import Variation
 
-    by_size = estimated_by_size(request, listed, global_batch, cache, report)
+    groups = [
+        (_place(one, listed), replace(one.machine, price_per_hour=0.0), one.group) for one in within
+    ]
+    found = staged_on(
+        request, listed, groups, budgets, settings, global_batch, numbers, cache, report
+    )
     staging = Staging(kept=AnswerCache(off=cache.is_off or request.question() is None))
-    for one in within:
-        place, machine = _place(one, listed), replace(one.machine, price_per_hour=0.0)
-
-        def estimate(size: int, place: int = place, machine: "Hardware" = machine) -> "Profile":
-            return replace(estimate_of(request, listed[place], cache, size), hardware=machine)
-
-        profiles = {size: replace(row[place], hardware=machine) for size, row in by_size.items()}
-        own = replace(settings, group=one.group)
-        asked = staged(profiles, budgets, own, global_batch, numbers, (), estimate)
+    for one, asked in zip(within, found, strict=True):
         yield Variation(
             name=one.name,
             price_per_hour=one.price_per_hour,

@@ -1,6 +1,6 @@
 """`--stages`: in how many pipeline stages a model is trained best, from its profile or its name."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,11 @@ class StageOptions:
         """The numbers to choose from; none: all."""
         if self.stages in (None, "auto"):
             return ()
-        return tuple(integers("--stages", self.stages or ""))
+        try:
+            return integers("--stages", self.stages or "")
+        except ProtrainError as error:
+            auto = "--stages auto looks at all numbers that are possible"
+            raise ProtrainError(error.message, key=error.key, fix=auto) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,23 +161,21 @@ def fits_in_stages(
     from protrain_plan.commands.cells import answered
 
     assert cells.global_batch is not None
-    asked: list[Staged] = []
-    for request in cells.requests:
-        profiles = estimated_by_size(
-            request, cells.machines, cells.global_batch, cells.cache, progress
+    asked = [
+        one
+        for request in cells.requests
+        for one in staged_on(
+            request,
+            cells.machines,
+            [(place, cells.machines[place], group) for place, group in cells.groups],
+            cells.budgets,
+            cells.settings,
+            cells.global_batch,
+            numbers,
+            cells.cache,
+            progress,
         )
-        for place, group in cells.groups:
-            asked.append(
-                staged(
-                    {size: every[place] for size, every in profiles.items()},
-                    cells.budgets,
-                    replace(cells.settings, group=group),
-                    cells.global_batch,
-                    numbers,
-                    cells.requests[0].allow,
-                    partial(estimate_of, request, cells.machines[place], cells.cache),
-                )
-            )
+    ]
     staging = Staging(kept=cells.kept)
     found = answered(asked, staging, progress, _words, staging.known, jobs=cells.jobs)
     for one, fit in zip(asked, found, strict=True):
@@ -208,9 +210,19 @@ def staged(
     allow: tuple[str, ...],
     estimate: "Callable[[int], Profile] | None",
 ) -> Staged:
-    """The question about stages on the devices of `settings`, each with budgets of its own."""
-    from protrain_plan.planning.stages.answer import StagesQuestion
+    """The question about stages on the devices of `settings`, each with budgets of its own.
 
+    ProtrainError for settings that are not looked at.
+    """
+    from protrain_plan.planning.stages.answer import StagesQuestion
+    from protrain_runtime.contract.records.plan import DISK_GAIN
+
+    if settings.disk_gain != DISK_GAIN:
+        raise ProtrainError(
+            "stages use the disk only where no plan fits without it",
+            key="--disk-gain",
+            fix="leave it out, or --stages",
+        )
     question = StagesQuestion(
         profiles=profiles,
         budgets=budgets.of(next(iter(profiles.values())), settings.group),
@@ -240,6 +252,8 @@ def plan_in_stages(
 ) -> None:
     """Answer `plan --stages`, and write the plan; an estimated profile goes `beside` it."""
     from protrain_plan.commands.output import interruptible, progress, show
+    from protrain_plan.planning.questions.answers import Objective
+    from protrain_plan.planning.questions.objectives import ask
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.planning.stages.assumed import assumptions
     from protrain_plan.presentation.plans import search_text
@@ -248,74 +262,104 @@ def plan_in_stages(
     from protrain_runtime.contract.records import read_profile, write_plan, write_profile
 
     global_batch = refuse_without_global_batch(model.global_batch, None, base.micro_batches)
-    estimate = None
+    if devices.replicas is not None:
+        raise ProtrainError(
+            "the replicas of each stage are found", key="--replicas", fix="leave it out"
+        )
     with interruptible() as interrupted, progress(quiet=as_json) as report:
         if model.on is None:
             record = read_profile(Path(named))
-            profiles: Mapping[int, Profile] = {record.workload.batch_size: record}
+            step, leaves = settings(base, devices.on(record.hardware)), leaves_named(allow)
+            profiles = {record.workload.batch_size: record}
+            asked = staged(profiles, budgets, step, global_batch, numbers, leaves, None)
         else:
             machine, cache = budgets.machine(model.on), EstimateCache(off=model.no_cache)
             [request] = workload.requests(named, [model.seq_len or SEQ_LEN], [1], allow=allow)
-            estimate = partial(estimate_of, request, machine, cache)
-            if model.batch_size:
-                profiles = {model.batch_size: estimate(model.batch_size)}
-            else:
-                by_size = estimated_by_size(request, [machine], global_batch, cache, report)
-                profiles = {size: every[0] for size, every in by_size.items()}
-            record = next(iter(profiles.values()))
-        group = devices.on(record.hardware)
-        asked = staged(
-            profiles,
-            budgets,
-            settings(base, group),
-            global_batch,
-            numbers,
-            leaves_named(allow),
-            estimate,
-        )
+            group = devices.on(machine)
+            [asked] = staged_on(
+                request,
+                [machine],
+                [(0, machine, group)],
+                budgets,
+                settings(base, group),
+                global_batch,
+                numbers,
+                cache,
+                report,
+                sizes=(model.batch_size,) if model.batch_size else SIZES,
+            )
         effort = Effort(stopped=interrupted.is_set)
         answer = asked.answer(effort, lambda *found: report(search_text(*found), 0.5))
         assumed = assumptions(asked.question, effort) if explain else ()
+        of_one = None
+        if answer.best is None and 1 in answer.bounds:
+            of_one = ask(asked.base, Objective(), effort=effort).infeasible
     written: list[Path] = []
     if answer.best is not None and (plan := answer.plan) is not None:
         if beside is not None:
             write_profile(answer.best.pipeline.profile, beside)
         write_plan(plan, output)
         written = [output] if beside is None else [output, beside]
-    show(as_json, stages_json(answer, assumed), lambda: stages_text(answer, assumed, written))
+    show(
+        as_json,
+        stages_json(answer, assumed, of_one),
+        lambda: stages_text(answer, assumed, written, of_one),
+    )
     if answer.best is None:
         raise typer.Exit(3)
 
 
-def estimate_of(
-    request: "ProfileRequest", machine: "Hardware", cache: "EstimateCache", size: int
+def _estimate(
+    request: "ProfileRequest",
+    listed: "Hardware",
+    machine: "Hardware",
+    cache: "EstimateCache",
+    size: int,
 ) -> "Profile":
-    """The profile of a batch of this size."""
+    """The profile of a batch of this size on a machine, from the estimate for a listed one."""
     from protrain_plan.commands.measuring import estimated
 
-    return estimated([request.sized(size)], [machine], lambda *_: None, cache, jobs=1)[0][0]
+    made = estimated([request.sized(size)], [listed], lambda *_: None, cache, jobs=1)
+    return replace(made[0][0], hardware=machine)
 
 
-def estimated_by_size(
+def staged_on(
     request: "ProfileRequest",
-    machines: "Sequence[Hardware]",
+    listed: "Sequence[Hardware]",
+    groups: "Iterable[tuple[int, Hardware, DeviceGroup]]",
+    budgets: "BudgetOptions",
+    settings: "StepSettings",
     global_batch: int,
+    numbers: tuple[int, ...],
     cache: "EstimateCache",
     progress: "Callable[[str, float], None]",
-) -> "dict[int, list[Profile]]":
-    """Profiles of batches of `SIZES`, on every machine: estimates of the first and the last one.
+    *,
+    sizes: tuple[int, ...] = SIZES,
+) -> "Iterator[Staged]":
+    """Yield the questions about machines with their devices, each with its place among `listed`.
 
-    Those of others lie between.
+    A machine differs from the listed one in what alters no estimate. The profiles of the first and
+    the last batch are estimates; those of others lie between.
     """
     from protrain_plan.commands.measuring import estimated
     from protrain_plan.planning.questions.growth import between
 
-    sizes = [size for size in SIZES if size <= global_batch]
+    sizes = tuple(size for size in sizes if size <= global_batch) or sizes
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
-    made = estimated([request.sized(size) for size in ends], machines, progress, cache, jobs=None)
+    made = estimated([request.sized(size) for size in ends], listed, progress, cache, jobs=None)
     known = dict(zip(ends, made, strict=True))
-    return {
+    by_size = {
         size: known.get(size)
         or [between(low, high, size) for low, high in zip(made[0], made[-1], strict=True)]
         for size in sizes
     }
+    for place, machine, group in groups:
+        yield staged(
+            {size: replace(row[place], hardware=machine) for size, row in by_size.items()},
+            budgets,
+            replace(settings, group=group),
+            global_batch,
+            numbers,
+            request.allow,
+            partial(_estimate, request, listed[place], machine, cache),
+        )

@@ -9,22 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from protrain_plan.presentation.plans import devices_json, tiers_json
+from protrain_plan.presentation.plans import devices_json, infeasible_json, infeasible_text
 from protrain_plan.presentation.terminal import Text, table_of, wrote
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from protrain_plan.planning.outcome import Infeasible
     from protrain_plan.planning.stages.answer import StagesAnswer
     from protrain_plan.planning.stages.assumed import Assumed
     from protrain_plan.planning.stages.pipelines import Pipelined, Stage
 
 
-def stages_json(answer: "StagesAnswer", assumed: Sequence["Assumed"] = ()) -> dict[str, Any]:
-    """Return what `protrain plan --stages --json` prints."""
+def stages_json(
+    answer: "StagesAnswer",
+    assumed: Sequence["Assumed"] = (),
+    infeasible: "Infeasible | None" = None,
+) -> dict[str, Any]:
+    """Return what `protrain plan --stages --json` prints; `infeasible` is why one stage is."""
     best = answer.best
     return {
+        **(infeasible_json(infeasible) if infeasible else {}),
         "status": "planned" if best else "infeasible",
         "stages": best.shape.stages if best else None,
         "step_seconds": best.step_seconds if best else None,
@@ -52,33 +58,25 @@ def _finite(seconds: float) -> float | None:
 
 
 def pipelined_json(found: "Pipelined", *, with_spans: bool = False) -> dict[str, Any]:
-    """Return a pipeline with its stages, and when each of them computes what."""
-    shape = found.shape
-    return {
-        "schedule": shape.schedule,
-        "stages": shape.stages,
-        "layout": shape.layout,
+    """Return a pipeline as its plan has it, its step, and when each stage computes what."""
+    shape, told = found.shape, asdict(found.record)
+    stages = zip(told["stages"], found.stages, found.run.idle, strict=True)
+    for number, (of_stage, stage, idle) in enumerate(stages):
+        of_stage |= {
+            "units": len(stage.plan.units),
+            "seconds": asdict(stage.seconds),
+            "idle": idle,
+            "device_bytes": stage.plan.prediction.peak_bytes.on_device,
+            "decisions": decisions_text(stage.plan),
+            **({"spans": _spans_json(found, number)} if with_spans else {}),
+        }
+    return told | {
         "group": devices_json(shape.group),
         "batch": shape.batch,
         "micro_batches": shape.micro_batches,
         "chunks": shape.chunks,
         "step_seconds": found.step_seconds,
         "hop_seconds": list(found.pipeline.hops),
-        "of_stages": [
-            {
-                "first_units": _first_units(found, stage),
-                "units": len(stage.plan.units),
-                "held": stage.held,
-                "seconds": asdict(stage.seconds),
-                "idle": idle,
-                "cycle_seconds": stage.seconds.cycle_s,
-                "device_bytes": stage.plan.prediction.peak_bytes.on_device,
-                "peak_bytes": tiers_json(stage.plan.prediction.peak_bytes),
-                "decisions": decisions_text(stage.plan),
-                **({"spans": _spans_json(found, number)} if with_spans else {}),
-            }
-            for number, (stage, idle) in enumerate(zip(found.stages, found.run.idle, strict=True))
-        ],
     }
 
 
@@ -111,12 +109,18 @@ def _first_units(found: "Pipelined", stage: "Stage") -> list[str]:
 
 
 def stages_text(
-    answer: "StagesAnswer", assumed: Sequence["Assumed"] = (), paths: Sequence[Path] = ()
+    answer: "StagesAnswer",
+    assumed: Sequence["Assumed"] = (),
+    paths: Sequence[Path] = (),
+    infeasible: "Infeasible | None" = None,
 ) -> RenderableType:
-    """Return what `protrain plan --stages` prints."""
+    """Return what `protrain plan --stages` prints; `infeasible` is why one stage is."""
     best = answer.best
     if best is None:
-        return Text("no plan: neither one stage nor several fit the budgets")
+        head = "no plan: no number of stages that was looked at fits the budgets"
+        if infeasible is None:
+            return Text(head)
+        return Group(Text(f"{head}; with one stage:"), infeasible_text(infeasible))
     parts: list[RenderableType] = [Text(pace_text(best)), Text(answer.worth)]
     if best.shape.stages > 1:
         parts.append(stages_table(best))

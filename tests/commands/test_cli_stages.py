@@ -1,7 +1,7 @@
 """`protrain plan --stages` on a synthetic profile: the answer as text and as JSON, and refusals."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,19 @@ def test_slow_networks_ask_for_stages(tmp_path: Path) -> None:
     answer = json.loads(text)
     assert code == 0
     assert answer["speedup"] > 1.2
-    assert answer["stages"] == answer["several"]["stages"] == 2
+    assert answer["stages"] == len(answer["several"]["stages"]) == 2
     assert answer["lower_bound_seconds"] <= answer["step_seconds"]
-    assert sum(stage["units"] for stage in answer["several"]["of_stages"]) == 10
+    assert sum(stage["units"] for stage in answer["several"]["stages"]) == 10
     network = next(one for one in answer["assumptions"] if "network" in one["words"])
     assert network["single_seconds"] < answer["assumptions"][0]["single_seconds"]
     plan, best = read_plan(Path(out)), answer["several"]
     assert plan.pipeline is not None
-    held = [stage["held"] for stage in best["of_stages"]]
-    assert [stage.held for stage in plan.pipeline.stages] == held
+    recorded = json.loads(json.dumps(asdict(plan.pipeline)))
+    for told, stage in zip(best["stages"], recorded.pop("stages"), strict=True):
+        assert told.items() >= stage.items()
+    assert best.items() >= recorded.items()
     assert [len(plan.of_stage(s).units) for s in (0, 1)] == [
-        stage["units"] for stage in best["of_stages"]
+        stage["units"] for stage in best["stages"]
     ]
     assert predicted(plan, read_profile(Path(profile))) == Predicted(
         plan.prediction.peak_bytes, best["step_seconds"], plan.pipeline.stages
@@ -99,7 +101,7 @@ def test_stages_are_shown_over_time_and_one_by_one(tmp_path: Path) -> None:
     summed = json.loads(said("simulate", plan, "--stage", 3, "--json", folder=tmp_path))
     assert (shown["stage"], summed["stage"]) == (0, 3)
     assert shown["pipeline"] == summed["pipeline"]
-    spans = shown["pipeline"]["of_stages"][0]["spans"]
+    spans = shown["pipeline"]["stages"][0]["spans"]
     assert spans["kind"] == ["forward"] * 4 + ["backward", "forward"] * 4 + ["backward"] * 4 + [
         "update"
     ]
@@ -194,10 +196,29 @@ def test_refusals(tmp_path: Path) -> None:
     assert "say how many there are: --global-batch 128" in text
     code, text = asked(profile, "--stages", "3", "--global-batch", "4", *out)
     assert code == 2
-    assert "4 devices are no equal parts of 3 stages" in text
+    auto = "fix: --stages auto looks at all numbers that are possible"
+    assert f"4 devices are no equal parts of 3 stages {auto}" in text
+    code, text = asked(profile, "--stages", "many", "--global-batch", "4", *out)
+    assert code == 2
+    assert f"expected numbers such as 1,4,16, got 'many' {auto}" in text
     code, text = asked(profile, "--stages", "auto", "--global-batch", "4", "--pareto", *out)
     assert code == 2
     assert "--pareto: stages are planned without it" in text
+    code, text = asked(profile, "--stages", "2", "--global-batch", "4", "--replicas", "2", *out)
+    assert code == 2
+    assert "--replicas: the replicas of each stage are found fix: leave it out" in text
+    code, text = asked(profile, "--stages", "2", "--global-batch", "4", "--disk-gain", "0", *out)
+    assert code == 2
+    assert "--disk-gain: stages use the disk only where no plan fits without it" in text
+
+
+def test_what_fits_in_no_stages_has_a_reason(tmp_path: Path) -> None:
+    profile = written(tmp_path, near=100e9, far=1e9)
+    options = ("--stages", "auto", "--global-batch", "4", "--device-memory", "600MB")
+    code, text = asked(profile, *options, "-o", str(tmp_path / "plan.yaml"))
+    assert code == 3
+    assert "no number of stages that was looked at fits the budgets; with one stage:" in text
+    assert "- raise the device budget to " in text
 
 
 def machine_file(folder: Path) -> str:

@@ -25,6 +25,7 @@ from protrain_plan.planning.stages.answer import (
     GAP,
     StagesQuestion,
     plan_stages,
+    planned_again,
     searched,
     stages_of,
 )
@@ -213,9 +214,7 @@ def test_others_compute_beside_an_update() -> None:
         last.name, parameters=400 * MB, kept=80 * MB, seconds=0.01, inputs=8 * MB, used_by=(1,)
     )
     profile = replace(small(random.Random(0), 2), units=(first, last))
-    line = pipeline(
-        profile, 10**10, Shape(stages=2, group=DeviceGroup(), batch=1, micro_batches=1)
-    )
+    line = pipeline(profile, 10**10, Shape(stages=2, group=DeviceGroup(), batch=1, micro_batches=1))
     of_stages = [stage_choices(line.problem(((s, s + 1),), s)) for s in (0, 1)]
     best = min(simulated(line.shape, two, line.hops).step_seconds for two in product(*of_stages))
     bounds = Bounds(line)
@@ -492,6 +491,32 @@ def test_devices_between_nodes_share_their_link() -> None:
         (4, "stages across nodes"): (0.05, 2.0, 0.05, 2.0),
         (4, "stages within nodes"): (0.05,) * 4,
     }
+
+
+def test_bounds_are_below_what_a_better_profile_takes() -> None:
+    """Profiles between two batches are interpolated, and their estimates may be faster."""
+    profile = small(random.Random(0))
+    question = StagesQuestion(
+        profiles={1: profile},
+        budgets=Budgets(device=10**10, host=10**9, disk=0),
+        settings=StepSettings(group=TWO),
+        global_batch=2,
+    )
+    answer = plan_stages(question)
+    faster = [
+        replace(
+            one,
+            forms=tuple(
+                replace(cost, forward_s=cost.forward_s / 2, backward_s=cost.backward_s / 2)
+                for cost in one.forms
+            ),
+        )
+        for one in profile.units
+    ]
+    again = planned_again(answer, replace(profile, units=tuple(faster)), Effort())
+    assert again.best
+    assert answer.best
+    assert again.lower_bound_seconds <= again.best.step_seconds < answer.lower_bound_seconds
 
 
 def test_numbers_of_stages_divide_the_devices() -> None:

@@ -321,7 +321,9 @@ def stages_of(question: StagesQuestion) -> tuple[int, ...]:
         for number in question.stages:
             if count % number:
                 raise ProtrainError(
-                    f"{count} devices are no equal parts of {number} stages", key="--stages"
+                    f"{count} devices are no equal parts of {number} stages",
+                    key="--stages",
+                    fix="--stages auto looks at all numbers that are possible",
                 )
         return tuple(sorted({1, *question.stages}))
     profile = next(iter(question.profiles.values()))
@@ -350,6 +352,7 @@ def searched(question: StagesQuestion, effort: Effort) -> Search:
             f"{question.global_batch} sequences are no equal parts for {group.num_devices} devices"
             f" with batches of {sizes}",
             key="--global-batch",
+            fix=f"a multiple of {group.num_devices * min(profiles)}",
         )
     return Search(question, found, effort)
 
@@ -387,7 +390,10 @@ def planned_again(answer: StagesAnswer, profile: Profile, effort: Effort) -> Sta
     best = answer.best
     assert best is not None
     question = replace(answer.question, profiles={profile.workload.batch_size: profile})
-    found = Search(question, [best.shape], effort).run([best.shape.stages], inf, lambda _: None)
+    search, stages = Search(question, [best.shape], effort), best.shape.stages
+    found = search.run([stages], inf, lambda _: None)
+    least_s = min(answer.bounds[stages], search.bound([stages]))
+    bounds = {**answer.bounds, stages: least_s}
     if best is answer.single:
-        return replace(answer, single=found)
-    return replace(answer, several=found)
+        return replace(answer, single=found, bounds=bounds)
+    return replace(answer, several=found, bounds=bounds)

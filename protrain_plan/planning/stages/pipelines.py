@@ -60,10 +60,10 @@ class Pipelined:
         return tokens_in_step(workload, shape.group, shape.micro_batches)
 
     @property
-    def recorded(self) -> tuple[StagePlan, ...]:
-        """The stages as a plan records them."""
+    def record(self) -> PipelinePlan:
+        """The pipeline as a plan records it."""
         units = self.pipeline.profile.units
-        return tuple(
+        stages = tuple(
             StagePlan(
                 first_units=tuple(units[first].name for first, _ in stage.runs),
                 held=stage.held,
@@ -73,17 +73,23 @@ class Pipelined:
             )
             for stage in self.stages
         )
+        return PipelinePlan(
+            schedule=self.shape.schedule,
+            layout=self.shape.layout,
+            num_nodes=self.pipeline.whole.num_nodes,
+            stages=stages,
+        )
 
     def plan(self, lower_bound_seconds: float) -> Plan:
         """The plan of all stages, with a bound on all that it was chosen among."""
-        first, shape = self.stages[0].plan, self.shape
+        first = self.stages[0].plan
         prediction = replace(
             first.prediction,
             step_seconds=self.step_seconds,
             lower_bound_seconds=min(lower_bound_seconds, self.step_seconds),
             peak_bytes=self.peak_bytes,
         )
-        if shape.stages == 1:
+        if self.shape.stages == 1:
             return replace(first, prediction=prediction)
         units = {unit.name: unit for stage in self.stages for unit in stage.plan.units}
         profile = self.pipeline.profile
@@ -92,12 +98,7 @@ class Pipelined:
             profile_fingerprint=fingerprint(profile),
             prediction=prediction,
             settings=replace(first.settings, held=1),
-            pipeline=PipelinePlan(
-                schedule=shape.schedule,
-                layout=shape.layout,
-                num_nodes=self.pipeline.whole.num_nodes,
-                stages=self.recorded,
-            ),
+            pipeline=self.record,
             units=tuple(units[unit.name] for unit in profile.units),
         )
         return plan.regraded()

@@ -1,7 +1,7 @@
   // --- Stages of a pipeline ----------------------------------------------------------------------
 
   const { pipeline } = data, STAGE = 26, BOX = 24;
-  const stages = pipeline.of_stages;
+  const { stages } = pipeline;
   const boxes = stages.map(({ spans }) => spans.kind.map((kind, i) => ({
     kind, number: spans.micro_batch[i], chunk: spans.chunk[i],
     start: spans.start_seconds[i] * 1e9, end: spans.end_seconds[i] * 1e9,
