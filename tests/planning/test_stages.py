@@ -19,6 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.evaluation import PACES, Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.stages.answer import (
@@ -31,7 +33,7 @@ from protrain_plan.planning.stages.answer import (
 )
 from protrain_plan.planning.stages.cuts import best_cuts, handed_bytes, possible_cuts
 from protrain_plan.planning.stages.cycles import Bounds, Pipeline
-from protrain_plan.planning.stages.pipelines import stage_seconds
+from protrain_plan.planning.stages.pipelines import pipelined, planned, stage_seconds
 from protrain_plan.planning.stages.schedule import Action, StageSeconds, actions, simulated
 from protrain_plan.planning.stages.shapes import Shape, hop_seconds, shapes
 from protrain_plan.profiling.measured import measure_model
@@ -408,8 +410,9 @@ def test_spans_are_the_actions_and_fill_what_stages_do_not_wait(seed: int) -> No
     times = [(rng.uniform(1, 2), rng.uniform(1, 3)) for _ in range(p)]
     seconds = [replace(each(*both, chunks), update_s=rng.choice((0.0, 1.5))) for both in times]
     hops = tuple(rng.uniform(0, 1) for _ in range(p))
-    run = simulated(shape, seconds, hops, with_spans=True)
-    assert replace(run, spans=()) == simulated(shape, seconds, hops)
+    of_all = seed % 2 == 1
+    run = simulated(shape, seconds, hops, norm_of_all=of_all, with_spans=True)
+    assert replace(run, spans=()) == simulated(shape, seconds, hops, norm_of_all=of_all)
     ends = {span.action: span.end_s for span in run.spans if span.action}
     for stage, idle in enumerate(run.idle):
         spans = [span for span in run.spans if span.stage == stage]
@@ -426,6 +429,30 @@ def test_spans_are_the_actions_and_fill_what_stages_do_not_wait(seed: int) -> No
                 source = span.action._replace(part=span.action.part - 1)
                 assert ends[source] + hops[(stage - 1) % p] <= span.start_s + 1e-9
     assert max(span.end_s for span in run.spans) == run.step_seconds
+    if of_all:  # the norm of all gradients
+        begins = {span.start_s for span in run.spans if span.action is None}
+        assert begins <= {max(ends.values())}
+
+
+def test_a_pipeline_with_clipping_waits_for_the_norm_and_repeats_no_update() -> None:
+    """A stage's clipped step would be told as that of all stages."""
+    shape = Shape(stages=2, group=DeviceGroup(), batch=1, micro_batches=1)
+    plain = pipeline(small(random.Random(0)), 900 * MB, shape)
+    clipped = replace(plain, settings=replace(plain.settings, updates="after backward"))
+    ends = []
+    for line in (plain, clipped):
+        stages = []
+        for s in (0, 1):
+            runs = line.runs((2, 4), s)
+            problem = line.problem(runs, s)
+            found = solve_problem(problem, line.budgets)
+            assert isinstance(found, Solved)
+            assert not found.plan.prediction.clipped_step_seconds
+            stages.append(planned(problem, runs, found.plan))
+        ends.append(pipelined(line, stages).run.spans)
+    updates = [[span.start_s for span in spans if span.kind == "update"] for spans in ends]
+    assert len(set(updates[0])) == 2
+    assert len(set(updates[1])) == 1
 
 
 def test_cuts_are_where_one_unit_reads_the_last() -> None:

@@ -131,7 +131,9 @@ class Pipeline:
             held=self.shape.held(s),
             overlap_steps=self.settings.overlap_steps and self.shape.stages == 1,
         )
-        return Problem.of(profile, self.budgets, settings, allow=self.allow)
+        problem = Problem.of(profile, self.budgets, settings, allow=self.allow)
+        # No trainer of pipelines does updates again that ran ahead of the norm of all stages.
+        return problem if self.shape.stages == 1 else problem.speculating()
 
     def buffer_bytes(self, runs: Runs, s: int) -> int:
         """Bytes of what comes from a stage's neighbours and goes there.

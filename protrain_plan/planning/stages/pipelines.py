@@ -147,7 +147,14 @@ def planned(problem: Problem, runs: Runs, plan: Plan) -> Stage:
 def pipelined(pipeline: Pipeline, stages: Sequence[Stage]) -> Pipelined:
     """Planned stages as a pipeline."""
     seconds = [stage.seconds for stage in stages]
-    run = simulated(pipeline.shape, seconds, pipeline.hops, pipeline.nodes, with_spans=True)
+    run = simulated(
+        pipeline.shape,
+        seconds,
+        pipeline.hops,
+        pipeline.nodes,
+        norm_of_all=pipeline.settings.updates == "after backward",
+        with_spans=True,
+    )
     step_s = run.step_seconds
     if len(stages) == 1:  # where steps may overlap
         step_s = stages[0].plan.prediction.step_seconds

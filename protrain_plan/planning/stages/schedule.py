@@ -90,6 +90,7 @@ def simulated(
     hops: Sequence[float],
     nodes: Sequence[int] = (),
     *,
+    norm_of_all: bool = False,
     with_spans: bool = False,
 ) -> Simulated:
     """Run all stages, event by event: each waits for its own order, and for its neighbours'.
@@ -97,6 +98,7 @@ def simulated(
     A forward waits for that of the part before, a backward for that of the part behind. Between
     devices there is a hop of `hops` seconds (by the stage before it); hops in one direction go one
     after the other. So do all that leave a node or come to it, where stages are in several `nodes`.
+    Where updates need the `norm_of_all` gradients, they wait for the last backward of all stages.
     """
     p, parts = shape.stages, shape.stages * shape.chunks
     waiting = [actions(shape, stage) for stage in range(p)]
@@ -144,11 +146,12 @@ def simulated(
         else:
             there.add(action)
         begin(stage, now)
-    ends = [one + of_stage.update_s for one, of_stage in zip(clock, seconds, strict=True)]
+    begins = [max(clock)] * p if norm_of_all else clock
+    ends = [one + of_stage.update_s for one, of_stage in zip(begins, seconds, strict=True)]
     step = max(ends)
     work = [one + of_stage.update_s for one, of_stage in zip(busy, seconds, strict=True)]
     if with_spans:
-        last = enumerate(zip(clock, ends, strict=True))
+        last = enumerate(zip(begins, ends, strict=True))
         spans += [StageSpan(begin, end, s, None) for s, (begin, end) in last if begin < end]
     idle = tuple(1 - one / step for one in work)
     return Simulated(step_seconds=step, idle=idle, spans=tuple(spans))
