@@ -228,7 +228,7 @@ def spared_disk(solved: "Solved") -> list[str]:
 def spares_disk(plan: Plan) -> bool:
     """Return whether the plan does without a disk that it may use where that is worth it."""
     is_open = plan.settings.disk_gain > 0 and plan.budgets.disk > 0
-    return is_open and not plan.prediction.peak_bytes.disk
+    return is_open and plan.pipeline is None and not plan.prediction.peak_bytes.disk
 
 
 def fastest(plan: Plan) -> str:

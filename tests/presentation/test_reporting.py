@@ -286,6 +286,19 @@ def test_output_is_the_golden_one(name: str, request: pytest.FixtureRequest) -> 
 # --- Stages ---------------------------------------------------------------------------------------
 
 
+def test_stages_are_not_told_to_spare_the_disk() -> None:
+    """No `--disk-gain` was asked about them."""
+    step = stages_step(0)
+    assert step.of_stages
+    plans = [
+        replace(one, budgets=replace(one.budgets, disk=10**9)) for one in (step.whole, step.plan)
+    ]
+    step = replace(step, plan=plans[1], of_stages=replace(step.of_stages, plan=plans[0]))
+    assert step_data(step)["fastest"] == "the fastest"
+    for screen in (Screen, StagesScreen):
+        assert "--disk-gain" not in printed(step, screen=screen)
+
+
 def test_a_stage_s_step_is_that_of_its_own_problem() -> None:
     for stage in range(4):
         step = stages_step(stage)

@@ -52,6 +52,11 @@ class Step:
     report: StepReport
     of_stages: OfStages | None = None
 
+    @property
+    def whole(self) -> Plan:
+        """The plan with all stages."""
+        return self.of_stages.plan if self.of_stages else self.plan
+
 
 def simulated(plan: Plan, profile: Profile, stage: int | None = None) -> Step:
     """The step of a plan whose units are those of the profile; of one of its devices.
