@@ -135,12 +135,14 @@ class Pacer:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        # Walks that came to their end, with the seconds within which they did.
+        self.walked: dict[tuple[Choice, Pace], tuple[float, Paced]] = {}
         hardware = problem.profile.hardware
         tiers = [tier.name for tier in hardware.tiers]
         lanes = [Lane(way, tier) for tier in tiers for way in ("fetch", "read")]
         lanes += [Lane(way, tier) for tier in tiers for way in ("spill", "write")]
         lanes += [Lane("update", "host"), Lane("update", "disk")]
-        lanes += [COLLECT] * bool(hardware.interconnect)
+        lanes += [COLLECT] * (problem.settings.group.num_devices > 1)
         self.lanes = {lane: number for number, lane in enumerate((*lanes, UPDATE_ON_DEVICE))}
         self.of_gradients = [
             n for lane, n in self.lanes.items() if lane.direction in ("spill", "collect")
@@ -259,15 +261,16 @@ class Pacer:
         None where the device has no room, or a slot comes too late for the last one to have
         computed `within_s` after the step's begin.
         """
+        known_s, known = self.walked.get((choice, pace), (inf, None))
+        if known and within_s >= known_s:
+            return known
         problem = self.problem
         room = [problem.device - total for total in problem.static_bytes(choice)]
         if min(room) < 0:
             return None
-        return _Walk(self, choice, room, pace).paced(within_s)
-
-
-def _needed(queue: Sequence[_Arrival]) -> int:
-    return queue[0].slot
+        if paced := _Walk(self, choice, room, pace).paced(within_s):
+            self.walked[choice, pace] = within_s, paced
+        return paced
 
 
 class _Walk:
@@ -303,9 +306,10 @@ class _Walk:
         self.free = [0.0] * len(pacer.lanes)
         self.late = self._late(choice)
         self.updated: dict[int, float] = {}  # by unit, when its update ends
-        # Of a walk: what waits for its lane, what came when, leads and drains, and what leaves.
-        self.queues: dict[int, deque[_Arrival]] = {}
-        self.came: dict[tuple[int, int, int], float] = {}
+        # Of a walk: what waits for its lane, when all has come that came ahead of each slot, leads
+        # and drains, and what leaves.
+        self.queues: list[deque[_Arrival]] = []
+        self.came: list[float] = []
         self.submitted: dict[tuple[int, int], float] = {}
         self.drains: dict[tuple[int, bool], float] = {}
         self.gone: set[tuple[int, bool]] = set()
@@ -398,16 +402,16 @@ class _Walk:
 
     def run(self, within_s: float, *, updating: bool) -> float:
         """Walk over the slots; returns when the last one has computed, infinity: later."""
-        compute, due, came = self.compute, self.due, self.came
+        compute = self.compute
         # When each slot has to begin for the last one to end in time.
         latest = [within_s - rest for rest in accumulate(reversed(compute))][::-1]
         self.room, self.gone, self.standing = list(self.room_at_first), set(), 0
-        self.queues = {}
-        for arrivals in due:
+        queues: dict[int, deque[_Arrival]] = {}
+        for arrivals in self.due:
             for arrival in arrivals:
-                self.queues.setdefault(arrival.clocks[-1][0], deque()).append(arrival)
+                queues.setdefault(arrival.clocks[-1][0], deque()).append(arrival)
+        self.queues, self.came = list(queues.values()), [0.0] * self.end
         self.submitted, self.drains, self.out = {}, {}, deque()
-        came.clear()
         in_backward: dict[int, _Update] = {}
         if updating:
             updates = (one for one in self.updates if not one.waits and one.unit not in self.late)
@@ -420,8 +424,6 @@ class _Walk:
             if now > latest[t]:
                 return inf
             now = self.fetched(t, now)
-            for arrival in due[t]:
-                now = max(now, came[t, arrival.unit, arrival.kind])
             now += self.computed(t, now)
             for left in self.leaves[t]:
                 self.left(t, now, left, in_backward, reduces=reduces)
@@ -430,53 +432,58 @@ class _Walk:
     def fetched(self, t: int, now: float) -> float:
         """Submit what a slot needs, and what its lanes have time and the device has room for.
 
-        Returns when the slot has found gone what makes room.
+        Returns when that has come which it needs, and it has found gone what makes room.
         """
-        compute, out, room = self.compute[t], self.out, self.room
-        came, pace = self.came, self.pace
+        compute, out, room, free = self.compute[t], self.out, self.room, self.free
+        ready = max(now, self.came[t])
+        for queue in self.queues:
+            while queue and queue[0].slot == t:
+                ready = max(ready, self.submit(queue.popleft(), 0, now))
         # The slot ends when it has computed, which waits for what it needs.
-        horizon = now
-        for arrival in self.due[t]:
-            horizon = max(horizon, came.get((t, arrival.unit, arrival.kind), now))
-        horizon += compute
-        active = [queue for queue in self.queues.values() if queue]
+        horizon = ready + compute
+        active = [one for one in self.queues if one and free[one[0].clocks[0][0]] < horizon]
         while active:
             # What is needed first goes first: what comes later takes no room from it.
-            queue = min(active, key=_needed) if len(active) > 1 else active[0]
+            queue = active[0]
+            for other in active:
+                if other[0].slot < queue[0].slot:
+                    queue = other
             arrival = queue[0]
-            served, unit, kind, _, size, pieces, clocks, num_parts = arrival
-            lead: float = 0
-            if served > t:
-                if self.waits(arrival, t, now, horizon):
-                    active.remove(queue)
-                    continue
-                if out and self.standing + size > room[t]:
-                    until = now + pace.wait * compute
-                    now = self.find_gone(t, self.standing + size - room[t], now, until)
-                lead = served - t
-                if self.standing + size > room[t]:
-                    lead = self.share(arrival, t)
-                    if not lead:
-                        break
-                elif min(room[t:served]) < size:
+            if self.waits(arrival, t, now, horizon):
+                active.remove(queue)
+                continue
+            served, size = arrival.slot, arrival.bytes
+            if out and self.standing + size > room[t]:
+                until = now + self.pace.wait * compute
+                now = self.find_gone(t, self.standing + size - room[t], now, until)
+            lead: float = served - t
+            if self.standing + size > room[t]:
+                lead = self.share(arrival, t)
+                if not lead:
                     break
-                if not self.has_room(t, served, size, now):
-                    break
+            elif min(room[t:served]) < size:
+                break
+            if not self.has_room(t, served, size, now):
+                break
             queue.popleft()
             if not queue:
                 active.remove(queue)
-            # Several stays of a chunk have one lead.
-            self.submitted[unit, kind] = min(self.submitted.get((unit, kind), lead), lead)
-            start = max(now, self.updated.get(unit, 0.0)) if kind == 0 else now
-            arrives = came[served, unit, kind] = self.brought(start, clocks, num_parts)
-            if served <= t:
-                horizon = max(horizon, arrives + compute)
+            self.came[served] = max(self.came[served], self.submit(arrival, lead, now))
             whole = int(lead)
             if lead != whole:  # the first pieces alone, in this slot
+                pieces = arrival.pieces
                 room[t] -= sum(pieces[: len(pieces_in(pieces, (0.0, lead - whole)))])
             for ahead in range(served - whole, served):
                 room[ahead] -= size
-        return now
+        return max(now, ready)
+
+    def submit(self, arrival: _Arrival, lead: float, now: float) -> float:
+        """Let lanes bring what a slot needs; returns when it has come."""
+        _, unit, kind, _, _, _, clocks, num_parts = arrival
+        # Several stays of a chunk have one lead.
+        self.submitted[unit, kind] = min(self.submitted.get((unit, kind), lead), lead)
+        start = max(now, self.updated.get(unit, 0.0)) if kind == 0 else now
+        return self.brought(start, clocks, num_parts)
 
     def waits(self, arrival: _Arrival, t: int, now: float, horizon: float) -> bool:
         """Whether an arrival of a later slot would gain nothing by its submission now."""
@@ -495,9 +502,10 @@ class _Walk:
         compute, free = self.compute[t], self.free
         taken = compute
         for numbers, slower in self.pacer.slowing:
-            busy = max([free[number] for number in numbers]) - now
-            if busy > 0:
-                taken += min(busy, compute) * slower
+            busy = 0.0
+            for number in numbers:
+                busy = max(busy, free[number] - now)
+            taken += min(busy, compute) * slower
         turns = min(self.on_device, taken)
         self.on_device -= turns
         return taken + turns
@@ -561,7 +569,7 @@ class _Walk:
         """
         one = self.out[0]
         left = one.left
-        if t >= self.end - 2 or len(left.pieces) == 1 or excess >= one.bytes:
+        if t >= self.end - 2 or len(left.pieces) == 1 or excess >= one.bytes or one.began > now:
             return inf
         fraction, rest = last_fraction(left.pieces, left.held, one.bytes - excess)
         there = one.began + (one.ended - one.began) * (1.0 - fraction)

@@ -6,6 +6,7 @@ Memory is handed out in the order in which lanes work: first every outgoing move
 has no room for all of a move's bytes, as many of its pieces as fit get the slot.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,37 +50,47 @@ SHARES = (1, 2, 3, 4, 6, 9, 14, 1 << 30)
 """Drains that what is left of memory is handed out by, the same for all moves before the next."""
 
 
-def first_fraction(pieces: Sequence[int], room: float) -> tuple[float, int]:
+def first_fraction(pieces: tuple[int, ...], room: float) -> tuple[float, int]:
     """The largest share of a move, from its first piece on, that takes up to `room` bytes.
 
     As a fraction of two digits, where that names the pieces (else of more), and its bytes.
     """
-    taken = 0
-    for size in pieces[:-1]:
-        if taken + size > room:
-            break
-        taken += size
-    total = sum(pieces)
+    done = _ends(pieces)
+    return _first(pieces, bisect_right(done, room, hi=len(done) - 1))
+
+
+@lru_cache(maxsize=10_000)
+def _ends(pieces: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(accumulate(pieces))
+
+
+@lru_cache(maxsize=10_000)
+def _first(pieces: tuple[int, ...], number: int) -> tuple[float, int]:
+    """The share of so many first pieces, but not all."""
+    taken, total = sum(pieces[:number]), sum(pieces)
     if not taken:
         return 0.0, 0
     for digits in (100, 10_000, 10**8):
         fraction = ceil(taken / total * digits) / digits
         # The next piece must not fit in.
-        following = next(done for done in accumulate(pieces) if done > taken)
+        following = next(done for done in _ends(pieces) if done > taken)
         if fraction * total < following and fraction < 1:
             return fraction, taken
     return 0.0, 0
 
 
-def last_fraction(pieces: Sequence[int], held: Sequence[int], room: float) -> tuple[float, int]:
+def last_fraction(pieces: tuple[int, ...], held: tuple[int, ...], room: float) -> tuple[float, int]:
     """The largest share of a move's last pieces that holds up to `room` bytes, and these."""
-    first, taken = len(pieces), 0
-    while first > 1 and taken + held[first - 1] <= room:
-        first -= 1
-        taken += held[first]
+    done = _ends(held[::-1])
+    return _last(pieces, held, len(held) - bisect_right(done, room, hi=len(done) - 1))
+
+
+@lru_cache(maxsize=10_000)
+def _last(pieces: tuple[int, ...], held: tuple[int, ...], first: int) -> tuple[float, int]:
+    """The share of the pieces from the `first` on, but not all."""
+    taken, total, before = sum(held[first:]), sum(pieces), sum(pieces[:first])
     if not taken:
         return 0.0, 0
-    total, before = sum(pieces), sum(pieces[:first])
     for digits in (100, 10_000, 10**8):
         # 1 - fraction must name the first pieces: at least their bytes, less than one piece more.
         fraction = floor((1 - before / total) * digits) / digits

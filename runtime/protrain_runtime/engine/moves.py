@@ -326,7 +326,7 @@ class SwappedUnit:
         ranges = grouped([storage.num_bytes for storage in storages])
         groups = [storages[each.start : each.stop] for each in ranges]
         self._groups = [[ref(storage) for storage in group] for group in groups]
-        self._group_bytes = [sum(storage.num_bytes for storage in group) for group in groups]
+        self._group_bytes = tuple(sum(storage.num_bytes for storage in group) for group in groups)
 
     def in_share(self, share: tuple[float, float]) -> Iterator[SwappedStorage]:
         """The storages in a share of the bytes that are still there."""

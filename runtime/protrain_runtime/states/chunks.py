@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -321,11 +321,11 @@ class Chunk:
 
     def groups_in(self, share: tuple[float, float]) -> range:
         """The groups in a share of the parameters' bytes."""
-        return _pieces_in(tuple([group.num_bytes for group in self.groups]), share)
+        return pieces_in(tuple([group.num_bytes for group in self.groups]), share)
 
     def gradient_groups_in(self, share: tuple[float, float]) -> range:
         """The groups in a share of the gradients' bytes."""
-        return _pieces_in(tuple([group.gradient_bytes for group in self.groups]), share)
+        return pieces_in(tuple([group.gradient_bytes for group in self.groups]), share)
 
     def cut(self, element: int) -> int:
         """Where a piece that should end before `element` ends, within its parameter."""
@@ -481,9 +481,6 @@ class Chunk:
                     " what was written would be lost. Profile the model as it runs now, which keeps"
                     " it on the device"
                 )
-
-
-_pieces_in = lru_cache(maxsize=None)(pieces_in)
 
 
 def refuse_reading(name: str) -> None:

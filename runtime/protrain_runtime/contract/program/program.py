@@ -41,6 +41,7 @@ rank that has them.
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from math import floor
 from typing import Literal, NamedTuple
@@ -391,10 +392,11 @@ def grouped(sizes: Sequence[int]) -> list[range]:
     return groups
 
 
-def pieces_in(sizes: Sequence[int], share: tuple[float, float]) -> range:
+@lru_cache(maxsize=100_000)
+def pieces_in(sizes: tuple[int, ...], share: tuple[float, float]) -> range:
     """The pieces that lie in a share of the bytes, first to last; a cut one is in the later share.
 
-    So the shares (0, f) and (f, 1) hold every piece once.
+    So the shares (0, f) and (f, 1) hold every piece once. (All ask for the same again and again.)
     """
 
     def before(fraction: float) -> int:
