@@ -1,10 +1,10 @@
 """One planning problem: a profile, what may be used of each tier, and the options per unit."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, wraps
 from itertools import accumulate
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple, get_args
 
 from protrain_plan.planning.model.options import (
     Decision,
@@ -70,6 +70,9 @@ OVERLAPPING = StepSettings(overlap_steps=True)
 
 Choice = tuple[Decision, ...]
 """The decisions of all units."""
+
+_bind = lru_cache(maxsize=8)(bind)
+"""Plans that are looked at are often counted, simulated and simulated again."""
 
 
 def default_piece_bytes(profile: Profile) -> int:
@@ -249,6 +252,25 @@ class LaneSeconds:
         return seconds | {COMPUTE: option.device_s, UPDATES: update_s}
 
 
+_Asked = TypeVarTuple("_Asked")
+_Found = TypeVar("_Found")
+
+
+def _once(
+    method: Callable[["Problem", *_Asked], _Found],
+) -> Callable[["Problem", *_Asked], _Found]:
+    """Let a problem remember what it says of a choice, which searches ask again and again."""
+
+    @wraps(method)
+    def known(self: "Problem", *asked: *_Asked) -> _Found:
+        answers: dict[object, _Found] = self.__dict__.setdefault(f"_{method.__name__}_of", {})
+        if asked not in answers:
+            answers[asked] = method(self, *asked)
+        return answers[asked]
+
+    return known
+
+
 @dataclass(frozen=True)
 class Problem:
     """Bytes in `device` are for tensors: what they cannot have is taken off already.
@@ -376,6 +398,7 @@ class Problem:
         )
         return self.settings.micro_batches * sum(both) * (1 - SAFE)
 
+    @_once
     def least_seconds(self, choice: Choice) -> float:
         """A bound on the seconds of every schedule of a choice: no lane is faster than its work."""
         rows = (
@@ -416,7 +439,7 @@ class Problem:
 
         With `clipped`, of a step that does its speculative updates again.
         """
-        return bind(plans, self.implied, updating=updating, clipped=clipped)
+        return _bind(tuple(plans), self.implied, updating=updating, clipped=clipped)
 
     @cached_property
     def _described(self) -> tuple[UnitPlan, ...]:
@@ -512,6 +535,7 @@ class Problem:
             for unit in self.options
         ]
 
+    @_once
     def _kinds(self, choice: Choice) -> tuple[list[ActivationOption], list[StateOption]]:
         """One option of each kind that a choice has: others like it have the same maxima."""
         activations: dict[tuple[int, int], ActivationOption] = {}
@@ -547,6 +571,7 @@ class Problem:
             for tier in self.tiers
         }
 
+    @_once
     def tier_use(self, tier: TierName, choice: Choice) -> int:
         """Bytes that a choice takes of a tier below the device."""
         total = 0
@@ -562,6 +587,7 @@ class Problem:
         """Whether a choice meets all budgets."""
         return max(self.static_bytes(choice)) <= self.device and self.within_tiers(choice)
 
+    @_once
     def static_bytes(self, choice: Choice) -> list[int]:
         """Device bytes per slot with every lead and drain 0: the least that a choice can hold.
 
