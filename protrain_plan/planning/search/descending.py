@@ -14,7 +14,15 @@ from protrain_plan.planning.model.counting import Layout, Prices, Row
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, Rule
 from protrain_plan.planning.search.improving import changed
-from protrain_plan.planning.search.layouts import Move, choice_of, decided, reordered, steps
+from protrain_plan.planning.search.layouts import (
+    Exchange,
+    Move,
+    choice_of,
+    decided,
+    exchanges,
+    reordered,
+    steps,
+)
 from protrain_plan.planning.search.pacing import PLAIN, Pace
 from protrain_runtime.contract.program.implications import (
     ActivationOption,
@@ -83,33 +91,32 @@ class Descent:
 
     # Repair
 
-    def repaired(self, layout: Layout, kept: Move | None = None) -> Layout | None:
+    def repaired(self, layout: Layout, kept: Exchange | None = None) -> Layout | None:
         """The layout with as few units in cheaper options as it takes to meet the budgets.
 
-        The device's first, then each tier's: what lacks room moves down, and never up again. What
-        a move has `kept` is not undone.
+        The device's first, then each tier's: what lacks room moves down, and never up again. An
+        exchange that is `kept` is not undone.
         """
         open_to = self.prices.open_to(inf)
         for _ in range(REPAIRS):
             needs = self._needs(layout)
             if all(need.beyond <= 0 for need in needs):
                 return layout
-            moves = list(steps(layout, open_to, single=True))
-            of_moves = [[self._more(move, layout, need) for need in needs] for move in moves]
             for exceeded, need in enumerate(needs):
                 least, found = inf, None
-                for move, more in zip(moves, of_moves, strict=True) if need.beyond > 0 else ():
-                    if (freed := -more[exceeded]) <= 0 or (kept and move.undoes(kept)):
+                for one in exchanges(layout, open_to) if need.beyond > 0 else ():
+                    freed = -self._more(one, layout, need)
+                    if freed <= 0 or (kept and one.undoes(kept)):
                         continue
-                    count = min(move.number, ceil(need.beyond / freed))
-                    above = zip(needs[:exceeded], more[:exceeded], strict=True)
-                    if any(m > 0 and n.beyond + m * count > 0 for n, m in above):
+                    count = min(one.number, ceil(need.beyond / freed))
+                    above = ((n.beyond, self._more(one, layout, n)) for n in needs[:exceeded])
+                    if any(more > 0 and beyond + more * count > 0 for beyond, more in above):
                         continue  # a budget that is met would not be any more
-                    cost = max(self.prices.reduced_costs[move.group][move.kind][move.into], 0.0)
+                    cost = max(self.prices.reduced_costs[one.group][one.kind][one.into], 0.0)
                     # What is not enough by itself is dearer.
                     price = (cost + FREE) * count * (need.beyond / min(need.beyond, freed * count))
                     if price < least:
-                        least, found = price, move.times(layout, count)
+                        least, found = price, one.times(layout, count)
                 if found:
                     layout = found
                     break
@@ -127,32 +134,32 @@ class Descent:
             needs.append(_Need(tier, -1, problem.tier_use(tier, choice) - limit))
         return needs
 
-    def _more(self, move: Move, layout: Layout, need: "_Need") -> float:
+    def _more(self, one: Exchange, layout: Layout, need: "_Need") -> float:
         """The bytes that one unit more needs there, in the mean of those that have the option."""
         # On a tier it is the same for all units, on the device it depends on their places.
-        row = None if need.tier else layout[move.group][move.kind]
-        known = (move.group, move.kind, move.option, move.into, need.tier, need.slot, row)
+        row = None if need.tier else layout[one.group][one.kind]
+        known = (one.group, one.kind, one.option, one.into, need.tier, need.slot, row)
         more = self._differences.get(known)
         if more is None:
-            more = self._differences[known] = self._difference(move, row, need)
+            more = self._differences[known] = self._difference(one, row, need)
         return more
 
-    def _difference(self, move: Move, row: Row | None, need: "_Need") -> float:
-        units = self.problem.classes[move.group]
+    def _difference(self, one: Exchange, row: Row | None, need: "_Need") -> float:
+        units = self.problem.classes[one.group]
 
         def options(place: int) -> Sequence[ActivationOption | StateOption]:
             of_unit = self.problem.options[units[place]]
-            return of_unit.states if move.kind else of_unit.activations
+            return of_unit.states if one.kind else of_unit.activations
 
         if row is None:
             assert need.tier, "the device's bytes depend on places"
-            before, after = (options(0)[n].tier_bytes for n in (move.option, move.into))
+            before, after = (options(0)[n].tier_bytes for n in (one.option, one.into))
             return after.get(need.tier, 0) - before.get(need.tier, 0)
-        has = [place for place, option in enumerate(decided(row)) if option == move.option]
+        has = [place for place, option in enumerate(decided(row)) if option == one.option]
         more = 0
         for place in (has[0], has[len(has) // 2], has[-1]):
-            more += standing_bytes(options(place)[move.into], need.slot)
-            more -= standing_bytes(options(place)[move.option], need.slot)
+            more += standing_bytes(options(place)[one.into], need.slot)
+            more -= standing_bytes(options(place)[one.option], need.slot)
         return more / 3
 
     # Steps downhill
@@ -280,7 +287,7 @@ class Descent:
         for move in near:
             if self.problem.fits(choice_of(self.problem, move.layout)):
                 yield move.layout
-            elif not move.of_order:
+            elif move.exchange:
                 self.num_walks += REPAIR
-                if repaired := self.repaired(move.layout, move):
+                if repaired := self.repaired(move.layout, move.exchange):
                     yield repaired

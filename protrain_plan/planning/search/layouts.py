@@ -90,26 +90,17 @@ def _whole(
     return tuple((option, numbers[option]) for option in taken)
 
 
-class Move(NamedTuple):
-    """A layout next to another one.
+class Exchange(NamedTuple):
+    """A change: up to `number` units of class `group` might take `into` in place of `option`."""
 
-    Of class `group`, `number` units might take `into` in place of `option`; without a name for
-    either, orders alone differ.
-    """
-
-    layout: Layout
     group: int
     kind: int
-    option: int = -1
-    into: int = -1
-    number: int = 0
+    option: int
+    into: int
+    number: int
 
-    @property
-    def of_order(self) -> bool:
-        return self.into < 0
-
-    def undoes(self, other: "Move") -> bool:
-        """Whether units that the other move takes leave their new option again."""
+    def undoes(self, other: "Exchange") -> bool:
+        """Whether units that the other one takes leave their new option again."""
         place = (self.group, self.kind, self.option)
         return place == (other.group, other.kind, other.into)
 
@@ -119,31 +110,43 @@ class Move(NamedTuple):
         return _with_row(layout, self.group, self.kind, row)
 
 
+class Move(NamedTuple):
+    """A layout next to another one, by an exchange; without, orders alone differ."""
+
+    layout: Layout
+    exchange: Exchange | None = None
+
+
 def _with_row(layout: Layout, group: int, kind: int, row: Row) -> Layout:
     first, second = layout[group]
     pair = (first, row) if kind else (row, second)
     return (*layout[:group], pair, *layout[group + 1 :])
 
 
-def steps(
-    layout: Layout, open_to: Sequence[tuple[Sequence[int], Sequence[int]]], *, single: bool = False
-) -> Iterator[Move]:
-    """Layouts with 1, 2, 4, ... units of a class in another option; `single`: with one alone."""
+def exchanges(
+    layout: Layout, open_to: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> Iterator[Exchange]:
+    """Changes that are open to units of a class, one option for another."""
     for group, pair in enumerate(layout):
         for kind, row in enumerate(pair):
-            present = {option for option, _ in row.runs}
             for option, number in row.runs:
                 for into in open_to[group][kind]:
-                    if into == option:
-                        continue
-                    sides = (False,) if single or row.spread or into in present else (False, True)
-                    count = 1
-                    while count < 2 * number and (count == 1 or not single):
-                        for before in sides:
-                            new = row.moved(option, into, min(count, number), before=before)
-                            other = _with_row(layout, group, kind, new)
-                            yield Move(other, group, kind, option, into, number)
-                        count *= 2
+                    if into != option:
+                        yield Exchange(group, kind, option, into, number)
+
+
+def steps(layout: Layout, open_to: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[Move]:
+    """Layouts with 1, 2, 4, ... units of a class in another option."""
+    for exchange in exchanges(layout, open_to):
+        group, kind, option, into, number = exchange
+        row = layout[group][kind]
+        new = not row.spread and all(one != into for one, _ in row.runs)
+        count = 1
+        while count < 2 * number:
+            for before in (False, True) if new else (False,):
+                moved = row.moved(option, into, min(count, number), before=before)
+                yield Move(_with_row(layout, group, kind, moved), exchange)
+            count *= 2
 
 
 def reordered(layout: Layout) -> Iterator[Move]:
@@ -160,4 +163,4 @@ def reordered(layout: Layout) -> Iterator[Move]:
                 runs[place], runs[place + 1] = runs[place + 1], runs[place]
                 rows.append(row._replace(runs=tuple(runs)))
             for new in rows:
-                yield Move(_with_row(layout, group, kind, new), group, kind)
+                yield Move(_with_row(layout, group, kind, new))
