@@ -352,7 +352,7 @@ class _Planning:
     def counting(self) -> Counting:
         """The fluid model and its numbers, by windows of slots."""
         window = -(-self.problem.count // WINDOWS)
-        return Counting(self.problem, window=window, stopped=self.effort.spent)
+        return Counting(self.problem, window=window, stopped=self.effort.watched())
 
     @cached_property
     def prices(self) -> Prices:

@@ -57,6 +57,11 @@ IMPROVEMENT = 1e-7
 """A step must be faster by this fraction to count: less is rounding in the simulator."""
 
 
+def never() -> bool:
+    """Nobody stops a search."""
+    return False
+
+
 @dataclass(slots=True, kw_only=True)
 class Effort:
     """The length of a search, and when its plan is good enough.
@@ -74,12 +79,17 @@ class Effort:
     below_s: float = inf
     time_limit_s: float | None = None
     seed: int = 0
-    stopped: Callable[[], bool] = lambda: False
+    stopped: Stopped = never
     started: float = field(default_factory=time.monotonic)
 
     def spent(self) -> bool:
         """Whether the search has to end now."""
         return self.stopped() or self.left_s() <= 0
+
+    def watched(self) -> Stopped | None:
+        """`spent`, which the solver asks ten thousand times; None where nothing ends a search."""
+        is_endless = self.stopped is never and self.time_limit_s is None
+        return None if is_endless else self.spent
 
     def late(self) -> Callable[[], bool]:
         """Asked often: whether the search should have ended some time ago.
