@@ -344,10 +344,10 @@ class Problem:
         return Problem.of(profile, budgets or plan.budgets, plan.settings, allow=plan.allowed)
 
     def changed(self, **changes: Any) -> "Problem":
-        """Return the problem with other budgets or options: what a profile implies is kept."""
+        """Return the problem with other budgets or options: what a profile implies is shared."""
         found = replace(self, **changes)
         kept = ("implied", "lane_seconds", "_described", "_all_options")
-        found.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+        found.__dict__.update({name: getattr(self, name) for name in kept})
         return found
 
     def overlapping(self, overlap_steps: bool) -> "Problem":
