@@ -269,10 +269,12 @@ PROMISES = "docs/reference/promises.md"
 def test_promises_and_their_tests_stand_in_one_list() -> None:
     """Every page and heading of the list is there, and so is every test."""
     text = (ROOT / PROMISES).read_text(encoding="utf-8").partition("## Which tests")[2]
-    rows = re.findall(r"^- \[.+?\]\((.+?)(?:#(.+?))?\): (`tests/.+)$", text, re.MULTILINE)
-    assert len(rows) == text.count("\n- [") > 50
+    row = r"^- (?:\[.+?\]\(|`)(\S+?)(?:#(\S+?))?[`)]: (`tests/.+)$"
+    rows = re.findall(row, text, re.MULTILINE)
+    assert len(rows) == text.count("\n- ") > 50
     for link, anchor, tests in rows:
-        page = (ROOT / PROMISES).parent / link
+        # README is no page of the site, to which a link could lead.
+        page = ROOT / link if link == "README.md" else (ROOT / PROMISES).parent / link
         headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert anchor in map(slug, headings), link
         for file, names in re.findall(r"`(tests/\S+?)`(?:: ((?:`\w+`,? ?)+))?", tests):
@@ -288,17 +290,22 @@ def test_pages_have_no_hidden_comments(page: Path) -> None:
     assert [one for one in found if not one.startswith(marks)] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(name: str) -> None:
-    """Links of the pages outside of the site; building the site looks at all others."""
-    text = (ROOT / name).read_text(encoding="utf-8")
+BESIDE = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *BESIDE], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Links of the site's pages stay within the site."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"\w+:", link):
             continue
         path, _, anchor = link.partition("#")
-        assert (ROOT / path).exists(), link
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert ROOT / "docs" not in page.parents or ROOT / "docs" in target.parents, link
         if anchor:
-            headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in map(slug, headings), link
 
 
