@@ -7,9 +7,11 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -55,10 +57,6 @@ def workers(at_once: int, *, imports: Iterable[str] = ()) -> Iterator[Start]:
     if at_once == 1:
         yield _here
         return
-    # What only several processes need.
-    from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
-    from multiprocessing import active_children, get_context
-
     pool = ProcessPoolExecutor(
         at_once, get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
     )

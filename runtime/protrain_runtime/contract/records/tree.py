@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import re
+import tomllib
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -323,8 +324,6 @@ def parsed_json(
 
 def parsed_toml(text: str, source: str) -> dict[str, Any]:
     """Parse a TOML text of keys of few parts; RecordError where it is none."""
-    import tomllib  # which few texts need
-
     problem, depth, parts, num_nodes = "", 0, 0, 0
     for token in _TOML.finditer(text):
         kind, found = token.lastgroup, token[0]
