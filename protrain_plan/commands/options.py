@@ -136,14 +136,14 @@ def part(option: str, text: str | None, setting: str) -> float:
     return value
 
 
-def integers(option: str, text: str) -> tuple[int, ...]:
+def integers(option: str, text: str, fix: str | None = None) -> tuple[int, ...]:
     """`1,4,16` as numbers of at least one; ProtrainError, naming the option, for another text."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1:
-        raise ProtrainError(f"expected numbers such as 1,4,16, got {text!r}", key=option)
+        raise ProtrainError(f"expected numbers such as 1,4,16, got {text!r}", key=option, fix=fix)
     return numbers
 
 

@@ -46,11 +46,8 @@ class StageOptions:
         """The numbers to choose from; none: all."""
         if self.stages in (None, "auto"):
             return ()
-        try:
-            return integers("--stages", self.stages or "")
-        except ProtrainError as error:
-            auto = "--stages auto looks at all numbers that are possible"
-            raise ProtrainError(error.message, key=error.key, fix=auto) from None
+        auto = "--stages auto looks at all numbers that are possible"
+        return integers("--stages", self.stages or "", auto)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -535,7 +535,7 @@ _READERS: dict[str, Reader] = {
     "optimizer": _one_of(_OPTIMIZERS),
     "loaded": _dtype_of,
 }
-"""How a fact is read; others are flags."""
+"""Readers by fact; facts that have none are flags."""
 
 # Formats
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from protrain_plan.planning.outcome import Infeasible
     from protrain_plan.planning.stages.answer import StagesAnswer
     from protrain_plan.planning.stages.assumed import Assumed
-    from protrain_plan.planning.stages.pipelines import Pipelined, Stage
+    from protrain_plan.planning.stages.pipelines import Pipelined
 
 
 def stages_json(
@@ -104,10 +104,6 @@ def decisions_text(plan: Plan) -> str:
     )
 
 
-def _first_units(found: "Pipelined", stage: "Stage") -> list[str]:
-    return [found.pipeline.profile.units[first].name for first, _ in stage.runs]
-
-
 def stages_text(
     answer: "StagesAnswer",
     assumed: Sequence["Assumed"] = (),
@@ -159,11 +155,12 @@ def stages_table(found: "Pipelined") -> RenderableType:
     """Return a row for each stage."""
     names = ("stage", "from", "units", "held", "a micro-batch", "waits", "device", "host")
     table = table_of(*names, words=(1,))
-    for number, (stage, idle) in enumerate(zip(found.stages, found.run.idle, strict=True)):
+    rows = zip(found.stages, found.record.stages, found.run.idle, strict=True)
+    for number, (stage, record, idle) in enumerate(rows):
         peak = stage.plan.prediction.peak_bytes
         table.add_row(
             str(number),
-            ", ".join(_first_units(found, stage)),
+            ", ".join(record.first_units),
             str(len(stage.plan.units)),
             str(stage.held),
             format_seconds(stage.seconds.cycle_s),
