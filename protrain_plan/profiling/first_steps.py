@@ -1,18 +1,26 @@
-"""Workspace of optimizers of whole matrices, some of whose steps alone do an SVD of gradients.
+"""Workspace of optimizers of whole matrices, and of those that step on parameters by several rules.
 
-Such a step takes workspace that others do not. How often it comes is the user's affair, but the
-first one is always of that kind: there is nothing to project with before it. So a first step is
-compared with the one after it: where it calls other operators than to make states, steps differ.
+Some steps alone do an SVD of gradients, and take workspace that others do not. How often such a
+step comes is the user's affair, but the first one is always of that kind: there is nothing to
+project with before it. So a first step is compared with the one after it: where it calls other
+operators than to make states, steps differ.
+
+A step's code has names for what it took for one parameter while it works on the next. The same rule
+gives them to the next one's; another rule (AdamW for vectors, after Muon for matrices) does not, so
+that what each rule has left stands beside the workspace of every other, in whichever order
+parameters come.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Set
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from protrain_runtime.devices.device import HOST
 from protrain_runtime.devices.memory_meter import MemoryMeter, storage_bytes
@@ -29,6 +37,8 @@ _MAKERS = (
     *("clone", "copy", "_to_copy", "detach", "lift"),
 )
 """How names of operators begin that make a state, or copy one."""
+_VIEWS = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "alias"}
+"""Of those that only look at a matrix from another side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,79 +56,190 @@ class FirstSteps:
 def first_steps(
     rules: UpdateRules, shapes: Shapes, *, device: torch.device | None = None
 ) -> FirstSteps:
-    """Findings in first steps of an optimizer that updates some parameters whole.
+    """Findings in first steps of an optimizer that updates some parameters whole, or by rules.
 
     On `device`, of the model's own shapes where steps differ; otherwise, and without a device, of
     smaller ones, whose bytes are taken to grow with the matrix. Nothing of other optimizers.
     """
     whole = {kind for kind in shapes if rules.of(*kind).reason}
-    if not whole:
-        return FirstSteps()
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-        return _seen(rules.factory, shapes, whole, device)
+        by_rule = _by_rule(rules.factory, shapes)
+        if not whole and len(by_rule) < 2:
+            return FirstSteps()
+        return _seen(rules.factory, shapes, by_rule, whole, device)
 
 
-def _seen(make: OptimizerFactory, shapes: Shapes, whole: Set[Kind], device: Any) -> FirstSteps:
-    own, left_over, fraction = 0, 0, 0.0
-    for dtype, shape in shapes:
-        differs = (dtype, shape) in whole and _differs(make, dtype, smaller(shape, _SMALL))
+def _by_rule(make: OptimizerFactory, shapes: Shapes) -> list[list[Kind]]:
+    """The kinds of parameters on which a step calls the same operators, largest first."""
+    found = defaultdict[frozenset[tuple[str, int]], list[Kind]](list)
+    for dtype, shape in sorted(shapes, key=lambda kind: -kind[1].numel()):
+        stepper = _Stepper(make, [(dtype, smaller(shape, _SMALL))], HOST)
+        stepper.step()
+        called = _operators(stepper)
+        found[frozenset(called.items())].append((dtype, shape))
+    return list(found.values())
+
+
+def _seen(
+    make: OptimizerFactory,
+    shapes: Shapes,
+    by_rule: Sequence[Sequence[Kind]],
+    whole: Set[Kind],
+    device: Any,
+) -> FirstSteps:
+    own: dict[Kind, int] = {}
+    differs = {
+        kind: kind in whole and _differs(make, kind[0], smaller(kind[1], _SMALL))
+        for kinds in by_rule
+        for kind in kinds
+    }
+    for kind, is_slow in differs.items():
+        dtype, shape = kind
         few = smaller(shape, _LARGE)
-        alone, beside = (_taken(make, dtype, few, number, HOST) for number in (1, 2))
-        kind = 0 if differs else 1  # the first step's bytes, or those of the one after it
-        left = max(0, beside[kind] - alone[kind])
-        scale = shape.numel() / few.numel()
-        taken = round(alone[kind] * scale)
-        if differs and device is not None:
-            taken = _taken(make, dtype, shape, 1, device)[0]
-        own, left_over = max(own, taken), max(left_over, round(left * scale))
-        gradient_bytes = shape.numel() * dtype.itemsize
-        fraction = max(fraction, (taken + left * scale) / gradient_bytes)
-    return FirstSteps(workspace_bytes=own + left_over, fraction=fraction)
+        # The first step's bytes, or those of the one after it.
+        taken = _taken(make, [(dtype, few)], HOST)[0 if is_slow else 1]
+        own[kind] = round(taken * shape.numel() / few.numel())
+        if is_slow and device is not None:
+            own[kind] = _taken(make, [kind], device)[0]
+    most, fraction = 0, 0.0
+    for number, kinds in enumerate(by_rule):
+        several = sum(shapes[kind] for kind in kinds) > 1
+        beside = {
+            kind: _left_alike(make, kind, first=differs[kind]) if several else 0 for kind in kinds
+        }
+        # Of other rules, the kinds that are largest tell.
+        others = [one for place, one in enumerate(by_rule) if place != number]
+        left = sum(
+            max(
+                _left(make, a, b, first=differs[a])
+                for a in before[:_MOST_KINDS]
+                for b in kinds[:_MOST_KINDS]
+            )
+            for before in others
+        )
+        most = max(most, left + max(own[kind] for kind in kinds) + max(beside.values()))
+        for kind in kinds:
+            size = max(map(_gradient_bytes, shapes)) if others else _gradient_bytes(kind)
+            fraction = max(fraction, (own[kind] + beside[kind] + left) / size)
+    return FirstSteps(workspace_bytes=most, fraction=fraction)
+
+
+def _gradient_bytes(kind: Kind) -> int:
+    dtype, shape = kind
+    return shape.numel() * dtype.itemsize
+
+
+_MOST_KINDS = 3
+"""Shapes of a rule that are tried beside those of another."""
+
+
+def _left(make: OptimizerFactory, one: Kind, other: Kind, *, first: bool) -> int:
+    """Bytes that a step on a parameter leaves while the step on another one runs, at most.
+
+    States that the first step makes are none.
+    """
+    (dtype, shape), small = one, smaller(one[1], _SMALL)
+    stepper = _Stepper(make, [(dtype, small), (other[0], smaller(other[1], _SMALL))], HOST)
+    if not first:
+        stepper.step()
+    mode = _Beside(stepper)
+    with mode:
+        stepper.step()
+    left = max(mode.left, default=0) - (mode.bytes_of_first(stepper.states(0)) if first else 0)
+    return max(0, round(left * shape.numel() / small.numel()))
+
+
+def _left_alike(make: OptimizerFactory, kind: Kind, *, first: bool) -> int:
+    """Bytes that a step on a parameter takes more where one of the same kind came before.
+
+    States that the first step makes are none.
+    """
+    dtype, shape = kind
+    few = smaller(shape, _LARGE)
+    step = 0 if first else 1
+    alone, beside = (_taken(make, [(dtype, few)] * number, HOST)[step] for number in (1, 2))
+    if first:
+        stepper = _Stepper(make, [(dtype, few)], HOST)
+        stepper.step()
+        beside -= storage_bytes(stepper.states(0))
+    return round(max(0, beside - alone) * shape.numel() / few.numel())
+
+
+class _Beside(TorchDispatchMode):
+    """Bytes that a step on two parameters has made for the first one, and still has.
+
+    After every operator, from where it turns to the second one.
+    """
+
+    def __init__(self, stepper: "_Stepper") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left: list[int] = []
+        self._made: list[tuple[int, StorageWeakRef, int, bool]] = []
+        ours = [
+            [parameter, *tensors_in([parameter.grad]), *stepper.states(number)]
+            for number, parameter in enumerate(stepper.parameters)
+        ]
+        self._operands = {t.untyped_storage()._cdata for each in ours for t in each}
+        self._second = {t.untyped_storage()._cdata for t in ours[1]}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        turned = bool(self.left) or any(t.untyped_storage()._cdata in self._second for t in given)
+        result = func(*args, **(kwargs or {}))
+        alive = {key for key, memory, *_ in self._made if not memory.expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._operands | alive:
+                    entry = storage._cdata, StorageWeakRef(storage), storage.nbytes(), turned
+                    self._made.append(entry)
+                    alive.add(storage._cdata)
+        self._made = [entry for entry in self._made if not entry[1].expired()]
+        if turned:
+            self.left.append(sum(e[2] for e in self._made if not e[3]))
+        return result
+
+    def bytes_of_first(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of what was made for the first parameter, of these tensors."""
+        kept = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return sum(e[2] for e in self._made if e[0] in kept and not e[3])
 
 
 class _Stepper:
-    """An optimizer of some parameters of one shape, with gradients as if by chance."""
+    """An optimizer of a parameter of each kind, with gradients as if by chance."""
 
-    def __init__(
-        self,
-        make: OptimizerFactory,
-        dtype: torch.dtype,
-        shape: torch.Size,
-        number: int,
-        device: Any,
-    ) -> None:
+    def __init__(self, make: OptimizerFactory, kinds: Sequence[Kind], device: Any) -> None:
         chance = torch.Generator().manual_seed(0)
         self.parameters = [
-            nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(number)
+            nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for dtype, shape in kinds
         ]
         for each in self.parameters:
-            each.grad = torch.randn(shape, generator=chance).to(device, dtype)
+            each.grad = torch.randn(each.shape, generator=chance).to(device, each.dtype)
         self.optimizer = make([{"params": self.parameters}])
 
     def step(self) -> None:
         self.optimizer.step()
 
-    def state_bytes(self) -> int:
-        """The first parameter's."""
-        return storage_bytes(tensors_in(dict(self.optimizer.state[self.parameters[0]])))
+    def states(self, number: int) -> list[torch.Tensor]:
+        """The tensors of a parameter's state."""
+        return tensors_in(dict(self.optimizer.state.get(self.parameters[number], {})))
 
 
-def _taken(
-    make: OptimizerFactory, dtype: torch.dtype, shape: torch.Size, number: int, device: Any
-) -> tuple[int, int]:
-    """Bytes that the first step and the second one take on so many parameters, at most.
+def _taken(make: OptimizerFactory, kinds: Sequence[Kind], device: Any) -> tuple[int, int]:
+    """Bytes that the first step and the second one take on these parameters, at most.
 
-    The first one makes the states. Those of the last parameter count, for a slow step later on may
-    make them anew; those of the ones before it do not.
+    The first one makes the states, which count: a slow step later on may make them anew.
     """
-    stepper, found = _Stepper(make, dtype, shape, number, device), list[int]()
+    stepper, found = _Stepper(make, kinds, device), list[int]()
     for _ in range(2):
         with MemoryMeter(device) as meter:
             meter.mark("step")
             stepper.step()
         segment = meter.segments[0]
         found.append(segment.peak_bytes - segment.start_bytes)
-    return max(0, found[0] - (number - 1) * stepper.state_bytes()), found[1]
+    return found[0], found[1]
 
 
 class _Operators(TorchDispatchMode):
@@ -132,7 +253,7 @@ class _Operators(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if not name.startswith(_MAKERS) and _tensors(args):
+        if name not in _VIEWS and not name.startswith(_MAKERS) and _tensors(args):
             self.found[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -153,5 +274,5 @@ def _operators(stepper: _Stepper) -> Counter[str]:
 
 def _differs(make: OptimizerFactory, dtype: torch.dtype, shape: torch.Size) -> bool:
     """Whether a first step calls operators that the second one does not call, or less often."""
-    stepper = _Stepper(make, dtype, shape, 1, HOST)
+    stepper = _Stepper(make, [(dtype, shape)], HOST)
     return bool(_operators(stepper) - _operators(stepper))

@@ -1,8 +1,10 @@
 """Optimizers whose steps differ: the bytes of an SVD every few steps."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +42,79 @@ def test_a_first_step_that_only_makes_states_is_not_counted(optimizer: str) -> N
         made.step()
     taken = meter.segments[0].peak_bytes - meter.segments[0].start_bytes
     assert first_steps(UpdateRules(factory), SHAPES).workspace_bytes == taken
+
+
+class TwoRules(torch.optim.Optimizer):
+    """Matrices by one rule and all else by another, in one `step` whose names outlive their use.
+
+    in_turn   parameters come as they come; else all of one rule before all of the other
+    vectors_first, in_attributes  which rule is first, and whether `self` has names, too
+    """
+
+    in_turn = vectors_first = in_attributes = False
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        self.names: tuple[Any, ...] = ()
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if not self.in_turn:
+            parameters.sort(key=lambda p: (p.dim() == 2) is self.vectors_first)
+        for p in parameters:
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+            momentum = state["momentum"].lerp_(p.grad, 0.1)
+            if p.dim() == 2:
+                direction = momentum / (momentum.norm() + 1e-7)
+                gram = direction @ direction.T
+                p.sub_(gram @ direction)
+                kept = (direction, gram)
+            else:
+                square = momentum.square()
+                root = (square + 1e-8).sqrt()
+                p.addcdiv_(momentum, root, value=-0.01)
+                kept = (square, root)
+            if self.in_attributes:
+                self.names = kept
+        self.names = ()
+
+
+RULES = [
+    dict(zip(("in_turn", "vectors_first", "in_attributes"), flags, strict=True))
+    for flags in itertools.product((False, True), repeat=3)
+]
+TWO_RULES = [
+    [(256, 256), (256, 256), (256,)],
+    [(256, 64), (64, 256), (2**16,), (300,)],
+    [(64, 64), (2**17,)],
+]
+
+
+@pytest.mark.parametrize("shapes", TWO_RULES, ids=str)
+@pytest.mark.parametrize(
+    "flags", RULES, ids=lambda flags: "-".join(k for k, v in flags.items() if v)
+)
+def test_what_a_rule_leaves_beside_another_one_is_counted_in_every_order(
+    flags: dict[str, bool], shapes: list[tuple[int, ...]]
+) -> None:
+    kind = type("TwoRules", (TwoRules,), flags)
+    counts = Counter((torch.float32, torch.Size(shape)) for shape in shapes)
+    predicted = first_steps(UpdateRules(kind), counts).workspace_bytes
+    taken: list[int] = []
+    for order in itertools.permutations(shapes):
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in order]
+        made = kind(parameters)
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        made.step()
+        with MemoryMeter() as meter:
+            meter.mark("second step")
+            made.step()
+        taken.append(meter.segments[0].peak_bytes - meter.segments[0].start_bytes)
+    assert max(taken) <= predicted <= 2 * max(taken)
 
 
 EVERY, NUM_STEPS = 3, 4
