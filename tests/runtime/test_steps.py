@@ -37,7 +37,6 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_runtime.states.stand_ins import OffloadedGradient
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
@@ -361,28 +360,6 @@ def test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such(
 
     script = Loop(num_steps=3, between=change)
     tried(script, speculate=speculate).assert_like_plain(tmp_path)
-
-
-USES: tuple[Callable[[Tensor], object], ...] = (
-    lambda gradient: gradient.clamp_(-1, 1),
-    lambda gradient: gradient.data,
-    lambda gradient: gradient.detach(),
-    lambda gradient: gradient.sum(),
-    lambda gradient: gradient.zero_(),
-)
-
-
-def test_other_uses_of_a_waiting_gradient_are_refused(tmp_path: Path, assert_says: Speaker) -> None:
-    run = tried().start(tmp_path)
-    run.backward(0)
-    gradients = [parameter.grad for parameter in run.model.parameters()]
-    waiting = [gradient for gradient in gradients if isinstance(gradient, OffloadedGradient)]
-    assert 0 < len(waiting) < len(gradients)
-    for use in USES:
-        assert_says(refusal(partial(use, waiting[0])))
-    assert repr(waiting[0]) == "OffloadedGradient()"
-    own = next(p for p in run.model.parameters() if p.grad is waiting[0])
-    assert (waiting[0].shape, waiting[0].dtype) == (own.shape, own.dtype)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
+from protrain_runtime.model.optimizer_state import PlannedStates
 from protrain_runtime.model.prepared import Prepared, meet, offloaded_parameters, together, turns_of
 from protrain_runtime.states.compositions import (
     Composition,
@@ -273,6 +274,8 @@ class _Resumed:
                 self._optimizer.state.pop(parameter, None)
             else:
                 self._optimizer.state[parameter] = state
+        if isinstance(states := self._optimizer.state, PlannedStates):
+            states.forget()  # those on loan are of before
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 

@@ -210,12 +210,14 @@ def optimizer_values(
     tensors: dict[str, Value] = {}
     others: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        state: Mapping[str, Any] = taken_apart(optimizer.state.get(parameter, {}))
+        state: Mapping[str, Any]
         if name in offloaded:
             chunk, part = offloaded[name]
             updated = chunk.has_states(name)
             stored = stored_states(chunk, part)
             state = {**chunk.current.scalars[name], **stored} if updated else {}
+        else:
+            state = taken_apart(optimizer.state.get(parameter, {}))
         for key in sorted(state):
             value = state[key]
             if isinstance(value, torch.Tensor):

@@ -63,7 +63,7 @@ def explain_memory(model: nn.Module, profile: ProfileSource | None = None) -> It
         if standing is None:
             raise
         device = device_of(model)
-        per_parameter = prepared.optimizer.state.values()
+        per_parameter = prepared.optimizer.inner.state.values()
         states = [v for state in per_parameter for v in state.values() if torch.is_tensor(v)]
         known = {
             "states": standing.states + held_bytes(states, device),

@@ -82,6 +82,9 @@ class Engine:
         # The model's own, as long as it lives: what begins parts, and looks at it before a step.
         self.boundaries: Callable[[], Boundaries | None] = lambda: None
         self.unchanged: Callable[[], UnchangedModel | None] = lambda: None
+        # Called before optimizer states are read or updated, with updating=True before a forward
+        # whose backward updates them: what code has been shown of them is written back.
+        self.before_states_move: Callable[..., object] = nothing_moves
         self.refuses_views = True  # of parameters, that are held from step to step
         self.held_views: set[int] = set()  # units of which views were held after their slot
         self.gathered = ""  # what has parameters on the device, in words: `full_parameters`
@@ -161,6 +164,7 @@ class Engine:
         self._state.settle("a second forward began" if training else "the model was evaluated")
         if training:
             self._refuse_micro_batch()
+            self.before_states_move(updating=self._state.updates_in_backward)
         # What was refused until here, no rank has begun: see [Note: what is told when].
         with self._failing("a forward"):
             if self._ranks is not None and not self._state.num_backwards and self._buffers:
@@ -260,6 +264,9 @@ class Engine:
                 self._ahead = {n: self._tickets[n] for n in self._program.speculative}
                 self._let_run(self._program.speculative)
                 self._end_moves()
+                for chunk in self._offloaded:
+                    for stored in chunk.offloaded_gradients.values():
+                        stored.arrived = True
             for number in self._program.reduced:
                 if number in self._running:
                     self._end(number)
@@ -405,8 +412,17 @@ class Engine:
             self.outside(what)
         self._state.settle(what)
         self.end_updates()
+        self.before_states_move()
         for chunk in self._speculating:  # whoever asks may change what the update has read
             chunk.speculated = None
+
+    @property
+    def updating_soon(self) -> bool:
+        """Whether a forward has begun whose backward will update states."""
+        boundaries = self.boundaries()
+        lives = boundaries is not None and (boundaries.running or boundaries.graph_lives)
+        under_way = self._state.in_backward or (self._state.slot >= 0 and lives)
+        return self._state.updates_in_backward and under_way
 
     def outside(self, what: str) -> None:
         """RuntimeError, saying `what`, inside `full_parameters(model)`."""
@@ -478,6 +494,7 @@ class Engine:
                     "a gradient was replaced between backward() and optimizer.step(): on several"
                     " devices each one has a part of it; clip it, unscale it, or set it to None"
                 )
+            chunk.store_replaced()
         # What ran ahead is what the step makes, or is done again: where gradients are scaled.
         holds = same_options and speculation_holds(self._speculating)
         for number in self.program.last:
@@ -754,6 +771,10 @@ class Engine:
     def _observe(self, what: str) -> None:
         if self.observer is not None:
             self.observer(what)
+
+
+def nothing_moves(*, updating: bool = False) -> None:
+    """What is called before states move where no code has been shown any."""
 
 
 def _while_alive(

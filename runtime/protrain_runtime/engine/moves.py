@@ -104,21 +104,14 @@ class GradientMoves:
             start = part.start * part.dtype.itemsize
             stored = chunk.offloaded_gradients.get(part.name)
             if stored is None:
-                stored = chunk.offloaded_gradients[part.name] = GradientInStore(
-                    store=store,
-                    offset=chunk.gradient_offset + start,
-                    shape=part.shape,
-                    stride=part.stride,
-                    dtype=part.dtype,
-                    device=part.parameter.device,
-                    norm=norm,
-                )
+                stored = chunk.place_gradient(part, norm)
                 writes.append((stored.offset, source))
             else:
                 room = self.rooms[self._place[move.unit]][start : start + source.numel()]
                 copies.append((room, source))
                 self._arrived[move.unit].append((stored, room, stored.factors))
                 stored.factors = []
+            stored.arrived = False
             if self._after_backward:
                 part.parameter.grad = OffloadedGradient.of(stored)
 

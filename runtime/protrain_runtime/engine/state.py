@@ -188,7 +188,7 @@ def speculation_holds(chunks: Sequence[Chunk]) -> bool:
         used, there = chunk.speculated, chunk.offloaded_gradients
         if used is None or chunk.gradients or used.keys() != there.keys():
             return False
-        if any(used[name] is not there[name] for name in used):
+        if any(used[name] is not there[name] or there[name].changed for name in used):
             return False
     stored = (g for chunk in chunks for g in chunk.offloaded_gradients.values())
     factors = {id(factor): factor for one in stored for factor in one.factors}

@@ -7,10 +7,11 @@ for the last of them. Every update is done by the user's own class with the opti
 holds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
+from types import MethodType
 from typing import Any, overload
 
 import torch
@@ -18,8 +19,13 @@ from torch import nn
 
 from protrain_runtime.devices.turns import Turns, in_turn
 from protrain_runtime.engine.engine import Engine
-from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_values
-from protrain_runtime.states.compositions import put_together, taken_apart
+from protrain_runtime.model.optimizer_state import (
+    PlannedStates,
+    load_state,
+    offloaded_states,
+)
+from protrain_runtime.states.chunks import Chunk, read_values, write_values
+from protrain_runtime.states.compositions import put_together
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import UsedGradient, plainly
 from protrain_runtime.states.stepping import (
@@ -53,9 +59,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._engine: Engine | None = None
         self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
         self._told: list[Callable[[str], object]] = []  # of modes
-        # The groups are shared with the inner optimizer, not copied: one set of options.
-        super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.state = self.inner.state
+        groups, states = self.inner.param_groups, self.inner.state
+        super().__init__(groups, self.inner.defaults)
+        # The groups are the inner optimizer's, not copies: one set of options.
+        self.inner.param_groups, self.inner.state = groups, states
+        self.__dict__["param_groups"] = groups
+        self.__dict__["state"] = PlannedStates(self.inner)
 
     @property
     def kind(self) -> type[torch.optim.Optimizer]:
@@ -67,12 +76,47 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._chunks = [chunk for chunk in chunks if chunk.store is not None]
         self._persistent = [chunk for chunk in chunks if chunk.store is None]
         self._consumed, self._engine = engine.consuming, engine
+        places = {part.parameter: (c, part) for c in self._chunks for part in c.slices}
+        self._states.attach(places, engine)
+
+    @property
+    def _states(self) -> PlannedStates:
+        states: PlannedStates = self.__dict__["state"]
+        return states
 
     def __getattr__(self, name: str) -> Any:
-        """`train` and `eval` of a user's class that has them: the modes of schedule-free ones."""
-        if name in ("train", "eval") and hasattr(self.__dict__.get("inner"), name):
+        """What the user's class adds: its attributes, and its methods, which see this optimizer.
+
+        A method works on `param_groups`, `state` and gradients of all parameters, wherever they
+        are. `train` and `eval`, the modes of schedule-free ones, change values of parameters, too.
+        """
+        inner = self.__dict__.get("inner")
+        if name in ("train", "eval") and hasattr(inner, name):
             return partial(self._switch, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if inner is None or not hasattr(inner, name) or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = getattr(inner, name)
+        whose = isinstance(found, MethodType) and found.__self__ is inner
+        return MethodType(found.__func__, self) if whose and self._engine is not None else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the user's class has there, too: its groups, its states, its own attributes."""
+        inner = self.__dict__.get("inner")
+        ready = isinstance(self.__dict__.get("state"), PlannedStates)
+        if ready and name == "state":
+            self._states.become(value)
+        elif ready and name not in self.__dict__ and name in vars(inner):
+            if self._chunks:
+                raise RuntimeError(
+                    f"optimizer.{name} was set after prepare(): optimizers for the pieces of"
+                    f" offloaded parameters are made by calling {self.kind.__name__} and would not"
+                    " have it. Set it in the constructor, or in param_groups"
+                )
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+            if ready and name == "param_groups":
+                inner.param_groups = value  # type: ignore[union-attr]
 
     def tell_modes(self, tell: Callable[[str], object]) -> Callable[[], None]:
         """Let `tell` be called with "train" and "eval" when these are; returns the undo."""
@@ -85,14 +129,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
         with self._turns.taken(f"{what} was called", what) if self._turns else nullcontext():
             self._settle(f"{what} was called")
             options = self._by_name(options_of(self))
-            for chunk, part, scalars, states in self._offloaded_states():
+            for chunk, part, (scalars, states) in self._offloaded_states():
                 shadow = nn.Parameter(read_values(chunk, part))
                 vars(shadow).update(attributes_of(part.parameter))
                 worker: Any = worker_on(self.factory, [(shadow, part.name, options[part.name])])
                 worker.state[shadow] = put_together(scalars | states, shadow.shape)
                 getattr(worker, mode)()
                 write_values(chunk, part, shadow)
-                self._load(chunk, part, worker.state[shadow])
+                load_state(chunk, part, worker.state[shadow])
             getattr(self.inner, mode)()
             for tell in self._told:
                 tell(mode)
@@ -145,13 +189,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
         A `closure` runs first, once: the forwards and backwards of the step. Its loss is returned.
         """
+        if self._engine is None:  # an optimizer may call its closure several times
+            return self.inner.step() if closure is None else self.inner.step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._engine is None:
-            self.inner.step()
-            return loss
         what, engine = "optimizer.step()", self._engine
         with engine.turns.taken(f"{what} was called", what):
             engine.check_step()
@@ -162,6 +205,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     " has updated parameters with the old ones; change them before"
                     " backward()"
                 )
+            if engine.updates_in_backward:
+                self._states.refuse_late_writes()
+            else:
+                self._states.write_back()
             with engine.stepping():
                 engine.begin_update(same_options=not changed)
                 used = [each for chunk in self._consumed for each in chunk.drop_consumed()]
@@ -169,6 +216,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 self._make_room(self._persistent)
                 self.inner.step()
                 engine.finish_step()
+                self._states.renew()
             with plainly():
                 for each in used:
                     each.grad = UsedGradient.of_kind(each.dtype, each.device, each.shape)
@@ -188,19 +236,26 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Return all states in the user's layout, copied to host memory where offloaded."""
         self._settle("optimizer.state_dict() was called")
         added: list[nn.Parameter] = []
-        for _, part, scalars, states in self._offloaded_states():
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        for _, part, (scalars, states) in self._offloaded_states():
             self.inner.state[part.parameter] = put_together(scalars | states, part.shape)
             added.append(part.parameter)
         try:
-            return self.inner.state_dict()
+            found = self.inner.state_dict()
         finally:
             for parameter in added:
                 del self.inner.state[parameter]
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = _or(after(self, found), found)
+        return found
 
     @in_turn("optimizer.load_state_dict()", lambda optimizer: optimizer._turns)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave under any plan; ValueError for other groups."""
         self._settle("optimizer.load_state_dict() was called")
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = _or(hook(self, state_dict), state_dict)
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
@@ -223,54 +278,30 @@ class PlannedOptimizer(torch.optim.Optimizer):
         # Loading replaced the inner optimizer's groups and states by new objects. The list of
         # groups stays the same one: an optimizer that was adopted (and its schedulers) has it too.
         self.param_groups[:] = self.inner.param_groups
-        self.inner.param_groups, self.state = self.param_groups, self.inner.state
+        self.inner.param_groups = self.param_groups
+        self._states.forget()
         for chunk in self._chunks:
             for part in chunk.slices:
                 if part.name not in states:
                     chunk.current.updated.discard(part.name)
                     continue
-                keys = {layout.key for layout in chunk.own.current.of(part)}
-                self._load(chunk, part, _unwrapped(states[part.name], keys))
-
-    @staticmethod
-    def _load(chunk: Chunk, part: Slice, loaded: Mapping[str, Any]) -> None:
-        """Let an offloaded parameter have these states."""
-        state = taken_apart(loaded)
-        for layout in chunk.own.current.of(part):
-            write_values(chunk, part, state.pop(layout.key), layout)
-        # A fused optimizer has its counters on the device, that of a chunk steps here.
-        chunk.current.scalars[part.name] = _moved(state, torch.device("cpu"))
-        chunk.current.updated.add(part.name)
+                load_state(chunk, part, states[part.name])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def give_back(self) -> None:
         """Bring every state home to the inner optimizer, and act as it from now on."""
-        counts_on_device = {
-            parameter
-            for group in self.param_groups
-            if group.get("fused") or group.get("capturable")
-            for parameter in group["params"]
-        }
-        for _, part, scalars, states in self._offloaded_states():
-            parameter = part.parameter
-            if parameter in counts_on_device:
-                scalars = _moved(scalars, parameter.device)
-            tables = {k: v for k, v in scalars.items() if torch.is_tensor(v) and v.numel() > 1}
-            whole = scalars | _moved(tables | states, parameter.device)
-            self.inner.state[parameter] = put_together(whole, parameter.shape)
+        loans = self._states.detach()
+        for _, part, (scalars, states) in self._offloaded_states():
+            self.inner.state[part.parameter] = self._states.at_home(part, scalars, states)
+        self.inner.state.update({parameter: loan for parameter, loan in loans.items() if loan})
         self._chunks, self._persistent, self._consumed, self._engine = (), (), (), None
 
-    def _offloaded_states(self) -> Iterator[tuple[Chunk, Slice, dict[str, Any], dict[str, Any]]]:
-        """Yield scalars and elementwise states of each offloaded parameter that has states."""
+    def _offloaded_states(self) -> Iterator[Any]:
+        """Yield the chunk, the parameter's place, and its states of those that have states."""
         for chunk in self._chunks:
-            scalars = _scalars(chunk)
-            for part in chunk.slices:
-                if part.name in scalars:
-                    states = {
-                        layout.key: read_values(chunk, part, layout)
-                        for layout in chunk.own.current.of(part)
-                    }
-                    if scalars[part.name] or states:  # plain SGD has none
-                        yield chunk, part, dict(scalars[part.name]), states
+            for part, states in offloaded_states(chunk):
+                yield chunk, part, states
 
     @property
     def _turns(self) -> Turns | None:
@@ -281,29 +312,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._engine.settle(what)
 
 
-def _unwrapped(state: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
-    """Return a parameter's states without the dictionary that bitsandbytes puts around some."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        wraps = isinstance(value, Mapping) and bool(keys & value.keys())
-        found |= value if wraps else {key: value}
-    return found
-
-
-def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in state.items()}
-
-
-def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
-    """States by parameter that are not elementwise; all ranks call, for their parts."""
-    own = {
-        name: chunk.current.scalars[name]
-        for name in chunk.current.updated
-        if chunk.has_states(name)
-    }
-    if chunk.sharding is None:
-        return own
-    merged: dict[str, dict[str, Any]] = {}
-    for of_rank in chunk.sharding.ranks.all_objects(own, "optimizer.state_dict()"):
-        merged |= of_rank
-    return merged
+def _or(answer: Any, otherwise: Any) -> Any:
+    """A hook's answer; what it was given, where it has none."""
+    return otherwise if answer is None else answer

@@ -422,8 +422,37 @@ class Chunk:
                 kind = gradient.dtype, gradient.device, gradient.shape
                 part.parameter.grad = ConsumedGradient.of_kind(*kind)
 
+    def place_gradient(self, part: Slice, norm: torch.Tensor | None = None) -> GradientInStore:
+        """Note that a gradient waits at its place in the gradient store, where it is to be."""
+        assert self.gradient_store is not None
+        stored = self.offloaded_gradients[part.name] = GradientInStore(
+            store=self.gradient_store,
+            offset=self.gradient_offset + part.start * part.dtype.itemsize,
+            shape=part.shape,
+            stride=part.stride,
+            dtype=part.dtype,
+            device=part.parameter.device,
+            norm=norm,
+        )
+        return stored
+
+    def store_replaced(self) -> None:
+        """Bring gradients that code has put in place of others to where those waited."""
+        if self.gradient_store is None or self.sharding is not None:
+            return
+        for part in self.slices:
+            if (gradient := self.gradients.pop(part.name, None)) is not None:
+                values = flat_storage_order(dense(gradient, part.stride))
+                stored = self.place_gradient(part)
+                stored.store.write(stored.offset, values.view(torch.uint8))
+
     def forget_dropped(self) -> None:
-        """Forget waiting gradients whose stand-ins the training loop has removed (`zero_grad`)."""
+        """Forget waiting gradients whose stand-ins the training loop has removed (`zero_grad`).
+
+        What it has changed of the others is written back.
+        """
+        for stored in self.offloaded_gradients.values():
+            stored.take_back()
         with plainly():
             for part in self.slices if self.offloaded_gradients else ():
                 if not isinstance(part.parameter.grad, ConsumedGradient):

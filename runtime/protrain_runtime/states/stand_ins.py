@@ -7,19 +7,23 @@
   until gradients are zeroed, since plain PyTorch would add the next ones to the last.
 - `OffloadedGradient`: a gradient that waits below the device for an update after backward. It
   answers `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler`: its norm is computed while it
-  is on the device, and a factor is multiplied in when the optimizer works on it.
+  is on the device, and a factor is multiplied in when the optimizer works on it. Any other function
+  gets the gradient itself, which comes to the device for it and goes back if it was changed.
 """
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from threading import local
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._foreach_utils import _foreach_supported_types
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.devices.stores import HostStore, Store
 from protrain_runtime.states.quantized import carry_scales
 
@@ -79,14 +83,16 @@ class UsedGradient(ConsumedGradient):
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, weakref_slot=True)
 class GradientInStore:
     """One parameter's gradient in a store.
 
     `norm` is that of order 2 of the whole, by `torch._foreach_norm`, where it was computed before
     the gradient left. The store's bytes are multiplied by `factors`, in order, when they are read.
     `shared`: it is this rank's part of a gradient, `norm` that of all parts, and `count` says how
-    many ranks had one, where this one had none.
+    many ranks had one, where this one had none. `arrived`: no move is writing it. `lent` is the
+    gradient on the device while code works on it, `seen` whether a view of it was handed out, and
+    `changed` whether the store's bytes are others than backward left.
     """
 
     store: Store
@@ -99,6 +105,10 @@ class GradientInStore:
     shared: bool = False
     count: torch.Tensor | None = None
     factors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    arrived: bool = False
+    lent: torch.Tensor | None = None
+    seen: bool = False
+    changed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -108,11 +118,44 @@ class GradientInStore:
         """The gradient on the parameter's device.  # dtype [shape]"""
         if self.shared:
             raise RuntimeError(
-                "under a plan for several devices, a gradient is clipped by its norm of order 2"
+                "under a plan for several devices each device has a part of this gradient: it can"
+                " be clipped by its norm of order 2 and by value, and unscaled, and nothing else"
             )
+        return self._read()
+
+    def _read(self) -> torch.Tensor:
         flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         self.store.read(self.offset, flat)
         return scaled(flat.view(self.dtype), self.factors).as_strided(self.shape, self.stride)
+
+    def lend(self) -> torch.Tensor:
+        """The gradient, or this rank's part, on the device until `take_back`."""
+        if self.lent is None:
+            if not self.arrived:
+                raise RuntimeError(
+                    "a gradient was used while it was on its way below the device: use it after"
+                    " backward(), or in a hook of its own parameter"
+                )
+            self.lent = self._read()
+        return self.lent
+
+    def take_back(self) -> None:
+        """Write what was lent, if it may have changed, and free the device's memory."""
+        lent, self.lent = self.lent, None
+        if lent is None or not (self.seen or lent._version != 0):
+            return
+        source = torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=self.device
+        ).copy_(lent)
+        flat = source.as_strided((source.numel(),), (1,))
+        self.store.write(self.offset, flat.view(torch.uint8))
+        self.factors, self.norm, self.seen, self.changed = [], None, False, True
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody has a view of what was lent."""
+        lent = self.lent
+        return lent is not None and num_holders(lent.untyped_storage()) > 1 + lent._is_view()
 
     def in_host(self, low: int, high: int) -> torch.Tensor:
         """A range of the elements where they lie in host memory.  # dtype [high - low]"""
@@ -150,18 +193,85 @@ class OffloadedGradient(ConsumedGradient):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """RuntimeError for whatever clipping by a norm and unscaling do not use."""
+        """Answer what clipping by a norm and unscaling ask, and do the rest on the device."""
+        kwargs = kwargs or {}
         if func in _GRADIENT_LOOKS:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
+        asked = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        _end_loans(asked)
         answer = _GRADIENT_ANSWERS.get(func)
-        if answer is None:
-            raise RuntimeError(
-                "the gradient of an offloaded parameter waits below the device for its update: it"
-                " can be clipped by its norm (torch.nn.utils.clip_grad_norm_) and unscaled"
-                " (torch.amp.GradScaler), and nothing else"
-            )
-        return answer(*args, **(kwargs or {}))
+        if answer is not None and not any(each.stored.lent is not None for each in asked):
+            return answer(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name.startswith("_foreach_"):
+            return _each_alone(func, args, kwargs)
+        for each in asked:
+            if each.stored.shared and func not in _BY_VALUE:
+                each.stored.whole()  # which says what can be done
+        return _on_device(func, args, kwargs, writes=name == "__set__")
+
+
+def _end_loans(gradients: Sequence[OffloadedGradient]) -> None:
+    """Take back what this thread was lent of the same stores, and nobody holds."""
+    stores = {id(each.stored.store) for each in gradients}
+    loans = _loans()
+    for stored in [one for ref in loans if (one := ref()) is not None]:
+        if id(stored.store) in stores and not stored.held:
+            stored.take_back()
+    loans[:] = [ref for ref in loans if (one := ref()) is not None and one.lent is not None]
+
+
+def _loans() -> list[weakref.ref[GradientInStore]]:
+    found: list[weakref.ref[GradientInStore]] = _of_thread.__dict__.setdefault("loans", [])
+    return found
+
+
+_of_thread = local()
+
+
+def _on_device(func: Any, args: Any, kwargs: Any, *, writes: bool) -> Any:
+    """Call a function of gradients themselves, which are lent for it."""
+    stands: dict[int, OffloadedGradient] = {}
+
+    def lent(leaf: Any) -> Any:
+        if not isinstance(leaf, OffloadedGradient):
+            return leaf
+        if leaf.stored.lent is None:
+            _loans().append(weakref.ref(leaf.stored))
+        found = leaf.stored.lend()
+        leaf.stored.seen |= writes
+        stands[id(found)] = leaf
+        return found
+
+    result = func(*tree_map(lent, args), **tree_map(lent, kwargs))
+    memories = {stand.stored.lend().untyped_storage()._cdata: stand for stand in stands.values()}
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in stands:
+            stand = memories.get(leaf.untyped_storage()._cdata)
+            if stand is not None:
+                stand.stored.seen = True  # a view may be written
+    return tree_map(lambda leaf: stands.get(id(leaf), leaf), result)
+
+
+def _each_alone(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """A `_foreach` function of one gradient after the other, so that one is on the device."""
+    count, results = len(args[0]), list[Any]()
+
+    def of(value: Any, number: int) -> Any:
+        per_tensor = isinstance(value, list | tuple) and len(value) == count
+        return [value[number]] if per_tensor else value
+
+    for number in range(count):
+        given = [of(value, number) for value in args]
+        named = {key: of(value, number) for key, value in kwargs.items()}
+        own = given[0][0]
+        if isinstance(own, OffloadedGradient) and own.stored.shared and func not in _BY_VALUE:
+            own.stored.whole()
+        results += _on_device(func, given, named, writes=False) or []
+        if isinstance(own, OffloadedGradient):
+            _end_loans([own])
+    return results or None
 
 
 def _vector_norm(gradient: torch.Tensor, ord: float = 2.0) -> torch.Tensor:  # noqa: A002 (torch's)
@@ -176,17 +286,18 @@ def _vector_norm(gradient: torch.Tensor, ord: float = 2.0) -> torch.Tensor:  # n
 def _norms(
     gradients: Sequence[torch.Tensor],
     ord: float = 2.0,  # noqa: A002 (torch's)
+    **options: Any,
 ) -> list[torch.Tensor]:
     """The norms of `torch._foreach_norm`, which do not depend on what else is in the list."""
     norms: list[torch.Tensor] = []
     for gradient in gradients:
         if isinstance(gradient, OffloadedGradient):
             stored = gradient.stored
-            if ord == 2.0 and stored.norm is not None:
+            if ord == 2.0 and stored.norm is not None and not options:
                 norms.append(stored.norm)
                 continue
             gradient = stored.whole()
-        norms += torch._foreach_norm([gradient], ord)
+        norms += torch._foreach_norm([gradient], ord, **options)
     return norms
 
 
@@ -249,6 +360,13 @@ _GRADIENT_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch._foreach_mul_: _foreach_mul_,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale_,
 }
+
+_BY_VALUE = {
+    *(torch.Tensor.clamp_, torch.Tensor.clamp_min_, torch.Tensor.clamp_max_, torch.clamp_),
+    *(torch._foreach_clamp_min_, torch._foreach_clamp_max_),
+    *(torch.Tensor.nan_to_num_, torch.Tensor.zero_, torch._foreach_zero_),
+}
+"""Functions that change every element by itself: also where a rank has a part of them."""
 
 _foreach_supported_types.append(OffloadedGradient)
 """As `DTensor` does, so that PyTorch takes the norms of other gradients beside it alike."""

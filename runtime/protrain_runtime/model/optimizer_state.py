@@ -1,0 +1,348 @@
+"""`optimizer.state` under a plan: one mapping for all parameters, wherever their states are.
+
+[Note: states on loan]
+The states of an offloaded parameter lie in a store, where nobody can look at them or write to them.
+Code that asks for them gets a loan: a dictionary with copies on the parameter's device. Before
+anything reads the store again (a forward, a step, a checkpoint), loans are written back, so that
+what was written, replaced or removed in them takes effect as in plain PyTorch. A loan that nobody
+else holds ends there, and memory is free for the next one. One that is held on shows the new values
+after each step: its tensors are filled again, and stay the objects that they are.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Set
+from typing import Any
+
+import torch
+
+from protrain_runtime.devices.lanes import num_holders
+from protrain_runtime.engine.engine import Engine
+from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_values
+from protrain_runtime.states.compositions import is_composed, put_together, taken_apart
+from protrain_runtime.states.update_rules import tensors_in
+
+
+class PlannedStates(MutableMapping[Any, Any]):
+    """What `torch.optim.Optimizer.state` is, over the optimizer of `prepare`.
+
+    Keys that are no offloaded parameter are the inner optimizer's. Reading an offloaded
+    parameter's states copies them to its device; on several ranks all of them read together.
+    RuntimeError where states are asked for that a backward has updated, or is updating.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+        self._places: dict[Any, tuple[Chunk, Slice]] = {}
+        self._engine: Engine | None = None
+        self._loans: dict[Any, dict[str, Any]] = {}
+        # By parameter, what its loan held when a forward began whose backward updates it.
+        self._noted: dict[Any, list[torch.Tensor]] = {}
+        self._shared = False  # ranks may hold loans: they are asked after each step
+
+    def attach(self, places: Mapping[Any, tuple[Chunk, Slice]], engine: Engine) -> None:
+        """Answer for offloaded parameters, between the engine's steps."""
+        self._places, self._engine = dict(places), engine
+        engine.before_states_move = self.write_back
+
+    def detach(self) -> dict[Any, dict[str, Any]]:
+        """Answer for the inner optimizer alone from now on; returns the loans that there are."""
+        self.write_back()
+        loans, self._loans, self._places, self._engine = self._loans, {}, {}, None
+        return loans
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in self._places:
+            return self._inner.state[key]
+        self._settle()
+        if key not in self._loans:
+            chunk, part = self._places[key]
+            found = dict(offloaded_states(chunk, {part.name}))
+            self._shared |= chunk.sharding is not None
+            self._loans[key] = self.at_home(part, *found[part]) if part in found else {}
+        return self._loans[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key not in self._places:
+            self._inner.state[key] = value
+            return
+        if not isinstance(value, dict):
+            name = self._places[key][1].name
+            raise TypeError(f"the state of {name!r} is a dict, not a {type(value).__name__}")
+        self._loans.pop(key, None)  # also one that does not fit
+        self._settle()
+        self._shared |= self._places[key][0].sharding is not None
+        self._loans[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self._places:
+            del self._inner.state[key]
+            return
+        if self._loans.pop(key, None) is None and key not in self:
+            raise KeyError(self._places[key][1].name)
+        _drop(*self._places[key])
+
+    def __contains__(self, key: object) -> bool:
+        if key not in self._places:
+            return key in self._inner.state
+        self._settle()
+        return key in self._loans or self._places[key][1].name in _scalars(self._places[key][0])
+
+    # As a defaultdict has them, these make no state where there is none.
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        found = key in self
+        return self[key] if found else default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if default and key not in self:
+            return default[0]
+        value = self.get(key)
+        del self[key]
+        return value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        """In the order of groups; what is no parameter, last."""
+        self._settle()
+        grouped = [p for group in self._inner.param_groups for p in group["params"]]
+        ordered = [key for key in grouped if key in self]
+        return iter([*ordered, *(key for key in self._inner.state if key not in set(ordered))])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self)})"
+
+    def become(self, other: Mapping[Any, Any]) -> None:
+        """Hold what another mapping holds, and nothing else: `optimizer.state = other`."""
+        given = dict(other)
+        self.clear()
+        self.update(given)
+
+    def forget(self) -> None:
+        """End all loans as they are: other states have been loaded."""
+        self._loans.clear()
+
+    def write_back(self, *, updating: bool = False) -> None:
+        """Bring loans to their stores, and end those that nobody else holds.
+
+        `updating`: a forward begins whose backward updates, and what is written after it is too
+        late. RuntimeError for states that the plan has no place for; they stay on loan.
+        """
+        if not self._loans or self._engine is None:
+            return
+        self._engine.end_updates()
+        for key in list(self._loans):
+            chunk, part = self._places[key]
+            state = self._loans[key]
+            if state:
+                _refuse_misfits(chunk, part, state)
+                load_state(chunk, part, state)
+            else:
+                _drop(chunk, part)
+            chunk.speculated = None
+            goes = bool(state)  # an empty one is there until the next step
+            del state
+            if goes and not _is_held(self._loans, key):
+                del self._loans[key]
+        self._noted = {
+            key: [tensor.clone() for tensor in tensors_in(state)]
+            for key, state in self._loans.items()
+            if updating
+        }
+
+    def refuse_late_writes(self) -> None:
+        """RuntimeError where a loan has changed since the forward began."""
+        for key, before in self._noted.items():
+            now = tensors_in(self._loans.get(key, {}))
+            if len(now) != len(before) or not all(map(torch.equal, now, before)):
+                raise RuntimeError(
+                    f"the optimizer's state of {self._places[key][1].name!r} was written between"
+                    " the forward and optimizer.step(): this plan has updated it in backward with"
+                    " the old values. Write it before the forward or after the step, or plan with"
+                    " --clip: updates then come after backward"
+                )
+
+    def renew(self) -> None:
+        """Show the values after a step in what is still held of loans; the others end."""
+        self._noted = {}
+        held = {self._places[key][1].name for key in self._loans if _is_held(self._loans, key)}
+        if self._shared and self._engine is not None:
+            # Reading is for all ranks: what one of them holds, all read.
+            ranks = next(c.sharding.ranks for c, _ in self._places.values() if c.sharding)
+            held = held.union(*ranks.all_objects(held, "optimizer.step()"))
+            self._shared = bool(held)
+        if held and self._engine is not None:
+            self._engine.end_updates()
+        for key, (chunk, part) in self._places.items() if held else ():
+            if part.name not in held:
+                continue
+            found = dict(offloaded_states(chunk, {part.name}))
+            if key in self._loans:
+                now = self.at_home(part, *found[part]) if part in found else {}
+                _fill(self._loans[key], now)
+        self._loans = {k: v for k, v in self._loans.items() if self._places[k][1].name in held}
+
+    def at_home(
+        self, part: Slice, scalars: Mapping[str, Any], states: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """A parameter's states as plain PyTorch has them: counters where their kernel reads."""
+        device = part.parameter.device
+        counts_there = any(
+            group.get("fused") or group.get("capturable")
+            for group in self._inner.param_groups
+            if any(one is part.parameter for one in group["params"])
+        )
+        there = {
+            key: value
+            for key, value in scalars.items()
+            if torch.is_tensor(value) and (counts_there or value.numel() > 1)
+        }
+        # Each its own: code may change what it is shown.
+        own = {k: v.clone() if torch.is_tensor(v) else v for k, v in scalars.items()}
+        return put_together(own | moved(there, device) | moved(states, device), part.shape)
+
+    def _settle(self) -> None:
+        if self._engine is None:
+            return
+        if self._engine.updating_soon:
+            raise RuntimeError(
+                "optimizer.state was used between a forward and optimizer.step(): this plan"
+                " updates states in backward. Use it before the forward or after the step, or plan"
+                " with --clip: updates then come after backward"
+            )
+        self._engine.settle("optimizer.state was used")
+
+
+def offloaded_states(
+    chunk: Chunk, names: Set[str] | None = None
+) -> Iterator[tuple[Slice, tuple[dict[str, Any], dict[str, torch.Tensor]]]]:
+    """Scalars and elementwise states on the host of a chunk's parameters that have states.
+
+    `names` are those that are asked for, by default all. All ranks call, for their parts.
+    """
+    scalars = _scalars(chunk)
+    for part in chunk.slices:
+        if part.name in scalars and (names is None or part.name in names):
+            layouts = chunk.own.current.of(part)
+            states = {layout.key: read_values(chunk, part, layout) for layout in layouts}
+            if scalars[part.name] or states:  # plain SGD has none
+                yield part, (dict(scalars[part.name]), states)
+
+
+def load_state(chunk: Chunk, part: Slice, loaded: Mapping[str, Any]) -> None:
+    """Let an offloaded parameter have these states."""
+    layouts = chunk.own.current.of(part)
+    state = taken_apart(unwrapped(loaded, {layout.key for layout in layouts}))
+    for layout in layouts:
+        write_values(chunk, part, state.pop(layout.key), layout)
+    # A fused optimizer has its counters on the device, that of a chunk steps here; and each its
+    # own, since an update writes them in place.
+    chunk.current.scalars[part.name] = {
+        key: value.to("cpu", copy=True) if torch.is_tensor(value) else value
+        for key, value in state.items()
+    }
+    chunk.current.updated.add(part.name)
+
+
+def unwrapped(state: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
+    """Return a parameter's states without the dictionary that bitsandbytes puts around some."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        wraps = isinstance(value, Mapping) and bool(keys & value.keys())
+        found |= value if wraps else {key: value}
+    return found
+
+
+def moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The same states, tensors on the device."""
+    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in state.items()}
+
+
+def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
+    """States by parameter that are not elementwise; all ranks call, for their parts."""
+    own = {
+        name: chunk.current.scalars[name]
+        for name in chunk.current.updated
+        if chunk.has_states(name)
+    }
+    if chunk.sharding is None:
+        return own
+    merged: dict[str, dict[str, Any]] = {}
+    for of_rank in chunk.sharding.ranks.all_objects(own, "optimizer.state_dict()"):
+        merged |= of_rank
+    return merged
+
+
+def _drop(chunk: Chunk, part: Slice) -> None:
+    """Let an offloaded parameter have no states."""
+    chunk.current.updated.discard(part.name)
+    chunk.current.scalars.pop(part.name, None)
+    chunk.speculated = None
+
+
+def _refuse_misfits(chunk: Chunk, part: Slice, state: Mapping[str, Any]) -> None:
+    """RuntimeError where states are others than the optimizer's own of such a parameter."""
+    layouts = {layout.key: layout for layout in chunk.own.current.of(part)}
+    found = taken_apart(unwrapped(state, layouts.keys()))
+    problem = ""
+    for key in [*layouts, *(key for key in found if key not in layouts)]:
+        value, layout = found.get(key), layouts.get(key)
+        if layout is None:
+            if torch.is_tensor(value) and value.shape == part.shape and part.numel > 1:
+                problem = f"has {key!r}, which the plan has not counted"
+        elif not isinstance(value, torch.Tensor):
+            problem = f"lacks {key!r}"
+        elif value.dtype != layout.dtype or value.numel() != layout.rule.count(part.numel):
+            given, needs = (f"{v.dtype} {list(v.shape)}" for v in (value, _expected(part, layout)))
+            problem = f"has {key!r} as {given}, and the plan has room for {needs}"
+        if problem:
+            raise RuntimeError(
+                f"optimizer.state[{part.name!r}] {problem}: keep the keys, shapes and dtypes that"
+                " the optimizer made, or remove the whole state (optimizer.state[parameter] = {})"
+            )
+
+
+def _expected(part: Slice, layout: Any) -> torch.Tensor:
+    count = layout.rule.count(part.numel)
+    shape = part.shape if count == part.numel else torch.Size([count])
+    return torch.empty(shape, dtype=layout.dtype, device="meta")
+
+
+def _fill(state: dict[str, Any], now: Mapping[str, Any]) -> None:
+    """Give a dictionary other values, in the tensors that it has."""
+    for key in [key for key in state if key not in now]:
+        del state[key]
+    for key, value in now.items():
+        own: Any = state.get(key)
+        alike = torch.is_tensor(own) and torch.is_tensor(value) and not is_composed(value)
+        if alike and (own.shape, own.dtype) == (value.shape, value.dtype):
+            own.detach().copy_(value)
+        else:
+            state[key] = value
+
+
+def _is_held(loans: Mapping[Any, dict[str, Any]], key: Any) -> bool:
+    """Whether somebody else has a loan: its dictionary, one of its tensors, or a view of one."""
+    if sys.getrefcount(loans[key]) > _ALONE:
+        return True
+    for name in loans[key]:
+        if is_composed(loans[key][name]):
+            if sys.getrefcount(loans[key][name]) > _ALONE:
+                return True
+        elif torch.is_tensor(loans[key][name]) and (
+            sys.getrefcount(loans[key][name]) > _ALONE
+            or num_holders(loans[key][name].untyped_storage()) > 1 + loans[key][name]._is_view()
+        ):
+            return True  # a view keeps its base, too
+    return False
+
+
+_DICTIONARY: dict[str, Any] = {"value": object()}
+_ALONE = sys.getrefcount(_DICTIONARY["value"])
+"""References that are counted to a dictionary's value that nobody else has."""

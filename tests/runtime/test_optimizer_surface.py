@@ -1,0 +1,596 @@
+"""Uses of an optimizer besides `step()`, under a plan: as in plain PyTorch, or refused.
+
+Scripts that reset or edit states (LISA, ReLoRA, BAdam) reach them through `optimizer.state`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain_runtime import load, restore, save
+from protrain_runtime.contract.records.plan import (
+    STEPPED,
+    Keep,
+    Offload,
+    Persistent,
+    Placement,
+    Updates,
+)
+from protrain_runtime.states.stand_ins import OffloadedGradient
+from tests.support.cards import every_device
+from tests.support.messages import Speaker
+from tests.support.runtime_cases import ahead, decided
+from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal
+
+BOTH: tuple[Updates, ...] = ("in backward", "after backward")
+AMSGRAD = partial(torch.optim.AdamW, lr=1e-2, amsgrad=True, foreach=False)
+
+
+def in_turns(units: Units) -> Units:
+    """Neighbours on the disk, in host memory, on the device, and updated in backward."""
+    places: tuple[Placement, ...] = (
+        *(Offload(tier="disk"), Offload(tier="host")),
+        *(Persistent(), STEPPED),
+    )
+    return [
+        decided([unit], Keep(), places[number % len(places)])[0]
+        for number, unit in enumerate(units)
+    ]
+
+
+def tried(script: Script, updates: Updates = "in backward", **options: Any) -> Scenario:
+    settings: dict[str, Any] = {"updates": updates, "overlap_steps": options.pop("overlap", False)}
+    states = options.pop("states", None)
+    units = in_turns if states is None else partial(decided, activations=Keep(), states=states)
+    if states is None and updates == "after backward":
+        units = partial(decided, activations=Keep(), states=Offload(tier="disk"))
+    return Scenario(script=script, units=units, settings=settings, **options)
+
+
+def parameters(run: Run) -> Iterator[nn.Parameter]:
+    """Every third one, so that in all places some are edited and some are not."""
+    yield from [p for g in run.optimizer.param_groups for p in g["params"]][::3]
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def emptied(run: Run) -> None:
+    for parameter in parameters(run):
+        run.optimizer.state[parameter] = {}
+
+
+def popped(run: Run) -> None:
+    for parameter in parameters(run):
+        assert "exp_avg" in run.optimizer.state.pop(parameter)
+        assert run.optimizer.state.pop(parameter, None) is None
+
+
+def deleted(run: Run) -> None:
+    for parameter in parameters(run):
+        if parameter in run.optimizer.state:
+            del run.optimizer.state[parameter]
+        assert parameter not in run.optimizer.state
+        with pytest.raises(KeyError):
+            del run.optimizer.state[parameter]
+
+
+def cleared(run: Run) -> None:
+    run.optimizer.state.clear()
+    assert len(run.optimizer.state) == 0
+
+
+def replaced(run: Run) -> None:
+    run.optimizer.state = defaultdict(dict)
+
+
+def zeroed(run: Run) -> None:
+    for parameter in parameters(run):
+        for value in run.optimizer.state[parameter].values():
+            if torch.is_tensor(value):
+                value.zero_()
+
+
+def zeroed_past_autograd(run: Run) -> None:
+    """No version counts it."""
+    for parameter in parameters(run):
+        run.optimizer.state[parameter]["exp_avg"].data.view(-1)[::2] = 0.25
+
+
+def pruned(run: Run) -> None:
+    """ReLoRA: the states' smallest values become zeros."""
+    for state in run.optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key].mul_(state[key].abs() > state[key].abs().mean())
+
+
+def exchanged(run: Run) -> None:
+    for parameter in parameters(run):
+        state = run.optimizer.state[parameter]
+        state["exp_avg"] = torch.full_like(state["exp_avg"], 1e-3)
+        state["step"] = torch.tensor(7.0)
+
+
+def given(run: Run) -> None:
+    """Whole states of the script's own making."""
+    for parameter in parameters(run):
+        zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        run.optimizer.state[parameter] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": zeros + 1e-3,
+            "exp_avg_sq": zeros + 1e-4,
+            "max_exp_avg_sq": zeros + 1e-4,
+        }
+
+
+def looked_at(run: Run) -> None:
+    for parameter, state in run.optimizer.state.items():
+        assert parameter in run.optimizer.state
+        run.seen += [state["exp_avg"].norm().cpu(), torch.as_tensor(state["step"]).cpu()]
+    run.seen.append(torch.tensor(len(run.optimizer.state)))
+
+
+EDITS: dict[str, Callable[[Run], None]] = {
+    edit.__name__: edit
+    for edit in (
+        *(emptied, popped, deleted, cleared, replaced, zeroed, zeroed_past_autograd, pruned),
+        *(exchanged, given, looked_at),
+    )
+}
+
+
+def edited(edit: Callable[[Run], None], run: Run, number: int) -> None:
+    if number in (1, 2):
+        edit(run)
+
+
+@pytest.mark.parametrize("updates", BOTH)
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("name", EDITS)
+def test_states_that_are_edited_between_steps_are_those_of_plain_pytorch(
+    name: str, overlap: bool, updates: Updates, tmp_path: Path
+) -> None:
+    script = Loop(after=partial(edited, EDITS[name]))
+    tried(script, updates, overlap=overlap, factory=AMSGRAD).assert_like_plain(tmp_path)
+
+
+@every_device
+@pytest.mark.parametrize("name", ["replaced", "zeroed", "exchanged", "looked_at"])
+def test_states_are_edited_alike_on_every_device(name: str, tmp_path: Path) -> None:
+    script = Loop(after=partial(edited, EDITS[name]))
+    for updates in BOTH:
+        tried(script, updates, states=Offload(tier="host")).assert_like_plain(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["emptied", "zeroed", "exchanged"])
+def test_states_that_are_edited_before_the_step_are_those_of_plain_pytorch(
+    name: str, tmp_path: Path
+) -> None:
+    """Between backward and step, where the plan's updates come after backward."""
+    script = Loop(between=partial(edited, EDITS[name]))
+    tried(script, "after backward").assert_like_plain(tmp_path)
+
+
+@pytest.mark.parametrize("updates", BOTH)
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_states_that_a_script_holds_show_and_take_every_step(
+    overlap: bool, updates: Updates, tmp_path: Path
+) -> None:
+    """Dictionaries, tensors and views, taken once after the first step."""
+    held: dict[bool, list[Any]] = {}
+
+    def after(run: Run, number: int) -> None:
+        if number == 0:
+            states = [run.optimizer.state[parameter] for parameter in parameters(run)]
+            views = [state["exp_avg"].view(-1)[:8] for state in states[1::2]]
+            held[run.planned] = [*states[::2], *views]
+        for one in held[run.planned]:
+            values = one["exp_avg"] if isinstance(one, dict) else one
+            run.seen.append(values.detach().cpu().clone())
+            if number == 2:
+                values.mul_(0.5)
+
+    tried(Loop(after=after), updates, overlap=overlap).assert_like_plain(tmp_path)
+
+
+def test_what_is_not_held_is_given_back_before_the_next_is_read(tmp_path: Path) -> None:
+    """A loop over all states takes the memory of one parameter's."""
+    run = tried(Loop()).start(tmp_path)
+    run.step(0)
+    most = 0
+    for state in run.optimizer.state.values():
+        assert state
+        most = max(most, len(vars(run.optimizer)["state"]._loans))
+    assert most <= 2
+
+
+def test_held_states_outlive_the_plan(tmp_path: Path) -> None:
+    run = tried(Loop()).start(tmp_path)
+    run.step(0)
+    states = {parameter: run.optimizer.state[parameter] for parameter in parameters(run)}
+    for state in states.values():
+        state["exp_avg"].zero_()
+    restore(run.model)
+    for parameter, state in states.items():
+        assert run.optimizer.state[parameter]["exp_avg"] is state["exp_avg"]
+        assert not state["exp_avg"].any()
+
+
+def test_edits_are_in_checkpoints_and_end_with_loading(tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        run.step(0, 1)
+        emptied(run)
+        states = {p: dict(s) for p, s in run.optimizer.state.items()}
+        folder = tmp_path / f"checkpoint-{run.planned}"
+        save(run.model, run.optimizer, folder)
+        run.step(2)
+        load(run.model, run.optimizer, folder)
+        run.seen.append(torch.tensor(len(states)))
+        run.step(3, 4)
+
+    tried(script).assert_like_plain(tmp_path)
+
+
+@pytest.mark.parametrize("updates", BOTH)
+def test_states_that_do_not_fit_are_refused(
+    updates: Updates, tmp_path: Path, assert_says: Speaker
+) -> None:
+    run = tried(Loop(), updates, states=Offload(tier="disk")).start(tmp_path)
+    run.step(0)
+    parameter = next(parameters(run))
+    said: list[str] = []
+    for key, value in (
+        ("exp_avg", None),
+        ("exp_avg", torch.zeros(3)),
+        ("exp_avg", torch.zeros(parameter.shape, dtype=torch.float64)),
+        ("more", torch.zeros(parameter.shape)),
+    ):
+        before = dict(run.optimizer.state[parameter])
+        changed = {**before, key: value}
+        run.optimizer.state[parameter] = {k: v for k, v in changed.items() if v is not None}
+        said.append(str(refusal(partial(run.loss, 0))))
+        run.optimizer.state[parameter] = before
+    said.append(str(refusal(lambda: run.optimizer.state.update({parameter: 3}), TypeError)))
+    assert_says(said)
+    run.optimizer.state[parameter] = {}  # what the message says
+    run.step(1)
+
+
+def test_states_in_the_middle_of_a_backward_that_updates_are_refused(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    run = tried(Loop(), states=Offload(tier="disk")).start(tmp_path)
+    run.step(0)
+    parameter = next(parameters(run))
+    state = run.optimizer.state[parameter]
+    loss = run.loss(1)
+    said = [str(refusal(lambda: run.optimizer.state[parameter]))]
+    loss.backward()
+    said.append(str(refusal(lambda: run.optimizer.state[parameter])))
+    state["exp_avg"].zero_()
+    said.append(str(refusal(run.optimizer.step)))
+    assert_says(said)
+
+
+# --- everything else ------------------------------------------------------------------------------
+
+
+class Sophia(torch.optim.Optimizer):
+    """A diagonal Hessian that a method of its own estimates every other step."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        self.updates = 0
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def update_hessian(self, scale: float = 1.0) -> int:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "hessian" in state:
+                    state["hessian"].mul_(0.9).addcmul_(p.grad, p.grad, value=0.1 * scale)
+        return 7
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["hessian"] = torch.ones_like(p)
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                p.addcdiv_(state["exp_avg"], state["hessian"] + 1e-8, value=-group["lr"])
+
+
+@every_device
+def test_a_method_of_the_users_class_works_on_states_below_the_device(tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        for number in range(6):
+            run.backward(number)
+            run.update()
+            if number % 2:
+                run.backward(number + 100)
+                optimizer: Any = run.optimizer
+                assert optimizer.update_hessian(scale=0.5) == 7
+                run.optimizer.zero_grad()
+
+    tried(script, "after backward", factory=Sophia).assert_like_plain(tmp_path)
+
+
+def test_an_attribute_of_the_users_class_is_read_and_not_written(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    run = tried(Loop(), factory=Sophia).start(tmp_path)
+    optimizer: Any = run.optimizer
+    assert optimizer.updates == 0
+    assert_says(refusal(partial(setattr, optimizer, "updates", 3)))
+    kept = tried(Loop(), factory=Sophia, states=Persistent()).start(tmp_path)
+    optimizer = kept.optimizer
+    optimizer.updates = 3
+    assert optimizer.inner.updates == 3
+    with pytest.raises(AttributeError, match="no attribute 'hessians'"):
+        _ = optimizer.hessians
+
+
+def hooked(run: Run) -> None:
+    """Every hook sees the optimizer that the script holds, once."""
+    called: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(optimizer: Any, *_: object) -> None:
+            assert optimizer is run.optimizer
+            called.append(name)
+
+        return hook
+
+    run.optimizer.register_step_pre_hook(note("before step"))
+    run.optimizer.register_step_post_hook(note("after step"))
+    run.optimizer.register_state_dict_pre_hook(note("before state_dict"))
+    run.optimizer.register_state_dict_post_hook(note("after state_dict"))
+    run.optimizer.register_load_state_dict_pre_hook(note("before loading"))
+    run.optimizer.register_load_state_dict_post_hook(note("after loading"))
+    run.step(0, 1)
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    run.step(2)
+    run.seen += [torch.tensor([hash(name) for name in called])]
+
+
+def changing_hooks(run: Run) -> None:
+    """Of which one changes what is saved, and the other what is loaded."""
+
+    def saved(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "more": 3}
+
+    def loaded(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, "lr": 0.25} for group in state["param_groups"]]
+        return {"state": state["state"], "param_groups": groups}
+
+    run.optimizer.register_state_dict_post_hook(saved)
+    run.optimizer.register_load_state_dict_pre_hook(loaded)
+    run.step(0)
+    state = run.optimizer.state_dict()
+    assert state["more"] == 3
+    run.optimizer.load_state_dict(state)
+    run.step(1)
+
+
+def groups_replaced(run: Run) -> None:
+    run.step(0)
+    run.optimizer.param_groups = [{**group, "lr": 0.05} for group in run.optimizer.param_groups]
+    run.step(1)
+    run.optimizer.param_groups[0]["lr"] = 0.01
+    run.step(2)
+
+
+def defaults_changed(run: Run) -> None:
+    """They are for groups to come."""
+    run.optimizer.defaults["lr"] = 100.0
+    run.step(0, 1)
+
+
+def closed(run: Run) -> None:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        loss = run.loss(0)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer: Any = run.optimizer
+        run.seen.append(optimizer.step(closure).detach())
+
+
+SCRIPTS: dict[str, Script] = {
+    "hooks": hooked,
+    "hooks that change": changing_hooks,
+    "groups replaced": groups_replaced,
+    "defaults changed": defaults_changed,
+    "closures": closed,
+}
+
+
+@pytest.mark.parametrize("updates", BOTH)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_rest_of_an_optimizer_is_as_in_plain_pytorch(
+    name: str, updates: Updates, tmp_path: Path
+) -> None:
+    tried(SCRIPTS[name], updates).assert_like_plain(tmp_path)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def by_value(run: Run, _: int) -> None:
+    torch.nn.utils.clip_grad_value_(run.model.parameters(), 1e-3)
+
+
+def by_value_one_by_one(run: Run, _: int) -> None:
+    torch.nn.utils.clip_grad_value_(run.model.parameters(), 1e-3, foreach=False)
+
+
+def by_value_and_norm(run: Run, number: int) -> None:
+    by_value(run, number)
+    run.clip(0.05)
+    by_value(run, number)
+
+
+def by_norm_and_value(run: Run, number: int) -> None:
+    run.clip(0.05)
+    by_value(run, number)
+    run.clip(0.01, norm_type=1.0)
+    run.clip(0.01, norm_type=float("inf"), foreach=False)
+
+
+def gradients(run: Run) -> Iterator[Tensor]:
+    yield from (p.grad for p in run.model.parameters() if p.grad is not None)
+
+
+def norms_of_each(run: Run, _: int) -> None:
+    """Read alone: nothing is written back, and the norm that was taken stays."""
+    for gradient in gradients(run):
+        run.seen += [gradient.norm().cpu(), gradient.abs().max().cpu()]
+    run.seen.append(torch.cat([g.view(-1) for g in gradients(run)]).square().sum().cpu())
+    run.clip(0.05)
+
+
+def clipped_each(run: Run, _: int) -> None:
+    """NFNet's adaptive clipping, roughly."""
+    for gradient in gradients(run):
+        gradient.mul_((0.01 / (gradient.norm() + 1e-6)).clamp(max=1.0))
+
+
+def with_noise(run: Run, number: int) -> None:
+    noise = torch.Generator().manual_seed(number)
+    for gradient in gradients(run):
+        gradient.add_(torch.randn(gradient.shape, generator=noise).to(gradient.device) * 1e-3)
+
+
+def centred(run: Run, _: int) -> None:
+    for gradient in gradients(run):
+        if gradient.dim() > 1:
+            gradient.sub_(gradient.mean(dim=-1, keepdim=True))
+            gradient[0] = 0.0
+            gradient += 1e-4
+
+
+def past_autograd(run: Run, _: int) -> None:
+    """Views, which no version of the gradient counts."""
+    for gradient in gradients(run):
+        gradient.data.clamp_(-1e-3, 1e-3)
+        gradient.detach().view(-1)[::2].mul_(0.5)
+
+
+def replaced_each(run: Run, _: int) -> None:
+    for parameter in run.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone().nan_to_num_() * 0.5
+
+
+def unfinite(run: Run, _: int) -> None:
+    for gradient in gradients(run):
+        if not torch.isfinite(gradient).all():
+            raise AssertionError
+        torch.nan_to_num(gradient, out=gradient)
+
+
+def held_views(run: Run, _: int) -> None:
+    views = [gradient.view(-1) for gradient in gradients(run)]
+    run.clip(0.05)
+    for view in views:
+        view.clamp_(-1e-4, 1e-4)
+
+
+USES: dict[str, Callable[[Run, int], None]] = {
+    use.__name__: use
+    for use in (
+        *(by_value, by_value_one_by_one, by_value_and_norm, by_norm_and_value, norms_of_each),
+        *(clipped_each, with_noise, centred, past_autograd, replaced_each, unfinite, held_views),
+    )
+}
+
+
+@every_device
+@pytest.mark.parametrize("name", USES)
+def test_gradients_that_wait_are_used_as_in_plain_pytorch(name: str, tmp_path: Path) -> None:
+    for tier in ("disk", "host"):
+        scenario = tried(Loop(between=USES[name]), "after backward", states=Offload(tier=tier))
+        scenario.assert_like_plain(tmp_path)
+
+
+@every_device
+def test_gradients_are_used_between_micro_batches(tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        for number in range(3):
+            run.backward(2 * number, last=False)
+            by_value(run, number)
+            run.backward(2 * number + 1)
+            centred(run, number)
+            run.update()
+
+    scenario = Scenario(
+        script=script,
+        units=partial(decided, activations=Keep(), states=Offload(tier="host")),
+        settings={"updates": "after backward", "micro_batches": 2},
+    )
+    scenario.assert_like_plain(tmp_path)
+
+
+@every_device
+def test_one_gradient_at_a_time_is_on_the_device(tmp_path: Path) -> None:
+    run = tried(Loop(), "after backward", states=Offload(tier="disk")).start(tmp_path)
+    run.backward(0)
+    most = 0
+    for gradient in gradients(run):
+        gradient.add_(1.0)
+        lent = [g.stored.lent for g in gradients(run) if isinstance(g, OffloadedGradient)]
+        most = max(most, sum(one is not None for one in lent))
+    assert most == 1
+    by_value(run, 0)
+    lent = [g.stored.lent for g in gradients(run) if isinstance(g, OffloadedGradient)]
+    assert lent
+    assert all(one is None for one in lent)
+
+
+@every_device
+def test_a_gradient_of_the_scripts_own_is_used(tmp_path: Path) -> None:
+    """Also of a parameter that has none of backward."""
+
+    def script(run: Run) -> None:
+        for number in range(3):
+            run.backward(number)
+            for index, parameter in enumerate(run.model.parameters()):
+                if index % 4 == 0:
+                    parameter.grad = torch.full_like(parameter, 0.25)
+                elif index % 4 == 1:
+                    parameter.grad = None
+            run.update()
+
+    for tier in ("disk", "host"):
+        scenario = tried(script, "after backward", states=Offload(tier=tier))
+        scenario.assert_like_plain(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["by_value", "by_norm_and_value", "norms_of_each", "past_autograd"]
+)
+def test_gradients_that_speculative_updates_have_read_are_used_as_in_plain_pytorch(
+    name: str, tmp_path: Path
+) -> None:
+    def units(units: Units) -> Units:
+        return ahead(decided(units, Keep(), Offload(tier="disk")))
+
+    scenario = Scenario(
+        script=Loop(between=USES[name]), units=units, settings={"updates": "after backward"}
+    )
+    scenario.assert_like_plain(tmp_path)
