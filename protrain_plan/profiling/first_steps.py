@@ -38,7 +38,7 @@ _MAKERS = (
 )
 """How names of operators begin that make a state, or copy one."""
 _VIEWS = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "alias"}
-"""Of those that only look at a matrix from another side."""
+"""Names of operators that only look at a matrix from another side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

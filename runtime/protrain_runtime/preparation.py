@@ -56,6 +56,7 @@ from protrain_runtime.diagnostics.matching import (
     check_kernels,
     check_model,
     check_offloaded,
+    check_states,
     check_stepped,
     keeps_everything,
     model_fingerprint,
@@ -98,7 +99,7 @@ from protrain_runtime.states.quantized import (
     settle_quantized,
 )
 from protrain_runtime.states.stand_ins import AwayParameter, come_back
-from protrain_runtime.states.stepping import OptimizerFactory
+from protrain_runtime.states.stepping import OptimizerFactory, like, refuse_closures
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
 from protrain_runtime.states.update_rules import UpdateRules, in_turn
 from protrain_runtime.states.updates import UpdateTeam, spare_threads, updates_by_lines
@@ -111,7 +112,7 @@ def prepare(
     model: nn.Module | Callable[[], nn.Module],
     plan: Plan | Path | str,
     *,
-    optimizer: OptimizerFactory,
+    optimizer: OptimizerFactory | torch.optim.Optimizer,
     param_groups: ParameterGroups | None = None,
     weights: Path | str | None = None,
     spill_directory: Path | str | None = None,
@@ -125,11 +126,13 @@ def prepare(
 
     `optimizer` makes any elementwise `torch.optim` optimizer from parameter groups, for example
     `partial(torch.optim.AdamW, lr=3e-4)`; `param_groups` are the groups, by default one of all
-    trainable parameters. With `weights`, a folder of safetensors files or a checkpoint of `save`,
-    the model's parameters are on `meta`, or `model` is a function that makes the model and is
-    called so that they are. Values go from the files to where the plan has them, cast to the
-    model's dtype; no more than a unit's are in memory besides. `spill_directory` is where a disk
-    tier keeps its unnamed file, by default the system's directory for temporary files.
+    trainable parameters. It may be an optimizer of the model's parameters, too, that has made no
+    step: its class, groups and options are taken. With `weights`, a folder of safetensors files or
+    a checkpoint of `save`, the model's parameters are on `meta`, or `model` is a function that
+    makes the model and is called so that they are. Values go from the files to where the plan has
+    them, cast to the model's dtype; no more than a unit's are in memory besides. `spill_directory`
+    is where a disk tier keeps its unnamed file, by default the system's directory for temporary
+    files.
     `check="bitwise"` trains a plain copy beside the
     first three steps, with the memory of plain training, and stops on a bit that differs.
     `check="spills"` compares what comes back from host memory, but for common copies, and disk with
@@ -182,11 +185,16 @@ def prepare(
             places = give_places(model, device, _below(model, plan))
             undo.append(places)
             last.append(partial(undo.remove, places))
+        given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        if given is not None:
+            optimizer, param_groups = like(given, model), param_groups or given.param_groups
+        assert not isinstance(optimizer, torch.optim.Optimizer)
         master = plan.workload.precision == "master"
         factory = with_master_weights(in_turn(optimizer)) if master else in_turn(optimizer)
         facade = PlannedOptimizer(factory, model, param_groups)
         if master:
             refuse_masters(facade)
+        check_states(plan, facade)
         before = look_at(model)
         undo.append(switch_off_checkpointing(model, stacklevel=3))
         prepared = Prepared(None, (), facade, undo, plan, ranks=ranks, has_values=values is None)
@@ -218,6 +226,8 @@ def prepare(
             undo.append(plain_copy.stop)
         elif prepared.engine is not None and plan.prediction.peak_bytes.device and watches:
             undo.append(Watch(model, plan, prepared.engine, facade).stop)
+        if given is not None:
+            given.param_groups = facade.param_groups
     return model, facade
 
 
@@ -418,6 +428,7 @@ def _attach(
     settings, kind = plan.settings, backend.device.type
     chunks = make_chunks(model, plan.units, ranks, alignment=devices.alignment(backend.device))
     rules = rules_of(optimizer)
+    refuse_closures(optimizer.inner)
     check_offloaded(plan, chunks, rules, optimizer)
     check_stepped(plan, chunks, rules, optimizer)
     swap_stores: dict[TierName, Store] = {}

@@ -5,6 +5,7 @@ Scripts that reset or edit states (LISA, ReLoRA, BAdam) reach them through `opti
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_runtime import load, restore, save
+from protrain_plan.models.optimizers import optimizer_factory
+from protrain_runtime import load, prepare, restore, save
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
     STEPPED,
     Keep,
@@ -22,10 +25,12 @@ from protrain_runtime.contract.records.plan import (
     Placement,
     Updates,
 )
+from protrain_runtime.diagnostics.matching import STATES_OF
 from protrain_runtime.states.stand_ins import OffloadedGradient
+from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
-from tests.support.runtime_cases import ahead, decided
+from tests.support.runtime_cases import ahead, assert_bitwise, decided, decision_name
 from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal
 
 BOTH: tuple[Updates, ...] = ("in backward", "after backward")
@@ -367,7 +372,7 @@ def hooked(run: Run) -> None:
 
 
 def changing_hooks(run: Run) -> None:
-    """Of which one changes what is saved, and the other what is loaded."""
+    """One changes what is saved, and the other what is loaded."""
 
     def saved(_: Any, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "more": 3}
@@ -594,3 +599,95 @@ def test_gradients_that_speculative_updates_have_read_are_used_as_in_plain_pytor
         script=Loop(between=USES[name]), units=units, settings={"updates": "after backward"}
     )
     scenario.assert_like_plain(tmp_path)
+
+
+# --- the optimizer that is given ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "groups"])
+def test_an_optimizer_that_is_made_already_follows_the_plan(grouped: bool, tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, 0.5)
+        for number in range(4):
+            run.step(number)
+            scheduler.step()
+
+    def given(parameters: Any) -> torch.optim.Optimizer:
+        own = list(parameters)
+        half = len(own) // 2
+        groups: Any = [{"params": own[:half], "lr": 1e-3}, {"params": own[half:]}]
+        return torch.optim.AdamW(groups if grouped else own, lr=1e-2, weight_decay=0.1)
+
+    scenario = tried(script, factory=given)
+    model = scenario.subject.build()
+    made = given(model.parameters())
+    _, optimizer = prepare(
+        model, scenario.planned_for(model), optimizer=made, spill_directory=tmp_path
+    )
+    assert optimizer.param_groups is made.param_groups
+    run = Run(scenario.subject, model, optimizer, folder=tmp_path)
+    assert_bitwise(scenario.played(run), scenario.plain())
+
+
+def test_an_optimizer_of_another_model_or_with_states_is_refused(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    scenario = tried(Loop())
+    model, other = scenario.subject.build(), scenario.subject.build()
+    plan = scenario.planned_for(model)
+    foreign = torch.optim.AdamW(other.parameters())
+    assert_says(refusal(partial(prepare, model, plan, optimizer=foreign), ProtrainError))
+    stepped = scenario.plain_run(other)
+    stepped.step(0)
+    used = partial(prepare, other, plan, optimizer=stepped.optimizer)
+    assert_says(refusal(used, ProtrainError))
+
+
+def test_an_optimizer_that_calls_its_closure_is_refused(
+    tmp_path: Path, assert_says: Speaker
+) -> None:
+    scenario = tried(Loop(), factory=torch.optim.LBFGS, states=Persistent())
+    kept = scenario.start(tmp_path)  # under a plan that moves nothing it is PyTorch's own
+    optimizer: Any = kept.optimizer
+    losses: list[Tensor] = []
+
+    def closure() -> Tensor:
+        kept.optimizer.zero_grad()
+        losses.append(kept.loss(0))
+        losses[-1].backward()
+        return losses[-1]
+
+    optimizer.step(closure)
+    assert len(losses) > 1
+    for states in (Offload(tier="disk"), STEPPED):
+        asked = tried(Loop(), factory=torch.optim.LBFGS, states=states)
+        assert_says(refusal(partial(asked.start, tmp_path), ProtrainError))
+
+
+@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=decision_name)
+def test_more_states_than_planned_are_refused(
+    states: Placement, tmp_path: Path, assert_says: Speaker
+) -> None:
+    """A plan for SGD does not have room for AdamW."""
+    scenario = tried(Loop(), states=states)
+    model = scenario.subject.build()
+    plan = scenario.planned_for(model)
+    peaks = replace(plan.prediction.peak_bytes, device=2**28)
+    promised = replace(plan, prediction=replace(plan.prediction, peak_bytes=peaks))
+    for planned, factory in (
+        ("sgd", torch.optim.AdamW),
+        ("sgd-momentum", torch.optim.AdamW),
+        ("adamw", partial(torch.optim.AdamW, amsgrad=True)),
+    ):
+        asked = partial(prepare, model, replace(promised, optimizer=planned), optimizer=factory)
+        assert_says(refusal(asked, ProtrainError))
+    for fewer in (torch.optim.SGD, torch.optim.AdamW):
+        mine = replace(promised, optimizer="adamw")
+        prepare(model, mine, optimizer=fewer, spill_directory=tmp_path)
+        restore(model)
+
+
+@pytest.mark.parametrize("name", STATES_OF)
+def test_counts_of_states_are_those_that_optimizers_keep(name: str) -> None:
+    rule = UpdateRules(optimizer_factory(name)).of(torch.float32)
+    assert rule.element_bytes == 4 * STATES_OF[name]

@@ -207,6 +207,38 @@ def check_offloaded(
         _refuse_ungrouped(chunk, grouped, f"offloads the states of {unit.name!r}")
 
 
+STATES_OF = {
+    **dict.fromkeys(("adamw", "adam", "adamax", "nadam", "radam", "adadelta"), 2),
+    "adamw-amsgrad": 3,
+    "rmsprop": 1,
+    "sgd": 0,
+    "sgd-momentum": 1,
+}
+"""By an optimizer's name in plans: states that it keeps of a parameter, each as large as that."""
+
+
+def check_states(plan: Plan, optimizer: PlannedOptimizer) -> None:
+    """ProtrainError where an optimizer keeps more states than those that the plan has counted."""
+    count = STATES_OF.get(plan.optimizer)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if count is None or not trained or not plan.prediction.peak_bytes.device:
+        return
+    largest = max(trained, key=nn.Parameter.numel)
+    width = largest.dtype.itemsize
+    if plan.workload.precision == "master":
+        width = max(width, torch.float32.itemsize)
+        count += width > largest.dtype.itemsize  # the master itself
+    rule = rules_of(optimizer).of(largest.dtype, largest.shape, parameter=largest)
+    kept = rule.state_bytes(largest.numel()) / largest.numel()
+    if kept > count * width:
+        raise ProtrainError(
+            f"{optimizer.kind.__name__} keeps {kept:.3g} bytes of states per parameter, and the"
+            f" plan has room for {count * width} ({plan.optimizer})",
+            key="optimizer",
+            fix=f"train with {plan.optimizer}, or profile with --optimizer and plan again",
+        )
+
+
 def _grouped(optimizer: PlannedOptimizer) -> set[nn.Parameter]:
     """The parameters that are in a group."""
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}

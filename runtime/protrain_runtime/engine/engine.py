@@ -774,7 +774,7 @@ class Engine:
 
 
 def nothing_moves(*, updating: bool = False) -> None:
-    """What is called before states move where no code has been shown any."""
+    """Stand for what is called before states move, where no code has been shown any."""
 
 
 def _while_alive(

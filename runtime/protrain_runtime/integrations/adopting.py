@@ -1,10 +1,8 @@
 """Shared code of the integrations: loops are compared with the plan, optimizers follow it."""
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +13,6 @@ from protrain_runtime.contract.records.plan import Persistent, Plan
 from protrain_runtime.contract.records.profile import DType
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Check, prepare
-from protrain_runtime.states.stepping import is_plain, own_attributes
 
 
 def loaded(plan: Plan | Path | str) -> tuple[Plan, str | None]:
@@ -41,52 +38,19 @@ def follow(
     Raises ProtrainError, and leaves the model as it was, where `prepare` does, where the optimizer
     has states or parameters of others, and where the model is compiled.
     """
-    name = type(optimizer).__name__
-    if optimizer.state:
-        raise ProtrainError(
-            f"{name} has states before the plan is attached: they would stay on the device",
-            fix="attach the plan before the first step (Adagrad, which makes its states when it is"
-            " constructed, cannot follow one)",
-        )
-    own = set(model.parameters())
-    foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
-    if foreign:
-        raise ProtrainError(
-            f"{name} has {foreign} parameters that are not of the model that follows the plan",
-            fix="profile and plan the module that holds all of them",
-        )
     if hasattr(model, "_orig_mod"):
         raise ProtrainError(
             "the model is compiled, and a plan acts between the blocks of one that is not",
             fix="compile each block by itself: for block in ...: block.compile()",
         )
-    accepted = inspect.signature(type(optimizer)).parameters
-    options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    settings = {  # in no group, such as the bits of bitsandbytes
-        name: value
-        for name, value in own_attributes(optimizer).items()
-        if is_plain(value) or is_plain(getattr(value, "__dict__", ...))
-    }
-
-    def make_alike(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-        # Where its own groups are given, that one itself: schedulers made for it see its steps.
-        given, own = list(groups), optimizer.param_groups
-        if [id(group["params"]) for group in given] == [id(group["params"]) for group in own]:
-            return optimizer
-        made = type(optimizer)(given, **options)
-        vars(made).update(settings)
-        return made
-
     _, planned = prepare(
         model,
         plan,
-        optimizer=make_alike,
-        param_groups=optimizer.param_groups,
+        optimizer=optimizer,
         weights=weights,
         spill_directory=spill_directory,
         check=check,
     )
-    optimizer.param_groups = planned.param_groups
     return planned
 
 

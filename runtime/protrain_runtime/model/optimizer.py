@@ -85,7 +85,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return states
 
     def __getattr__(self, name: str) -> Any:
-        """What the user's class adds: its attributes, and its methods, which see this optimizer.
+        """Give what the user's class adds: attributes, and methods, which see this optimizer.
 
         A method works on `param_groups`, `state` and gradients of all parameters, wherever they
         are. `train` and `eval`, the modes of schedule-free ones, change values of parameters, too.

@@ -23,7 +23,7 @@ from protrain_runtime.states.update_rules import tensors_in
 
 
 class PlannedStates(MutableMapping[Any, Any]):
-    """What `torch.optim.Optimizer.state` is, over the optimizer of `prepare`.
+    """The `state` of the optimizer of `prepare`, as `torch.optim.Optimizer` has it.
 
     Keys that are no offloaded parameter are the inner optimizer's. Reading an offloaded
     parameter's states copies them to its device; on several ranks all of them read together.

@@ -7,6 +7,7 @@ compares the two, to the bit.
 """
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -62,6 +63,62 @@ def group_of(options: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> 
     """A group of parameters that are tried, with these options, and some of its names."""
     names = {NAMES: [*islice(cycle(options[NAMES]), len(parameters))]} if NAMES in options else {}
     return {**options, **names, "params": parameters}
+
+
+def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """ProtrainError where a step has to have a closure, which it calls as often as it likes."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ProtrainError(
+            f"{kind_of(optimizer)} runs forward and backward several times in a step, by its"
+            " closure, and a plan is for the forwards and backwards of one step",
+            key="optimizer",
+            fix="an optimizer whose step needs no closure, such as AdamW; or train without a plan",
+        )
+
+
+def like(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerFactory:
+    """A factory of optimizers like one that was made already; over its own groups, that one itself.
+
+    So schedulers that were made for it see its steps. ProtrainError where it has states, or
+    parameters that are not the model's.
+    """
+    kind = type(optimizer)
+    if optimizer.state:
+        raise ProtrainError(
+            f"{kind.__name__} has states before the plan is attached: they would stay on the"
+            " device",
+            key="optimizer",
+            fix="attach the plan before the first step (Adagrad, which makes its states when it is"
+            " constructed, cannot follow one)",
+        )
+    own = set(model.parameters())
+    foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ProtrainError(
+            f"{kind.__name__} has {foreign} parameters that are not of the model that follows the"
+            " plan",
+            key="optimizer",
+            fix="profile and plan the module that holds all of them; for a model that prepare()"
+            " makes, give it what makes the optimizer, such as partial(AdamW, lr=3e-4)",
+        )
+    accepted = inspect.signature(kind).parameters
+    options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    settings = {  # in no group, such as the bits of bitsandbytes
+        name: value
+        for name, value in own_attributes(optimizer).items()
+        if is_plain(value) or is_plain(getattr(value, "__dict__", ...))
+    }
+
+    def make(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+        given, known = list(groups), optimizer.param_groups
+        if [id(group["params"]) for group in given] == [id(group["params"]) for group in known]:
+            return optimizer
+        made: torch.optim.Optimizer = kind(given, **options)
+        vars(made).update(settings)
+        return made
+
+    return make
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from protrain_runtime.states.stepping import (
     group_of,
     in_train_mode,
     kind_of,
+    refuse_closures,
     values_of,
     why_together,
     with_attributes,
@@ -268,9 +269,9 @@ class UpdateRules:
 
     def _found(self, dtype: torch.dtype, shape: torch.Size, own: int | None) -> list[UpdateRule]:
         """The rules of the groups that a parameter may be in: its own one first, if it is known."""
-        compiled = self.compiled(dtype)
         if self._declared is None:
             self._declared = _blocks_of(self._masters_of or self.factory, self._groups[0])
+        compiled = self.compiled(dtype)
         trials = [
             _Trial(self.factory, dtype, one, tried, self._declared, compiled=compiled)
             for one, tried in zip(self._groups, self._tried_of, strict=True)
@@ -577,13 +578,16 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _blocks_of(factory: OptimizerFactory, options: Mapping[str, Any]) -> tuple[int, int]:
     """Elements of a block that an optimizer declares, and of the smallest parameter with blocks."""
-    with suppress(Exception):  # the user's class; a trial says what it does not take
+    try:
         made = factory([group_of(options, [nn.Parameter(torch.zeros(2, 2))])])
-        for kind in type(made).__mro__:
-            blocks = _BLOCKS.get(kind.__module__.partition(".")[0])
-            if blocks is not None:
-                block, least = blocks(made)
-                return int(block), int(least)
+    except Exception:  # noqa: BLE001 (the user's class; a trial says what it does not take)
+        return 1, 1
+    refuse_closures(made)
+    for kind in type(made).__mro__:
+        blocks = _BLOCKS.get(kind.__module__.partition(".")[0])
+        if blocks is not None:
+            block, least = blocks(made)
+            return int(block), int(least)
     return 1, 1
 
 
