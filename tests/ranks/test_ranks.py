@@ -37,6 +37,7 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.diagnostics.compiling import compiled_whole
 from tests.support import odd_optimizers
+from tests.support.optimizer_habits import EDITS, by_value, edited, parameters
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
 from tests.support.ranks_loops import (
@@ -58,6 +59,7 @@ from tests.support.runtime_cases import (
     described,
     random_schedule,
 )
+from tests.support.scenario import Run
 
 
 def mixed(name: str, seed: int) -> tuple[UnitPlan, ...]:
@@ -144,6 +146,18 @@ def writing(feature: str) -> Any:
     return partial(odd_optimizers.made, features=feature)
 
 
+_HELD: dict[int, Any] = {}
+
+
+def held(run: Run, number: int) -> None:
+    """One rank's script holds states from step to step; all read them."""
+    if number == 0:
+        found = [run.optimizer.state[parameter] for parameter in parameters(run)]
+        _HELD[id(run)] = found if run.rank == 1 else None
+    for state in _HELD[id(run)] or ():
+        run.seen.append(state["exp_avg"].cpu().clone())
+
+
 def four(name: str) -> list[tuple[UnitPlan, ...]]:
     return [*turn(name), mixed(name, 3), mixed(name, 4)]
 
@@ -166,6 +180,11 @@ CASES: dict[str, Case] = {
     # A norm of parts is rounded otherwise than that of the whole.
     "norm": case(lambda n: [*turn(n), *everywhere(n)[1:4]], "functional", **NORMED),
     "norm, 2": case(turn, "functional", micro_batches=2, **NORMED),
+    "states emptied": case(turn, at_night=False, after=partial(edited, EDITS["emptied"])),
+    "states replaced": case(turn, after=partial(edited, EDITS["replaced"])),
+    "states pruned": case(turn, "functional", after=partial(edited, EDITS["pruned"])),
+    "states held": case(turn, "functional", at_night=False, after=held),
+    "clipped by value": case(turn, at_night=False, between=by_value),
     "replicas": case(turn, at_night=False, num_replicas=2),
     # The order of four summands depends on where in a buffer they lie.
     **{

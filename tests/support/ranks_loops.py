@@ -83,6 +83,8 @@ class Loop:
     clips: bool = False
     double: bool = False  # everything in float64
     compiled: str = ""  # a backend of torch.compile's, for the blocks; empty: they are plain
+    between: scenario.Hook | None = None  # backward and the optimizer's step, which is after it
+    after: scenario.Hook | None = None
 
     @property
     def subject(self) -> Subject:
@@ -92,7 +94,13 @@ class Loop:
     @property
     def script(self) -> scenario.Loop:
         clips = 0.05 if self.clips else None
-        return scenario.Loop(num_steps=STEPS, micro_batches=self.micro_batches, clips=clips)
+        return scenario.Loop(
+            num_steps=STEPS,
+            micro_batches=self.micro_batches,
+            clips=clips,
+            between=self.between,
+            after=self.after,
+        )
 
 
 @dataclass
@@ -274,7 +282,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def several(loop: Loop, units: Sequence[UnitPlan], count: int, **options: Any) -> Plan:
-    updates = "after backward" if loop.clips else "in backward"
+    updates = "after backward" if loop.clips or loop.between else "in backward"
     plan = plan_for(built(loop), units)
     own = {"num_devices": count, "updates": updates, "micro_batches": loop.micro_batches}
     if loop.compiled:
