@@ -59,8 +59,8 @@ TightOption = Annotated[
     bool,
     typer.Option(
         "--tight",
-        help="Plan with all of a device that is estimated: by default 4 % of it stays free, unless"
-        " its budget is given.",
+        help="Plan with all of a device that is estimated: by default a tenth of its tensors' bytes"
+        " stays free for the allocator, unless a budget is given.",
     ),
 ]
 AllowOption = Annotated[

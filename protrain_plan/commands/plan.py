@@ -297,7 +297,7 @@ def plan(
     """Find the fastest step within the budgets, and write it as a plan.
 
     Without an option, a tier's budget is all of it that the profile saw, and of an estimated device
-    4 % stay free (--tight). Of several devices, each takes its part of the node's host memory and
+    some stays free (--tight). Of several devices, each takes its part of the node's host memory and
     disk. Ctrl-C ends the search with the best plan so far. With --on, a trainer's file names model
     and settings, as of fit.
 

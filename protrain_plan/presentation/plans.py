@@ -12,10 +12,9 @@ from rich.console import Group, RenderableType
 from protrain_plan.planning.outcome import STAGES
 from protrain_plan.planning.questions.allowance import (
     EXPANDABLE_MEDIAN,
-    HEADROOM,
+    EXPANDABLE_MOST,
     MEDIAN,
-    MOST,
-    allowance_bytes,
+    is_unknown,
 )
 from protrain_plan.presentation.profiles import (
     caveats,
@@ -178,7 +177,7 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
         f" ({solved.status}, {solved.solver}, {'planned before in ' * solved.kept}"
         f"{format_seconds(solved.solve_seconds)})"
     ]
-    notes += [ALLOCATED] * bool(allowance_bytes(profile, peak))
+    notes += [ALLOCATED] * is_unknown(profile)
     notes += other_results(plan)
     notes += other_steps(plan)
     notes += [unknown] if (unknown := own_update(profile)) else []
@@ -201,7 +200,10 @@ def headroom_text(left: Mapping[str, int]) -> list[str]:
         return []
     names = [f"{name} {size}" for name, size in found.items()]
     sizes = names if len(found) > 1 else found.values()
-    return [f"leaves {HEADROOM:.0%} of the device ({', '.join(sizes)}) free; --tight uses it"]
+    return [
+        f"{', '.join(sizes)} of the device stay free for what PyTorch's allocator reserves beyond"
+        " tensors; --tight uses them"
+    ]
 
 
 def headroom_of(fits: Sequence["Fit"]) -> list[str]:
@@ -411,7 +413,6 @@ def fit_json(fit: "Fit") -> dict[str, Any]:
         **devices_json(fit.group),
         "verdict": fit.verdict,
         "tight": fit.is_tight,
-        "allowance_bytes": fit.allowance_bytes,
         "reserved_bytes_about": fit.reserved_bytes,
         "headroom_bytes": fit.headroom_bytes,
         "plain_device_bytes": fit.plain_bytes,
@@ -466,8 +467,8 @@ def batch_text(fit: "Fit") -> str:
 
 TIGHT = (
     "tight: less room than PyTorch's allocator was seen to reserve beyond tensors, up to"
-    f" {MOST:.0%} of them. It takes less with PYTORCH_ALLOC_CONF=expandable_segments:True, which"
-    " protrain run sets; --device-memory plans with room"
+    f" {EXPANDABLE_MOST:.0%} of them with PYTORCH_ALLOC_CONF=expandable_segments:True, which"
+    " protrain run sets; a smaller --device-memory plans with room"
 )
 ALLOCATED = (
     "device: allocated bytes, and the context; reserved are about"
@@ -571,7 +572,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
     unknown |= dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
     is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
-    tight = [ALLOCATED] * any(fit.allowance_bytes for fit in fits) + [TIGHT] * is_tight
+    tight = [ALLOCATED] * any(fit.solved is not None and is_unknown(fit.profile) for fit in fits)
+    tight += [TIGHT] * is_tight
     told = (*binds, *faster, *worn, *spared, *differs, *headroom_of(fits), *tight)
     notes = map(Text, (*told, *in_words(columns), *trusted, *unknown))
     bills = (bill.fitting, "") if columns else ()

@@ -75,7 +75,7 @@ def test_where_everything_may_stay_the_plan_says_what_it_saves(
 @pytest.mark.parametrize(
     ("method", "allocator_bytes", "options", "free"),
     [
-        ("estimated", 0, (), 3052 * 2**20),  # 4 % of 80 GB, in whole MiB
+        ("estimated", 0, (), 6924 * 2**20),  # a tenth of the tensors that then fit 80 GB
         ("estimated", 0, ("--tight",), 0),
         ("estimated", 0, ("--device-memory", "70GB"), 0),
         ("estimated", 10**9, (), 0),  # the machine knows what its allocator holds
@@ -99,11 +99,11 @@ def test_an_estimate_leaves_headroom(
     budget = 70 * 10**9 if "--device-memory" in options else 80 * 10**9 - free
     assert read_plan(tmp_path / "plan.yaml").budgets.device == budget
     text = " ".join(protrain("plan", path, *options, folder=tmp_path).stdout.split())
-    assert ("leaves 4% of the device (2.98 GiB) free; --tight uses it" in text) == bool(free)
+    assert ("of the device stay free" in text) == bool(free)
 
 
 def test_where_nothing_fits_the_headroom_is_said(tmp_path: Path) -> None:
-    """The leanest plan leaves 10 MB of the card free, which is less than 4 %."""
+    """The leanest plan leaves 10 MB of the card free, which is less than a plan leaves."""
     model = decoder(gpu(), blocks=4)
     least = least_bytes(question(model, within(model, 80 * 10**9)).problem())
     device = model.hardware.device
@@ -112,7 +112,7 @@ def test_where_nothing_fits_the_headroom_is_said(tmp_path: Path) -> None:
     write_profile(model, path := tmp_path / "profile.yaml")
     result = protrain("plan", path, folder=tmp_path)
     assert result.returncode == 3
-    assert "--tight uses it" in result.stdout
+    assert "--tight uses them" in " ".join(result.stdout.split())
     assert protrain("plan", path, "--tight", folder=tmp_path).returncode == 0
 
 

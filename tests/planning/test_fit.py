@@ -6,7 +6,12 @@ from typing import Literal
 import pytest
 
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.allowance import MOST, PAIRS, allowance_bytes
+from protrain_plan.planning.questions.allowance import (
+    EXPANDABLE_MOST,
+    EXPANDABLE_PAIRS,
+    default_device_bytes,
+    is_unknown,
+)
 from protrain_plan.planning.questions.alternatives import alternatives
 from protrain_plan.planning.questions.answers import Alternative, Question
 from protrain_plan.planning.questions.growth import grown
@@ -118,15 +123,14 @@ def test_ddp_holds_gradients_twice_and_others_do_not() -> None:
     assert alone.peak_bytes.on_device == fit(question(device=100 * GB), effort=Effort()).plain_bytes
 
 
-def test_a_peak_is_tight_where_the_allowance_does_not_fit() -> None:
+def test_a_peak_is_tight_where_what_is_reserved_does_not_fit() -> None:
     asked = question(device=100 * GB)
     profile = replace(asked.profile, method="estimated")
     answer = fit(replace(asked, profile=profile), effort=Effort(gap_target=GAP), compare=True)
     peak = solved(answer.solved).plan.prediction.peak_bytes
-    least, most = min(r / t for t, r in PAIRS), max(r / t for t, r in PAIRS)
-    assert 1 < least < most == 1 + MOST
-    assert answer.allowance_bytes == round(MOST * peak.device) > 0
-    needed = peak.on_device + answer.allowance_bytes
+    assert max(r / t for t, r in EXPANDABLE_PAIRS) == 1 + EXPANDABLE_MOST > 1
+    needed = peak.on_device + round(EXPANDABLE_MOST * peak.device)
+    assert answer.reserved_bytes < needed
 
     def on(
         memory_bytes: int, method: Literal["measured", "estimated"] = "estimated"
@@ -150,7 +154,25 @@ def test_a_peak_is_tight_where_the_allowance_does_not_fit() -> None:
     assert True in on(peak.on_device)[1]
     device = replace(profile.hardware.device, allocator_bytes=1)  # which was measured
     known = replace(profile, hardware=replace(profile.hardware, device=device))
-    assert allowance_bytes(profile, peak) > 0 == allowance_bytes(known, peak)
+    assert is_unknown(profile)
+    assert not is_unknown(known)
+
+
+@pytest.mark.parametrize("memory", [24 * GB, 80 * GB])
+def test_what_fits_by_default_fits_with_what_is_reserved(memory: int) -> None:
+    """A plan within the default budget, which may use all of it, and the most that was seen."""
+    asked = question(device=memory)
+    device = replace(asked.profile.hardware.device, memory_bytes=memory)
+    hardware = replace(asked.profile.hardware, device=device)
+    profile = replace(asked.profile, hardware=hardware, method="estimated")
+    budget = default_device_bytes(profile)
+    tensors = budget - device.besides_bytes
+    assert budget + EXPANDABLE_MOST * tensors <= memory
+    budgets = Budgets(device=budget, host=500 * GB, disk=0)
+    found = fit(replace(asked, profile=profile, budgets=budgets), effort=Effort(gap_target=GAP))
+    assert found.verdict != "does not fit"
+    assert found.reserved_bytes <= memory
+    assert not found.is_tight
 
 
 # --- what a speed means for a bill, worked out by hand --------------------------------------------

@@ -148,7 +148,8 @@ def test_what_helps_is_what_planning_says() -> None:
 
 def test_a_larger_card_has_headroom_where_this_one_has() -> None:
     profile = decoder(gpu(), blocks=2)
-    for tight, left in ((False, headroom_bytes(160_000 * MB)), (True, 0)):
+    headroom = headroom_bytes(160_000 * MB, gpu().device.besides_bytes)
+    for tight, left in ((False, headroom), (True, 0)):
         budgets = Budgets(device=default_device_bytes(profile, tight=tight), host=0, disk=0)
         one = Question(profile=profile, budgets=budgets)
         (change,) = (

@@ -1,12 +1,10 @@
 """Bytes that PyTorch's allocator may reserve beyond tensors, as long as no card has measured it.
 
-Plans for an estimate leave a part of the device free for them, unless its budget is given
-(`headroom_bytes`). That is less than the most that was seen to be taken.
-
 Peaks count tensors, and limits are on what the allocator has reserved: blocks are cut from
 segments, and what is free of a segment may be too small for the next tensor. A measured profile has
-its own figure (`Device.allocator_bytes`), which plans hold back. An estimate knows none, so that
-`fit` says where a peak leaves less room than has been seen to be taken: *tight*.
+its own figure (`Device.allocator_bytes`), which plans hold back. An estimate knows none: by default
+its plans leave room for the most that was seen with `expandable_segments`, which `protrain run`
+sets. A plan that leaves less, because its budget is given, is *tight*.
 
 The figures are of runs whose authors published both (LoRA of Llama 2 7B by FSDP). None says that it
 set `expandable_segments`, which lowers them:
@@ -32,37 +30,40 @@ from protrain_runtime.contract.records.profile import Profile
 PAIRS = ((9.16, 10.22), (8.28, 10.24), (25.86, 32.67), (20.20, 27.36), (15.22, 19.36))
 """GB of tensors and GB reserved of the runs above."""
 
-MOST = max(reserved / tensors for tensors, reserved in PAIRS) - 1
-"""Most bytes reserved beyond tensors, over the bytes of tensors."""
-
 EXPANDABLE_PAIRS = ((7.41, 7.91), (1.51, 1.59), (10.05, 11.06), (13.99, 14.60))
 """The same with `expandable_segments`, on an H200: SmolLM2 135M without a limit and under 3 GB,
 Llama 3.2 1B under 12 and 16 GB."""
 
 
-def _median_more(pairs: Sequence[tuple[float, float]]) -> float:
-    return sorted(reserved / tensors for tensors, reserved in pairs)[len(pairs) // 2] - 1
+def _more(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    return sorted(reserved / tensors - 1 for tensors, reserved in pairs)
 
 
-MEDIAN, EXPANDABLE_MEDIAN = _median_more(PAIRS), _median_more(EXPANDABLE_PAIRS)
+MEDIAN, EXPANDABLE_MEDIAN = (_more(pairs)[len(pairs) // 2] for pairs in (PAIRS, EXPANDABLE_PAIRS))
 """Medians of bytes reserved beyond tensors over the bytes of tensors, without
 `expandable_segments` and with them."""
 
-HEADROOM = 0.04
-"""Part of a device that plans leave free (docs/decisions/memory.md)."""
+MOST, EXPANDABLE_MOST = _more(PAIRS)[-1], _more(EXPANDABLE_PAIRS)[-1]
+"""The most of both."""
 
 _MIB = 2**20
 
 
-def headroom_bytes(device_bytes: int) -> int:
-    """Bytes of a device that plans for an estimate leave free by default: whole MiB."""
-    return -(-round(HEADROOM * device_bytes) // _MIB) * _MIB
+def headroom_bytes(device_bytes: int, besides_bytes: int) -> int:
+    """Bytes of a device that plans for an estimate leave free by default: whole MiB.
+
+    Of a budget without them, tensors and what is reserved beyond them fit the device.
+    """
+    room = max(0, device_bytes - besides_bytes)
+    return -(-round(room * EXPANDABLE_MOST / (1 + EXPANDABLE_MOST)) // _MIB) * _MIB
 
 
 def default_device_bytes(profile: Profile, *, tight: bool = False) -> int:
     """Budget of the device where none is given; with `tight`, all of it."""
-    size = profile.hardware.device.memory_bytes
-    return size - headroom_bytes(size) * (not tight and _is_unknown(profile))
+    device = profile.hardware.device
+    if tight or not is_unknown(profile):
+        return device.memory_bytes
+    return device.memory_bytes - headroom_bytes(device.memory_bytes, device.besides_bytes)
 
 
 def left_free_bytes(profile: Profile, budgets: Budgets) -> int:
@@ -72,19 +73,11 @@ def left_free_bytes(profile: Profile, budgets: Budgets) -> int:
     return profile.hardware.device.memory_bytes - budgets.device
 
 
-def _is_unknown(profile: Profile) -> bool:
+def is_unknown(profile: Profile) -> bool:
     """Return whether there is an allocator of which nobody measured what it reserves."""
     device = profile.hardware.device
     known = profile.method == "measured" or device.allocator_bytes > 0
     return not known and is_accelerator(device.kind)
-
-
-def allowance_bytes(profile: Profile, peak: TierBytes) -> int:
-    """Bytes that the allocator may reserve beyond `peak.device` bytes of tensors.
-
-    0 for a measured profile, whose peaks have it, and on a CPU, which has no such allocator.
-    """
-    return round(MOST * peak.device) if _is_unknown(profile) else 0
 
 
 def reserved_bytes(profile: Profile, peak: TierBytes) -> int:
@@ -92,11 +85,11 @@ def reserved_bytes(profile: Profile, peak: TierBytes) -> int:
 
     Of a measured profile, what its peak has.
     """
-    unknown = _is_unknown(profile)
+    unknown = is_unknown(profile)
     return peak.on_device + round(EXPANDABLE_MEDIAN * peak.device) * unknown
 
 
 def is_tight(profile: Profile, peak: TierBytes) -> bool:
-    """Return whether the device has less room than `peak` and the allowance take together."""
-    needed = peak.on_device + allowance_bytes(profile, peak)
+    """Return whether tensors fit the device, and the most that was seen reserved with them not."""
+    needed = peak.on_device + round(EXPANDABLE_MOST * peak.device) * is_unknown(profile)
     return needed > profile.hardware.device.memory_bytes >= peak.on_device

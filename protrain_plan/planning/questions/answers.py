@@ -12,7 +12,6 @@ from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem, most_of
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.allowance import (
-    allowance_bytes,
     is_tight,
     left_free_bytes,
     reserved_bytes,
@@ -153,7 +152,7 @@ class Alternative:
     With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
     `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each. `binds`
     says in words what makes up the step, or how much is lacking. It is `is_tight` where it fits
-    with less room than the allocator's allowance (see `allowance`).
+    with less room than the allocator may reserve (see `allowance`).
     """
 
     name: str
@@ -213,17 +212,10 @@ class Fit:
 
     @property
     def is_tight(self) -> bool:
-        """Whether the plan's peak leaves less room than its allowance, until it is measured."""
+        """Whether the plan leaves less room than the allocator may reserve beyond tensors."""
         return self.solved is not None and is_tight(
             self.profile, self.solved.plan.prediction.peak_bytes
         )
-
-    @property
-    def allowance_bytes(self) -> int:
-        """Bytes that the allocator may reserve beyond the plan's tensors; 0 without a plan."""
-        if self.solved is None:
-            return 0
-        return allowance_bytes(self.profile, self.solved.plan.prediction.peak_bytes)
 
     @property
     def reserved_bytes(self) -> int:

@@ -189,7 +189,8 @@ def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator
     left = left_free_bytes(profile, budgets)
     there = budgets.device + left
     if larger := [size for size in sorted(device_sizes) if size > there]:
-        size = larger[0] - (headroom_bytes(larger[0]) if left else 0)
+        besides = profile.hardware.device.besides_bytes
+        size = larger[0] - (headroom_bytes(larger[0], besides) if left else 0)
         yield Variation(
             name="device memory",
             words=f"{format_bytes(larger[0])} of device memory in place of {format_bytes(there)}",
