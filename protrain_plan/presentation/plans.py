@@ -283,7 +283,7 @@ def infeasible_text(answer: "Infeasible") -> RenderableType:
     advice, batch, longest = [*answer.advice], answer.largest_batch_size, answer.largest_seq_len
     grown = "(if bytes grow in proportion)"
     if batch is None and longest is None:
-        advice.append("no batch size and no sequence length fits")
+        advice.append("no other batch size or sequence length fits with these settings of the step")
     if batch:
         advice.append(f"the largest batch that fits is {batch} {grown}")
     if longest:

@@ -13,9 +13,9 @@ from protrain_plan.planning.questions.allowance import (
     is_unknown,
 )
 from protrain_plan.planning.questions.alternatives import alternatives
-from protrain_plan.planning.questions.answers import Alternative, Question
+from protrain_plan.planning.questions.answers import Alternative, Objective, Question
 from protrain_plan.planning.questions.growth import grown
-from protrain_plan.planning.questions.objectives import fit
+from protrain_plan.planning.questions.objectives import ask, fit
 from protrain_plan.planning.questions.planner import solve_any
 from protrain_plan.planning.questions.shopping import divisors, fastest_batch
 from protrain_plan.planning.questions.spending import TOKENS, Spending, spending
@@ -24,7 +24,17 @@ from protrain_plan.simulation.report import report
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import ALONE, Budgets, DeviceGroup, Offload, Persistent
 from protrain_runtime.contract.records.profile import DType, Profile
-from tests.support.planning_cases import MB, RATES, decoder, gpu, joined, kept_bytes, small, solved
+from tests.support.planning_cases import (
+    MB,
+    RATES,
+    decoder,
+    gpu,
+    joined,
+    kept_bytes,
+    least_bytes,
+    small,
+    solved,
+)
 from tests.support.planning_cases import question as asked_of
 
 GB, GAP = 1000 * MB, 0.02
@@ -102,6 +112,28 @@ def test_the_fastest_micro_batch_is_that_of_planning_all(device: int) -> None:
     number = fastest_batch(questions, effort=effort)
     assert number is not None
     assert seconds[number] <= min(seconds) * (1 + GAP)
+
+
+def test_a_batch_is_found_that_fits_only_where_no_gradients_add_up() -> None:
+    """Of several micro-batches gradients stand whole on each device; of one, a shard does."""
+
+    def asked(size: int, device: int) -> Question:
+        one = question(device=device, num_devices=2)
+        light = small(joined(gpu()), kept=1 * MB, pieces=5)
+        return replace(
+            one,
+            profile=grown(light, batch_size=size),
+            settings=replace(one.settings, micro_batches=4 // size),
+        )
+
+    least = [least_bytes(asked(size, 100 * GB).problem()) for size in divisors(4)]
+    assert least[-1] < least[0]
+    context = question(device=1 * GB).profile.hardware.device.besides_bytes
+    questions = [asked(size, least[-1] + context + MB) for size in divisors(4)]
+    assert fastest_batch(questions, effort=Effort(gap_target=GAP)) == 2
+    refused = ask(questions[0], Objective(), effort=Effort()).infeasible
+    assert refused is not None
+    assert "with one micro-batch per update, up to" in refused.advice[-1]
 
 
 def test_no_micro_batch_is_the_fastest_where_none_fits() -> None:

@@ -95,8 +95,18 @@ def ask(
         )
     if isinstance(outcome, Infeasible):
         batch, sequence = largest_of(question, "batch-size"), largest_of(question, "seq-len")
+        advice = outcome.advice
+        if batch is None and question.settings.micro_batches > 1:
+            settings = replace(question.settings, micro_batches=1)
+            if one := largest_of(replace(question, settings=settings), "batch-size"):
+                advice = (
+                    *advice,
+                    f"with one micro-batch per update, up to {one.workload.batch_size} sequences on"
+                    " each device fit: of several, gradients add up whole on each device",
+                )
         outcome = replace(
             outcome,
+            advice=advice,
             largest_batch_size=batch.workload.batch_size if batch else None,
             largest_seq_len=sequence.workload.seq_len if sequence else None,
         )

@@ -375,9 +375,8 @@ def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | Non
     bounds: dict[int, float] = {}
     for number, question in enumerate(questions):
         bound = least_lane_seconds(question.problem(), stopped=effort.spent)
-        if bound is None:
-            break  # larger ones need more memory
-        bounds[number] = bound
+        if bound is not None:  # a larger one may fit where this one adds up whole gradients
+            bounds[number] = bound
     best, best_s = None, inf
     for number in sorted(bounds, key=lambda number: (bounds[number], -number)):
         if bounds[number] * (1 + effort.gap_target) >= best_s:
