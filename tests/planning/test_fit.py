@@ -115,7 +115,7 @@ def test_the_fastest_micro_batch_is_that_of_planning_all(device: int) -> None:
 
 
 def test_a_batch_is_found_that_fits_only_where_no_gradients_add_up() -> None:
-    """Of several micro-batches gradients stand whole on each device; of one, a shard does."""
+    """Gradients of several micro-batches stand whole on each device; those of one in shards."""
 
     def asked(size: int, device: int) -> Question:
         one = question(device=device, num_devices=2)
