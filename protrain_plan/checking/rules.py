@@ -540,8 +540,9 @@ def bud001(budget: MachineBudget, machine: str, machines: frozenset[str]) -> Ver
     """Every budget is held against some plan.
 
     A budget is for plans that were made for its machine, and for those that its `plans` name. One
-    that has neither guards nothing: its machine's name may be mistaken, or the plans are not among
-    those that are checked. With --on, budgets of other machines are not looked at.
+    that has neither guards nothing: the plans are not among those that are checked, or its
+    machine's name is misspelt, which fails where a plan's machine has nearly that name. With --on,
+    budgets of other machines are not looked at.
     """
     if machine in machines:
         return Passed()
@@ -549,7 +550,9 @@ def bud001(budget: MachineBudget, machine: str, machines: frozenset[str]) -> Ver
     if budget.plans:
         reason += f", or matches {' or '.join(budget.plans)}"
     near = did_you_mean(machine, sorted(machines))
-    return Skipped(reason=f"{reason}; {near}" if near else reason)
+    if near and machine not in hardware_names():
+        return Failed(problem=reason, fix=near)
+    return Skipped(reason=reason)
 
 
 # --- the commands that make a profile and its plan anew -------------------------------------------

@@ -32,7 +32,7 @@ ProfileOption = Annotated[
     Path | None,
     typer.Option(
         "--profile",
-        help="The profile that the plan was made from; default: profile.yaml beside the plan.",
+        help="The profile that the plan was made from; default: the one in the plan's folder.",
         show_default=False,
     ),
 ]

@@ -310,7 +310,7 @@ def plan(
     """
     from rich.console import Group
 
-    from protrain_plan.commands.output import destination, show
+    from protrain_plan.commands.output import destination, print_beside, show
     from protrain_plan.planning.model.fluid import Fluid
     from protrain_plan.planning.questions.answers import Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
@@ -379,6 +379,9 @@ def plan(
         Fluid(question.problem()).write_lp(lp)
     answer = search.ask(question, objective, kept, as_json=as_json)
     if answer.solved is not None and not wanted.pareto:
+        source = context.get_parameter_source("output")
+        if source is not None and source.name == "DEFAULT" and target.is_file():
+            print_beside(f"replaces the {target} that was there; -o names another file")
         if beside is not None:
             write_profile(record, beside)
         write_plan(answer.solved.plan, target)

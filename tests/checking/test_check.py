@@ -253,7 +253,7 @@ MADE_FOR = "no plan that is checked was made for this machine"
     ("budgets", "on", "reasons"),
     [
         ("box: {device: 2GB}", (), []),
-        ("boxx: {device: 2GB}", (), [f"{MADE_FOR}; did you mean 'box'?"]),
+        ("another: {device: 2GB}", (), [MADE_FOR]),
         (
             "rtx-3090: {device: 2GB, plans: ['b/*', 'c/*']}",
             (),
@@ -270,6 +270,13 @@ def test_bud001_tells_a_budget_that_guards_nothing(
     assert [f.verdict for f in found] == [Skipped(reason=reason) for reason in reasons]
     assert {f.plan for f in found} <= {str(tmp_path / "budgets.yaml")}
     assert (report.num_plans, report.exit_code) == (1, 0)
+
+
+def test_bud001_fails_where_a_budgets_machine_is_misspelt(tmp_path: Path) -> None:
+    report = checked(commit(tmp_path / "a"), budgets="boxx: {device: 2GB}")
+    [found] = [f for f in report.findings if f.rule.code == "BUD001"]
+    assert found.verdict == Failed(problem=MADE_FOR, fix="did you mean 'box'?")
+    assert report.exit_code == 1
 
 
 def test_seconds_of_another_machine_are_not_guessed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -104,20 +105,13 @@ def _of_stages(plan: Plan, profile: Profile, stage: int | None) -> OfStages | No
 def read_step(
     plan_path: Path, profile_path: Path | None = None, *, stage: int | None = None
 ) -> Step:
-    """The step of the plan in a file; its profile is by default the profile.yaml beside it.
+    """The step of the plan in a file; its profile is by default the one in its folder.
 
     ProtrainError where either file is no such record, where they are not of one another, or where
     the plan has no such `stage`.
     """
     plan = read_plan(plan_path)
-    if profile_path is None:
-        profile_path = plan_path.parent / "profile.yaml"
-        if not os.path.exists(profile_path):  # noqa: PTH110  (a name that no file can have)
-            raise ProtrainError(
-                "the profile that this plan was made from is not beside it as profile.yaml",
-                source=str(plan_path),
-                fix="name it with --profile",
-            )
+    profile_path = profile_path or _profile_beside(plan, plan_path)
     profile = read_profile(profile_path)
     if (found := fingerprint(profile)) != plan.profile_fingerprint:
         raise ProtrainError(
@@ -137,6 +131,27 @@ def read_step(
     if not step.report.step_seconds:
         raise ProtrainError("a step that takes no time cannot be shown", source=str(plan_path))
     return step
+
+
+def _profile_beside(plan: Plan, plan_path: Path) -> Path:
+    """The file of the plan's profile in its folder, else the profile.yaml there.
+
+    ProtrainError where there is neither.
+    """
+    usual, others = plan_path.with_name("profile.yaml"), list[Path]()
+    with suppress(OSError):
+        others = sorted({*plan_path.parent.glob("*.yaml"), *plan_path.parent.glob("*.yml")})
+    for path in (usual, *others):
+        with suppress(ProtrainError):  # another kind of record, or none
+            if path != plan_path and fingerprint(read_profile(path)) == plan.profile_fingerprint:
+                return path
+    if not os.path.exists(usual):  # noqa: PTH110  (a name that no file can have)
+        raise ProtrainError(
+            "the profile that this plan was made from is not in its folder",
+            source=str(plan_path),
+            fix="name it with --profile",
+        )
+    return usual
 
 
 MAX_BARS = 1_000
