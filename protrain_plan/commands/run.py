@@ -63,14 +63,6 @@ class RunOptions:
     resume: Annotated[
         Path | None, typer.Option(help="Go on from the checkpoint in this directory.")
     ] = None
-    compile_blocks: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="Only where the plan compiles its blocks, which it does without this option, too:"
-            " a plan is of the bytes that were profiled.",
-        ),
-    ] = False
     check: Annotated[
         bool,
         typer.Option(
@@ -103,24 +95,11 @@ class RunOptions:
         """Comparison while the plan runs."""
         return "bitwise" if self.check else "spills" if self.check_spills else None
 
-    def refuse(self, path: Path, plan: "Plan") -> None:
+    def refuse(self, plan: "Plan") -> None:
         """Raise ProtrainError for options that contradict one another, or the plan."""
-        from protrain_runtime.contract.records.commands import profile_command
         from protrain_runtime.contract.records.hardware import is_accelerator
 
         workload = plan.workload
-        if self.compile_blocks and not workload.compile:
-            again = profile_command(
-                replace(workload, compile="blocks"),
-                optimizer=plan.optimizer,
-                output="profile.yaml",
-                allow=plan.allowed,
-            )
-            raise ProtrainError(
-                f"{path} was planned for blocks that are not compiled, which save other bytes",
-                key="--compile",
-                fix=f"profile with it and plan again: {again}",
-            )
         if self.verify and is_accelerator(workload.device) and not workload.deterministic:
             raise ProtrainError(
                 "the plan's kernels may give other bits in every run, such as those of attention's"
@@ -215,7 +194,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     | protrain run plan.yaml --record recording.json
     """
     from protrain_plan.checking.plan_files import opened, read_files
-    from protrain_plan.commands.output import destination, progress, show
+    from protrain_plan.commands.output import destination, print_beside, progress, show
     from protrain_plan.presentation.plans import run_json, run_text
     from protrain_runtime.contract.program.recording import write_recording
     from protrain_runtime.contract.program.requirements import refuse_pipeline
@@ -235,7 +214,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
             started.enter_context(who.together("protrain run"))
         record = read_plan(plan)
         refuse_pipeline(record)
-        options.refuse(plan, record)
+        options.refuse(record)
         target = None
         if options.recording is not None:
             read = (plan, plan.parent / "profile.yaml", record.workload.model, options.text)
@@ -278,6 +257,8 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         overruns=overruns,
         profile=beside(),
     )
+    if options.weights is None and options.resume is None and record.workload.model_config:
+        print_beside("trained random weights; --weights FOLDER starts from a model's own")
     show(as_json, data, lambda: run_text(record, data, overruns))
     if options.verify and (overruns or not verified):
         raise typer.Exit(1)

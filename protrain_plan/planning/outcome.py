@@ -80,4 +80,4 @@ class Infeasible:
     @property
     def in_a_line(self) -> str:
         """A shortage: of which memory, and where."""
-        return f"{format_bytes(self.shortfall_bytes)} of {self.tier} memory, in {self.slot}"
+        return f"needs {format_bytes(self.shortfall_bytes)} more {self.tier} memory, in {self.slot}"

@@ -117,8 +117,8 @@ def other_results(plan: Plan) -> list[str]:
         )
     if plan.host_updated:
         lines.append(
-            f"host rounding: {len(plan.host_updated)} of {len(plan.units)} units are updated by the"
-            " host (--exact-updates)"
+            f"last bits differ: {len(plan.host_updated)} of {len(plan.units)} units update on the"
+            " CPU (--exact-updates avoids it)"
         )
     return lines
 
@@ -222,7 +222,7 @@ def spared_disk(solved: "Solved") -> list[str]:
     if not (moves and spares_disk(plan)) or solved.solver == STAGES:
         return []
     return [
-        f"spares the disk: no step was found that it makes {100 * gain:.3g}% faster; --disk-gain 0"
+        f"disk not used: no plan was found that it makes {100 * gain:.3g}% faster; --disk-gain 0"
         " uses it for less"
     ]
 

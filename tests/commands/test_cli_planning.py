@@ -131,7 +131,7 @@ def test_a_disk_that_gains_little_is_spared_and_that_is_said(tmp_path: Path) -> 
     assert "disk_writes" not in answer
     assert "above the fastest that --disk-gain admits" in text
     assert (
-        "spares the disk: no step was found that it makes 10% faster; --disk-gain 0 uses it for"
+        "disk not used: no plan was found that it makes 10% faster; --disk-gain 0 uses it for"
         " less" in text
     )
     answer, text = said("--disk-gain", "0")

@@ -28,7 +28,6 @@ from protrain_runtime.contract.records import (
     fingerprint,
     loads_plan,
     loads_profile,
-    write_plan,
 )
 from protrain_runtime.contract.records.forms import FORMS, exactness_of, leaves_of
 from protrain_runtime.contract.records.plan import (
@@ -346,15 +345,6 @@ def test_a_profile_of_compiled_blocks_with_a_form_that_looks_inside_is_refused(
     assert_says(caught.value)
 
 
-def test_a_run_asked_to_compile_under_a_plan_for_plain_blocks_is_refused(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    write_plan(tried(blocks=False).planned_for(build("llama")), tmp_path / "plan.yaml")
-    done = forked.protrain("run", "plan.yaml", "--compile", folder=tmp_path)
-    assert done.returncode == 2
-    assert_says(done.stderr)
-
-
 PROFILE = ("profile", "tiny-llama", "--batch-size", 2, "--seq-len", 64, "--steps", 1, "--compile")
 
 
@@ -382,7 +372,7 @@ def test_a_run_says_whether_pytorchs_cache_had_its_graphs(
     assert profiled["compilation"]["cache"] == "cold"
     planned = ("plan", folder / "profile.yaml", "--json")
     printed(forked.protrain(*planned, folder=tmp_path))
-    words = ("run", "plan.yaml", "--compile", "--verify", "--json")
+    words = ("run", "plan.yaml", "--verify", "--json")
     warm = printed(protrain(*words, folder=tmp_path, **cache_in(folder / "cache")))
     assert warm["compilation"]["cache"] == "warm"
     assert warm["compilation"]["num_graphs"] > 0
