@@ -257,7 +257,8 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         overruns=overruns,
         profile=beside(),
     )
-    if options.weights is None and options.resume is None and record.workload.model_config:
+    drawn = options.weights is None and options.resume is None
+    if drawn and record.workload.model_config and not as_json:
         print_beside("trained random weights; --weights FOLDER starts from a model's own")
     show(as_json, data, lambda: run_text(record, data, overruns))
     if options.verify and (overruns or not verified):
