@@ -123,6 +123,10 @@ _add(hardware, searching.search)
 app.add_typer(hardware, name="hardware", help=machines.HELP, epilog=machines.EXAMPLES)
 
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C has ended."""
+
+
 def main() -> None:
     """Run the command line."""
     gc.disable()  # until a command begins: help ends before there is garbage
@@ -136,6 +140,8 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
     try:
         code = command()
         flush()
+        if code == INTERRUPTED:  # typer makes Ctrl-C a code
+            print_error("interrupted")
     except (Exception, KeyboardInterrupt) as error:
         code = _failed(error)
         if code is None:
@@ -154,7 +160,7 @@ def _failed(error: BaseException) -> int | None:
             return error.exit_code
         case KeyboardInterrupt() | typer.Abort():
             print_error("interrupted")
-            return 130
+            return INTERRUPTED
         case ProtrainError(__cause__=BrokenPipeError()):
             return BROKEN_PIPE
         case ProtrainError():
