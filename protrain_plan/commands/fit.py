@@ -81,6 +81,7 @@ class CellOptions:
         step: StepOptions,
         *,
         allow: list[str] | None,
+        beside: str,
         counts: Sequence[int],
     ) -> "Cells":
         """The cells, on so many devices where `counts` says it."""
@@ -91,7 +92,7 @@ class CellOptions:
         lengths = integers("--seq-len", self.seq_len)
         batches = integers("--batch-size", self.batch_size or "1")
         return Cells(
-            requests=workload.requests(model, lengths, batches, allow=allow),
+            requests=workload.requests(model, lengths, batches, allow=allow, beside=beside),
             machines=machines,
             groups=[
                 (place, group_on(machine, count))
@@ -231,14 +232,15 @@ def fit(
     if (file := of_file.read(context, model)) is not None:
         model, asked = file.options["model"], filled(asked, file, as_text=True)
         workload, step = filled(workload, file), filled(step, file)
+    beside = of_file.frozen(file)
     machines = [budgets.machine(name.strip()) for name in names]
     budgets.refuse_host_memory(machines)
     if staged.stages is None:
         refuse_batches(asked.global_batch, asked.batch_size, step.accumulate)
     else:
         refuse_without_global_batch(asked.global_batch, asked.batch_size, step.accumulate)
-        for option in given(answers):
-            if option in ("--compare", "--sweep", "--what-helps"):
+        for option in (*given(answers), *["--beside"] * bool(beside)):
+            if option in ("--beside", "--compare", "--sweep", "--what-helps"):
                 raise ProtrainError("stages are planned without it", key=option)
     prices = prices_of(answers.price, machines)
     columns = answers.shown(machines, prices)
@@ -246,7 +248,9 @@ def fit(
     machines = [replace(machine, price_per_hour=0.0) for machine in machines]
     swept = answers.swept(machines)
     counts = swept.counts if swept else ()
-    cells = asked.cells(model, machines, workload, budgets, step, allow=allow, counts=counts)
+    cells = asked.cells(
+        model, machines, workload, budgets, step, allow=allow, beside=beside, counts=counts
+    )
     fits: list[Fit] = []
     helps: list[Sequence[Tried]] = []
     lines: list[list[dict[str, Any]]] = []  # of a sweep

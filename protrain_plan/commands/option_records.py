@@ -145,7 +145,7 @@ class WorkloadOptions:
         `defaults` are the dtype and the precision where none is given, `others` further fields.
         """
         from protrain_plan.commands.measuring import ProfileRequest
-        from protrain_plan.models.presets import DEFAULT_OPTIMIZER
+        from protrain_plan.models.presets import DEFAULT_OPTIMIZER, known_model
         from protrain_runtime.contract.records.adapters import parse_lora
         from protrain_runtime.contract.records.profile import DType, Precision, Quantize, Workload
 
@@ -162,7 +162,7 @@ class WorkloadOptions:
 
             quantize = read_quantize(self.quantize, adapter=adapter)
         workload = Workload(
-            model=model,
+            model=known_model(model),
             model_config="",
             batch_size=1,
             seq_len=1,

@@ -267,6 +267,7 @@ class ModelOptions:
         ours = ("--on", "--no-cache", *(["--global-batch"] if staged else []))
         kept = [option for option in given(self) if option not in ours]
         kept += ["--model"] if of_file.named else []
+        kept += ["--beside"] if of_file.beside else []
         for option in (*kept, *given(workload)):
             raise ProtrainError(
                 "a profile says it already", key=option, fix="plan a model by its name with --on"
@@ -318,7 +319,7 @@ def plan(
     from protrain_plan.presentation.trainer_files import file_json, file_text
     from protrain_runtime.contract.records import write_plan, write_profile
 
-    beside, file, named = None, None, profile
+    beside, file, named, beside_it = None, None, profile, ""
     if model.on is None:
         model.refuse(workload, of_file, staged=staged.stages is not None)
     else:
@@ -330,6 +331,7 @@ def plan(
                 filled(devices, file),
             )
             workload, step = filled(workload, file), filled(step, file)
+        beside_it = of_file.frozen(file)
     read = (profile, model.on, fixed.pins, beside)
     target = output if wanted.pareto else destination(output, inputs=read)  # a front is printed
     if search.lp is not None:
@@ -338,7 +340,7 @@ def plan(
         destination(beside, inputs=read[:-1])
     objective, settings = wanted.objective(), step.settings()
     if staged.stages is not None:
-        others = (*given(fixed), *given(wanted), *given(search))
+        others = (*given(fixed), *given(wanted), *given(search), *["--beside"] * bool(beside_it))
         for unused in (option for option in others if option != "--explain"):
             raise ProtrainError(
                 "stages are planned without it", key=unused, fix="leave it out, or --stages"
@@ -363,7 +365,15 @@ def plan(
         record, kept = _read(profile, leaves_named(allow)), AnswerCache(off=model.no_cache)
     else:
         record, settings, kept = _estimated(
-            named, model, workload, budgets, devices, settings, allow=allow, as_json=as_json
+            named,
+            model,
+            workload,
+            budgets,
+            devices,
+            settings,
+            allow=allow,
+            beside=beside_it,
+            as_json=as_json,
         )
     budgets.refuse_host_memory([record.hardware])
     group = devices.on(record.hardware)
@@ -419,6 +429,7 @@ def _estimated(
     settings: "StepSettings",
     *,
     allow: list[str] | None,
+    beside: str,
     as_json: bool,
 ) -> "tuple[Profile, StepSettings, AnswerCache]":
     """The profile of a model by its name, the step with the best micro-batches, and answers."""
@@ -431,7 +442,11 @@ def _estimated(
     machine = budgets.machine(model.on)
     cells = Cells(
         requests=workload.requests(
-            name, [model.seq_len or SEQ_LEN], [model.batch_size or 1], allow=allow
+            name,
+            [model.seq_len or SEQ_LEN],
+            [model.batch_size or 1],
+            allow=allow,
+            beside=beside,
         ),
         machines=[machine],
         groups=[(0, devices.on(machine))],

@@ -26,7 +26,7 @@ _ANSWERED = {
 
 @option_record
 class FileOptions:
-    """Options for what a trainer's file may leave open."""
+    """Options for what a trainer's file may leave open: its model, and one beside that."""
 
     named: Annotated[
         str | None,
@@ -36,6 +36,21 @@ class FileOptions:
             help="The model, where MODEL is a trainer's file that names none that is known.",
         ),
     ] = None
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A frozen model that runs a forward on the same batch in each step, such as a"
+            " teacher or a reference: a preset, a config.json or a factory; none: there is none.",
+        ),
+    ] = None
+
+    def frozen(self, file: "TrainerFile | None") -> str:
+        """The frozen model beside the trained one; empty for none."""
+        named = self.beside if self.beside is not None else file and file.options.get("beside")
+        from protrain_plan.models.presets import known_model
+
+        return "" if named in (None, "none") else known_model(str(named))
 
     def read(self, context: typer.Context, model: str) -> "TrainerFile | None":
         """The file that a MODEL argument names; None where that is a model."""
