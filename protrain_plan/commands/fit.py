@@ -25,8 +25,10 @@ from protrain_plan.commands.options import (
     NoCacheOption,
     choice,
     integers,
+    machine_names,
     prices_of,
     refuse_batches,
+    refuse_of_factory,
 )
 from protrain_plan.commands.staging import (
     StageOptions,
@@ -51,7 +53,12 @@ class CellOptions:
     """The cells of the table: sizes and numbers of devices, each with each machine."""
 
     on: Annotated[
-        str, typer.Option("--on", help="Machines: names of the catalogue or YAML files, by comma.")
+        str,
+        typer.Option(
+            "--on",
+            help="Machines: names of the catalogue or YAML files, by comma.",
+            autocompletion=machine_names,
+        ),
     ]
     seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = str(SEQ_LEN)
     batch_size: Annotated[
@@ -232,7 +239,8 @@ def fit(
     if (file := of_file.read(context, model)) is not None:
         model, asked = file.options["model"], filled(asked, file, as_text=True)
         workload, step = filled(workload, file), filled(step, file)
-    beside = of_file.frozen(file)
+    refuse_of_factory(context, model)
+    beside = of_file.frozen(model, file)
     machines = [budgets.machine(name.strip()) for name in names]
     budgets.refuse_host_memory(machines)
     if staged.stages is None:

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform, 
 
 import typer
 
-from protrain_plan.commands.options import TightOption, choice, leaves_named, part, size
+from protrain_plan.commands.options import (
+    TightOption,
+    choice,
+    leaves_named,
+    part,
+    size,
+)
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -269,6 +275,7 @@ class BudgetOptions:
         """A machine of the catalogue or of a file, with what was asked for below its device."""
         from protrain_plan.hardware.catalogue import load_hardware
 
+        size("--device-memory", self.device_memory, 0)  # a wrong one is told before estimating
         machine = load_hardware(name)
         asked = {
             "host": size("--host-memory", self.host_memory, -1),

@@ -22,7 +22,10 @@ from protrain_plan.commands.options import (
     PointsOption,
     choice,
     leaves_named,
+    machine_names,
+    model_names,
     refuse_batches,
+    refuse_of_factory,
     size,
 )
 from protrain_plan.commands.staging import StageOptions, plan_in_stages
@@ -240,6 +243,7 @@ class ModelOptions:
             help="Estimate the model's profile for a machine: a name of the catalogue, or a YAML"
             " file.",
             rich_help_panel=OF_MODEL,
+            autocompletion=machine_names,
         ),
     ] = None
     seq_len: Annotated[
@@ -278,7 +282,12 @@ class ModelOptions:
 def plan(
     context: typer.Context,
     profile: Annotated[
-        str, typer.Argument(help="A profile; with --on a model, as of fit.", show_default=False)
+        str,
+        typer.Argument(
+            help="A profile; with --on a model, as of fit.",
+            show_default=False,
+            autocompletion=model_names,
+        ),
     ],
     *,
     budgets: BudgetOptions,
@@ -331,7 +340,8 @@ def plan(
                 filled(devices, file),
             )
             workload, step = filled(workload, file), filled(step, file)
-        beside_it = of_file.frozen(file)
+        refuse_of_factory(context, named)
+        beside_it = of_file.frozen(named, file)
     read = (profile, model.on, fixed.pins, beside)
     target = output if wanted.pareto else destination(output, inputs=read)  # a front is printed
     if search.lp is not None:
@@ -406,9 +416,17 @@ def plan(
 
 
 def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
-    """The profile in a file; ProtrainError where it has no forms that leave is given for."""
+    """The profile in a file; ProtrainError for a model, and for leave that it has no forms for."""
+    from protrain_plan.models.presets import names_model
     from protrain_runtime.contract.records import read_profile
 
+    if names_model(path):
+        raise ProtrainError(
+            "a model is planned for a machine",
+            source=path,
+            key="--on",
+            fix=f"name one (protrain hardware list): protrain plan {path} --on rtx-4090",
+        )
     record = read_profile(Path(path))
     if missing := [leave for leave in leaves if leave not in record.allowed]:
         raise ProtrainError(

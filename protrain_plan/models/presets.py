@@ -218,6 +218,18 @@ def read_config(model: str) -> JsonObject | None:
     return None if known == model else _without_notes(preset_config(known))
 
 
+def is_factory(model: str) -> bool:
+    """Whether a MODEL argument names code that makes a model and its batches."""
+    return ":" in model and Path(model).suffix != ".json" and read_config(model) is None
+
+
+def names_model(text: str) -> bool:
+    """Whether an argument for a record names a model in its place, or a trainer's file."""
+    if not os.path.isfile(text):  # noqa: PTH113
+        return is_factory(text) or preset_of(text) is not None or os.path.isdir(text)  # noqa: PTH112
+    return Path(text).suffix in (".yaml", ".yml", ".json") and "protrain" not in read_text(text)
+
+
 def parse_config(text: str, *, where: str) -> JsonObject:
     """The configuration that a text holds, without notes; ProtrainError where it holds none."""
     config = parsed_json(text, where)

@@ -46,6 +46,7 @@ from protrain_plan.models.building import (
 from protrain_plan.models.importing import imported
 from protrain_plan.models.presets import (
     JsonObject,
+    is_factory,
     known_model,
     near_names,
     parse_config,
@@ -444,7 +445,7 @@ def load_source(model: str, *, model_config: str = "") -> ModelSource:
     config = parse_config(model_config, where=model) if model_config else read_config(model)
     if config is not None:
         return ConfigSource(model if model_config else known_model(model), config)
-    if ":" in model and Path(model).suffix != ".json":
+    if is_factory(model):
         return FactorySource(model)
     near = near_names(model)
     known = f"did you mean {' or '.join(near)}?" if near else "protrain models lists the presets"

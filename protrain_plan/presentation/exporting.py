@@ -98,12 +98,12 @@ def export(plan: Plan, tool: str) -> Exported:
     """
     exporter = EXPORTERS[tool]
     if plan.workload.adapter and not exporter.has_adapters:
-        able = [name for name, one in EXPORTERS.items() if one.has_adapters]
+        adapting = [name for name, one in EXPORTERS.items() if one.has_adapters]
         packed = f" over {plan.workload.quantize} weights" if plan.workload.quantize else ""
         raise ProtrainError(
             f"the plan trains adapters{packed}, and {tool} would train all of the model",
             key="--to",
-            fix=None if plan.pipeline else f"export it to {listed(able, 'or')}",
+            fix=None if plan.pipeline else f"export it to {listed(adapting, 'or')}",
         )
     if plan.pipeline is not None and not exporter.has_stages:
         able = listed([name for name, one in EXPORTERS.items() if one.has_stages], "or")

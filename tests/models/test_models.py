@@ -477,3 +477,14 @@ def test_an_unknown_optimizer_is_one_clear_error() -> None:
         f"optimizer: expected one of {', '.join(KNOWN)}, or package.module:Class, got 'sdg'"
         "\n  fix: did you mean sgd?"
     )
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 3, 4), ()])
+def test_muon_says_that_it_takes_matrices_alone(
+    shape: tuple[int, ...], assert_says: Speaker
+) -> None:
+    matrix = nn.Parameter(torch.ones(4, 4))
+    other = nn.Parameter(torch.ones(shape))
+    assert_says.refused(optimizer_factory("muon"), [matrix, other])
+    assert_says.refused(optimizer_factory("muon"), [{"params": [other]}])
+    optimizer_factory("muon")([matrix])
