@@ -710,7 +710,7 @@ _STEPS = (
     r"|include_\w+|log_\w+|ignore_data_skip|full_determinism|skip_memory_metrics|past_index"
     r"|min_lr\w*|eta_min|decay_\w+|betas|beta[12]|epsilon|cache_dir|low_cpu_mem_usage"
     r"|dpo_(beta|label_smoothing|norm_loss|use_weighting)|(simpo|rl|pref|cpo|orpo)_(alpha|beta|gamma)"
-    r"|simpo_gamma|pref_ftx"
+    r"|simpo_gamma|pref_ftx|loraplus_lr_\w+"
 )
 _OF_A_PLAN = (
     r"gradient_checkpointing(_.*|\..*)?|activation_offloading(\..*)?|deepspeed(\..*)?"
@@ -722,6 +722,11 @@ def _pattern(*parts: str) -> re.Pattern[str]:
     return re.compile("|".join(parts))
 
 
+_SWITCHES = {
+    f"use_{name}": _other_optimizer for name in ("muon", "galore", "apollo", "badam", "adam_mini")
+}
+"""Optimizers that a key turns on."""
+_SWITCHED = [f"optimizer={key}" for key in _SWITCHES]
 _TRAINING_ARGUMENTS = (
     "model=model_name_or_path batch_size=per_device_train_batch_size"
     " accumulate=gradient_accumulation_steps bf16=bf16 fp16=fp16 optimizer=optim clip=max_grad_norm"
@@ -744,8 +749,10 @@ AXOLOTL = Format(
         "dora=peft_use_dora targets=lora_target_modules all_linear=lora_target_linear",
         "modules_to_save=lora_modules_to_save bits4=load_in_4bit bits8=load_in_8bit",
         "packing=sample_packing packing=pad_to_sequence_len pairs=rl",
+        *_SWITCHED,
     ),
     readers={
+        **_SWITCHES,
         "rl": _rl,
         "bf16": _one_of({True: True, False: False, "auto": "auto", "full": True}),
         "adapter": _one_of({"lora": "lora", "qlora": "qlora"}),
@@ -781,13 +788,10 @@ LLAMA_FACTORY = Format(
         "method=finetuning_type rank=lora_rank targets=lora_target",
         "modules_to_save=additional_target bits=quantization_bit bits_by=quantization_method",
         "nested=double_quantization pairs=stage alone=pref_loss beside=ref_model",
-        *(f"optimizer=use_{name}" for name in ("muon", "galore", "apollo", "badam", "adam_mini")),
+        *_SWITCHED,
     ),
     readers={
-        **{
-            f"use_{name}": _other_optimizer
-            for name in ("muon", "galore", "apollo", "badam", "adam_mini")
-        },
+        **_SWITCHES,
         "stage": _one_of({"sft": {}, "pt": {}, "dpo": _PAIRS}),
         "pref_loss": _one_of(
             dict.fromkeys(("sigmoid", "hinge", "ipo"), False)
@@ -808,7 +812,7 @@ LLAMA_FACTORY = Format(
         r"|image_\w+_pixels|video_\w+|interleave_probs|mix_strategy|buffer_size|streaming|tool_format"
         r"|default_system|enable_thinking|train_on_prompt|ignore_pad_token_for_loss|infer_\w+"
         r"|split_special_tokens|use_fast_tokenizer|(ms|om)_hub_token|compute_accuracy"
-        r"|(galore|apollo|badam)_\w+|do_sample|temperature|top_[kp]|max_new_tokens",
+        r"|(galore|apollo|badam)_\w+|freeze_(trainable|extra)_\w+|do_sample|temperature|top_[kp]|max_new_tokens",
     ),
     checkpointing=Switch(keys=("disable_gradient_checkpointing",), on=False, off=True),
     full="autocast",
@@ -865,7 +869,10 @@ TORCHTUNE = Format(
 TRAINER = Format(
     name="the Trainer",
     marks=("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type"),
-    keys=_keys(_TRAINING_ARGUMENTS, "seq_len=max_seq_length loaded=dtype loaded=torch_dtype"),
+    keys=_keys(
+        _TRAINING_ARGUMENTS, "seq_len=max_seq_length loaded=dtype loaded=torch_dtype", *_SWITCHED
+    ),
+    readers=_SWITCHES,
     harmless={
         "attn_implementation": _ATTENTION,
         **_NO_SMOOTHING,
@@ -901,6 +908,7 @@ TRL = replace(
         "beside=teacher_model_name_or_path",
     ),
     readers={
+        **_SWITCHES,
         "use_peft": _one_of({True: "lora", False: ""}),
         "bnb_4bit_quant_type": _one_of({"nf4": "nf4"}),
     },

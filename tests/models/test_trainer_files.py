@@ -328,12 +328,10 @@ ON: dict[str, dict[str, Any]] = {
     "llama-factory": {
         "use_dft_loss": True,
         "mixture_of_depths": "convert",
-        "loraplus_lr_ratio": 16.0,
         "enable_liger_kernel": True,
         "use_unsloth": True,
         "flash_attn": "disabled",
         "reward_model": "a/b",
-        "freeze_trainable_layers": 2,
         "shift_attn": True,
         "ppo_epochs": 2,
         "rope_scaling": "yarn",
@@ -424,6 +422,23 @@ def test_logs_data_and_schedules_are_left_out(tmp_path: Path) -> None:
         "output_dir": "out",
     }
     assert set(keys) <= set(read(tmp_path, QLORA, **keys).ignored)
+
+
+def test_a_frozen_method_is_answered_as_its_fix_says(tmp_path: Path) -> None:
+    freeze = LORA | {"finetuning_type": "freeze", "freeze_trainable_layers": 2}
+    with pytest.raises(ProtrainError, match="finetuning_type: full"):
+        read(tmp_path, freeze)
+    assert "lora" not in read(tmp_path, freeze, finetuning_type="full").options
+
+
+@pytest.mark.parametrize("content", [QLORA, ARGUMENTS, PLAIN])
+def test_switches_of_optimizers_are_known_in_all_files(
+    content: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        read(tmp_path, content, use_galore=True)
+    assert (caught.value.key, caught.value.fix) == ("use_galore", "say it with --optimizer")
+    assert "optimizer" not in read(tmp_path, content, "optimizer", use_galore=True).options
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "galore", "apollo", "badam", "adam_mini"])
