@@ -230,7 +230,7 @@ def _value(schema: Json) -> str:
             return ", ".join(f"`{value}`" if value else "empty" for value in values)
         case {"type": "array", "items": items}:
             return f"list of {_value(items)}"
-        case {"oneOf": [{"type": "integer"}, {"type": "string"}]}:
+        case {"oneOf": [*_, {"type": "integer"}, {"type": "string"}]}:
             return "size"
         case {"oneOf": choices}:
             return " or ".join(_value(choice) for choice in choices)

@@ -118,6 +118,7 @@ for _command in (
     _add(app, _command)
 _add(hardware, machines.list_machines, "list")
 _add(hardware, machines.show_machine, "show")
+_add(hardware, machines.copy)
 _add(hardware, machines.probe)
 _add(hardware, searching.search)
 app.add_typer(hardware, name="hardware", help=machines.HELP, epilog=machines.EXAMPLES)
@@ -169,7 +170,10 @@ def _failed(error: BaseException) -> int | None:
         case _ if hasattr(error, "format_message"):
             # What typer's parser found wrong with the arguments.
             if message := error.format_message():  # no arguments at all: the help was shown
-                print_error(message, hint="try protrain --help")
+                path, context = "--help", getattr(error, "ctx", None)
+                while context is not None and context.parent is not None:
+                    path, context = f"{context.info_name} {path}", context.parent
+                print_error(message, hint=f"try protrain {path}")
             return 2
         case _:
             return None

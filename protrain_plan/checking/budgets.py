@@ -37,7 +37,7 @@ from protrain_runtime.contract.records.tree import (
     parsed_toml,
     root,
 )
-from protrain_runtime.contract.units import parse_bytes
+from protrain_runtime.contract.units import typed_bytes
 
 Number = TypeVar("Number", int, float)
 
@@ -177,7 +177,7 @@ def _budgets(machines: Node, source: str) -> dict[str, MachineBudget]:
 
 def _budget(machine: str, source: str, values: Mapping[str, Node]) -> MachineBudget:
     def size(key: str) -> int | None:
-        return _parsed(values.get(key), "a size", parse_bytes)
+        return _parsed(values.get(key), "a size", typed_bytes)
 
     def fraction(key: str) -> float | None:
         return _parsed(values.get(key), "a percentage such as 5%", _fraction)

@@ -3,8 +3,8 @@
 They are those of the version that is written today, and made from the dataclasses' own
 annotations, as the reader is. What a schema cannot say, and the reader alone refuses: names that
 stand twice, references to units that are not there, the order of `used_by`, runs that do not count
-up, sizes beyond their limits as texts, characters that are not seen, and numbers that do not go
-together.
+up, sizes as texts that are beyond their limits or lack a unit, characters that are not seen, and
+numbers that do not go together.
 """
 
 from collections.abc import Callable
@@ -36,6 +36,7 @@ from protrain_runtime.contract.records.schema import (
     may_miss,
 )
 from protrain_runtime.contract.records.tree import MAX_TEXT
+from protrain_runtime.contract.units import LEAST_BARE
 
 Schema = dict[str, Any]
 
@@ -52,7 +53,8 @@ def record_schema(kind: type) -> Schema:
 
 def budgets_schema() -> Schema:
     """The schema of a budgets.yaml."""
-    size = _size(SIZES)
+    typed = Limits(low=LEAST_BARE, high=SIZES.high)  # fewer bytes have a unit
+    size = {"oneOf": [{"const": 0}, *_size(typed)["oneOf"]]}
     percentage = {"type": "string", "pattern": f"^{PERCENTAGE}$"}
     known: dict[str, Schema] = {
         **dict.fromkeys(("device", "host", "disk"), size),

@@ -282,6 +282,8 @@ class Looking:
     def _profile(
         self, profile: Profile, question: EstimateRequest | None, known: _Known, on: Hardware
     ) -> Estimate:
+        if profile.beside is not None:
+            return Unavailable(reason="estimates beside a frozen model are not made again")
         tally = self._cache.tally(question) if question and on not in known.estimates else None
         if tally and tally.profile.workload.device == on.device.kind:
             known.estimates[on] = replace(tally.on(_rated(on)), hardware=on)

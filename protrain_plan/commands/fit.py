@@ -25,8 +25,10 @@ from protrain_plan.commands.options import (
     NoCacheOption,
     choice,
     integers,
+    machine_names,
     prices_of,
     refuse_batches,
+    refuse_of_factory,
 )
 from protrain_plan.commands.staging import (
     StageOptions,
@@ -51,7 +53,12 @@ class CellOptions:
     """The cells of the table: sizes and numbers of devices, each with each machine."""
 
     on: Annotated[
-        str, typer.Option("--on", help="Machines: names of the catalogue or YAML files, by comma.")
+        str,
+        typer.Option(
+            "--on",
+            help="Machines: names of the catalogue or YAML files, by comma.",
+            autocompletion=machine_names,
+        ),
     ]
     seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = str(SEQ_LEN)
     batch_size: Annotated[
@@ -81,6 +88,7 @@ class CellOptions:
         step: StepOptions,
         *,
         allow: list[str] | None,
+        beside: str,
         counts: Sequence[int],
     ) -> "Cells":
         """The cells, on so many devices where `counts` says it."""
@@ -91,7 +99,7 @@ class CellOptions:
         lengths = integers("--seq-len", self.seq_len)
         batches = integers("--batch-size", self.batch_size or "1")
         return Cells(
-            requests=workload.requests(model, lengths, batches, allow=allow),
+            requests=workload.requests(model, lengths, batches, allow=allow, beside=beside),
             machines=machines,
             groups=[
                 (place, group_on(machine, count))
@@ -231,14 +239,16 @@ def fit(
     if (file := of_file.read(context, model)) is not None:
         model, asked = file.options["model"], filled(asked, file, as_text=True)
         workload, step = filled(workload, file), filled(step, file)
+    refuse_of_factory(context, model)
+    beside = of_file.frozen(model, file)
     machines = [budgets.machine(name.strip()) for name in names]
     budgets.refuse_host_memory(machines)
     if staged.stages is None:
         refuse_batches(asked.global_batch, asked.batch_size, step.accumulate)
     else:
         refuse_without_global_batch(asked.global_batch, asked.batch_size, step.accumulate)
-        for option in given(answers):
-            if option in ("--compare", "--sweep", "--what-helps"):
+        for option in (*given(answers), *["--beside"] * bool(beside)):
+            if option in ("--beside", "--compare", "--sweep", "--what-helps"):
                 raise ProtrainError("stages are planned without it", key=option)
     prices = prices_of(answers.price, machines)
     columns = answers.shown(machines, prices)
@@ -246,7 +256,9 @@ def fit(
     machines = [replace(machine, price_per_hour=0.0) for machine in machines]
     swept = answers.swept(machines)
     counts = swept.counts if swept else ()
-    cells = asked.cells(model, machines, workload, budgets, step, allow=allow, counts=counts)
+    cells = asked.cells(
+        model, machines, workload, budgets, step, allow=allow, beside=beside, counts=counts
+    )
     fits: list[Fit] = []
     helps: list[Sequence[Tried]] = []
     lines: list[list[dict[str, Any]]] = []  # of a sweep

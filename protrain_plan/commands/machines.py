@@ -14,9 +14,18 @@ from protrain_plan.commands.options import (
     JsonOption,
     SpillOption,
     found_device,
+    machine_names,
     size,
 )
 
+MachineArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A name of the catalogue, or a YAML file of hardware or of a profile.",
+        show_default=False,
+        autocompletion=machine_names,
+    ),
+]
 HELP = "The machines that estimates are for: those of the catalogue, and this one, measured."
 EXAMPLES = (
     "Examples: protrain hardware list | protrain hardware show rtx-4090"
@@ -52,13 +61,7 @@ def list_machines(as_json: JsonOption = False) -> None:
 
 
 def show_machine(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="A name of the catalogue, or a YAML file of hardware or of a profile.",
-            show_default=False,
-        ),
-    ],
+    name: MachineArgument,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a machine offers, and where the numbers are from.
@@ -71,6 +74,25 @@ def show_machine(
 
     machine = load_hardware(name)
     show(as_json, asdict(machine), lambda: machine_text(machine))
+
+
+def copy(
+    name: MachineArgument,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The hardware to write; - is standard output.")
+    ] = Path("hardware.yaml"),
+) -> None:
+    """Write a machine as a file, to change its numbers and name it with --on.
+
+    Example: protrain hardware copy rtx-4090 -o my-machine.yaml
+    """
+    from protrain_plan.commands.output import destination, print_rendered
+    from protrain_plan.hardware.catalogue import load_hardware
+    from protrain_plan.presentation.terminal import wrote
+    from protrain_runtime.contract.records import write_hardware
+
+    write_hardware(load_hardware(name), destination(output, inputs=(name,)))
+    print_rendered(wrote(output))
 
 
 def probe(

@@ -22,6 +22,7 @@ from protrain_plan.isolated.pool import processes_at_once, workers
 from protrain_plan.isolated.process import EndedError, Tell, run
 from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_plan.models.presets import read_config
+from protrain_plan.profiling.beside import with_beside
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
 from protrain_plan.profiling.shipped import shipped
 from protrain_plan.profiling.structure import whereabouts
@@ -29,7 +30,7 @@ from protrain_plan.profiling.structure.whereabouts import Place
 from protrain_runtime.contract.errors import OutOfMemoryError
 from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.hardware import Hardware, is_accelerator
-from protrain_runtime.contract.records.profile import Profile, Workload
+from protrain_runtime.contract.records.profile import Precision, Profile, Workload
 
 if TYPE_CHECKING:
     from protrain_plan.profiling.tally import Tally
@@ -58,6 +59,7 @@ class ProfileRequest:
     optimizer: str
     optimizer_args: str | None = None
     allow: tuple[str, ...] = ()
+    beside: str = ""  # a frozen model that runs a forward in each step
     text: Path | None = None
     device: str | None = None
     steps: int | None = None
@@ -68,6 +70,21 @@ class ProfileRequest:
     def sized(self, batch_size: int) -> "ProfileRequest":
         """Return the request for batches of so many sequences."""
         return replace(self, workload=replace(self.workload, batch_size=batch_size))
+
+    def of_beside(self) -> "ProfileRequest | None":
+        """The request of the model beside: the same batches, in the same dtype, without states."""
+        if not self.beside:
+            return None
+        precision: Precision = "autocast" if self.workload.precision == "autocast" else "pure"
+        frozen = replace(
+            self.workload,
+            model=self.beside,
+            precision=precision,
+            adapter="",
+            quantize="",
+            compile="",
+        )
+        return replace(self, workload=frozen, optimizer="sgd", optimizer_args=None, beside="")
 
     def question(self) -> EstimateRequest | None:
         """Return the cache's question; None where it has none, or the code is the user's own.
@@ -114,6 +131,8 @@ class Estimates:
         cache: EstimateCache,
     ) -> None:
         self._requests, self._machines, self._cache = requests, machines, cache
+        frozen = [one for request in requests if (one := request.of_beside())]
+        self._beside = Estimates(frozen, machines, cache) if frozen else None
         self._questions = [request.question() for request in requests]
         self._found: dict[tuple[int, Hardware], Profile] = {}
         for number, question in enumerate(self._questions):
@@ -125,29 +144,37 @@ class Estimates:
     @property
     def num_missing(self) -> int:
         """Requests of which some profile is not known."""
-        return sum(bool(self._missing(number)) for number in range(len(self._requests)))
+        here = sum(bool(self._missing(number)) for number in range(len(self._requests)))
+        return here + (self._beside.num_missing if self._beside else 0)
 
     def made_here(self, *, at_once: int) -> bool:
         """Return whether the model's code runs in this process: it is the user's, or runs once.
 
         Its start would take another process seconds that this one has.
         """
-        return at_once == 1 or self.num_missing <= 1 or not all(self._questions)
+        own = not all(self._questions) or (self._beside and not all(self._beside._questions))
+        return at_once == 1 or self.num_missing <= 1 or bool(own)
 
     def work(self, number: int, progress: Progress | None = None) -> Callable[[], "list[Tally]"]:
         """Return the work that makes a request's missing tallies, here or in another process."""
         told = progress or _unheard
-        return partial(_estimated, self._requests[number], self._missing(number), told)
+        own = partial(_estimated, self._requests[number], self._missing(number), told)
+        return partial(_both, own, self._beside.work(number, progress)) if self._beside else own
 
     def learnt(self, number: int, made: "Sequence[Tally]") -> list[Profile]:
         """The profiles of a request, one per machine, with those that its work has `made`."""
-        question = self._questions[number]
-        for tally in {id(tally): tally for tally in made}.values():
+        question, missing = self._questions[number], self._missing(number)
+        own = made[: len(missing)]
+        for tally in {id(tally): tally for tally in own}.values():
             if question is not None:
                 self._cache.keep_tally(question, tally)
-        for machine, tally in zip(self._missing(number), made, strict=True):
+        for machine, tally in zip(missing, own, strict=True):
             self._found[number, machine] = tally.on(machine)
-        return [self._found[number, machine] for machine in self._machines]
+        found = [self._found[number, machine] for machine in self._machines]
+        if self._beside is None:
+            return found
+        frozen = self._beside.learnt(number, made[len(missing) :])
+        return [with_beside(one, other) for one, other in zip(found, frozen, strict=True)]
 
     def _missing(self, number: int) -> list[Hardware]:
         return [machine for machine in self._machines if (number, machine) not in self._found]
@@ -178,6 +205,10 @@ def estimated(
             found.append(estimates.learnt(number, future.result()))
             progress("estimating", len(found) / len(requests))
     return found
+
+
+def _both(own: "Callable[[], list[Tally]]", beside: "Callable[[], list[Tally]]") -> "list[Tally]":
+    return own() + beside()
 
 
 def _unheard(_: str, __: float) -> None:

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform, 
 
 import typer
 
-from protrain_plan.commands.options import TightOption, choice, leaves_named, part, size
+from protrain_plan.commands.options import (
+    TightOption,
+    choice,
+    leaves_named,
+    part,
+    size,
+)
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -145,7 +151,7 @@ class WorkloadOptions:
         `defaults` are the dtype and the precision where none is given, `others` further fields.
         """
         from protrain_plan.commands.measuring import ProfileRequest
-        from protrain_plan.models.presets import DEFAULT_OPTIMIZER
+        from protrain_plan.models.presets import DEFAULT_OPTIMIZER, known_model
         from protrain_runtime.contract.records.adapters import parse_lora
         from protrain_runtime.contract.records.profile import DType, Precision, Quantize, Workload
 
@@ -162,7 +168,7 @@ class WorkloadOptions:
 
             quantize = read_quantize(self.quantize, adapter=adapter)
         workload = Workload(
-            model=model,
+            model=known_model(model),
             model_config="",
             batch_size=1,
             seq_len=1,
@@ -269,6 +275,7 @@ class BudgetOptions:
         """A machine of the catalogue or of a file, with what was asked for below its device."""
         from protrain_plan.hardware.catalogue import load_hardware
 
+        size("--device-memory", self.device_memory, 0)  # a wrong one is told before estimating
         machine = load_hardware(name)
         asked = {
             "host": size("--host-memory", self.host_memory, -1),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.units import parse_bytes
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.units import typed_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +36,31 @@ ProfileOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Names of models that begin so, for shells; none where files are meant."""
+    from protrain_plan.models.presets import preset_names
+
+    return [name for name in preset_names() if name.startswith(incomplete.lower())]
+
+
+def machine_names(incomplete: str) -> list[str]:
+    """Names of machines, after those before the last comma, for shells."""
+    from protrain_plan.hardware.catalogue import hardware_names
+
+    before, comma, last = incomplete.rpartition(",")
+    names = [name for name in hardware_names() if name.startswith(last.lower())]
+    return [f"{before}{comma}{name}" for name in names]
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        help="A preset's name, a Hugging Face config.json (file or folder),"
-        " or package.module:factory (path/to/file.py:factory).",
+        help="A preset's name (protrain models lists them), a Hugging Face config.json (file or"
+        " folder), or package.module:factory (path/to/file.py:factory).",
         show_default=False,
+        autocompletion=model_names,
     ),
 ]
 DiskSecondsOption = Annotated[
@@ -114,7 +133,7 @@ def size(option: str, text: str | None, default: int) -> int:
     if text is None:
         return default
     with naming(option):
-        return parse_bytes(text)
+        return typed_bytes(text)
 
 
 def part(option: str, text: str | None, setting: str) -> float:
@@ -195,6 +214,25 @@ def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
                 fix=did_you_mean(name, known) or f"there is {listed(known, 'and')}",
             )
     return tuple(leave for leave in known if leave in (given or ()))
+
+
+def on_command_line(context: typer.Context) -> list[str]:
+    """Parameters of the command that were given, by default values, too."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
+def refuse_of_factory(context: typer.Context, model: str) -> None:
+    """ProtrainError for options of batches on the command line, where a factory makes them."""
+    from protrain_plan.models.presets import is_factory
+
+    for name in on_command_line(context) if is_factory(model) else ():
+        if name in ("batch_size", "seq_len", "global_batch", "text"):
+            raise ProtrainError(
+                f"{cut(model)} is a factory, which makes batches of its own",
+                key="--" + name.replace("_", "-"),
+                fix="leave it out, and change the sizes in the factory",
+            )
 
 
 def found_device(text: str) -> "torch.device":

@@ -22,7 +22,10 @@ from protrain_plan.commands.options import (
     PointsOption,
     choice,
     leaves_named,
+    machine_names,
+    model_names,
     refuse_batches,
+    refuse_of_factory,
     size,
 )
 from protrain_plan.commands.staging import StageOptions, plan_in_stages
@@ -240,6 +243,7 @@ class ModelOptions:
             help="Estimate the model's profile for a machine: a name of the catalogue, or a YAML"
             " file.",
             rich_help_panel=OF_MODEL,
+            autocompletion=machine_names,
         ),
     ] = None
     seq_len: Annotated[
@@ -267,6 +271,7 @@ class ModelOptions:
         ours = ("--on", "--no-cache", *(["--global-batch"] if staged else []))
         kept = [option for option in given(self) if option not in ours]
         kept += ["--model"] if of_file.named else []
+        kept += ["--beside"] if of_file.beside else []
         for option in (*kept, *given(workload)):
             raise ProtrainError(
                 "a profile says it already", key=option, fix="plan a model by its name with --on"
@@ -277,7 +282,12 @@ class ModelOptions:
 def plan(
     context: typer.Context,
     profile: Annotated[
-        str, typer.Argument(help="A profile; with --on a model, as of fit.", show_default=False)
+        str,
+        typer.Argument(
+            help="A profile; with --on a model, as of fit.",
+            show_default=False,
+            autocompletion=model_names,
+        ),
     ],
     *,
     budgets: BudgetOptions,
@@ -318,7 +328,7 @@ def plan(
     from protrain_plan.presentation.trainer_files import file_json, file_text
     from protrain_runtime.contract.records import write_plan, write_profile
 
-    beside, file, named = None, None, profile
+    beside, file, named, beside_it = None, None, profile, ""
     if model.on is None:
         model.refuse(workload, of_file, staged=staged.stages is not None)
     else:
@@ -330,6 +340,8 @@ def plan(
                 filled(devices, file),
             )
             workload, step = filled(workload, file), filled(step, file)
+        refuse_of_factory(context, named)
+        beside_it = of_file.frozen(named, file)
     read = (profile, model.on, fixed.pins, beside)
     target = output if wanted.pareto else destination(output, inputs=read)  # a front is printed
     if search.lp is not None:
@@ -338,7 +350,7 @@ def plan(
         destination(beside, inputs=read[:-1])
     objective, settings = wanted.objective(), step.settings()
     if staged.stages is not None:
-        others = (*given(fixed), *given(wanted), *given(search))
+        others = (*given(fixed), *given(wanted), *given(search), *["--beside"] * bool(beside_it))
         for unused in (option for option in others if option != "--explain"):
             raise ProtrainError(
                 "stages are planned without it", key=unused, fix="leave it out, or --stages"
@@ -363,7 +375,15 @@ def plan(
         record, kept = _read(profile, leaves_named(allow)), AnswerCache(off=model.no_cache)
     else:
         record, settings, kept = _estimated(
-            named, model, workload, budgets, devices, settings, allow=allow, as_json=as_json
+            named,
+            model,
+            workload,
+            budgets,
+            devices,
+            settings,
+            allow=allow,
+            beside=beside_it,
+            as_json=as_json,
         )
     budgets.refuse_host_memory([record.hardware])
     group = devices.on(record.hardware)
@@ -399,9 +419,17 @@ def plan(
 
 
 def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
-    """The profile in a file; ProtrainError where it has no forms that leave is given for."""
+    """The profile in a file; ProtrainError for a model, and for leave that it has no forms for."""
+    from protrain_plan.models.presets import names_model
     from protrain_runtime.contract.records import read_profile
 
+    if names_model(path):
+        raise ProtrainError(
+            "a model is planned for a machine",
+            source=path,
+            key="--on",
+            fix=f"name one (protrain hardware list): protrain plan {path} --on rtx-4090",
+        )
     record = read_profile(Path(path))
     if missing := [leave for leave in leaves if leave not in record.allowed]:
         raise ProtrainError(
@@ -422,6 +450,7 @@ def _estimated(
     settings: "StepSettings",
     *,
     allow: list[str] | None,
+    beside: str,
     as_json: bool,
 ) -> "tuple[Profile, StepSettings, AnswerCache]":
     """The profile of a model by its name, the step with the best micro-batches, and answers."""
@@ -434,7 +463,11 @@ def _estimated(
     machine = budgets.machine(model.on)
     cells = Cells(
         requests=workload.requests(
-            name, [model.seq_len or SEQ_LEN], [model.batch_size or 1], allow=allow
+            name,
+            [model.seq_len or SEQ_LEN],
+            [model.batch_size or 1],
+            allow=allow,
+            beside=beside,
         ),
         machines=[machine],
         groups=[(0, devices.on(machine))],

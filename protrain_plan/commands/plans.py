@@ -245,7 +245,8 @@ def export(
 ) -> None:
     """Write another tool's nearest configuration, and list what it cannot express.
 
-    torchtitan and megatron have pipeline stages; the others refuse a plan that has some.
+    torchtitan and megatron have pipeline stages, and refuse a plan with adapters; the others refuse
+    one with stages.
 
     Example: protrain export plan.yaml --to fsdp2 -o fsdp2.yaml
     """

@@ -19,8 +19,11 @@ from protrain_plan.commands.options import (
     DiskBytesOption,
     DiskSecondsOption,
     JsonOption,
+    ModelArgument,
     NoCacheOption,
     SpillOption,
+    machine_names,
+    refuse_of_factory,
     size,
 )
 from protrain_runtime.contract.errors import ProtrainError
@@ -78,6 +81,7 @@ OnOption = Annotated[
         "--on",
         help="Estimate instead, for a machine that need not be there: a name of the catalogue"
         " (protrain hardware list), or a YAML file.",
+        autocompletion=machine_names,
     ),
 ]
 InterconnectOption = Annotated[
@@ -109,14 +113,8 @@ def _joined(name: str) -> "Interconnect":
 
 @with_records
 def profile(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A preset's name (protrain models lists them), a Hugging Face config.json"
-            " (file or folder), or package.module:factory (path/to/file.py:factory).",
-            show_default=False,
-        ),
-    ],
+    context: typer.Context,
+    model: ModelArgument,
     *,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The profile to write; - is standard output.")
@@ -149,6 +147,7 @@ def profile(
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records import write_profile
 
+    refuse_of_factory(context, model)
     machine = None if on is None else load_hardware(on)
     joined = None if interconnect is None else _joined(interconnect)
     for option in given(measuring) if machine is not None else ():

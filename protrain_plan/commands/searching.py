@@ -21,6 +21,7 @@ from protrain_plan.commands.options import (
     NoCacheOption,
     TightOption,
     integers,
+    refuse_of_factory,
 )
 from protrain_plan.commands.staging import (
     StageOptions,
@@ -82,6 +83,7 @@ class WantedOptions:
 
 @with_records
 def search(
+    context: typer.Context,
     model: ModelArgument,
     workload: WorkloadOptions,
     step: StepOptions,
@@ -113,6 +115,7 @@ def search(
     | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4
     | protrain hardware search llama-3.1-8b --speed 20000 --stages auto --global-batch 128
     """
+    refuse_of_factory(context, model)
     many = None
     if stages.stages is not None:
         many = refuse_without_global_batch(global_batch, batch_size, step.accumulate)

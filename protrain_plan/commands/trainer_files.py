@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from protrain_plan.commands.option_records import option_record
+from protrain_plan.commands.options import on_command_line
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _ANSWERED = {
 
 @option_record
 class FileOptions:
-    """Options for what a trainer's file may leave open."""
+    """Options for what a trainer's file may leave open: its model, and one beside that."""
 
     named: Annotated[
         str | None,
@@ -36,9 +37,34 @@ class FileOptions:
             help="The model, where MODEL is a trainer's file that names none that is known.",
         ),
     ] = None
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A frozen model that runs a forward on the same batch in each step, such as a"
+            " teacher or a reference: a preset, a config.json or a factory; none: there is none.",
+        ),
+    ] = None
+
+    def frozen(self, model: str, file: "TrainerFile | None") -> str:
+        """The frozen model beside the trained one; empty for none."""
+        from protrain_plan.models.presets import is_factory, known_model
+
+        named = self.beside if self.beside is not None else file and file.options.get("beside")
+        if named in (None, "none"):
+            return ""
+        if is_factory(model) != is_factory(str(named)):
+            raise ProtrainError(
+                "a factory makes batches of its own, and both models get the same ones",
+                key="--beside",
+                fix="name two factories with such batches, or two models",
+            )
+        return known_model(str(named))
 
     def read(self, context: typer.Context, model: str) -> "TrainerFile | None":
         """The file that a MODEL argument names; None where that is a model."""
+        from protrain_plan.models.presets import is_factory
+
         is_file = False
         if Path(model).suffix.lower() in (".yaml", ".yml", ".json"):  # others need no reader
             from protrain_plan.models.trainer_files import is_trainer_file, read_trainer_file
@@ -49,14 +75,19 @@ class FileOptions:
                 problem = f"{model} is no trainer's file, and names a model already"
                 raise ProtrainError(problem, key="--model")
             return None
+        if self.named is not None and is_factory(self.named):
+            raise ProtrainError(
+                "a factory makes batches of its own, and not those of a file",
+                key="--model",
+                fix="name the factory in the place of the file, with options for the rest",
+            )
         file = read_trainer_file(model, given=_given(context))
         return replace(file, options={"model": self.named} | file.options) if self.named else file
 
 
 def _given(context: typer.Context) -> list[str]:
     """Options of a file that the command line answers, by default values, too."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    given = on_command_line(context)
     given.remove("model" if "model" in given else "profile")  # the argument itself
     return [option for name in given for option in _ANSWERED.get(name, (name,))]
 

@@ -30,7 +30,7 @@ from protrain_runtime.contract.records.hardware import PCIE, Hardware
 from protrain_runtime.contract.records.plan import DeviceGroup
 from protrain_runtime.contract.records.schema import MAX_COUNT, MAX_LIST, PRICES
 from protrain_runtime.contract.records.tree import Node, did_you_mean, listed, root
-from protrain_runtime.contract.units import format_bytes, parse_bytes
+from protrain_runtime.contract.units import format_bytes, typed_bytes
 
 KEYS = ("price_per_hour", "num_devices", "host_memory", "disk", "link")
 MOST_NODES = 4
@@ -198,7 +198,7 @@ def _option(key: str, text: str, node: Node) -> _Option:
             )
         return _Option(text, PCIE[text], price)
     try:
-        size = parse_bytes(text)
+        size = typed_bytes(text)
     except ProtrainError as error:
         raise node.error(error.message, error.fix) from None
     words = "of host memory" if key == "host_memory" else "of disk"

@@ -62,6 +62,19 @@ def _of_bitsandbytes(kind: str, **defaults: Any) -> OptimizerFactory:
     return make
 
 
+def _muon(parameters: ParamsT, **options: Any) -> Optimizer:
+    """PyTorch's Muon; ProtrainError for parameters that are no matrices."""
+    entries: list[Any] = list(parameters)
+    if any(tensor.ndim != 2 for tensor in _tensors(entries)):
+        raise ProtrainError(
+            "muon takes matrices alone, and has no rule for norms, biases and float32 copies",
+            key="optimizer",
+            fix="--optimizer adamw; or a function of your own that returns an optimizer with Muon"
+            " for matrices and AdamW for the rest: --optimizer path/to/file.py:function",
+        )
+    return torch.optim.Muon(entries, **{"lr": 1e-3, **options})
+
+
 def _tensors(entries: Iterable[Any]) -> Iterator[Tensor]:
     """The parameters in what an optimizer takes: tensors, names with tensors, or groups."""
     for entry in entries:
@@ -91,7 +104,7 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 """Elementwise ones."""
 
 _BITSANDBYTES = "bitsandbytes"
-INSTALL_BITSANDBYTES = "pip install 'protrain-plan[quantize]'"
+INSTALL_BITSANDBYTES = "pip install '.[quantize]' in a clone of protrain-plan"
 OF_8_BITS: dict[str, OptimizerFactory] = {
     "adamw8bit": _of_bitsandbytes("AdamW8bit", lr=3e-4),
     "lion8bit": _of_bitsandbytes("Lion8bit", lr=1e-4),
@@ -101,7 +114,7 @@ block of 256. A parameter of less than 4,096 elements has states of float32."""
 
 OF_MATRICES: dict[str, OptimizerFactory] = {
     "adafactor": partial(torch.optim.Adafactor, lr=1e-3, foreach=False),
-    "muon": partial(torch.optim.Muon, lr=1e-3),
+    "muon": _muon,
 }
 """A parameter is updated as a whole: its states persist. Muon takes matrices alone."""
 

@@ -1,10 +1,14 @@
 """Configurations as data: those of files, and shipped ones as published. No torch, no network."""
 
+import difflib
 import json
 import os
+import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from itertools import product
 from pathlib import Path
 
 from protrain_runtime.contract.errors import ProtrainError
@@ -15,31 +19,79 @@ JsonObject = dict[str, object]
 
 DEFAULT_OPTIMIZER = "adamw"
 
-_SAME_SIZES = {
-    "llama-2-7b": ("meta-llama/Llama-2-7b-chat-hf",),
-    "llama-2-13b": ("NousResearch/Llama-2-13b-hf",),
+_MIRRORS = ("unsloth", "NousResearch")
+"""Organisations that publish others' models again, with their configurations."""
+
+_SAME_SIZES: dict[str, tuple[str, ...]] = {
+    **{
+        f"llama-2-{size}": (f"meta-llama/Llama-2-{size}[-chat][-hf]",)
+        for size in ("7b", "13b", "70b")
+    },
     "llama-3.1-8b": (
-        *("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct"),
-        *("NousResearch/Meta-Llama-3-8B", "NousResearch/Meta-Llama-3-8B-Instruct"),
-        *("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        "meta-llama/[Meta-]Llama-3[.1]-8B[-Instruct]",
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
     ),
     "llama-3.1-70b": (
-        *("meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3.1-70B-Instruct"),
-        "meta-llama/Llama-3.3-70B-Instruct",
+        *("meta-llama/[Meta-]Llama-3[.1]-70B[-Instruct]", "meta-llama/Llama-3.3-70B-Instruct"),
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
     ),
-    "llama-3.1-405b": ("meta-llama/Meta-Llama-3.1-405B-Instruct",),
-    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B-Instruct",),
-    "llama-3.2-3b": ("meta-llama/Llama-3.2-3B-Instruct",),
-    "qwen2.5-0.5b": ("Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
-    "qwen2.5-1.5b": ("Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"),
-    "qwen2.5-7b": ("Qwen/Qwen2-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
-    **{f"qwen2.5-{size}b": (f"Qwen/Qwen2.5-{size}B-Instruct",) for size in (14, 32, 72)},
-    "qwen3-4b": ("Qwen/Qwen3-4B-Instruct-2507",),
+    "llama-3.1-405b": ("meta-llama/[Meta-]Llama-3.1-405B[-Instruct]",),
+    **{f"llama-3.2-{size}b": (f"meta-llama/Llama-3.2-{size}B[-Instruct]",) for size in (1, 3)},
+    **{
+        f"qwen2.5-{size}b": (
+            f"Qwen/Qwen2.5[-Coder]-{size}B[-Instruct]",
+            *([f"Qwen/Qwen2.5-Math-{size}B[-Instruct]"] if size in ("1.5", "7") else []),
+            *([f"Qwen/Qwen2-{size}B[-Instruct]"] if size in ("0.5", "1.5", "7") else []),
+            *(
+                [f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{size}B"]
+                if size not in ("0.5", "3")
+                else []
+            ),
+        )
+        for size in ("0.5", "1.5", "3", "7", "14", "32")
+    },
+    "qwen2.5-72b": ("Qwen/Qwen2[.5]-72B[-Instruct]", "Qwen/Qwen2.5-Math-72B[-Instruct]"),
+    **{
+        f"qwen3-{size}b": (f"Qwen/Qwen3-{size}B[-Base]",)
+        for size in ("0.6", "1.7", "8", "14", "32")
+    },
+    "qwen3-4b": ("Qwen/Qwen3-4B[-Base]", "Qwen/Qwen3-4B[-Instruct][-Thinking]-2507"),
+    "qwen3-30b-a3b": (
+        *("Qwen/Qwen3-30B-A3B[-Base]", "Qwen/Qwen3-30B-A3B[-Instruct][-Thinking]-2507"),
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    ),
+    "qwen3-235b-a22b": ("Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B[-Instruct][-Thinking]-2507"),
+    **{f"gemma-{size}": (f"google/gemma-[1.1-]{size}[-it]",) for size in ("2b", "7b")},
+    **{f"gemma-2-{size}b": (f"google/gemma-2-{size}b[-it]",) for size in (2, 9, 27)},
+    **{f"gemma-3-{size}b": (f"google/gemma-3-{size}b[-pt][-it]",) for size in (1, 4, 12, 27)},
+    "mistral-7b": ("mistralai/Mistral-7B[-Instruct]-v0.1",),
+    "mistral-7b-v0.2": ("mistralai/Mistral-7B[-Instruct]-v0.2",),
+    "mistral-7b-v0.3": ("mistralai/Mistral-7B[-Instruct]-v0.3",),
+    "mistral-small-24b": (
+        "mistralai/Mistral-Small-24B[-Base][-Instruct]-2501",
+        *("mistralai/Mistral-Small-3.1-24B[-Base][-Instruct]-2503",),
+        "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
+    ),
+    "mixtral-8x7b": ("mistralai/Mixtral-8x7B[-Instruct]-v0.1",),
+    **{f"gpt-oss-{size}b": (f"openai/gpt-oss[-safeguard]-{size}b",) for size in (20, 120)},
+    "glm-4-9b": ("zai-org/GLM-4-9B-0414", "zai-org/GLM-Z1-9B-0414"),
+    "glm-4-32b": ("zai-org/GLM-4-32B[-Base]-0414", "zai-org/GLM-Z1-32B-0414"),
+    "smollm3-3b": ("HuggingFaceTB/SmolLM3-3B[-Base]",),
+    **{
+        f"smollm2-{size.lower()}": (f"HuggingFaceTB/SmolLM2-{size}[-Instruct]",)
+        for size in ("135M", "360M", "1.7B")
+    },
+    "phi-3-mini": ("microsoft/Phi-3-mini-4k-instruct",),
 }
-"""Repositories of other weights in a preset's sizes. Sources: recipes of torchtune (bd2a0fc7) that
-download them for a builder of these sizes; configurations of models made from them
-(cognitivecomputations/dolphin-2.9.1-llama-3-8b, unrahul/Meta-Llama-3-8B-Instruct-OpenVINO-fp16,
-r4victor/Llama-2-13b-samsum, koutch/qwen_2.json_train_grpo_v1_train_code on huggingface.co)."""
+"""Repositories of weights in a preset's sizes; a part in brackets may be left out.
+
+A name stands for a preset where its published configuration has the same vocabulary, layers,
+widths, heads, experts and window: bytes and seconds depend on nothing else of it. Nothing is taken
+from how a name looks. Of models that see images (Gemma 3 from 4B on, Mistral Small 3.1 and 3.2) it
+is the text model. Sources: the configurations of these repositories, the recipes of torchtune
+(bd2a0fc7) that download them for a builder of these sizes, and parameter counts of model cards.
+"""
+_RENAMED = {"zai-org": "THUDM"}
 
 # The names that architectures have for the same thing.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")
@@ -84,19 +136,57 @@ def _number(config: JsonObject, *names: str) -> int:
     return found
 
 
+@cache
 def preset_names() -> tuple[str, ...]:
     """The names that `preset_config` knows, sorted."""
     return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir()))
 
 
-def preset_of(repository: str) -> str | None:
-    """The preset with the sizes of a repository of Hugging Face; None where that is not known."""
-    for name in preset_names():
-        source = str(preset_config(name)["_source"])
-        published = f"https://huggingface.co/{repository}/blob/"
-        if source.startswith(published) or repository in _SAME_SIZES.get(name, ()):
-            return name
-    return None
+def preset_of(name: str) -> str | None:
+    """The preset that a name stands for, in any case; None where that is not known.
+
+    Its own, or that of a repository of its sizes, with or without the organisation, or as a mirror
+    has it.
+    """
+    return _presets_by_name().get(name.lower())
+
+
+def known_model(model: str) -> str:
+    """A MODEL argument with a preset by its own name; one that is a file or a folder as it is."""
+    found = None if model in preset_names() or os.path.exists(model) else preset_of(model)  # noqa: PTH110
+    return found or model
+
+
+def near_names(model: str) -> list[str]:
+    """The presets whose names, or other names, are most like this one, the nearest first."""
+    by_name = _presets_by_name()
+    last = model.lower().rpartition("/")[2]
+    near = difflib.get_close_matches(last, [name for name in by_name if "/" not in name], 9, 0.6)
+    return list(dict.fromkeys(by_name[name] for name in near))[:3]
+
+
+@cache
+def _presets_by_name() -> dict[str, str]:
+    """The presets by all names that stand for them, in small letters."""
+    found: dict[str, str] = {}
+    for preset in preset_names():
+        published = str(preset_config(preset)["_source"]).split("/blob/")[0]
+        own = published.removeprefix("https://huggingface.co/")
+        for repository in (own, *(n for t in _SAME_SIZES.get(preset, ()) for n in _spelt_out(t))):
+            organisation, _, name = repository.rpartition("/")
+            mirrors = () if preset.startswith("phi") else _MIRRORS  # those are split otherwise
+            renamed = _RENAMED.get(organisation, organisation)
+            for place in (organisation, renamed, *mirrors):
+                found[f"{place}/{name}".lower()] = preset
+            found[name.lower()] = preset
+    return found | {name: name for name in preset_names()}
+
+
+def _spelt_out(text: str) -> list[str]:
+    """All names that a text with optional parts stands for."""
+    parts = re.split(r"\[(.*?)\]", text)  # every second one was in brackets
+    choices = [(part, "")[: 1 + number % 2] for number, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in product(*choices)]
 
 
 def preset_config(name: str) -> JsonObject:
@@ -114,6 +204,7 @@ def preset_config(name: str) -> JsonObject:
 def read_config(model: str) -> JsonObject | None:
     """The configuration of a preset, or of a config.json (or the folder with it), without notes.
 
+    A preset may have any name that stands for it, unless that is a file's or a folder's.
     None where the MODEL argument names neither: a factory. ProtrainError for a file without one.
     """
     if model in preset_names():
@@ -123,7 +214,20 @@ def read_config(model: str) -> JsonObject | None:
         path = path / "config.json"
     if os.path.isfile(path):  # noqa: PTH113
         return parse_config(read_text(path), where=str(path))
-    return None
+    known = known_model(model)
+    return None if known == model else _without_notes(preset_config(known))
+
+
+def is_factory(model: str) -> bool:
+    """Whether a MODEL argument names code that makes a model and its batches."""
+    return ":" in model and Path(model).suffix != ".json" and read_config(model) is None
+
+
+def names_model(text: str) -> bool:
+    """Whether an argument for a record names a model in its place, or a trainer's file."""
+    if not os.path.isfile(text):  # noqa: PTH113
+        return is_factory(text) or preset_of(text) is not None or os.path.isdir(text)  # noqa: PTH112
+    return Path(text).suffix in (".yaml", ".yml", ".json") and "protrain" not in read_text(text)
 
 
 def parse_config(text: str, *, where: str) -> JsonObject:

@@ -44,7 +44,14 @@ from protrain_plan.models.building import (
     seeded,
 )
 from protrain_plan.models.importing import imported
-from protrain_plan.models.presets import JsonObject, parse_config, preset_names, read_config
+from protrain_plan.models.presets import (
+    JsonObject,
+    is_factory,
+    known_model,
+    near_names,
+    parse_config,
+    read_config,
+)
 from protrain_plan.models.quantizing import as_made, packed_as_drawn, quantized, settled
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.profile import DType, Precision, Quantize
@@ -437,10 +444,10 @@ def load_source(model: str, *, model_config: str = "") -> ModelSource:
     """
     config = parse_config(model_config, where=model) if model_config else read_config(model)
     if config is not None:
-        return ConfigSource(model, config)
-    if ":" in model and Path(model).suffix != ".json":
+        return ConfigSource(model if model_config else known_model(model), config)
+    if is_factory(model):
         return FactorySource(model)
-    near = difflib.get_close_matches(model.lower(), preset_names(), n=3, cutoff=0.5)
+    near = near_names(model)
     known = f"did you mean {' or '.join(near)}?" if near else "protrain models lists the presets"
     raise ProtrainError(
         f"no such model: {model!r} is not a preset, a config.json or package.module:factory",

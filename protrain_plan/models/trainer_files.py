@@ -2,8 +2,8 @@
 
 A format is a table: a fact, and the key of the file that states it. The formats share one
 vocabulary of facts, of which each is read in one way (`_READERS`; a few keys have their own), and
-`_OPTIONS` makes the options of facts. What no table names is listed, and what the options cannot
-say is one error.
+`_OPTIONS` makes the options of facts. What no table names, and what the options cannot say, is one
+error: an answer is never for something else.
 
 Read from the projects' own code and examples: Axolotl at 067b021c (schemas, `loaders/model.py`),
 LLaMA-Factory at ff6d4d12 (`hparams`, `model/adapter.py`), torchtune at bd2a0fc7 (recipes,
@@ -52,7 +52,8 @@ class Format:
     """A trainer's files: `marks` are keys that no other trainer's files have.
 
     `keys` has the fact that each key states, and `readers` how, where that is not as the fact is.
-    `harmless` has the values of a key that take no memory: others are not understood.
+    `harmless` has the values of a key that take no memory, `ignored` the keys that take none
+    with any value: others are not understood, unless they switch a known feature off.
     `base` says what adapters of 16-bit models have the dtype of: the base, instead of float32;
     `packed_base` says so of packed weights alone. A null of `nulls` is no default, as others are.
     `full` is the precision of a training without adapters, and `sharded` that with ZeRO or FSDP,
@@ -98,7 +99,8 @@ class TrainerFile:
     """A trainer's file: what it asks for as options, and its keys in lists.
 
     `by_default` is what the trainer takes where the file is silent. `decided` is what the plan
-    decides in its place, `ignored` what takes no memory of a step.
+    decides in its place, `ignored` what takes no memory of a step. `given` were not asked of it.
+    A row of its batches has as many sequences as `sequences_per_row` says.
     """
 
     path: str
@@ -108,7 +110,8 @@ class TrainerFile:
     by_default: tuple[Stated, ...]
     decided: Mapping[str, object]
     ignored: Mapping[str, object]
-    not_understood: Mapping[str, object]
+    given: Collection[str] = ()
+    sequences_per_row: int = 1
 
     @property
     def command(self) -> str:
@@ -128,14 +131,15 @@ def is_trainer_file(path: str) -> bool:
     if suffix != ".json" or not Path(path).is_file():
         return suffix in (".yaml", ".yml")
     keys = _nodes(path)
-    return "model_type" not in keys and bool(_marked(keys))
+    return "model_type" not in keys and bool(_marked(keys) or _other(keys))
 
 
 def read_trainer_file(path: str, *, given: Collection[str] = ()) -> TrainerFile:
     """Read a trainer's file; the options that are `given` elsewhere are not asked of it.
 
-    ProtrainError for a file of no known trainer or of several, for a value that no option says, and
-    for what an answer needs and neither the file nor its trainer's default says.
+    ProtrainError for a file of no known trainer or of several, for keys that are not understood,
+    for a value that no option says, and for what an answer needs and neither the file nor its
+    trainer's default says.
     """
     nodes = _nodes(path)
     return _Reading(path, _format_of(path, nodes), nodes, given).file()
@@ -162,8 +166,15 @@ def _marked(keys: Collection[str]) -> list[Format]:
     return [one for one in FORMATS if any(mark in keys for mark in one.marks)]
 
 
+def _other(keys: Collection[str]) -> tuple[str, str] | None:
+    """A known kind of files that no answer is made from, and the fix."""
+    return next((one for marks, one in _OTHERS if any(mark in keys for mark in marks)), None)
+
+
 def _format_of(path: str, keys: Collection[str]) -> Format:
     """The format with such keys; TRL, and then the Trainer, only where no other has any."""
+    if other := _other(keys):
+        raise ProtrainError(f"this is {other[0]}", source=path, fix=other[1])
     marked = _marked(keys)
     found = [one for one in marked if one not in (TRL, TRAINER)] or marked[:1]
     if len(found) == 1:
@@ -191,6 +202,14 @@ class _Reading:
         }
         for key, node in nodes.items():
             self._take(key, node)
+        if unclear := list(self.lists["unclear"]):
+            fixes = (fix for pattern, fix in _FIXES if any(map(pattern.match, unclear)))
+            raise ProtrainError(
+                "what this takes is not known, and an answer without it would be for another job",
+                source=path,
+                key=", ".join(unclear),
+                fix="; ".join((*fixes, _REMOVE)),
+            )
         if self.facts.get("bf16") == "auto" and self.facts.get("fp16"):
             del self.facts["bf16"]  # else it is on: all devices here have it
 
@@ -203,6 +222,9 @@ class _Reading:
         if value is None and key in trainer.nulls:
             self.facts.pop(trainer.keys[key], None)
         harmless = value is None or repr(value) in map(repr, trainer.harmless.get(key, ()))
+        if key not in trainer.harmless:
+            harmless |= bool(_is_off(value) and _FEATURES.fullmatch(key))
+            harmless |= bool(value in (1, -1) and _DEGREES.fullmatch(key))
         if key in trainer.keys and value is not None:
             self._state(key, value, node)
             name = "stated"
@@ -259,14 +281,15 @@ class _Reading:
             by_default=tuple(one for one in stated(unsaid) if one.option),
             decided=self.lists["decided"],
             ignored=self.lists["ignored"],
-            not_understood=self.lists["unclear"],
+            given=self.given,
+            sequences_per_row=self.sequences_per_row,
         )
 
     def _fix(self, fact: str) -> str | None:
         option = _option(fact)
-        if option not in _OPTIONS or fact == "method":  # another method is no value of --lora
-            return None
-        return f"say it with {flag(option)}"
+        if fact in _FIX_OF_FACT:
+            return _FIX_OF_FACT[fact]
+        return f"say it with {flag(option)}" if option in _OPTIONS else None
 
     def error(self, fact: str, problem: str, fix: str | None = None) -> ProtrainError:
         """An error at the key that states a fact, or that would."""
@@ -282,6 +305,11 @@ class _Reading:
         return self.facts[fact]
 
     @property
+    def sequences_per_row(self) -> int:
+        """Sequences of a row of a batch: a chosen and a rejected one where rows are pairs."""
+        return 2 if self.facts.get("pairs") else 1
+
+    @property
     def has_adapters(self) -> bool:
         return self.facts.get("method") in ("lora", "qlora")
 
@@ -294,16 +322,44 @@ class _Reading:
 # Options of facts
 
 
-def _model(file: _Reading) -> str:
-    name = file.needed("model", "which model it trains")
-    known = name if read_config(name) is not None else preset_of(name)
-    if known is None:
+def _model(file: _Reading, fact: str = "model") -> str:
+    name = file.needed(fact, "which model it trains")
+    if read_config(name) is None:
         raise file.error(
-            "model",
+            fact,
             f"no configuration is known of the model {cut(name)!r}",
-            "name a preset of the same sizes (protrain models) or a config.json with --model",
+            f"name a preset of the same sizes (protrain models) or a config.json with {flag(fact)}",
         )
-    return str(known)
+    return preset_of(name) or str(name)
+
+
+def _beside(file: _Reading) -> str | None:
+    """A frozen second model: a teacher, or the reference of pairs."""
+    if file.facts.get("beside"):
+        return _model(file, "beside")
+    if not file.facts.get("pairs") or file.facts.get("alone"):
+        return None
+    if file.has_adapters:
+        raise file.error(
+            "pairs",
+            "its reference is the model with its adapters off: one more forward, without weights",
+            "--beside none leaves that forward out, --beside MODEL counts a copy of the model",
+        )
+    if "model" in file.given:
+        raise file.error("pairs", "its reference is a copy of the model", "name it: --beside MODEL")
+    return _model(file)
+
+
+def _optimizer(file: _Reading) -> str:
+    name: str = file.needed("optimizer", "its optimizer")
+    if name != _OF_32_BITS:
+        return name
+    adapters = file.has_adapters and not (file.format.base or file.facts.get("pure"))
+    if not adapters and _precision(file) == "pure" and _dtype(file) != "float32":
+        problem = "its states are of float32 beside parameters of 16 bits, as no option has them"
+        fix = "say --optimizer adamw (16 bits), or with --precision master (float32, and copies)"
+        raise file.error("optimizer", problem, fix)
+    return "adamw"
 
 
 def _dtype(file: _Reading) -> str:
@@ -379,16 +435,19 @@ def _num_devices(file: _Reading) -> int | None:
 _OPTIONS: dict[str, Callable[[_Reading], object]] = {
     "model": _model,
     "seq_len": lambda file: file.needed("seq_len", "how many tokens a sequence has at most"),
-    "batch_size": lambda file: file.needed("batch_size", "how many sequences a batch has"),
+    "batch_size": lambda file: (
+        file.needed("batch_size", "how many sequences a batch has") * file.sequences_per_row
+    ),
     "accumulate": lambda file: file.facts["accumulate"],
     "num_devices": _num_devices,
     "dtype": _dtype,
     "precision": _precision,
     "lora": _lora,
     "quantize": _quantize,
-    "optimizer": lambda file: file.needed("optimizer", "its optimizer"),
+    "optimizer": _optimizer,
     "compile_blocks": lambda file: file.facts.get("compile_blocks"),
     "clip": lambda file: (file.facts.get("clip") or 0) > 0,
+    "beside": _beside,
 }
 _MADE_OF = {
     "lora": "method rank alpha dropout targets all_linear mlp head rslora dora modules_to_save",
@@ -396,6 +455,7 @@ _MADE_OF = {
     "dtype": "bf16 fp16",
     "precision": "pure loaded",
     "num_devices": "shards replicas",
+    "beside": "alone",
 }
 """Facts of the options that several make; others have the name of their option."""
 
@@ -486,7 +546,10 @@ def _one_of(meanings: Mapping[Any, Any]) -> Reader:
     return read
 
 
+_OF_32_BITS = "adamw of 32 bits"
+"""bitsandbytes' AdamW: states of float32, as PyTorch's has them beside float32 parameters."""
 _OPTIMIZERS = {
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), _OF_32_BITS),
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw8bit"),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "lion8bit"),
@@ -494,14 +557,41 @@ _OPTIMIZERS = {
 }
 """Names of `TrainingArguments.optim`. Where states of a paged one are is what the plan decides.
 
-Not bitsandbytes' of 32 bits: its states of 16-bit parameters are float32, those of PyTorch 16 bits.
+Not `adafactor`: that of transformers computes in float32 copies, that of PyTorch does not.
 """
 _TORCHTUNE_OPTIMIZERS = {
     **{f"torch.optim.{name}": name.lower() for name in ("AdamW", "Adam", "SGD")},
     **{f"bitsandbytes.optim.{name}8bit": "adamw8bit" for name in ("AdamW", "PagedAdamW")},
+    **{f"bitsandbytes.optim.{name}": _OF_32_BITS for name in ("AdamW", "PagedAdamW")},
 }
-_ATTENTION = ("flash_attention_2", "sdpa", "fa2", "auto", "flash_attention_3")
+_ATTENTION = (
+    *("flash_attention_2", "flash_attention_3", "flash_attention_4", "fa2", "fa3"),
+    *("sdpa", "auto", "flex_attention"),
+)
 """Kernels that keep no matrix of scores, as the models here have."""
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a value switches a feature off."""
+    words = ("", "no", "none", "off", "false", "disabled", "null", "0")
+    return not value or (isinstance(value, str) and value.lower() in words)
+
+
+def _other_optimizer(value: Any) -> dict[str, Any]:
+    """A switch of an optimizer with states of its own, which no option has."""
+    if not _is_off(value):
+        raise _WrongError("false, since no option has this optimizer as it is there")
+    return {}
+
+
+_PAIRS = {"pairs": True}
+_RL = {"dpo": _PAIRS, "ipo": _PAIRS, **dict.fromkeys(("orpo", "simpo"), _PAIRS | {"alone": True})}
+"""Losses over pairs of sequences; those that are `alone` need no reference."""
+
+
+def _rl(value: Any) -> dict[str, Any]:
+    read: dict[str, Any] = {} if _is_off(value) else _one_of(_RL)(value)
+    return read
 
 
 def _dtype_of(value: Any) -> dict[str, Any]:
@@ -522,12 +612,17 @@ def _component(value: Any) -> dict[str, Any]:
     return facts | ({"bits4": True} if method == "qlora" else {})
 
 
+def _second_component(value: Any) -> dict[str, Any]:
+    """The frozen model of a builder."""
+    return {"beside": _component(value)["model"]}
+
+
 def _attention_modules(value: Any) -> tuple[str, ...]:
     return tuple(name.replace("output_proj", "o_proj") for name in _names(value))
 
 
 _READERS: dict[str, Reader] = {
-    "model": _text,
+    **dict.fromkeys(("model", "beside"), _text),
     **dict.fromkeys(("seq_len", "batch_size", "accumulate", "shards", "replicas"), _count),
     **dict.fromkeys(("rank", "alpha"), _count),
     **dict.fromkeys(("dropout", "clip"), _number),
@@ -546,9 +641,62 @@ def _keys(*facts: str) -> dict[str, str]:
     return {key: fact for fact, _, key in pairs}
 
 
+_REMOVE = "remove from a copy of the file what no memory and no time depends on"
+_FIX_OF_FACT = {
+    "method": "train all in a copy of the file, which takes no less (finetuning_type: full, or no"
+    " adapter), or name a factory that freezes the rest (path/to/file.py:factory)",
+    "pairs": "name the model and its options in the place of the file; --beside MODEL counts a"
+    " frozen second model",
+}
+_FIXES = tuple(
+    (re.compile(pattern), fix)
+    for pattern, fix in (
+        (
+            r"plugins|\w*liger|cut_cross|\w*unsloth|lora_\w+_kernel|\w*fused",
+            "a kernel that fuses a loss or a layer keeps less: the answer without its key is for"
+            " plain kernels",
+        ),
+        (
+            r"\w*(teacher|ref_model|reward)|kd_",
+            "--beside MODEL counts a frozen second model; its keys can go then",
+        ),
+        (
+            r"\w*(num_generations|completion|generat|rollout|grpo|vllm)|trl\.|ppo_",
+            "sequences that are generated in training are no part of an answer",
+        ),
+        (
+            r"qat|quantizer|fp8|\w*(freeze|frozen|trainable)",
+            "name a factory that changes the model so (path/to/file.py:factory)",
+        ),
+    )
+)
+"""Advice on keys that are not understood, besides removing them."""
+_FEATURES = re.compile(
+    r"plugins|rl|(fp8|float8|qat|quantization|peft)((_|\.).*)?|compile|torch_?compile(_\w+)?"
+    r"|(use_|enable_)?(liger|unsloth|galore|apollo|badam|muon|adam_mini|kt|eaft|dft|asft|v1_kernels"
+    r"|kernels|sonicmoe|scattermoe|onebitllms|vllm|cpu|mcore|ipex|cuda_graph|dora|rslora)(_\w+)?"
+    r"|use_(\w+_loss|legacy_\w+|mps_device)|cut_cross_entropy|chunked_\w+|tiled_mlp\w*|fused_\w+"
+    r"|lora_(mlp|qkv|o|embedding)_kernel|flash_\w+|\w+_attention|shift_attn|padding_free"
+    r"|neftune_noise_alpha|noisy_embedding_alpha|relora(_\w+)?|lisa_\w+|loraplus_\w+|pissa_\w+"
+    r"|lora_(model_dir|weights|bias|fan_in_fan_out|target_parameters|layers_\w+)|create_new_adapter"
+    r"|adapter_name_or_path|gptq(_\w+)?|unfrozen_parameters|mixture_of_depths|full_finetune"
+    r"|(process_)?reward_model(_\w+)?|center_rewards_coefficient|ref_model(_\w+)?|sync_ref_model"
+    r"|precompute_ref_log_probs|freeze_\w+|train_mm_proj_only|resize_\w+|rope_scaling|upcast_\w+"
+    r"|moe_aux_loss_coef|sequence_parallel|\w+_parallel_(size|degree)|auto_find_batch_size|kd_trainer"
+    r"|curriculum_sampling|diffusion|pretrain_multipack_attn|multipack_\w+|sample_packing_\w+"
+    r"|assistant_only_loss|reinit_weights|device_map|low_cpu_ram|load_in_16bit|xla_\w+|tpu_\w+"
+    r"|jit_mode_eval|mp_parameters|half_precision_backend|split_batches|torchdistx_path|sharded_ddp"
+)
+"""Keys of trainers that take no memory while they are off."""
+_DEGREES = re.compile(
+    r"(\w*(tensor|context|sequence|pipeline|expert|data)\w*parallel|cp|tp|ep|pp|sp)"
+    r"_?(model_parallel_)?(size|degree|dim)|data_parallel_(shard|replicate)_dim|dp_shards?"
+)
+"""Keys that divide a model among devices, which those of one device do not."""
 _LOGS = (
     r"(wandb|swanlab|comet|mlflow|trackio|hub|logging|log|eval|evals|save|saves|warmup|dataloader"
-    r"|lr|ray|ddp|dataset|preprocessing|metric|push_to_hub|load_best|greater|prediction|profiler)"
+    r"|lr|ray|ddp|dataset|datasets|preprocessing|metric|push_to_hub|load_best|greater|prediction"
+    r"|profiler|scheduler|cosine|tensorboard|clearml|aim|neptune|dvclive|otel|early_stopping)"
     r"(_.*|\..*)?"
 )
 """Keys of logs, checkpoints, data and schedules: nothing of it is in a step's memory."""
@@ -557,6 +705,12 @@ _STEPS = (
     r"|output_dir|overwrite_\w+|resume_from_checkpoint|auto_resume_\w+|report_to|run_name|tf32"
     r"|remove_unused_columns|group_by_length|do_(train|eval|predict)|disable_tqdm"
     r"|per_device_eval_batch_size|trust_remote_code|train_sampling_strategy|debug|local_rank"
+    r"|evaluation_strategy|per_gpu_\w+|num_workers|num_proc|use_(wandb|swanlab|tensorboard|mlflow)"
+    r"|hf_\w+|\w*revision\w*|use_auth_token|auth_token|name|project|description|version|tags"
+    r"|include_\w+|log_\w+|ignore_data_skip|full_determinism|skip_memory_metrics|past_index"
+    r"|min_lr\w*|eta_min|decay_\w+|betas|beta[12]|epsilon|cache_dir|low_cpu_mem_usage"
+    r"|dpo_(beta|label_smoothing|norm_loss|use_weighting)|(simpo|rl|pref|cpo|orpo)_(alpha|beta|gamma)"
+    r"|simpo_gamma|pref_ftx|loraplus_lr_\w+"
 )
 _OF_A_PLAN = (
     r"gradient_checkpointing(_.*|\..*)?|activation_offloading(\..*)?|deepspeed(\..*)?"
@@ -568,6 +722,11 @@ def _pattern(*parts: str) -> re.Pattern[str]:
     return re.compile("|".join(parts))
 
 
+_SWITCHES = {
+    f"use_{name}": _other_optimizer for name in ("muon", "galore", "apollo", "badam", "adam_mini")
+}
+"""Optimizers that a key turns on."""
+_SWITCHED = [f"optimizer={key}" for key in _SWITCHES]
 _TRAINING_ARGUMENTS = (
     "model=model_name_or_path batch_size=per_device_train_batch_size"
     " accumulate=gradient_accumulation_steps bf16=bf16 fp16=fp16 optimizer=optim clip=max_grad_norm"
@@ -589,13 +748,19 @@ AXOLOTL = Format(
         "method=adapter rank=lora_r alpha=lora_alpha dropout=lora_dropout rslora=peft_use_rslora",
         "dora=peft_use_dora targets=lora_target_modules all_linear=lora_target_linear",
         "modules_to_save=lora_modules_to_save bits4=load_in_4bit bits8=load_in_8bit",
-        "packing=sample_packing packing=pad_to_sequence_len",
+        "packing=sample_packing packing=pad_to_sequence_len pairs=rl",
+        *_SWITCHED,
     ),
     readers={
+        **_SWITCHES,
+        "rl": _rl,
         "bf16": _one_of({True: True, False: False, "auto": "auto", "full": True}),
         "adapter": _one_of({"lora": "lora", "qlora": "qlora"}),
     },
-    harmless={"attn_implementation": _ATTENTION, "flash_attention": (True,)},
+    harmless={
+        "attn_implementation": _ATTENTION,
+        **dict.fromkeys(("flash_attention", "sdp_attention", "flex_attention"), (True, False)),
+    },
     defaults=_OF_TRAINERS | {"seq_len": 512, "batch_size": 1, "bf16": "auto", "dtype": "float32"},
     nulls=("bf16",),
     shards=("deepspeed", "fsdp", "fsdp_config"),
@@ -605,7 +770,9 @@ AXOLOTL = Format(
         _STEPS,
         r"datasets|test_datasets|val_set_size|chat_template\w*|special_tokens(\..*)?|tokens(\..*)?"
         r"|tokenizer_\w+|train_on_inputs|shuffle_\w+|strict|loss_watchdog_\w+|eot_tokens"
-        r"|early_stopping_patience|skip_prepare_dataset|model_type|processor_type",
+        r"|skip_prepare_dataset|model_type|processor_type|base_model_ignore_patterns|is_\w+_model"
+        r"|pretraining_dataset|streaming(_\w+)?|excess_length_strategy|roles_to_train|reset_\w+"
+        r"|default_system_message|jagged_\w+|do_causal_lm_eval|accelerator_config(\..*)?",
     ),
     full="pure",
     sharded="master",
@@ -620,14 +787,21 @@ LLAMA_FACTORY = Format(
         "seq_len=cutoff_len pure=pure_bf16 packing=neat_packing",
         "method=finetuning_type rank=lora_rank targets=lora_target",
         "modules_to_save=additional_target bits=quantization_bit bits_by=quantization_method",
-        "nested=double_quantization",
+        "nested=double_quantization pairs=stage alone=pref_loss beside=ref_model",
+        *_SWITCHED,
     ),
     readers={
+        **_SWITCHES,
+        "stage": _one_of({"sft": {}, "pt": {}, "dpo": _PAIRS}),
+        "pref_loss": _one_of(
+            dict.fromkeys(("sigmoid", "hinge", "ipo"), False)
+            | dict.fromkeys(("orpo", "simpo"), True)
+        ),
         "finetuning_type": _one_of({"full": "", "lora": "lora"}),
         "quantization_bit": _one_of({4: "bits4", 8: "bits8"}),
         "quantization_method": _one_of({"bnb": "bnb", "bitsandbytes": "bnb"}),
     },
-    harmless={"flash_attn": _ATTENTION, "stage": ("sft", "pt"), **_NO_SMOOTHING},
+    harmless={"flash_attn": _ATTENTION, **_NO_SMOOTHING},
     defaults=_OF_TRAINERS
     | {"seq_len": 2048, "method": "lora", "rank": 8, "targets": (ALL_LINEAR,)},
     decided=_pattern(_OF_A_PLAN, r"disable_gradient_checkpointing|use_reentrant_gc"),
@@ -635,7 +809,10 @@ LLAMA_FACTORY = Format(
         _LOGS,
         _STEPS,
         r"template|max_samples|plot_loss|val_size|tokenized_path|cache_dir|media_dir|mask_history"
-        r"|image_\w+_pixels|video_\w+",
+        r"|image_\w+_pixels|video_\w+|interleave_probs|mix_strategy|buffer_size|streaming|tool_format"
+        r"|default_system|enable_thinking|train_on_prompt|ignore_pad_token_for_loss|infer_\w+"
+        r"|split_special_tokens|use_fast_tokenizer|(ms|om)_hub_token|compute_accuracy"
+        r"|(galore|apollo|badam)_\w+|freeze_(trainable|extra)_\w+|do_sample|temperature|top_[kp]|max_new_tokens",
     ),
     checkpointing=Switch(keys=("disable_gradient_checkpointing",), on=False, off=True),
     full="autocast",
@@ -652,8 +829,10 @@ TORCHTUNE = Format(
         "rank=model.lora_rank alpha=model.lora_alpha dropout=model.lora_dropout",
         "targets=model.lora_attn_modules mlp=model.apply_lora_to_mlp dora=model.use_dora",
         "head=model.apply_lora_to_output bits4=model.quantize_base",
+        "beside=teacher_model._component_",
     ),
     readers={
+        "teacher_model._component_": _second_component,
         "model._component_": _component,
         "dtype": _one_of({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
         "model.lora_attn_modules": _attention_modules,
@@ -663,6 +842,7 @@ TORCHTUNE = Format(
         "loss._component_": (
             "torchtune.modules.loss.LinearCrossEntropyLoss",
             "torchtune.modules.loss.CEWithChunkedOutputLoss",
+            "torch.nn.CrossEntropyLoss",
         ),
         "device": ("cuda",),
     },
@@ -676,7 +856,8 @@ TORCHTUNE = Format(
         _STEPS,
         r"(checkpointer|metric_logger|profiler|lr_scheduler|dataset_val|dataset)\..*|shuffle"
         r"|tokenizer\.\w+|optimizer\.(lr|fused|weight_decay|betas|eps)|max_steps_per_epoch"
-        r"|save_\w+|run_val_every_n_steps|batch_size_val|log_\w+",
+        r"|save_\w+|run_val_every_n_steps|batch_size_val|log_\w+|base_model_path|collate_fn"
+        r"|teacher_checkpointer(\..*)?|kd_ratio|kd_loss\._component_|low_cpu_ram|cudnn_\w+",
     ),
     checkpointing=Switch(keys=("enable_activation_checkpointing",)),
     offloading=Switch(keys=("enable_activation_offloading",)),
@@ -688,12 +869,12 @@ TORCHTUNE = Format(
 TRAINER = Format(
     name="the Trainer",
     marks=("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type"),
-    keys=_keys(_TRAINING_ARGUMENTS, "seq_len=max_seq_length loaded=dtype loaded=torch_dtype"),
+    keys=_keys(
+        _TRAINING_ARGUMENTS, "seq_len=max_seq_length loaded=dtype loaded=torch_dtype", *_SWITCHED
+    ),
+    readers=_SWITCHES,
     harmless={
         "attn_implementation": _ATTENTION,
-        **dict.fromkeys(
-            ("torch_compile", "auto_find_batch_size", "use_liger_kernel", "use_cpu"), (False,)
-        ),
         **_NO_SMOOTHING,
     },
     # Its script loads the model: float32 is the most that may be.
@@ -724,8 +905,10 @@ TRL = replace(
         "method=use_peft rank=lora_r targets=lora_target_modules",
         "modules_to_save=lora_modules_to_save bits4=load_in_4bit bits8=load_in_8bit",
         "nested=use_bnb_nested_quant bits_by=bnb_4bit_quant_type",
+        "beside=teacher_model_name_or_path",
     ),
     readers={
+        **_SWITCHES,
         "use_peft": _one_of({True: "lora", False: ""}),
         "bnb_4bit_quant_type": _one_of({"nf4": "nf4"}),
     },
@@ -733,12 +916,46 @@ TRL = replace(
     | {"seq_len": 1024, "bf16": "auto"}
     | {"rank": 16, "alpha": 32, "dropout": 0.05, "nested": False},
     nulls=("max_length",),
+    ignored=_pattern(
+        TRAINER.ignored.pattern,
+        r"chat_template_path|(pad|eos|bos)_token|shuffle_dataset|completion_only_loss"
+        r"|packing_strategy|lora_task_type",
+    ),
+    harmless={**TRAINER.harmless, "loss_type": ("nll",)},
     checkpointing=Switch(keys=TRAINER.checkpointing.keys, default=True),
     adapters="autocast",
     packed_base=True,
 )
 
 FORMATS = (AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL, TRAINER)
+
+_OTHERS: tuple[tuple[tuple[str, ...], tuple[str, str]], ...] = (
+    (
+        ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer"),
+        (
+            "a configuration of DeepSpeed, which names no model; a plan decides in its place",
+            "name the file of the trainer that takes it, or a model with its options:"
+            " protrain fit llama-3.1-8b --on MACHINE",
+        ),
+    ),
+    (
+        ("compute_environment", "distributed_type"),
+        (
+            "a configuration of accelerate, which names no model",
+            "name the file of the trainer, or a model with its options, and --num-devices for"
+            " num_processes: protrain fit llama-3.1-8b --on MACHINE --num-devices 2",
+        ),
+    ),
+    (
+        ("model_class", "dist_config", "kernel_config", "quant_config", "peft_config"),
+        (
+            "a file of LLaMA-Factory's v1, which is not read",
+            "say it with options: its model, cutoff_len as --seq-len, micro_batch_size as"
+            " --batch-size, peft_config as --lora, quant_config as --quantize",
+        ),
+    ),
+)
+"""Files that are known by their marks and not read: what they are, and what to give instead."""
 
 _OTHER_BUILDERS = {
     "llama3_8b": "llama-3.1-8b",

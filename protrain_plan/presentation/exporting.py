@@ -87,14 +87,24 @@ class Exporter:
     make: Callable[[Plan, Switches], tuple[Config, list[str]]]
     write: Callable[[Config], str]
     has_stages: bool = False
+    has_adapters: bool = True  # its script has them
+    norm: str = ""  # the key of the norm that gradients are clipped to
 
 
 def export(plan: Plan, tool: str) -> Exported:
     """The configuration of a tool of `EXPORTERS` that comes nearest to the plan.
 
-    ProtrainError where the plan has stages, and the tool has none.
+    ProtrainError where the plan has stages or adapters, and the tool has none.
     """
     exporter = EXPORTERS[tool]
+    if plan.workload.adapter and not exporter.has_adapters:
+        adapting = [name for name, one in EXPORTERS.items() if one.has_adapters]
+        packed = f" over {plan.workload.quantize} weights" if plan.workload.quantize else ""
+        raise ProtrainError(
+            f"the plan trains adapters{packed}, and {tool} would train all of the model",
+            key="--to",
+            fix=None if plan.pipeline else f"export it to {listed(adapting, 'or')}",
+        )
     if plan.pipeline is not None and not exporter.has_stages:
         able = listed([name for name, one in EXPORTERS.items() if one.has_stages], "or")
         raise ProtrainError(
@@ -103,6 +113,12 @@ def export(plan: Plan, tool: str) -> Exported:
             fix=f"export it to {able}",
         )
     config, losses = exporter.make(plan, Switches.of(plan))
+    if exporter.norm:
+        losses.append(
+            f"The norm that gradients are clipped to is taken to be 1.0 ({exporter.norm})."
+            if plan.settings.updates == "after backward"
+            else f"Nothing is clipped, as in the plan ({exporter.norm}): one made with --clip does."
+        )
     text = exporter.write(config)
     return Exported(file_name=exporter.file_name, text=text, losses=tuple(losses))
 
@@ -466,12 +482,22 @@ def _yaml(config: Config) -> str:
 
 EXPORTERS: dict[str, Exporter] = {
     "fsdp2": Exporter(file_name="fsdp2.yaml", make=_fsdp2, write=_yaml),
-    "trl": Exporter(file_name="trl.yaml", make=_trl, write=_yaml),
+    "trl": Exporter(file_name="trl.yaml", make=_trl, write=_yaml, norm="max_grad_norm"),
     "torchtitan": Exporter(
-        file_name="torchtitan_plan.py", make=_torchtitan, write=_torchtitan_text, has_stages=True
+        file_name="torchtitan_plan.py",
+        make=_torchtitan,
+        write=_torchtitan_text,
+        has_stages=True,
+        has_adapters=False,
+        norm="max_norm",
     ),
     "megatron": Exporter(
-        file_name="megatron.args", make=_megatron, write=_megatron_text, has_stages=True
+        file_name="megatron.args",
+        make=_megatron,
+        write=_megatron_text,
+        has_stages=True,
+        has_adapters=False,
+        norm="clip-grad",
     ),
 }
 """The tools by name."""

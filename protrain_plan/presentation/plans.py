@@ -133,6 +133,11 @@ def pipeline_json(plan: Plan) -> dict[str, Any]:
     return {"pipeline": asdict(plan.pipeline)} if plan.pipeline else {}
 
 
+def beside_json(profile: Profile) -> dict[str, Any]:
+    """Return the frozen second model, where there is one."""
+    return {"beside": asdict(profile.beside)} if profile.beside else {}
+
+
 def tiers_json(peak: TierBytes) -> dict[str, int]:
     """Return bytes by tier."""
     return {tier: size for tier, size in asdict(peak).items() if size or tier != "allocator"}
@@ -327,6 +332,7 @@ def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str
     if explanation is not None:
         data["explanation"] = asdict(explanation)
     data["headroom_bytes"] = answer.headroom_bytes
+    data |= beside_json(answer.profile)
     return data | wear_json(answer.solved.plan if answer.solved else None, answer.profile)
 
 
@@ -342,6 +348,7 @@ def answer_text(
     """Return what `protrain plan` prints; `paths` are what it wrote, the plan last."""
     headroom = headroom_text({answer.profile.hardware.name: answer.headroom_bytes})
     if answer.infeasible is not None:
+        headroom += [*caveats(answer.profile)] if answer.profile.beside else []
         return Group(infeasible_text(answer.infeasible), *map(Text, headroom))
     assert answer.solved is not None
     if answer.front:
@@ -411,6 +418,7 @@ def fit_json(fit: "Fit") -> dict[str, Any]:
         "seq_len": fit.profile.workload.seq_len,
         "micro_batches": fit.micro_batches,
         **devices_json(fit.group),
+        **beside_json(fit.profile),
         "verdict": fit.verdict,
         "tight": fit.is_tight,
         "reserved_bytes_about": fit.reserved_bytes,

@@ -70,6 +70,12 @@ def caveats(profile: Profile) -> Iterator[str]:
         yield EAGER
     if profile.varies:
         yield f"the model does other work from step to step: {profile.varies}"
+    if (other := profile.beside) is not None:
+        yield (
+            f"beside it, frozen: {other.model}: {format_bytes(other.weight_bytes)} of weights, up"
+            f" to {format_bytes(other.forward_bytes)} for its forward, which takes"
+            f" {format_seconds(other.forward_s)} of each micro-batch"
+        )
     workload = profile.workload
     config: Any = None
     with suppress(ValueError, RecursionError):  # a record may hold any text

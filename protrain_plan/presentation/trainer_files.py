@@ -52,7 +52,8 @@ def advice(
     """
     if plan is None:
         batch, micro_batches = _smaller(batch * micro_batches, largest)
-    wanted = {"batch_size": batch, "accumulate": micro_batches} if batch else {}
+    rows, odd = divmod(batch, file.sequences_per_row)
+    wanted = {"batch_size": rows, "accumulate": micro_batches} if rows and not odd else {}
     changes = [
         Change(key=key, now=file.value_of(key), new=value)
         for fact, value in wanted.items()
@@ -111,24 +112,23 @@ def file_json(file: "TrainerFile", advised: Sequence[Advice]) -> dict[str, Any]:
             "format": file.format.name,
             "options": file.options,
             **{key: list(map(asdict, getattr(file, key))) for key in ("understood", "by_default")},
-            **{key: dict(getattr(file, key)) for key in ("decided", "ignored", "not_understood")},
+            **{key: dict(getattr(file, key)) for key in ("decided", "ignored")},
             "changes": list(map(asdict, advised)),
         }
     }
 
 
 def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
-    """Say the same in short: the options, what is left out, and what to change."""
+    """Say the same in short: the options, and what to change."""
     name = Path(file.path).name
     lines = ["", f"{name}, as {file.format.name} reads it: {file.command}"]
     for said, keys in (
         (f"by default of {file.format.name}", [one.key for one in file.by_default]),
         ("decided by the plan", [key for key, value in file.decided.items() if value]),
-        ("not understood, and left out", file.not_understood),
     ):
         lines += [f"  {said}: {', '.join(keys)}"] if keys else []
     sharded = [key for key in file.format.shards if file.decided.get(key)]
-    if sharded and "num_devices" not in file.options:
+    if sharded and "num_devices" not in (*file.options, *file.given):
         lines.append(f"  {sharded[0]} is of several devices: --num-devices says how many")
     for one in advised:
         if one.changes or one.under_plan:

@@ -15,13 +15,13 @@ YAML = """\
 protrain: budgets
 version: 1
 budgets:
-  rtx-4090: {device: 22GiB, host: 1000, headroom: 5%, slowdown: 12.5%, plans: ["a/*", "b/*"]}
+  rtx-4090: {device: 22GiB, host: 1000000000, headroom: 5%, slowdown: 12.5%, plans: ["a/*", "b/*"]}
   a100-80gb: {disk: 1.5TB, step_seconds: 2}
 """
 TOML = """\
 [tool.protrain.budgets.rtx-4090]
 device = "22GiB"
-host = 1000
+host = 1000000000
 headroom = "5%"
 slowdown = "12.5%"
 plans = ["a/*", "b/*"]
@@ -38,7 +38,7 @@ def expected(source: Path) -> dict[str, MachineBudget]:
             machine="rtx-4090",
             source=str(source),
             device=22 * 2**30,
-            host=1000,
+            host=1000000000,
             headroom=0.05,
             slowdown=0.125,
             plans=("a/*", "b/*"),
@@ -89,6 +89,8 @@ WRONG = {
         for entry in (
             "{devise: 1GiB}",
             "{device: 22G}",
+            "{device: 24}",
+            "{host: '128'}",
             "{headroom: 0.05}",
             "{headroom: 100%}",
             "{step_seconds: soon}",

@@ -201,7 +201,7 @@ def test_ranges_double_and_end_where_they_say(text: str, values: tuple[float, ..
     "text",
     [
         *("host", "gpu=1", "host=2GiB..1GiB", "host=0..1GiB", "host=many", "link=64GiB"),
-        *("link=0GB/s", "num-devices=0", "num-devices=1GiB", "host=1..1024PiB"),
+        *("link=0GB/s", "num-devices=0", "num-devices=1GiB", "host=1MiB..1024PiB"),
     ],
 )
 def test_a_wrong_sweep_is_one_error(text: str, assert_says: Speaker) -> None:

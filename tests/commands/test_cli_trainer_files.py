@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protrain_runtime.contract.records import read_plan
+from protrain_runtime.contract.records import read_plan, read_profile
 from tests.support.forked import protrain
 
 AXOLOTL = """\
@@ -16,7 +16,6 @@ gradient_accumulation_steps: 4
 bf16: auto
 optimizer: adamw_torch_fused
 gradient_checkpointing: true
-plugins: [axolotl.integrations.liger.LigerPlugin]
 """
 OPTIONS = ("--seq-len", 256, "--batch-size", 2, "--accumulate", 4, "--precision", "pure", "--clip")
 
@@ -32,7 +31,6 @@ def test_fit_answers_as_for_the_options_of_the_file(tmp_path: Path) -> None:
         for key in ("solve_seconds", "kept"):
             one.pop(key, None)
     assert answer == cell
-    assert list(file["not_understood"]) == ["plugins"]
     [advice] = file["changes"]
     assert advice["changes"] == [{"key": "gradient_checkpointing", "now": True, "new": False}]
 
@@ -43,7 +41,6 @@ axolotl.yaml, as Axolotl reads it: tiny-llama --seq-len 256 --batch-size 2 --acc
 --dtype bfloat16 --precision pure --optimizer adamw --clip
   by default of Axolotl: max_grad_norm
   decided by the plan: gradient_checkpointing
-  not understood, and left out: plugins
 in axolotl.yaml, for h200 4 of 2 x 256:
   gradient_checkpointing: true -> false
 """
@@ -57,7 +54,6 @@ def test_a_sweep_has_the_lists_of_the_file_in_each_line(tmp_path: Path) -> None:
     assert [row["sweep"] for row in rows] == ["link", "link"]
     for row in rows:
         file = row["trainer_file"]
-        assert list(file["not_understood"]) == ["plugins"]
         assert file["options"]["batch_size"] == 2
         assert file["changes"] == []
 
@@ -87,12 +83,75 @@ def test_plan_takes_the_command_line_before_the_file(tmp_path: Path) -> None:
     } == expected
 
 
+def test_a_frozen_model_stands_beside_the_trained_one(tmp_path: Path) -> None:
+    asked = ("tiny-llama", "--on", "h200", "--seq-len", 256)
+    alone = json.loads(protrain("fit", *asked, "--json", folder=tmp_path).stdout)
+    beside = (*asked, "--beside", "tiny-gpt2")
+    found = json.loads(protrain("fit", *beside, "--json", folder=tmp_path).stdout)
+    frozen = found["beside"]
+    assert frozen["model"] == "tiny-gpt2"
+    grown = found["plain_device_bytes"] - alone["plain_device_bytes"]
+    assert grown == frozen["weight_bytes"] + frozen["forward_bytes"]
+    seconds = found["plain_step_seconds"] - alone["plain_step_seconds"]
+    assert seconds == pytest.approx(frozen["forward_s"], rel=0.01)
+    text = protrain("fit", *beside, folder=tmp_path, COLUMNS="200").stdout
+    assert "beside it, frozen: tiny-gpt2: " in text
+    none = protrain("fit", *asked, "--beside", "none", "--json", folder=tmp_path)
+    assert "beside" not in json.loads(none.stdout)
+
+    made = protrain("plan", *beside, "-o", "plans", "--json", folder=tmp_path)
+    assert json.loads(made.stdout)["beside"] == frozen
+    profile = read_profile(tmp_path / "plans/profile.yaml")
+    assert profile.beside is not None
+    assert profile.beside.weight_bytes == frozen["weight_bytes"]
+    checked = protrain("check", "plans/plan.yaml", folder=tmp_path)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_a_file_with_a_teacher_has_it_beside(tmp_path: Path) -> None:
+    (tmp_path / "distilled.yaml").write_text(
+        "model_name_or_path: gpt2\nmax_length: 128\nbf16: true\n"
+        "teacher_model_name_or_path: tiny-llama\n"
+    )
+    found = protrain("fit", "distilled.yaml", "--on", "h200", "--json", folder=tmp_path)
+    assert json.loads(found.stdout)["beside"]["model"] == "tiny-llama"
+
+
+def test_num_devices_is_not_asked_for_where_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL + "deepspeed: zero3.json\n")
+    asked = ("fit", "axolotl.yaml", "--on", "h200")
+    assert "--num-devices says how many" in protrain(*asked, folder=tmp_path).stdout
+    given = protrain(*asked, "--num-devices", 2, folder=tmp_path)
+    assert given.returncode == 0
+    assert "--num-devices" not in given.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("fit", "missing.yaml", "--on", "h200"), "missing.yaml: there is no such file"),
         (("fit", "gpt2", "--model", "gpt2", "--on", "h200"), "--model: gpt2 is no trainer's file"),
         (("plan", "gpt2", "--model", "gpt2"), "--model: a profile says it already"),
+        (("plan", "gpt2", "--beside", "gpt2"), "--beside: a profile says it already"),
+        (
+            ("fit", "tiny-gpt2", "--on", "h200", "--seq-len", "64", "--beside", "gpt3"),
+            "no such model: 'gpt3' is not a preset",
+        ),
+        (
+            (
+                "fit",
+                "gpt2",
+                "--on",
+                "h200",
+                "--beside",
+                "gpt2",
+                "--stages",
+                "2",
+                "--global-batch",
+                "8",
+            ),
+            "--beside: stages are planned without it",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_error(

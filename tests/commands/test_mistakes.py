@@ -38,6 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_profile(step.profile, folder / "shown/profile.yaml")
     write_plan(step.plan, folder / "shown/plan.yaml")
     (folder / "there").touch()
+    (folder / "axolotl.yml").write_text("base_model: tiny-llama\nmicro_batch_size: 1\n")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "deepspeed.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (folder / "mine.py").write_text("def made():\n    return 1\n")
     before = sorted(folder.rglob("*"))
     yield folder
     assert sorted(folder.rglob("*")) == before
@@ -54,6 +58,7 @@ run offloading.yaml --check --check-spills
 run offloading.yaml --plain --check-spills
 run offloading.yaml --plain --verify
 run offloading.yaml --memory-limit 1.5GX
+run offloading.yaml --memory-limit 24
 profile tiny-lama --in-process
 profile no.such.module:factory --in-process
 profile tiny-llama --dtype float33
@@ -64,6 +69,13 @@ profile tiny-llama --on l4 --disk-seconds 60
 profile tiny-llama --on l4 --disk-bytes 9GiB
 plan missing.yaml
 plan offloading.yaml
+plan tiny-llama
+plan meta-llama/Llama-3.1-8B
+plan axolotl.yml
+plan config.json
+plan mine.py:made
+plan profile.yaml --device-memory 24
+plan card.yaml --page-cache 4
 plan profile.yaml --device-memory 1.5GX
 plan profile.yaml --host-memory 8GiB
 plan profile.yaml -o /dev/null/no/plan.yaml
@@ -92,6 +104,26 @@ report shown/plan.yaml --recording none.json
 report shown/plan.yaml --recording card.yaml
 export plan.yaml --to deepspeed
 fit tiny-llama --on rtx-4091
+fit tiny-llama --batch 3
+fit tiny-llama --on cpu --device-memory 24
+fit tiny-llama --on rtx-4090 --host-memory 128
+fit tiny-llama --on rtx-4090 --disk 500
+fit tiny-llama --on rtx-4090 --sweep host=64..128
+fit mine.py:made --on cpu --batch-size 2
+fit mine.py:made --on cpu --seq-len 2048
+fit mine.py:made --on cpu --global-batch 8
+fit tiny-llama --on cpu --beside mine.py:made
+fit mine.py:made --on cpu --beside tiny-llama
+fit axolotl.yml --model mine.py:made --on cpu
+plan mine.py:made --on cpu --batch-size 1
+profile mine.py:made --seq-len 512
+profile mine.py:made --text profile.yaml
+hardware search mine.py:made --speed 1 --seq-len 64
+fit deepspeed.json --on cpu
+fit lama-3.1-8b --on cpu
+fit tiny-llama --on rtx-3090 --num-devices 16
+hardware copy rtx-4091
+hardware copy plan.yaml
 fit tiny-llama --on cpu --seq-len many
 fit tiny-llama --on cpu --batch-size 0
 fit tiny-llama --on cpu --optimizer adan
@@ -137,7 +169,7 @@ def test_mistakes_are_one_message(command: str, folder: Path, assert_says: Speak
 
 HELPED = (
     *("profile", "plan", "show", "simulate", "report", "run", "hardware", "hardware list"),
-    *("hardware show", "hardware probe", "hardware search"),
+    *("hardware show", "hardware copy", "hardware probe", "hardware search"),
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_runtime.contract import records
+from protrain_runtime.contract.program.group import group_on
 from protrain_runtime.contract.records.hardware import Hardware, Rates
 from tests.support import forked
 from tests.support.record_samples import HARDWARE, PROFILE
@@ -51,6 +52,21 @@ def test_a_machine_is_written_as_records_write_it(name: str) -> None:
     machine = load_hardware(name)
     assert machine.name == name
     assert (FOLDER / f"{name}.yaml").read_text() == records.dumps_hardware(machine)
+
+
+@pytest.mark.parametrize("name", [n for n in CARDS if load_hardware(n).interconnect])
+def test_eight_cards_are_in_one_node_unless_a_node_has_one(name: str) -> None:
+    machine = load_hardware(name)
+    assert machine.interconnect is not None
+    alone = machine.interconnect.devices_per_node == 1
+    assert group_on(machine, 8).num_nodes == (8 if alone else 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copy_is_read_back_as_the_machine(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    assert protrain("copy", name, "-o", str(path)).returncode == 0
+    assert load_hardware(path) == load_hardware(name)
 
 
 @pytest.mark.parametrize("name", CARDS)

@@ -28,9 +28,10 @@ def test_a_line_is_a_machine_and_its_price(tmp_path: Path) -> None:
         ("rtx-4090", 0.35),
         ("2 x rtx-4090", 0.7),
         ("4 x rtx-4090", 1.4),
+        ("8 x rtx-4090", 2.8),
         ("l4", 0.7),  # nothing is known of what joins several
     ]
-    assert [one.machine for one in offers[:3]] == [load_hardware("rtx-4090")] * 3
+    assert [one.machine for one in offers[:4]] == [load_hardware("rtx-4090")] * 4
 
 
 def test_sizes_and_links_are_chosen_and_paid_for(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_a_machine_s_own_file_can_have_the_price(tmp_path: Path) -> None:
 
 def test_counts_are_powers_of_two_of_a_node_then_nodes() -> None:
     assert device_counts(load_hardware("l4")) == (1,)
-    assert device_counts(load_hardware("rtx-4090")) == (1, 2, 4)
+    assert device_counts(load_hardware("rtx-4090")) == (1, 2, 4, 8)
     assert device_counts(load_hardware("h100-sxm")) == (1, 2, 4, 8, 16, 32)
 
 

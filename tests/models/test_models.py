@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.zoo import ZOO
+from protrain_plan.commands.measuring import ProfileRequest
+from protrain_plan.commands.option_records import WorkloadOptions
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import KNOWN, OPTIMIZERS, optimizer_factory
-from protrain_plan.models.presets import Preset, preset_config, preset_names, presets
+from protrain_plan.models.presets import (
+    Preset,
+    preset_config,
+    preset_names,
+    preset_of,
+    presets,
+)
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
@@ -41,6 +49,11 @@ PUBLISHED: dict[str, float] = json.loads(
 OURS = {"tiny-gpt2", "tiny-llama"}
 
 
+def asked(name: str) -> ProfileRequest:
+    (request,) = WorkloadOptions().requests(name, [64], [1])
+    return request
+
+
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
 def test_presets_have_the_published_number_of_parameters(preset: Preset) -> None:
     model = load_source(preset.name).build(dtype="bfloat16", device="meta")
@@ -55,6 +68,50 @@ def test_every_preset_says_where_it_comes_from() -> None:
     assert all(preset.source for preset in presets())
     sizes = {preset.name: (preset.num_layers, preset.hidden_size) for preset in presets()}
     assert (sizes["llama-3.1-8b"], sizes["clip-vit-base"]) == ((32, 4096), (12, 512))
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("Llama-3.1-8B", "llama-3.1-8b"),
+        ("LLAMA-3.1-8B", "llama-3.1-8b"),
+        ("unsloth/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("NousResearch/Meta-Llama-3-8B", "llama-3.1-8b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("qwen/qwen2.5-math-1.5b", "qwen2.5-1.5b"),
+        ("Qwen3-4B-Base", "qwen3-4b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+        ("google/gemma-3-12b-it", "gemma-3-12b"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("THUDM/GLM-4-9B-0414", "glm-4-9b"),
+        ("openai-community/gpt2", "gpt2"),
+        ("somebody/Llama-3.1-8B", None),
+        ("meta-llama/Llama-3.1", None),
+        ("meta-llama/Llama-3.1-8B-Rewritten", None),
+        ("unsloth/phi-4", None),
+    ],
+)
+def test_a_preset_has_the_names_that_were_published_of_its_sizes(
+    name: str, preset: str | None, assert_says: Speaker
+) -> None:
+    assert preset_of(name) == preset
+    if preset is not None:
+        assert load_source(name).name == preset
+        assert asked(name).workload.model == preset
+    else:
+        assert_says.refused(load_source, name)
+
+
+def test_a_folder_is_taken_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "openai-community/gpt2"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(preset_config("tiny-llama")))
+    monkeypatch.chdir(tmp_path)
+    source = load_source("openai-community/gpt2")
+    assert '"model_type": "llama"' in source.model_config.replace('":"', '": "')
+    assert asked("openai-community/gpt2").workload.model == "openai-community/gpt2"
 
 
 FOLDERS = """
@@ -420,3 +477,14 @@ def test_an_unknown_optimizer_is_one_clear_error() -> None:
         f"optimizer: expected one of {', '.join(KNOWN)}, or package.module:Class, got 'sdg'"
         "\n  fix: did you mean sgd?"
     )
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 3, 4), ()])
+def test_muon_says_that_it_takes_matrices_alone(
+    shape: tuple[int, ...], assert_says: Speaker
+) -> None:
+    matrix = nn.Parameter(torch.ones(4, 4))
+    other = nn.Parameter(torch.ones(shape))
+    assert_says.refused(optimizer_factory("muon"), [matrix, other])
+    assert_says.refused(optimizer_factory("muon"), [{"params": [other]}])
+    optimizer_factory("muon")([matrix])

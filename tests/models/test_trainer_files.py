@@ -5,6 +5,7 @@ Keys and values are those of the projects' own examples (axolotl `examples/llama
 torchtune `recipes/configs/llama3_1`), and of `TrainingArguments.to_json_string()`.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-from protrain_plan.models.presets import preset_of
 from protrain_plan.models.trainer_files import (
     FORMATS,
     TrainerFile,
     is_trainer_file,
     read_trainer_file,
 )
+from protrain_runtime.contract.errors import ProtrainError
 from tests.support.messages import Speaker
 
 QLORA = {
@@ -43,7 +44,7 @@ QLORA = {
     "attn_implementation": "flash_attention_2",
     "wandb_project": None,
     "special_tokens": {"pad_token": "<|end_of_text|>"},
-    "plugins": ["axolotl.integrations.liger.LigerPlugin"],
+    "plugins": [],
 }
 FULL_FSDP = {
     "base_model": "NousResearch/Meta-Llama-3-8B",
@@ -227,21 +228,20 @@ def test_a_file_becomes_the_options_of_a_command(
 
 
 def test_every_key_is_in_one_list(tmp_path: Path) -> None:
-    file = read(tmp_path, QLORA, deepspeed="zero3.json", rl="dpo")
-    assert list(file.not_understood) == ["plugins", "rl"]
+    file = read(tmp_path, QLORA, deepspeed="zero3.json")
     assert list(file.decided) == ["deepspeed", "gradient_checkpointing"]
     understood = [one.key for one in file.understood]
-    told = [*understood, *file.decided, *file.ignored, *file.not_understood]
-    assert sorted(told) == sorted([*QLORA, "deepspeed", "rl"])
+    told = [*understood, *file.decided, *file.ignored]
+    assert sorted(told) == sorted([*QLORA, "deepspeed"])
     assert [(one.key, one.option) for one in file.by_default] == [("max_grad_norm", "--clip")]
 
 
 def test_inner_keys_are_told_one_by_one_unless_the_whole_is(tmp_path: Path) -> None:
     file = read(tmp_path, SINGLE_DEVICE)
     assert list(file.decided) == ["enable_activation_checkpointing", "loss._component_"]
-    assert not file.not_understood
-    other = read(tmp_path, SINGLE_DEVICE, loss={"_component_": "a.Loss", "beta": 0.1})
-    assert list(other.not_understood) == ["loss._component_", "loss.beta"]
+    with pytest.raises(ProtrainError) as caught:
+        read(tmp_path, SINGLE_DEVICE, loss={"_component_": "a.Loss", "beta": 0.1})
+    assert caught.value.key == "loss._component_, loss.beta"
     assert list(read(tmp_path, FULL_FSDP).decided) == ["fsdp_config"]
 
 
@@ -288,15 +288,244 @@ def test_what_a_file_leaves_out_is_what_its_trainer_takes(tmp_path: Path) -> Non
 
 def test_what_takes_memory_is_not_ignored(tmp_path: Path) -> None:
     keys = {"label_smoothing_factor": 0.1, "torch_compile_mode": "default", "lora_r": 16}
-    file = read(tmp_path, PLAIN, **keys, dtype="float32")
-    assert file.not_understood == keys
-    assert not read(tmp_path, ARGUMENTS, label_smoothing_factor=0.0).not_understood
+    with pytest.raises(ProtrainError) as caught:
+        read(tmp_path, PLAIN, **keys, dtype="float32")
+    assert str(caught.value.key).split(", ") == sorted(keys)
+    read(tmp_path, ARGUMENTS, label_smoothing_factor=0.0)
 
 
 def test_values_are_those_of_json(tmp_path: Path) -> None:
-    file = read(tmp_path, QLORA, threshold=float("nan"), inner={"most": [float("inf"), 1]})
-    left = {key: file.not_understood[key] for key in ("threshold", "inner.most")}
-    assert left == {"threshold": ".nan", "inner.most": [".inf", 1]}
+    file = read(tmp_path, QLORA, log_most=float("nan"), datasets={"most": [float("inf"), 1]})
+    assert file.ignored["log_most"] == ".nan"
+    assert file.ignored["datasets"] == {"most": [".inf", 1]}
+
+
+ON: dict[str, dict[str, Any]] = {
+    "axolotl": {
+        "plugins": ["a.b"],
+        "liger_rms_norm": True,
+        "liger_fused_linear_cross_entropy": True,
+        "cut_cross_entropy": True,
+        "unsloth_lora_mlp": True,
+        "lora_mlp_kernel": True,
+        "torch_compile": True,
+        "neftune_noise_alpha": 5,
+        "relora": True,
+        "lisa_n_layers": 4,
+        "attn_implementation": "eager",
+        "unfrozen_parameters": ["lm_head"],
+        "fp8": True,
+        "qat": {"weight_dtype": "int4"},
+        "kd_trainer": True,
+        "trl": {"num_generations": 8},
+        "reward_model": True,
+        "gptq": True,
+        "tensor_parallel_size": 2,
+        "unheard_of": False,
+        "model_config": {"output_router_logits": True},
+        "xformers_attention": True,
+    },
+    "llama-factory": {
+        "use_dft_loss": True,
+        "mixture_of_depths": "convert",
+        "enable_liger_kernel": True,
+        "use_unsloth": True,
+        "flash_attn": "disabled",
+        "reward_model": "a/b",
+        "shift_attn": True,
+        "ppo_epochs": 2,
+        "rope_scaling": "yarn",
+        "pissa_init": True,
+        "use_kt": True,
+        "new_special_tokens": ["a"],
+        "unheard_of": 1,
+    },
+    "torchtune": {
+        "quantizer": {"groupsize": 256},
+        "grpo_samples": 4,
+        "max_generated_tokens": 512,
+        "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"},
+        "tensor_parallel_dim": 2,
+        "forward_batch_size": 1,
+        "ac_mode": "selective",
+        "unheard_of": "on",
+    },
+    "trl": {
+        "num_generations": 8,
+        "max_completion_length": 512,
+        "loss_type": "dft",
+        "beta": 0.1,
+        "use_liger_kernel": True,
+        "padding_free": True,
+        "use_vllm": True,
+        "torch_compile": True,
+        "assistant_only_loss": True,
+        "reward_model_path": "a/b",
+        "unheard_of": 0.5,
+    },
+}
+"""Keys by trainer, of which memory or time of a step depends, or nothing is known."""
+FILES = {"axolotl": QLORA, "llama-factory": LORA, "torchtune": SINGLE_DEVICE, "trl": ARGUMENTS}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key"), [(trainer, key) for trainer, keys in ON.items() for key in keys]
+)
+def test_a_key_that_is_not_understood_ends_in_an_error_with_its_name(
+    trainer: str, key: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        read(tmp_path, FILES[trainer], **{key: ON[trainer][key]})
+    error = caught.value
+    assert str(error.key).split(".")[0] == key
+    assert error.source == str(tmp_path / "trainer.yaml")
+    assert str(error.fix).endswith(
+        "remove from a copy of the file what no memory and no time depends on"
+    )
+
+
+@pytest.mark.parametrize("off", [False, None, "none", 0, "no", "", [], {}])
+def test_a_feature_that_is_off_takes_nothing(off: object, tmp_path: Path) -> None:
+    for trainer, keys in {
+        "axolotl": ("plugins", "rl", "liger_rms_norm", "torch_compile", "unfrozen_parameters"),
+        "llama-factory": ("use_muon", "use_galore", "enable_liger_kernel", "shift_attn"),
+        "trl": ("use_liger_kernel", "padding_free", "assistant_only_loss"),
+    }.items():
+        content = FILES[trainer]
+        expected = {k: v for k, v in content.items() if k not in keys}
+        changed = read(tmp_path, content, **{key: copy.copy(off) for key in keys})
+        assert changed.command == read(tmp_path, expected).command
+
+
+def test_logs_data_and_schedules_are_left_out(tmp_path: Path) -> None:
+    keys = {
+        "wandb_project": "a",
+        "hub_model_id": "a/b",
+        "save_strategy": "steps",
+        "seed": 7,
+        "datasets": [{"path": "a"}],
+        "warmup_ratio": 0.1,
+        "lr_scheduler": "cosine",
+        "weight_decay": 0.1,
+        "eval_steps": 10,
+        "evals_per_epoch": 4,
+        "dataset_num_proc": 8,
+        "dataloader_num_workers": 4,
+        "logging_steps": 1,
+        "use_tensorboard": True,
+        "eta_min": 1,
+        "evaluation_strategy": "no",
+        "hf_use_auth_token": True,
+        "cosine_min_lr_ratio": 0.1,
+        "early_stopping_patience": 3,
+        "trust_remote_code": True,
+        "output_dir": "out",
+    }
+    assert set(keys) <= set(read(tmp_path, QLORA, **keys).ignored)
+
+
+def test_a_frozen_method_is_answered_as_its_fix_says(tmp_path: Path) -> None:
+    freeze = LORA | {"finetuning_type": "freeze", "freeze_trainable_layers": 2}
+    with pytest.raises(ProtrainError, match="finetuning_type: full"):
+        read(tmp_path, freeze)
+    assert "lora" not in read(tmp_path, freeze, finetuning_type="full").options
+
+
+@pytest.mark.parametrize("content", [QLORA, ARGUMENTS, PLAIN])
+def test_switches_of_optimizers_are_known_in_all_files(
+    content: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        read(tmp_path, content, use_galore=True)
+    assert (caught.value.key, caught.value.fix) == ("use_galore", "say it with --optimizer")
+    assert "optimizer" not in read(tmp_path, content, "optimizer", use_galore=True).options
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "galore", "apollo", "badam", "adam_mini"])
+def test_an_optimizer_that_a_switch_turns_on_is_asked_for(optimizer: str, tmp_path: Path) -> None:
+    switched = {f"use_{optimizer}": True, f"{optimizer}_rank": 8}
+    if optimizer in ("muon", "adam_mini"):
+        del switched[f"{optimizer}_rank"]
+    with pytest.raises(ProtrainError) as caught:
+        read(tmp_path, LORA, **switched)
+    assert (caught.value.key, caught.value.fix) == (f"use_{optimizer}", "say it with --optimizer")
+    answered = read(tmp_path, LORA, "optimizer", **switched)
+    assert "optimizer" not in answered.options
+
+
+def test_states_of_float32_are_those_of_float32_parameters(tmp_path: Path) -> None:
+    paged = {"optimizer": "paged_adamw_32bit"}
+    assert read(tmp_path, QLORA, **paged).options["optimizer"] == "adamw"
+    full = {key: value for key, value in QLORA.items() if "lora" not in key and key != "adapter"}
+    full["load_in_4bit"] = False
+    assert read(tmp_path, full, **paged, bf16=False).options["optimizer"] == "adamw"
+    with pytest.raises(ProtrainError) as caught:
+        read(tmp_path, full, **paged)
+    assert caught.value.key == "optimizer"
+    assert read(tmp_path, full, "optimizer", **paged).options["precision"] == "pure"
+
+
+TEACHER = {
+    "teacher_model": {"_component_": "torchtune.models.qwen3.qwen3_14b_instruct"},
+    "teacher_checkpointer": {"checkpoint_dir": "/tmp/a"},
+    "kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"},
+    "kd_ratio": 0.5,
+}
+FULL = LORA | {"finetuning_type": "full"}
+
+
+@pytest.mark.parametrize(
+    ("content", "beside", "batch"),
+    [
+        (SINGLE_DEVICE | TEACHER, "qwen3-14b", 2),
+        (ARGUMENTS | {"teacher_model_name_or_path": "meta-llama/Llama-3.1-8B"}, "llama-3.1-8b", 4),
+        (FULL | {"stage": "dpo"}, "qwen3-4b", 2),
+        (FULL | {"stage": "dpo", "ref_model": "gpt2"}, "gpt2", 2),
+        (LORA | {"stage": "dpo", "ref_model": "Qwen/Qwen3-4B"}, "qwen3-4b", 2),
+        (LORA | {"stage": "dpo", "pref_loss": "simpo"}, None, 2),
+        (QLORA | {"rl": "orpo"}, None, 4),
+    ],
+)
+def test_a_second_model_is_beside_the_trained_one(
+    content: dict[str, Any], beside: str | None, batch: int, tmp_path: Path
+) -> None:
+    file = read(tmp_path, content)
+    assert (file.options.get("beside"), file.options["batch_size"]) == (beside, batch)
+
+
+@pytest.mark.parametrize("content", [QLORA | {"rl": "dpo"}, LORA | {"stage": "dpo"}])
+def test_a_reference_that_no_file_names_is_asked_for(
+    content: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ProtrainError, match="--beside none") as caught:
+        read(tmp_path, content)
+    assert caught.value.key in ("rl", "stage")
+    assert "beside" not in read(tmp_path, content, "beside").options
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ({"zero_optimization": {"stage": 3}, "fp16": {"enabled": "auto"}}, "of DeepSpeed"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "of DeepSpeed"),
+        ({"compute_environment": "LOCAL_MACHINE", "num_processes": 8}, "of accelerate"),
+        ({"distributed_type": "FSDP", "mixed_precision": "bf16"}, "of accelerate"),
+        (
+            {"model": "a/b", "model_class": "llm", "cutoff_len": 8, "micro_batch_size": 1},
+            "of LLaMA-Factory's v1",
+        ),
+        ({"model": "a/b", "peft_config": {"name": "lora"}, "template": "a"}, "v1"),
+    ],
+)
+def test_other_files_are_known_for_what_they_are(
+    content: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    for name in ("trainer.yaml", "trainer.json"):
+        path = written(tmp_path, content, name)
+        assert is_trainer_file(path)
+        with pytest.raises(ProtrainError, match=what) as caught:
+            read_trainer_file(path)
+        assert caught.value.fix
 
 
 def test_what_the_command_line_says_is_not_asked_of_a_file(tmp_path: Path) -> None:
@@ -327,6 +556,18 @@ def test_what_the_command_line_says_is_not_asked_of_a_file(tmp_path: Path) -> No
         (LORA | {"fp16": True}, "fp16"),
         (LORA | {"bf16": False}, None),
         (LORA | {"finetuning_type": "freeze"}, "finetuning_type"),
+        (QLORA | {"rl": "grpo"}, "rl"),
+        (LORA | {"stage": "kto"}, "stage"),
+        (QLORA | {"rl": "dpo"}, "rl"),
+        (QLORA | {"plugins": ["a"], "qat": {"weight_dtype": "int4"}}, "plugins, qat.weight_dtype"),
+        (ARGUMENTS | {"num_generations": 8, "teacher": "a"}, "num_generations, teacher"),
+        (
+            QLORA | {"load_in_4bit": False, "adapter": None, "optimizer": "paged_adamw_32bit"},
+            "optimizer",
+        ),
+        ({"zero_optimization": {"stage": 3}}, None),
+        ({"distributed_type": "FSDP"}, None),
+        ({"model": "a/b", "model_class": "llm"}, None),
         (LORA | {"quantization_bit": 4, "double_quantization": False}, "double_quantization"),
         (SINGLE_DEVICE | {"tokenizer": {"max_seq_len": None}}, "tokenizer.max_seq_len"),
         (QLORA_ARGUMENTS | {"use_bnb_nested_quant": None}, "use_bnb_nested_quant"),
@@ -347,12 +588,6 @@ def test_what_cannot_be_said_is_one_error(
     error = assert_says.refused(read_trainer_file, written(tmp_path, content))
     assert error.key == key
     assert error.source == str(tmp_path / "trainer.yaml")
-
-
-def test_models_are_known_by_what_was_published_alone() -> None:
-    assert preset_of("meta-llama/Llama-3.1-8B") == "llama-3.1-8b"
-    assert preset_of("meta-llama/Llama-3.2-1B-Instruct") == "llama-3.2-1b"
-    assert preset_of("somebody/Llama-3.1-8B") is preset_of("meta-llama/Llama-3.1") is None
 
 
 def test_json_is_read_as_json(tmp_path: Path, assert_says: Speaker) -> None:

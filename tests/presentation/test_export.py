@@ -146,13 +146,32 @@ def test_a_loss_in_place_is_told(tool: str) -> None:
 def test_a_plan_that_keeps_everything_loses_little(tool: str) -> None:
     losses = export(plain(), tool).losses
     assert SCHEDULES not in losses
-    assert all("batch" in loss or "float32" in loss or "model" in loss for loss in losses)
+    told = ("batch", "float32", "model", "Nothing is clipped")
+    assert all(any(word in loss for word in told) for loss in losses)
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+ADAPTED = replace(plain().workload, precision="autocast", adapter="lora r=16 dtype=float32")
+
+
+@pytest.mark.parametrize("tool", STAGED)
+def test_a_tool_without_adapters_refuses_them(tool: str) -> None:
+    for made in (plain(), cut()):
+        packed = replace(made, workload=replace(ADAPTED, quantize="nf4"))
+        words = f"adapters over nf4 weights, and {tool} would train all of the model"
+        with pytest.raises(ProtrainError, match=words) as refused:
+            export(packed, tool)
+        assert refused.value.fix == (None if made.pipeline else "export it to fsdp2 or trl")
+
+
+@pytest.mark.parametrize("tool", sorted({*TOOLS} - {"fsdp2"}))
+def test_a_norm_that_no_plan_has_is_told(tool: str) -> None:
+    assert any("taken to be 1.0" in loss for loss in export(mixed(), tool).losses)
+    assert any("Nothing is clipped" in loss for loss in export(plain(), tool).losses)
+
+
+@pytest.mark.parametrize("tool", sorted({*TOOLS} - {*STAGED}))
 def test_what_is_the_script_s_is_told(tool: str) -> None:
-    workload = replace(plain().workload, precision="autocast", adapter="lora r=16 dtype=float32")
-    losses = export(replace(plain(), workload=workload, optimizer="sgd"), tool).losses
+    losses = export(replace(plain(), workload=ADAPTED, optimizer="sgd"), tool).losses
     assert losses[:2] == (
         "The adapter (--lora r=16) is the script's.",
         "The optimizer (sgd) is the script's.",

@@ -31,7 +31,7 @@ BUDGETS = """\
 protrain: budgets
 version: 1
 budgets:
-  rtx-4090: {device: 22GiB, host: 1000, headroom: 5%, slowdown: 12.5%, plans: ["a/*", "b/*"]}
+  rtx-4090: {device: 22GiB, host: 1000000000, headroom: 5%, slowdown: 12.5%, plans: ["a/*", "b/*"]}
   box: {step_seconds: 2.5}
 """
 SAMPLES: dict[str, list[str]] = {

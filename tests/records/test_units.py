@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.units import (
     MAX_BYTES,
     exact_bytes,
     format_bytes,
     format_seconds,
     parse_bytes,
+    typed_bytes,
 )
 from tests.support.messages import Speaker
 
@@ -110,3 +112,15 @@ def test_formatted_bytes_look_like_this(size: int, text: str) -> None:
 )
 def test_formatted_seconds_look_like_this(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize("text", ["24", "1", "128", " 500 ", "1048575"])
+def test_a_small_number_without_a_unit_is_asked_about(text: str) -> None:
+    with pytest.raises(ProtrainError, match="with its unit") as caught:
+        typed_bytes(text)
+    assert str(caught.value.fix).startswith(f"did you mean {text.strip()}GiB?")
+
+
+@pytest.mark.parametrize("text", ["0", "24B", "24GiB", "0.5KiB", "1048576", "2000000000"])
+def test_other_typed_sizes_are_as_they_are_read(text: str) -> None:
+    assert typed_bytes(text) == parse_bytes(text)

@@ -50,6 +50,24 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+LEAST_BARE = 2**20
+"""The smallest size that people mean where they type a number of bytes without a unit."""
+
+
+def typed_bytes(text: str) -> int:
+    """The bytes that a text names which somebody typed.
+
+    ProtrainError, besides those of `parse_bytes`, for a small number without a unit: 24 is 24GiB.
+    """
+    found, number = parse_bytes(text), text.strip()
+    if number.isdigit() and 0 < found < LEAST_BARE:
+        raise ProtrainError(
+            f"expected a size with its unit, got {cut(text)!r}, which is that many bytes",
+            fix=f"did you mean {number}GiB? ({number}B are bytes)",
+        )
+    return found
+
+
 def exact_bytes(size: int) -> str:
     """The shortest text that `parse_bytes` reads back exactly: `1.5GiB`, `108MiB`, `1000`."""
     for unit, scale in reversed(_BINARY):

@@ -483,6 +483,8 @@ class _Trial:
                 before = generator.get_state()
                 self._step(stepped, [values_of(shape, self._dtype).flip(-1)])
             self._draws = self._draws or not torch.equal(before, generator.get_state())
+        except ProtrainError:
+            raise
         except Exception as error:
             raise ProtrainError(
                 f"the optimizer takes no step on a parameter of shape {list(shape)}:"

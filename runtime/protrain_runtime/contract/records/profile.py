@@ -200,6 +200,19 @@ class Compilation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A frozen model that runs a forward without gradients beside the one that is trained.
+
+    Its weights stand on the device for the whole step, and so does the most that its forward takes.
+    """
+
+    model: str
+    weight_bytes: int
+    forward_bytes: int  # at most, its batch and its outputs included
+    forward_s: float  # for a batch, before that of the first unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Everything that planning needs to know of a model on a machine.
 
@@ -215,6 +228,8 @@ class Profile:
     `allowed` is what it was recorded with leave for, as `--allow` says it: as far as that goes,
     its units have forms that are not exact. `compilation` is what the compiler did while it was
     measured, of which nothing is in the seconds of units; absent where nothing was compiled.
+    `beside` is a frozen second model, whose bytes are in `fixed_bytes` and `base_bytes`, and whose
+    seconds are in those of the first unit; absent where there is none.
     """
 
     workload: Workload
@@ -231,6 +246,7 @@ class Profile:
     varies: str = ""
     allowed: tuple[str, ...] = ()
     compilation: Compilation | None = None
+    beside: Beside | None = None
 
     @property
     def error_band(self) -> tuple[float, float]:

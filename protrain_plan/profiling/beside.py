@@ -1,0 +1,50 @@
+"""A frozen model beside the one that is trained: a teacher, or the reference of a preference."""
+
+from dataclasses import replace
+from itertools import accumulate
+
+from protrain_runtime.contract.records.profile import Beside, Profile, Unit
+
+
+def with_beside(profile: Profile, other: Profile) -> Profile:
+    """The profile with the frozen model of another one on its device.
+
+    bytes = weights + base + max over units u of (level(u - 1) + forward_peak(u))
+
+    in every slot, levels and peaks being those of the forms that hold the least: a forward without
+    gradients holds no more, and what the loss takes of its outputs stands until backward ends.
+    seconds = the forwards of all its units, before that of the first unit.
+    """
+    lean = [
+        min(unit.forms, key=lambda f: (f.kept_bytes, f.forward_peak_bytes)) for unit in other.units
+    ]
+    levels = accumulate((form.kept_bytes for form in lean), initial=0)
+    peak = max(level + form.forward_peak_bytes for level, form in zip(levels, lean, strict=False))
+    beside = Beside(
+        model=other.workload.model,
+        weight_bytes=sum(unit.parameter_bytes for unit in other.units),
+        forward_bytes=other.base_bytes + peak,
+        forward_s=sum(unit.cost("keep").forward_s for unit in other.units),
+    )
+    launch_s = sum(unit.cost("keep").forward_launch_s for unit in other.units)
+    first, *others = profile.units
+    return replace(
+        profile,
+        units=(_later(first, beside.forward_s, launch_s), *others),
+        fixed_bytes=profile.fixed_bytes + beside.weight_bytes,
+        base_bytes=profile.base_bytes + beside.forward_bytes,
+        beside=beside,
+    )
+
+
+def _later(unit: Unit, seconds: float, launch_s: float) -> Unit:
+    """The unit with a longer forward, however its activations wait."""
+    forms = (
+        replace(
+            form,
+            forward_s=form.forward_s + seconds,
+            forward_launch_s=form.forward_launch_s + launch_s,
+        )
+        for form in unit.forms
+    )
+    return replace(unit, forms=tuple(forms))
