@@ -478,6 +478,9 @@ TIGHT = (
     f" {EXPANDABLE_MOST:.0%} of them with PYTORCH_ALLOC_CONF=expandable_segments:True, which"
     " protrain run sets; a smaller --device-memory plans with room"
 )
+NO_TOKENS = (
+    "batches without tokens, such as images: tokens/s counts samples, whatever --seq-len says"
+)
 ALLOCATED = (
     "device: allocated bytes, and the context; reserved are about"
     f" {EXPANDABLE_MEDIAN:.0%} of tensors more with expandable segments, and {MEDIAN:.0%} without"
@@ -580,9 +583,10 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
     unknown |= dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
     is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
+    without = [NO_TOKENS] * any(fit.profile.workload.seq_len == 1 for fit in fits)
     tight = [ALLOCATED] * any(fit.solved is not None and is_unknown(fit.profile) for fit in fits)
     tight += [TIGHT] * is_tight
-    told = (*binds, *faster, *worn, *spared, *differs, *headroom_of(fits), *tight)
+    told = (*binds, *faster, *worn, *spared, *differs, *without, *headroom_of(fits), *tight)
     notes = map(Text, (*told, *in_words(columns), *trusted, *unknown))
     bills = (bill.fitting, "") if columns else ()
     return Group(table.fitting, "", *bills, *notes, *map(wrote, paths))

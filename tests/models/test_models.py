@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.profile import DType, Precision
+from protrain_runtime.contract.records.profile import DType, Precision, Workload
 from protrain_runtime.devices.memory_meter import MemoryMeter
-from protrain_runtime.diagnostics.matching import model_fingerprint
+from protrain_runtime.diagnostics.matching import model_fingerprint, with_batch_sizes
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.commands import python
 from tests.support.estimates import machine
@@ -333,6 +334,21 @@ def first_batch(name: str, *, dtype: DType = "float32", seed: int = 0) -> dict[s
     batch = next(ZOO[name].source.batches(batch_size=2, seq_len=24, dtype=dtype, seed=seed))
     assert isinstance(batch, dict)
     return batch
+
+
+@pytest.mark.parametrize(("name", "length"), [("vit", 1), ("clip", 24), ("llama", 24)])
+def test_batches_of_images_alone_have_no_sequence(name: str, length: int) -> None:
+    workload = Workload(
+        model=name,
+        model_config="{}",
+        batch_size=2,
+        seq_len=24,
+        dtype="float32",
+        device="cpu",
+        seed=0,
+    )
+    sized = with_batch_sizes(workload, nn.Identity(), first_batch(name))
+    assert sized == replace(workload, seq_len=length)
 
 
 @pytest.mark.parametrize(

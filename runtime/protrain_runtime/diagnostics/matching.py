@@ -461,13 +461,15 @@ def refuse_larger_batches(model: nn.Module, workload: Workload) -> Callable[[], 
 def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Workload:
     """The workload with the sizes of a factory's batch; a configuration's batches have its own.
 
+    Where those are images alone, there is no sequence: `seq_len` is 1.
     `batch_size` is the first dimension of the first tensor in it that has one. `seq_len` is the
     second of the first tensor of integers with two dimensions and as many rows, which are token ids
     [batch, tokens]; else of the first tensor with three, features [batch, sequence, width]; 1 where
     there is neither.
     """
     if workload.model_config:
-        return workload
+        names = set(batch) if isinstance(batch, Mapping) else set()
+        return replace(workload, seq_len=1) if names == {"pixel_values", "labels"} else workload
     signature = inspect.signature(model.forward)
     if isinstance(batch, Mapping):
         sizes = _sizes(signature, (), batch)
