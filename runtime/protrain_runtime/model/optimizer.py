@@ -138,6 +138,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 write_values(chunk, part, shadow)
                 load_state(chunk, part, worker.state[shadow])
             getattr(self.inner, mode)()
+            self._states.renew()
             for tell in self._told:
                 tell(mode)
             for part in (part for chunk in self._chunks for part in chunk.slices):
