@@ -123,6 +123,9 @@ SCRIPTS: dict[str, Runs | CoveredBy] = {
     "docs/how-to/trainer-files.md#trainers-files": Runs(
         smaller={"meta-llama/Llama-3.2-3B": "HuggingFaceTB/SmolLM2-135M"}
     ),
+    "docs/how-to/trainer-files.md#a-second-frozen-model": Runs(
+        smaller={"qwen3-0.6b": "tiny-llama", "qwen3-4b": "tiny-llama"}
+    ),
     "docs/looking.md#looking-at-a-plan": Runs(prepare=committed_plans, slow=False),
     **{
         f"docs/plans.md#{re.sub(r'[^a-z0-9-]', '', heading)}": CoveredBy(
