@@ -21,7 +21,7 @@ from protrain_runtime.contract.records.hardware import (
     Tier,
     is_accelerator,
 )
-from protrain_runtime.contract.records.profile import Compilation, Profile, Unit
+from protrain_runtime.contract.records.profile import HANDS_ON, Compilation, Profile, Unit
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -70,6 +70,13 @@ def caveats(profile: Profile) -> Iterator[str]:
         yield EAGER
     if profile.varies:
         yield f"the model does other work from step to step: {profile.varies}"
+    if handing := [unit.name for unit in profile.units if unit.stays == HANDS_ON]:
+        more = f" and {len(handing) - 1} more" if len(handing) > 1 else ""
+        yield (
+            f"a plan can neither move nor recompute {handing[0]}{more}, whose forward hands tensors"
+            " on in its arguments. A cache of keys and values (past_key_values, use_cache=True) has"
+            " no use in training: call the model without it"
+        )
     workload = profile.workload
     config: Any = None
     with suppress(ValueError, RecursionError):  # a record may hold any text

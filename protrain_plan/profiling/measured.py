@@ -67,6 +67,7 @@ from protrain_runtime.activations.compiled import (
     compile_each,
     refuse_compiled_around,
 )
+from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
@@ -317,6 +318,7 @@ def _as_found(model: nn.Module) -> Iterator[None]:
         passes.drop_gradients(model)
         stack.enter_context(undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
+        stack.callback(switch_off_caches(model))
         yield
 
 
