@@ -148,7 +148,7 @@ def test_a_plain_copy_trains_without_the_cache(tmp_path: Path) -> None:
 
 SCRIPT = """
 import tests.runtime.test_own_caches as cases
-from functools import partial
+from transformers import DynamicCache
 
 def made(model):
     return model, [cases.tokens(0)]
@@ -165,7 +165,7 @@ def asked():
     return made(cases.Wrapped(lambda: {"use_cache": True}))
 
 def given():
-    return made(cases.Wrapped(lambda: {"past_key_values": cases.DynamicCache()}))
+    return made(cases.Wrapped(lambda: {"past_key_values": DynamicCache()}))
 """
 
 
