@@ -74,8 +74,8 @@ def caveats(profile: Profile) -> Iterator[str]:
         more = f" and {len(handing) - 1} more" if len(handing) > 1 else ""
         yield (
             f"a plan can neither move nor recompute {handing[0]}{more}, whose forward hands tensors"
-            " on in its arguments. A cache of keys and values (past_key_values, use_cache=True) has"
-            " no use in training: call the model without it"
+            " on in its arguments. If these are a cache of keys and values (past_key_values,"
+            " use_cache=True), call the model without it: training has no use for one"
         )
     workload = profile.workload
     config: Any = None

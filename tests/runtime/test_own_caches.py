@@ -195,6 +195,7 @@ def test_a_cache_that_is_asked_for_is_named(tmp_path: Path) -> None:
         assert {unit.stays for unit in blocks} == {HANDS_ON}
         assert list(caveats(found)) == [
             f"a plan can neither move nor recompute {blocks[0].name} and {len(blocks) - 1} more,"
-            " whose forward hands tensors on in its arguments. A cache of keys and values"
-            " (past_key_values, use_cache=True) has no use in training: call the model without it"
+            " whose forward hands tensors on in its arguments. If these are a cache of keys and"
+            " values (past_key_values, use_cache=True), call the model without it: training has no"
+            " use for one"
         ]
