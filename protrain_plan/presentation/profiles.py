@@ -15,6 +15,7 @@ from rich.console import Group, RenderableType
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
 from protrain_runtime.contract.records.folding import unfold
 from protrain_runtime.contract.records.hardware import (
+    KEPT_PROBE,
     Collectives,
     Hardware,
     Rates,
@@ -68,6 +69,8 @@ def caveats(profile: Profile) -> Iterator[str]:
     """Remarks: whose kernels run; steps that differ; batches without images; what is unpacked."""
     if profile.method == "estimated" and is_accelerator(profile.hardware.device.kind):
         yield EAGER
+    if KEPT_PROBE in profile.hardware.sources:
+        yield f"the machine's probe is {KEPT_PROBE}"
     if profile.varies:
         yield f"the model does other work from step to step: {profile.varies}"
     if handing := [unit.name for unit in profile.units if unit.stays == HANDS_ON]:
