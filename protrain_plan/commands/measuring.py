@@ -66,6 +66,8 @@ class ProfileRequest:
     unit_by_unit: bool = False
     spill_directory: Path | None = None
     disk_watch: tuple[float, int] | None = None  # seconds and bytes; see `probe.Watch`
+    probe: bool = False  # anew, if one is kept
+    no_cache: bool = False
 
     def sized(self, batch_size: int) -> "ProfileRequest":
         """Return the request for batches of so many sequences."""
@@ -237,6 +239,7 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
     raises.
     """
     from protrain_plan.commands.options import found_device
+    from protrain_plan.hardware.kept_probes import ProbeCache
     from protrain_plan.hardware.probe import BRIEF, Watch
     from protrain_plan.models.building import kernels
     from protrain_plan.models.sources import load_source
@@ -252,6 +255,10 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
         importlib.import_module(name)
     where = found_device(request.device or "cpu")
     options = request.options(report)
+    directory = request.spill_directory or Path(tempfile.gettempdir())
+    watch = BRIEF if request.disk_watch is None else Watch(*request.disk_watch)
+    probes = ProbeCache(where, directory, request.workload.dtype, watch, off=request.no_cache)
+    machine = None if request.probe else probes.machine()
     with explained(whereabouts.place, planned=lambda: whereabouts.place().planned):
         source = load_source(request.workload.model)
         if not is_accelerator(where.type):
@@ -261,15 +268,19 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
             kernels(deterministic=request.workload.deterministic),
             devices.explained_exhaustion(fix=SMALLER),
         ):
-            return measure(
+            found = measure(
                 source,
                 device=where,
                 num_steps=request.steps,
-                spill_directory=request.spill_directory or Path(tempfile.gettempdir()),
+                spill_directory=directory,
                 unit_by_unit=request.unit_by_unit,
-                disk_watch=BRIEF if request.disk_watch is None else Watch(*request.disk_watch),
+                machine=machine,
+                disk_watch=watch,
                 **options,
             )
+    if machine is None:
+        probes.keep(found.hardware)
+    return found
 
 
 # ---- in a process of its own ---------------------------------------------------------------------

@@ -62,6 +62,13 @@ class MeasureOptions:
             " the model would take more than half of the device's free memory.",
         ),
     ] = False
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Measure the machine again; by default its probe is kept in the user's cache.",
+        ),
+    ] = False
     spill_directory: SpillOption = None
     disk_seconds: DiskSecondsOption = DISK_SECONDS
     disk_bytes: DiskBytesOption = DISK_BYTES
@@ -163,6 +170,8 @@ def profile(
         deterministic=measuring.deterministic,
         steps=measuring.steps,
         unit_by_unit=measuring.unit_by_unit,
+        probe=measuring.probe,
+        no_cache=no_cache,
         seed=seed,
         text=text,
         spill_directory=measuring.spill_directory,

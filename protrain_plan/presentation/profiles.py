@@ -15,13 +15,14 @@ from rich.console import Group, RenderableType
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
 from protrain_runtime.contract.records.folding import unfold
 from protrain_runtime.contract.records.hardware import (
+    KEPT_PROBE,
     Collectives,
     Hardware,
     Rates,
     Tier,
     is_accelerator,
 )
-from protrain_runtime.contract.records.profile import Compilation, Profile, Unit
+from protrain_runtime.contract.records.profile import HANDS_ON, Compilation, Profile, Unit
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def caveats(profile: Profile) -> Iterator[str]:
     """Remarks: whose kernels run; steps that differ; batches without images; what is unpacked."""
     if profile.method == "estimated" and is_accelerator(profile.hardware.device.kind):
         yield EAGER
+    if KEPT_PROBE in profile.hardware.sources:
+        yield f"the machine's probe is {KEPT_PROBE}"
     if profile.varies:
         yield f"the model does other work from step to step: {profile.varies}"
     if (other := profile.beside) is not None:
@@ -75,6 +78,13 @@ def caveats(profile: Profile) -> Iterator[str]:
             f"beside it, frozen: {other.model}: {format_bytes(other.weight_bytes)} of weights, up"
             f" to {format_bytes(other.forward_bytes)} for its forward, which takes"
             f" {format_seconds(other.forward_s)} of each micro-batch"
+        )
+    if handing := [unit.name for unit in profile.units if unit.stays == HANDS_ON]:
+        more = f" and {len(handing) - 1} more" if len(handing) > 1 else ""
+        yield (
+            f"a plan can neither move nor recompute {handing[0]}{more}, whose forward hands tensors"
+            " on in its arguments. If these are a cache of keys and values (past_key_values,"
+            " use_cache=True), call the model without it: training has no use for one"
         )
     workload = profile.workload
     config: Any = None

@@ -67,6 +67,7 @@ from protrain_runtime.activations.compiled import (
     compile_each,
     refuse_compiled_around,
 )
+from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
@@ -317,6 +318,7 @@ def _as_found(model: nn.Module) -> Iterator[None]:
         passes.drop_gradients(model)
         stack.enter_context(undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
+        stack.callback(switch_off_caches(model))
         yield
 
 
@@ -491,13 +493,13 @@ def workspace(
             large = [torch.zeros(2**14, 2**6, dtype=each) for _ in range(count)]
             large = [values.t() for values in large] if is_strided else large
             small = [torch.zeros(64, dtype=one) for one in dtypes if one != each]
-            stepper = make([nn.Parameter(values.to(device)) for values in (*large, *small)])
+            every = [nn.Parameter(values.to(device)) for values in (*large, *small)]
+            stepper = make(every)
             for group in stepper.param_groups if on_card else ():
                 if group.get("foreach", False) is None and not group.get("fused"):
                     group["foreach"] = True
-            parameters = stepper.param_groups[0]["params"][:count]
             for _ in range(2):
-                for parameter in parameters:
+                for parameter in every[:count]:
                     parameter.grad = _gradient_of(parameter, sparse=is_sparse)
                 with MemoryMeter(device) as meter:
                     meter.mark("step")
@@ -506,7 +508,9 @@ def workspace(
             extra.append(segment.peak_bytes - segment.start_bytes)
         together = extra[2] > 1.5 * extra[1] > 2**16
         one = extra[0] if together else max(extra)
-        most = max(most, one / storage_bytes([parameters[0].grad]))
+        gradient = every[0].grad
+        assert gradient is not None
+        most = max(most, one / storage_bytes([gradient]))
         at_once = at_once or together
     return Workspace(workspace_fraction=four_digits(most), at_once=at_once)
 

@@ -48,6 +48,7 @@ from protrain_plan.profiling.structure.discovery import (
 )
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.structure.rerun import run_once
+from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import Device, DeviceKind
@@ -219,6 +220,7 @@ def sketch_and_model(
         )
         refuse_parameters(model, source=source.name)
         switch_off_checkpointing(model)
+        switch_off_caches(model)
         batch = fake_batch(mode, given)
         gc.freeze()  # what building has imported, too
         with undisturbed(model), ExitStack() as stack:

@@ -22,6 +22,7 @@ from protrain_runtime.activations.compiled import (
     refuse_wrapping,
 )
 from protrain_runtime.activations.forms import wrap_forward
+from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.checkpoint.weights import Weights
 from protrain_runtime.contract import __version__
@@ -197,6 +198,7 @@ def prepare(
         check_states(plan, facade)
         before = look_at(model)
         undo.append(switch_off_checkpointing(model, stacklevel=3))
+        undo.append(switch_off_caches(model, evaluates=True, stacklevel=3))
         prepared = Prepared(None, (), facade, undo, plan, ranks=ranks, has_values=values is None)
         if not keeps:
             backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)

@@ -505,7 +505,7 @@ def memory_segments(
 
 def _warm(model: nn.Module, batch: Batch, num_steps: int) -> None:
     for _ in range(num_steps):
-        training_step(model, batch)
+        loss_of(call_model(model, batch)).backward()  # whose value may be unknown
         drop_gradients(model)
 
 

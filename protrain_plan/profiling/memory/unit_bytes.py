@@ -36,6 +36,7 @@ from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_
 from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
 from protrain_runtime.contract.records.plan import Keep, Persistent, UnitPlan
 from protrain_runtime.contract.records.profile import (
+    HANDS_ON,
     SPARSE,
     TOGETHER,
     WHOLE,
@@ -337,7 +338,7 @@ def _staying(
             mixed = len({dtype.is_complex for dtype in dtypes}) > 1
             beside = "complex parameters beside real ones"
             stays[chunk.unit] = beside if mixed else "trainable parameters of several dtypes"
-    stays |= dict.fromkeys(handing, "hands tensors on in its arguments")
+    stays |= dict.fromkeys(handing, HANDS_ON)
     for chunk in chunks:
         for part in chunk.slices:
             if part.name in written:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -276,14 +277,21 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Train mode inside; train flags, buffers and random states as before afterwards.
 
     Random states are those of PyTorch (of the model's devices too), of Python and, where it is
-    loaded, of NumPy.
+    loaded, of NumPy. A buffer that a forward makes or gives its size keeps it until the outermost
+    of these ends, as it has it in the further steps of a run.
     """
+    within = model in _UNDISTURBED
+    _UNDISTURBED.add(model)
     flags = [(module, module.training) for module in model.modules()]
     buffers = [
         (
             module,
             dict(module._buffers),
-            [(b, b.detach().clone()) for b in module._buffers.values() if b is not None],
+            [
+                (buffer, buffer.detach(), buffer.detach().clone())
+                for buffer in module._buffers.values()
+                if buffer is not None
+            ],
         )
         for module in model.modules()
     ]
@@ -309,10 +317,24 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = training
             with torch.no_grad():
                 for module, named, contents in buffers:
-                    for buffer, content in contents:
+                    for buffer, memory, content in contents:
+                        if buffer.shape != content.shape:
+                            if within:
+                                continue
+                            buffer.data = memory
                         buffer.copy_(content)
+                    now = dict(module._buffers) if within else {}
                     module._buffers.clear()
                     module._buffers.update(named)
+                    for name, made in now.items():
+                        old = named.get(name)
+                        if made is not None and (old is None or old.shape != made.shape):
+                            module._buffers[name] = made
+            if not within:
+                _UNDISTURBED.discard(model)
+
+
+_UNDISTURBED: WeakSet[nn.Module] = WeakSet()
 
 
 # --- the units ------------------------------------------------------------------------------------

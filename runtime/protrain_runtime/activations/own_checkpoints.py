@@ -162,7 +162,7 @@ from then on, for the sake of reentrant recomputation. Where embeddings are froz
 nothing of these outputs and their gradients."""
 
 
-def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 3) -> Callable[[], None]:
+def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 1) -> Callable[[], None]:
     """Switch checkpoints off, with a warning if they were on; returns the undo."""
     recomputing = [m for m in model.modules() if getattr(m, _ATTRIBUTE, False) is True]
     asking = [m for m in model.modules() if _ASKING in vars(m)] if recomputing else []

@@ -7,9 +7,17 @@ Modules, functions and classes are no part of a tree.
 
 import copy
 import inspect
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from contextlib import suppress
+from functools import cache, partial
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -122,26 +130,53 @@ def _collect(tree: object, found: list[object], seen: set[int]) -> None:
                 found.append(leaf)
 
 
-def _parts(thing: object) -> Iterator[tuple[Any, Any]]:
-    """Yield the parts of an object that is no pytree, each with where it stands."""
+_Put = Callable[[Any, Any], object]
+"""Puts a value into an object, where a part of another one stands."""
+_ADDS: tuple[tuple[Any, _Put | None], ...] = (
+    (list, list.append),
+    (set, set.add),
+    (tuple, None),
+    (frozenset, None),
+)
+"""How an item is added, for which the classes of users may have code of their own; None: never."""
+
+
+def _parts(thing: object) -> Iterator[tuple[_Put | None, Any]]:
+    """Yield the parts of an object that is no pytree, each with what puts another in its place."""
     if isinstance(thing, dict):
-        yield from dict.items(thing)
-    elif isinstance(thing, list):
-        yield from enumerate(list.__iter__(thing))
-    elif isinstance(thing, set | frozenset):
-        yield from enumerate(thing)
-    yield from ((_Attribute(name), value) for name, value in getattr(thing, "__dict__", {}).items())
+        base = _builtin(type(thing))  # an OrderedDict has an order of its own
+        for key, value in base.items(thing):
+            yield partial(_set_item, base, key), value
+    for base, add in _ADDS:
+        if isinstance(thing, base):
+            yield from ((add, value) for value in base.__iter__(thing))
+    for name, value in getattr(thing, "__dict__", {}).items():
+        yield partial(_set_attribute, name), value
     for kind in type(thing).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-                yield _Attribute(name), getattr(thing, name)
+        for name, slot in kind.__dict__.items():
+            if isinstance(slot, MemberDescriptorType) and name not in _NO_SLOTS:
+                with suppress(AttributeError):  # it has no value
+                    yield slot.__set__, slot.__get__(thing)
 
 
-class _Attribute(str):
-    """The name of an attribute, which is no key of a dict."""
+_NO_SLOTS = ("__dict__", "__weakref__")
 
-    __slots__ = ()
+
+def _builtin(kind: type) -> Any:
+    """The first class among those of `kind` that is not written in Python."""
+    return next(base for base in kind.__mro__ if not base.__flags__ & _WRITTEN_IN_PYTHON)
+
+
+_WRITTEN_IN_PYTHON = 1 << 9
+"""`Py_TPFLAGS_HEAPTYPE`: made as Python runs, also by an extension."""
+
+
+def _set_item(base: Any, key: object, thing: Any, value: object) -> None:
+    base.__setitem__(thing, key, value)
+
+
+def _set_attribute(name: str, thing: Any, value: object) -> None:
+    thing.__dict__[name] = value  # also where the class is frozen
 
 
 def taken_apart(tree: object) -> tuple[list[torch.Tensor], Rebuild]:
@@ -182,30 +217,24 @@ def _leaf_apart(leaf: Any, found: list[torch.Tensor], known: dict[int, _Rebuild]
 
 
 def _object_apart(thing: Any, found: list[torch.Tensor], known: dict[int, _Rebuild]) -> _Rebuild:
+    """Take an object apart, past what its class does to copy, pickle or set attributes."""
     identity, kind = id(thing), type(thing)
-    parts = [(place, _apart(inside, found, known)) for place, inside in _parts(thing)]
-    if isinstance(thing, set | frozenset):
-        return lambda tensors, made: made.setdefault(
-            identity, kind(rebuild(tensors, made) for _, rebuild in parts)
-        )
-    hollow = copy.copy(thing)
-    for place, _ in parts:
-        _put(hollow, place, None)
+    parts = [(put, _apart(inside, found, known)) for put, inside in _parts(thing)]
+    base = _builtin(kind)
+    empty: Callable[..., Any] = partial(base.__new__, kind)
+    if base not in (object, dict, OrderedDict, defaultdict, *(base for base, _ in _ADDS)):
+        hollow = copy.copy(thing)  # of an extension: it knows what else there is
+        for put, _ in parts:
+            assert put is not None
+            put(hollow, None)
+        empty = partial(copy.copy, hollow)
 
     def rebuild(tensors: Sequence[torch.Tensor], made: _Made) -> Any:
-        new = made[identity] = copy.copy(hollow)
-        for place, inside in parts:
-            _put(new, place, inside(tensors, made))
+        items = [inside(tensors, made) for put, inside in parts if put is None]
+        new = made[identity] = empty(items) if items else empty()
+        for put, inside in parts:
+            if put is not None:
+                put(new, inside(tensors, made))
         return new
 
     return rebuild
-
-
-def _put(thing: Any, place: Any, value: object) -> None:
-    if not isinstance(place, _Attribute):
-        kind: Any = dict if isinstance(thing, dict) else list
-        kind.__setitem__(thing, place, value)
-    elif place in getattr(thing, "__dict__", {}):
-        thing.__dict__[str(place)] = value  # also where the class is frozen
-    else:
-        object.__setattr__(thing, place, value)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from protrain_runtime.activations.compiled import compile_copy, replace_code
+from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Plan
@@ -82,6 +83,7 @@ class Check:
         self._model, self._planned = model, planned
         self._plain = copy.deepcopy(model)
         compile_copy(model, self._plain)
+        switch_off_caches(self._plain, stacklevel=None)
         plain = zip(model.parameters(), self._plain.parameters(), strict=True)
         copies = dict[nn.Parameter, nn.Parameter](plain)
         self._optimizer = stepping_as(plan, self._plain, planned.factory)(

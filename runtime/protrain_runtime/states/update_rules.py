@@ -464,7 +464,7 @@ class _Trial:
             eager = torch.compiler.set_stance("force_eager")
             with eager, FakeMode(), _Ones():  # type: ignore[no-untyped-call]
                 stepped = self._optimizer([torch.empty(shape, dtype=self._dtype)])
-                (parameter,) = stepped.param_groups[0]["params"]
+                (parameter,) = _parameters(stepped)
                 self._step(stepped, [torch.empty(shape, dtype=self._dtype)])
                 return _sizes(taken_apart(stepped.state[parameter]))
         except Exception:  # noqa: BLE001 (the user's class meets tensors without values)
@@ -477,7 +477,7 @@ class _Trial:
         try:
             with torch.compiler.set_stance("force_eager"):
                 stepped = self._optimizer([values_of(shape, self._dtype)])
-                (parameter,) = stepped.param_groups[0]["params"]
+                (parameter,) = _parameters(stepped)
                 # Itself: where tensors are fake, the functions that ask it say nothing.
                 generator = torch.default_generator
                 before = generator.get_state()
@@ -508,7 +508,7 @@ class _Trial:
 
     @staticmethod
     def _step(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor]) -> None:
-        for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+        for parameter, gradient in zip(_parameters(optimizer), gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
 
@@ -653,3 +653,8 @@ def _refuse_overrides(optimizer: Any) -> None:
         " optim='adamw_bnb_8bit'; bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()"
         " drops those that an earlier training has left",
     )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer, whose constructor may put them in groups of its own."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -197,6 +197,10 @@ class PublishedError:
     source: str
 
 
+KEPT_PROBE = "kept from an earlier profile: protrain profile --probe measures the machine again"
+"""One of the `sources` of a machine that was not probed anew."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One machine: a device, the tiers below it in order of distance, and how lanes interfere.

@@ -17,6 +17,9 @@ Form = str
 SPARSE = "sparse gradients"
 """Why a unit's states stay (`Unit.stays`) whose gradients grow with what a batch reads."""
 
+HANDS_ON = "hands tensors on in its arguments"
+"""Why a unit's states stay that leaves tensors in an object which other units get, too."""
+
 WHOLE = "the optimizer updates whole parameters alone"
 """Why a unit's states stay whose optimizer cannot update a parameter in pieces."""
 

@@ -1,0 +1,68 @@
+"""Probes of this machine that were made before: files in the user's cache folder.
+
+A probe is kept under what it depends on: the processor and its threads, the memory, the device, the
+disk of the spill directory, the dtype of updates and how long the disk was watched. `kept` says
+what else the names hold. How busy the machine was is no part of them: a probe can be renewed.
+"""
+
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from protrain_plan.hardware.probe import Watch, host_memory_bytes, processor_name
+from protrain_plan.kept import Kept
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.records import dumps_hardware, loads_hardware
+from protrain_runtime.contract.records.hardware import KEPT_PROBE, Hardware
+from protrain_runtime.contract.records.profile import DType
+from protrain_runtime.devices import device as devices
+
+_SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "PYTORCH", "CUDA_")
+
+
+class ProbeCache(Kept):
+    """The probe of one device, in one spill directory."""
+
+    def __init__(
+        self, device: torch.device, spill_directory: Path, dtype: DType, watch: Watch, *, off: bool
+    ) -> None:
+        super().__init__("probes", ("torch",), settings=_SETTINGS, off=off)
+        self._directory = spill_directory
+        with suppress(OSError):  # the probe says what is wrong with the directory
+            disk = spill_directory.stat().st_dev
+            self._question = repr(
+                (
+                    processor_name(),
+                    torch.get_num_threads(),
+                    host_memory_bytes(),
+                    str(device),
+                    "" if devices.on_host(device) else devices.name(device),
+                    disk,
+                    dtype,
+                    watch,
+                )
+            )
+            return
+        self.close()
+        self._question = ""
+
+    def machine(self) -> Hardware | None:
+        """The machine as it was probed, with the room that its disk has now; None if unknown."""
+        text = self._read(self._question)
+        with suppress(RecordError):
+            if text is not None:
+                found = loads_hardware(text)
+                free = shutil.disk_usage(self._directory).free
+                tiers = (
+                    replace(tier, capacity_bytes=free) if tier.name == "disk" else tier
+                    for tier in found.tiers
+                )
+                return replace(found, tiers=tuple(tiers), sources=(*found.sources, KEPT_PROBE))
+        return None
+
+    def keep(self, machine: Hardware) -> None:
+        """Let a probe be known."""
+        self._write(self._question, dumps_hardware(machine))
