@@ -478,6 +478,10 @@ TIGHT = (
     f" {EXPANDABLE_MOST:.0%} of them with PYTORCH_ALLOC_CONF=expandable_segments:True, which"
     " protrain run sets; a smaller --device-memory plans with room"
 )
+WHOLE_SUMS = (
+    "several micro-batches on several devices: gradients add up whole on each device, for FSDP2 as"
+    " with set_requires_gradient_sync(False); with it, FSDP2 takes less memory and more network"
+)
 NO_TOKENS = (
     "batches without tokens, such as images: tokens/s counts samples, whatever --seq-len says"
 )
@@ -583,7 +587,12 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
     unknown |= dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
     is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
-    without = [NO_TOKENS] * any(fit.profile.workload.seq_len == 1 for fit in fits)
+    summed = [
+        fit for fit in fits if fit.alternatives and fit.micro_batches > 1 < fit.group.num_devices
+    ]
+    without = [WHOLE_SUMS] * bool(summed) + [NO_TOKENS] * any(
+        fit.profile.workload.seq_len == 1 for fit in fits
+    )
     tight = [ALLOCATED] * any(fit.solved is not None and is_unknown(fit.profile) for fit in fits)
     tight += [TIGHT] * is_tight
     told = (*binds, *faster, *worn, *spared, *differs, *without, *headroom_of(fits), *tight)
