@@ -480,7 +480,7 @@ TIGHT = (
 )
 WHOLE_SUMS = (
     "several micro-batches on several devices: gradients add up whole on each device, for FSDP2 as"
-    " with set_requires_gradient_sync(False); with it, FSDP2 takes less memory and more network"
+    " with set_requires_gradient_sync(False), without which it takes less memory and more network"
 )
 NO_TOKENS = (
     "batches without tokens, such as images: tokens/s counts samples, whatever --seq-len says"
