@@ -13,6 +13,7 @@ import hashlib
 import random
 import re
 import sys
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -400,7 +401,29 @@ def fullest(model: nn.Module, batch: Batch) -> tuple[Start, Execution]:
             fix="profile with no block skipped (a drop probability of zero): plans hold for steps"
             " that skip some",
         )
+    _warn_of_repeated(model, best.execution)
     return best.start, best.execution
+
+
+def _warn_of_repeated(model: nn.Module, execution: Execution) -> None:
+    """Warn where layers are no blocks because they run several times in a forward."""
+    times = Counter(call.module for call in execution.calls)
+    inside = {m for call in _blocks(model, execution) for m in call.module.modules()}
+    repeated = [
+        (f"{path}.{name}".lstrip("."), times[layer])
+        for path, parent in model.named_modules()
+        if isinstance(parent, nn.ModuleList) and parent not in inside
+        for name, layer in parent.named_children()
+        if times[layer] > 1 and any(True for _ in layer.children()) and _has_parameters(layer)
+    ]
+    if repeated:
+        (first, count), more = repeated[0], len(repeated) - 1
+        warnings.warn(
+            f"{first}{f' and {more} more' * (more > 0)} run {count} times in a forward, and a plan"
+            " has one place for each block: their activations stay on the device. Where the calls"
+            " are of several inputs, put these into one batch and call the layers once",
+            stacklevel=1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
