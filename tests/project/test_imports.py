@@ -68,6 +68,7 @@ TORCH = {"torch", "transformers", "peft", "accelerate"}  # all of them import to
 WITH_TORCH = (
     "protrain_plan.hardware.operator_log",
     "protrain_plan.hardware.operators",
+    "protrain_plan.hardware.kept_probes",
     "protrain_plan.hardware.probe",
     "protrain_plan.hardware.speeds",
     "protrain_plan.models",
