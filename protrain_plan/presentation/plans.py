@@ -22,6 +22,7 @@ from protrain_plan.presentation.profiles import (
     compiled_text,
     error_band,
     own_update,
+    repeats,
     trust,
 )
 from protrain_plan.presentation.spending import (
@@ -134,8 +135,9 @@ def pipeline_json(plan: Plan) -> dict[str, Any]:
 
 
 def beside_json(profile: Profile) -> dict[str, Any]:
-    """Return the frozen second model, where there is one."""
-    return {"beside": asdict(profile.beside)} if profile.beside else {}
+    """Return the frozen second model, and layers that run several times, where there are any."""
+    found = {"beside": asdict(profile.beside)} if profile.beside else {}
+    return found | ({"repeats": said} if (said := repeats(profile)) else {})
 
 
 def tiers_json(peak: TierBytes) -> dict[str, int]:
@@ -348,7 +350,7 @@ def answer_text(
     """Return what `protrain plan` prints; `paths` are what it wrote, the plan last."""
     headroom = headroom_text({answer.profile.hardware.name: answer.headroom_bytes})
     if answer.infeasible is not None:
-        headroom += [*caveats(answer.profile)] if answer.profile.beside else []
+        headroom += [*caveats(answer.profile)] if beside_json(answer.profile) else []
         return Group(infeasible_text(answer.infeasible), *map(Text, headroom))
     assert answer.solved is not None
     if answer.front:

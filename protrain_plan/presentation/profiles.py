@@ -66,13 +66,14 @@ def own_update(profile: Profile) -> str | None:
 
 
 def caveats(profile: Profile) -> Iterator[str]:
-    """Remarks: whose kernels run; steps that differ; batches without images; what is unpacked."""
+    """Remarks: kernels; steps that differ; layers that repeat; missing images; what is unpacked."""
     if profile.method == "estimated" and is_accelerator(profile.hardware.device.kind):
         yield EAGER
     if KEPT_PROBE in profile.hardware.sources:
         yield f"the machine's probe is {KEPT_PROBE}"
     if profile.varies:
         yield f"the model does other work from step to step: {profile.varies}"
+    yield from repeats(profile)
     if (other := profile.beside) is not None:
         yield (
             f"beside it, frozen: {other.model}: {format_bytes(other.weight_bytes)} of weights, up"
@@ -119,6 +120,16 @@ def caveats(profile: Profile) -> Iterator[str]:
     )
     if workload.adapter and " targets=" not in workload.adapter and beside:
         yield f"PEFT's all-linear adds no adapters to {', '.join(beside)}"
+
+
+def repeats(profile: Profile) -> list[str]:
+    """Name the layers that run several times in a forward, and say how each call gets a unit."""
+    units = [unit for unit in profile.units if unit.kind == "part" and unit.runs_once]
+    return [
+        f"{words}: make it one call on all inputs (torch.cat([query, document])), or give each call"
+        " a module of its own that calls the layer (docs/how-to/profile.md)"
+        for words in dict.fromkeys(unit.runs_once for unit in units)
+    ]
 
 
 _TOWERS = {"vision_config": "images", "audio_config": "sound"}

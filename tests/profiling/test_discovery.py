@@ -1,7 +1,6 @@
 """Units of real models, known by construction; and the model as it was afterwards."""
 
 import json
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.structure.discovery import FoundUnit, discover, fullest
+from protrain_plan.profiling.structure.discovery import FoundUnit, discover
 from protrain_runtime.diagnostics.matching import model_fingerprint
 
 CONFIGS = {
@@ -268,41 +267,3 @@ def test_fake_tensors_give_the_same_units() -> None:
         found = discover(fake, {"input_ids": tokens, "labels": tokens})
     assert [(unit.kind, unit.name, sorted(unit.parameters)) for unit in found] == expected
     assert model_fingerprint(fake) == model_fingerprint(model)
-
-
-class Twice(nn.Module):
-    """An encoder that runs for two inputs, one after the other or in one batch."""
-
-    def __init__(self, *, together: bool) -> None:
-        super().__init__()
-        layers = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
-        self.layers, self.together = nn.ModuleList(layers), together
-
-    def encoded(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-        if self.together:
-            first, second = self.encoded(torch.cat([one, two])).chunk(2)
-        else:
-            first, second = self.encoded(one), self.encoded(two)
-        return (first * second).mean()
-
-
-def test_layers_that_run_several_times_are_named_and_are_blocks_in_one_batch() -> None:
-    batch = (torch.ones(2, 8), torch.ones(2, 8))
-    with pytest.warns(UserWarning, match="several inputs") as caught:
-        fullest(Twice(together=False), batch)
-    assert [str(warning.message) for warning in caught] == [
-        "layers.0 and 2 more run 2 times in a forward, and a plan has one place for each block:"
-        " their activations stay on the device. Where the calls are of several inputs, put these"
-        " into one batch and call the layers once"
-    ]
-    model = Twice(together=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, execution = fullest(model, batch)
-    blocks = [unit.name for unit in discover(model, batch, execution) if unit.kind == "block"]
-    assert blocks == ["layers.0", "layers.1", "layers.2"]

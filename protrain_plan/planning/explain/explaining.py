@@ -381,7 +381,8 @@ class _Explainer:
             states = [one for one in states if one.alternative.decision != stepped]
         if chosen.decision == Keep() and placed.decision == Persistent():
             does = "keep their" if many else "keeps its"
-            why = self._plain([*activations, *states], many=many)
+            why = options.unit.runs_once if options.unit.kind == "part" else ""
+            why = why or self._plain([*activations, *states], many=many)
             reason = f"{subject} {does} activations and states on the device: {why}."
         else:
             why = self._why(self._burden(chosen), activations, many=many)

@@ -776,7 +776,7 @@ def _units(
                 or size.used_by != (index,)
                 or any(part.name in arrived for part in chunks[index].slices),
                 stays=stays,
-                runs_once=structure.once.get(index, ""),
+                runs_once=structure.once.get(index, unit.repeats),
                 reads=saved["keep"][index].reads,
                 gets=saved["keep"][index].gets,
             )

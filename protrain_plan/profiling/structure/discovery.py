@@ -13,9 +13,9 @@ import hashlib
 import random
 import re
 import sys
-import warnings
+from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,6 +34,7 @@ from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.compiled import uncompiled
 from protrain_runtime.activations.trees import tensors_in, written_arguments
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.folding import fold, runs
 from protrain_runtime.devices import device as devices
 from protrain_runtime.states.chunks import extent
 
@@ -88,6 +89,13 @@ class Execution:
         """The modules that ran, and the operators on shapes, whatever numbers scale them."""
         ran = [call.path for call in self.calls]
         return ran, [_FLOATS.sub("", operation.signature) for operation in self.operations]
+
+    def work_of(self, calls: Iterable[ModuleCall] | None = None) -> int:
+        """How many operators compute something, in all or in these calls."""
+        at = [operation.at for operation in self.operations if not operation.trivial]
+        if calls is None:
+            return len(at)
+        return sum(bisect(at, call.end) - bisect(at, call.begin) for call in calls)
 
 
 Attributes = dict[nn.Module, dict[str, object]]
@@ -352,6 +360,7 @@ class FoundUnit:
     `also_uses` are those of earlier units that this one reads too (a tied head), and `writes` the
     parameters that its forward writes to, such as an average of others. Blocks of equal
     `signature` have the same structure and ran the same operators on tensors of the same shapes.
+    `repeats` names the layers of a part that run several times in a forward; empty: none do.
     """
 
     kind: Literal["block", "part"]
@@ -361,6 +370,7 @@ class FoundUnit:
     also_uses: tuple[str, ...]
     signature: str = ""  # of a block
     writes: tuple[str, ...] = ()
+    repeats: str = ""  # of a part
 
 
 SEEDS = 32
@@ -401,29 +411,7 @@ def fullest(model: nn.Module, batch: Batch) -> tuple[Start, Execution]:
             fix="profile with no block skipped (a drop probability of zero): plans hold for steps"
             " that skip some",
         )
-    _warn_of_repeated(model, best.execution)
     return best.start, best.execution
-
-
-def _warn_of_repeated(model: nn.Module, execution: Execution) -> None:
-    """Warn where layers are no blocks because they run several times in a forward."""
-    times = Counter(call.module for call in execution.calls)
-    inside = {m for call in _blocks(model, execution) for m in call.module.modules()}
-    repeated = [
-        (f"{path}.{name}".lstrip("."), times[layer])
-        for path, parent in model.named_modules()
-        if isinstance(parent, nn.ModuleList) and parent not in inside
-        for name, layer in parent.named_children()
-        if times[layer] > 1 and any(True for _ in layer.children()) and _has_parameters(layer)
-    ]
-    if repeated:
-        (first, count), more = repeated[0], len(repeated) - 1
-        warnings.warn(
-            f"{first}{f' and {more} more' * (more > 0)} run {count} times in a forward, and a plan"
-            " has one place for each block: their activations stay on the device. Where the calls"
-            " are of several inputs, put these into one batch and call the layers once",
-            stacklevel=1,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,13 +523,17 @@ def discover(
     the last one. Between two blocks there is a part only where something is computed or a
     parameter read. A parameter that nothing reads belongs to the block that it is in (an expert
     that got no token), else to the last part. A model where nothing repeats has its children
-    as blocks; one without children that run once is a single part.
+    as blocks; one without children that run once is a single part. Layers that run several times
+    have one place, in a part that says so.
 
     The model, its gradients, buffers and the random state stay as they are.
     """
     if execution is None:
         execution = record_execution(model, batch)
-    stretches = _stretches(execution, _blocks(model, execution))
+    blocks = _blocks(model, execution)
+    stretches, repeated = _stretches(execution, blocks), _repeated(model, execution)
+    if blocks and repeated.work < max(execution.work_of([block]) for block in blocks):
+        repeated = _Repeated((), 0)  # a helper, such as a projection of two views
     uses = [dict.fromkeys(used for o in s.operations for used in o.parameters) for s in stretches]
     owner: dict[str, int] = {}
     for index, read in enumerate(uses):
@@ -573,6 +565,7 @@ def discover(
                 also_uses=tuple(used for used in uses[index] if owner[used] < index),
                 signature=hashlib.sha256(told.encode()).hexdigest() if told else "",
                 writes=tuple(dict.fromkeys(name for o in operations for name in o.written)),
+                repeats="" if block else repeated.within(operations),
             )
         )
     return tuple(units)
@@ -584,21 +577,78 @@ def discover(
 def _blocks(model: nn.Module, execution: Execution) -> tuple[ModuleCall, ...]:
     """The calls of the blocks: disjoint, in order."""
     once = _calls_of_modules_that_run_once(execution)
-    groups: list[list[ModuleCall]] = []
-    for parent in model.modules():
-        # Alike are children of equal structure; in a list of modules, where layers may differ in
-        # details (T5's first layer owns the position bias of all), of the same class.
-        kind = type if isinstance(parent, nn.ModuleList) else _structure
-        alike: dict[object, list[ModuleCall]] = defaultdict(list)
-        for child in parent.children():
-            if child in once and _has_parameters(child):
-                alike[kind(child)].append(once[child])
-        groups += [group for group in alike.values() if len(group) > 1]
+    groups = [[once[module] for module in group] for group in _alike(model, once)]
     # Two norms or two embeddings side by side are alike too: single layers are blocks only in a
     # model where nothing larger repeats.
-    composite = [g for g in groups if any(True for _ in g[0].module.children())]
+    composite = [group for group in groups if _is_composite(group[0].module)]
     found = _outermost(call for group in composite or groups for call in group)
-    return found or _children(model, once)
+    found = found or _children(model, once)
+    # Nor is what stands around layers that do most of the work, and run several times.
+    repeated = _repeated(model, execution)
+    if 2 * repeated.work <= execution.work_of():
+        return found
+    least = min(execution.work_of([call]) for call in repeated.calls)
+    return tuple(call for call in found if 2 * execution.work_of([call]) >= least)
+
+
+def _alike(model: nn.Module, among: Container[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Siblings with parameters, two or more.
+
+    Alike are children of equal structure; in a list of modules, where layers may differ in details
+    (T5's first layer owns the position bias of all), of the same class.
+    """
+    for parent in model.modules():
+        kind = type if isinstance(parent, nn.ModuleList) else _structure
+        alike: dict[object, list[nn.Module]] = defaultdict(list)
+        for child in parent.children():
+            if child in among and _has_parameters(child):
+                alike[kind(child)].append(child)
+        yield from (group for group in alike.values() if len(group) > 1)
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """All calls of the layers that run several times in a forward, and their work."""
+
+    calls: tuple[ModuleCall, ...]
+    work: int
+
+    def within(self, operations: Sequence[Operation]) -> str:
+        """Say how often those run that run among these operations; empty: none do."""
+        first, last = (operations[0].at, operations[-1].at) if operations else (0, 0)
+        times = Counter(call.path for call in self.calls)
+        here = {call.path for call in self.calls if first <= call.end and call.begin <= last}
+        if not here:
+            return ""
+        names = [path for path in times if path in here]
+        found = [names[run.start : run.stop] for run in runs(names, [None] * len(names))]
+        told = [run[0] if len(run) == 1 else fold(run[0], run[-1]) for run in found]
+        least, most = min(times[name] for name in names), max(times[name] for name in names)
+        often = f"{most}" if least == most else f"{least} to {most}"
+        verb, subject = ("runs", "it is") if len(names) == 1 else ("run", "they are")
+        told_of = f"{', '.join(told)} {verb} {often} times in a forward"
+        return f"{told_of}, so {subject} planned as one unit"
+
+
+def _repeated(model: nn.Module, execution: Execution) -> _Repeated:
+    """The outermost layers that run several times: siblings, where these do most of the work."""
+    times = Counter(call.module for call in execution.calls)
+    several = {
+        module
+        for module, number in times.items()
+        if number > 1 and module is not model and _is_composite(module) and _has_parameters(module)
+    }
+    siblings = {module for group in _alike(model, several) for module in group}
+    outer, inner = (
+        _outermost(call for call in execution.calls if call.module in modules)
+        for modules in (several, siblings)
+    )
+    work = execution.work_of(outer), execution.work_of(inner)
+    return _Repeated(inner, work[1]) if 2 * work[1] > work[0] else _Repeated(outer, work[0])
 
 
 def _calls_of_modules_that_run_once(execution: Execution) -> dict[nn.Module, ModuleCall]:

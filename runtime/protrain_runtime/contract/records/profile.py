@@ -107,7 +107,8 @@ class Unit:
     depend on: its parameters never get gradients, and for those an optimizer makes no states where
     they persist on the device. `stays` says in a few words why the model states cannot leave the
     device; empty: they can. `runs_once` says why the forward of a block cannot run a second time
-    with the same result, which leaves it the form `keep` alone; empty for all others. Of
+    with the same result, which leaves it the form `keep` alone; of a part, that layers of it run
+    several times in a forward; empty for all others. Of
     `state_bytes`, `uneven_state_bytes` are what some parameters have beyond the usual bytes per
     element, such as the small ones of an 8-bit optimizer. `largest_gradient_bytes` are those of its
     largest parameter, where the optimizer's step needs memory in proportion to them; 0: it needs
