@@ -12,8 +12,9 @@ parameters come.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -102,26 +103,54 @@ def _seen(
         if is_slow and device is not None:
             own[kind] = _taken(make, [kind], device)[0]
     most, fraction = 0, 0.0
+    beside = [_beside(make, shapes, kinds, differs) for kinds in by_rule]
     for number, kinds in enumerate(by_rule):
-        several = sum(shapes[kind] for kind in kinds) > 1
-        beside = {
-            kind: _left_alike(make, kind, first=differs[kind]) if several else 0 for kind in kinds
-        }
-        # Of other rules, the kinds that are largest tell.
-        others = [one for place, one in enumerate(by_rule) if place != number]
-        left = sum(
-            max(
-                _left(make, a, b, first=differs[a])
-                for a in before[:_MOST_KINDS]
-                for b in kinds[:_MOST_KINDS]
-            )
-            for before in others
-        )
-        most = max(most, left + max(own[kind] for kind in kinds) + max(beside.values()))
+        left = 0
+        for other, before in enumerate(by_rule):
+            if other == number:
+                continue
+            # Of other rules, the kinds that are largest tell; what piles up does for all.
+            pairs = [(a, b) for a in before[:_MOST_KINDS] for b in kinds[:_MOST_KINDS]]
+            found = max(_left(make, a, b, first=differs[a]) for a, b in pairs)
+            left += max(found, beside[other].piled)
+        largest = max(beside[number].piled, *beside[number].each.values())
+        most = max(most, left + max(own[kind] for kind in kinds) + largest)
+        alone = len(by_rule) == 1 and not beside[number].piled
         for kind in kinds:
-            size = max(map(_gradient_bytes, shapes)) if others else _gradient_bytes(kind)
-            fraction = max(fraction, (own[kind] + beside[kind] + left) / size)
+            size = _gradient_bytes(kind) if alone else max(map(_gradient_bytes, shapes))
+            more = beside[number].each[kind] if alone else largest
+            fraction = max(fraction, (own[kind] + more + left) / size)
     return FirstSteps(workspace_bytes=most, fraction=fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class _Besides:
+    """Bytes that a rule leaves of parameters beside its workspace of the next.
+
+    each   of one parameter, by kind
+    piled  of all of them, where a step keeps what it took for each until it ends; else 0
+    """
+
+    each: dict[Kind, int]
+    piled: int
+
+
+def _beside(
+    make: OptimizerFactory, shapes: Shapes, kinds: Sequence[Kind], differs: Mapping[Kind, bool]
+) -> _Besides:
+    if sum(shapes[kind] for kind in kinds) < 2:
+        return _Besides(dict.fromkeys(kinds, 0), 0)
+    each, piled = dict[Kind, int](), 0
+    for kind in kinds:
+        second, third = _left_alike(make, kind, first=differs[kind])
+        each[kind] = second
+        # Names of the last parameter are given to the next: a third one would add nothing.
+        piled += shapes[kind] * max(second, third) if third > _GRAIN else 0
+    return _Besides(each, piled)
+
+
+_GRAIN = 4096
+"""Bytes that do not count as growth: numbers of each parameter."""
 
 
 def _gradient_bytes(kind: Kind) -> int:
@@ -138,7 +167,7 @@ def _left(make: OptimizerFactory, one: Kind, other: Kind, *, first: bool) -> int
 
     States that the first step makes are none.
     """
-    (dtype, shape), small = one, smaller(one[1], _SMALL)
+    (dtype, shape), small = one, smaller(one[1], _LARGE)
     stepper = _Stepper(make, [(dtype, small), (other[0], smaller(other[1], _SMALL))], HOST)
     if not first:
         stepper.step()
@@ -149,20 +178,24 @@ def _left(make: OptimizerFactory, one: Kind, other: Kind, *, first: bool) -> int
     return max(0, round(left * shape.numel() / small.numel()))
 
 
-def _left_alike(make: OptimizerFactory, kind: Kind, *, first: bool) -> int:
-    """Bytes that a step on a parameter takes more where one of the same kind came before.
+def _left_alike(make: OptimizerFactory, kind: Kind, *, first: bool) -> tuple[int, int]:
+    """Bytes that a step takes more with a second parameter of a kind, and with a third.
 
     States that the first step makes are none.
     """
     dtype, shape = kind
     few = smaller(shape, _LARGE)
-    step = 0 if first else 1
-    alone, beside = (_taken(make, [(dtype, few)] * number, HOST)[step] for number in (1, 2))
+    step, states = 0 if first else 1, 0
+    found = [_taken(make, [(dtype, few)] * number, HOST)[step] for number in (1, 2, 3)]
     if first:
         stepper = _Stepper(make, [(dtype, few)], HOST)
         stepper.step()
-        beside -= storage_bytes(stepper.states(0))
-    return round(max(0, beside - alone) * shape.numel() / few.numel())
+        states = storage_bytes(stepper.states(0))
+    scale = shape.numel() / few.numel()
+    second, third = (
+        round(max(0, after - before - states) * scale) for before, after in pairwise(found)
+    )
+    return second, third
 
 
 class _Beside(TorchDispatchMode):

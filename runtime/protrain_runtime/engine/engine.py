@@ -36,7 +36,7 @@ from protrain_runtime.engine.state import (
     unzeroed_gradient,
 )
 from protrain_runtime.engine.step_times import StepTimes
-from protrain_runtime.states.chunks import Chunk, Slice, refuse_reading
+from protrain_runtime.states.chunks import Chunk, Slice, bring_foreign, refuse_reading
 from protrain_runtime.states.stand_ins import ConsumedGradient, plainly
 from protrain_runtime.states.unchanged_model import UnchangedModel
 
@@ -381,6 +381,7 @@ class Engine:
                 "a forward or backward was cut short on this rank, and the others have gone on:"
                 " start all ranks again, from a checkpoint"
             )
+        bring_foreign(self._chunks)
         for chunk in self._offloaded:
             chunk.forget_dropped()
         count = self._state.micro_batches
@@ -486,6 +487,7 @@ class Engine:
             self._times.enter(len(self._program.slots))
         if self.updates_in_backward or not self._state.num_backwards:
             return
+        bring_foreign(self._chunks)
         for chunk in self._offloaded:
             chunk.forget_dropped()
             chunk.take_gradients()

@@ -37,6 +37,7 @@ from protrain_runtime.states.stand_ins import (
     ConsumedGradient,
     Elsewhere,
     GradientInStore,
+    OffloadedGradient,
     UsedGradient,
     come_back,
     plainly,
@@ -510,6 +511,25 @@ class Chunk:
                     " what was written would be lost. Profile the model as it runs now, which keeps"
                     " it on the device"
                 )
+
+
+def bring_foreign(chunks: Iterable[Chunk]) -> None:
+    """Give parameters the gradients of others that code has assigned to them, as tensors.
+
+    What stands in `.grad` of a parameter that is not its own leads to another one's place: all are
+    read before any place is written.
+    """
+    foreign: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for chunk in chunks:
+        for part in chunk.slices:
+            with plainly():
+                gradient = part.parameter.grad
+            if isinstance(gradient, OffloadedGradient):
+                own = chunk.offloaded_gradients.get(part.name)
+                if gradient.stored is not own:
+                    foreign.append((part.parameter, gradient.clone()))
+    for parameter, values in foreign:
+        parameter.grad = values
 
 
 def refuse_reading(name: str) -> None:

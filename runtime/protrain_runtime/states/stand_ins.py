@@ -91,8 +91,9 @@ class GradientInStore:
     the gradient left. The store's bytes are multiplied by `factors`, in order, when they are read.
     `shared`: it is this rank's part of a gradient, `norm` that of all parts, and `count` says how
     many ranks had one, where this one had none. `arrived`: no move is writing it. `lent` is the
-    gradient on the device while code works on it, `seen` whether a view of it was handed out, and
-    `changed` whether the store's bytes are others than backward left.
+    gradient on the device while code works on it, `seen` whether a view of it was handed out,
+    `pinned` whether as an address, which nobody counts, and `changed` whether the store's bytes are
+    others than backward left.
     """
 
     store: Store
@@ -108,6 +109,7 @@ class GradientInStore:
     arrived: bool = False
     lent: torch.Tensor | None = None
     seen: bool = False
+    pinned: bool = False
     changed: bool = False
 
     @property
@@ -141,7 +143,7 @@ class GradientInStore:
 
     def take_back(self) -> None:
         """Write what was lent, if it may have changed, and free the device's memory."""
-        lent, self.lent = self.lent, None
+        lent, self.lent, self.pinned = self.lent, None, False
         if lent is None or not (self.seen or lent._version != 0):
             return
         source = torch.empty_strided(
@@ -155,6 +157,8 @@ class GradientInStore:
     def held(self) -> bool:
         """Whether somebody has a view of what was lent."""
         lent = self.lent
+        if self.pinned:
+            return True
         return lent is not None and num_holders(lent.untyped_storage()) > 1 + lent._is_view()
 
     def in_host(self, low: int, high: int) -> torch.Tensor:
@@ -209,7 +213,7 @@ class OffloadedGradient(ConsumedGradient):
         for each in asked:
             if each.stored.shared and func not in _BY_VALUE:
                 each.stored.whole()  # which says what can be done
-        return _on_device(func, args, kwargs, writes=name == "__set__")
+        return _on_device(func, args, kwargs, writes=name in _ADDRESSES)
 
 
 def _end_loans(gradients: Sequence[OffloadedGradient]) -> None:
@@ -240,7 +244,8 @@ def _on_device(func: Any, args: Any, kwargs: Any, *, writes: bool) -> Any:
         if leaf.stored.lent is None:
             _loans().append(weakref.ref(leaf.stored))
         found = leaf.stored.lend()
-        leaf.stored.seen |= writes
+        if writes:  # by the address, of which no version counts writes
+            leaf.stored.seen = leaf.stored.pinned = True
         stands[id(found)] = leaf
         return found
 
@@ -305,7 +310,10 @@ def _mul_(gradient: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
     assert isinstance(gradient, OffloadedGradient)
     scalar = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor)
     if scalar.dim():
-        raise RuntimeError("a gradient that waits below the device is scaled by single numbers")
+        if gradient.stored.shared:
+            gradient.stored.whole()  # which says what can be done
+        changed: torch.Tensor = _on_device(torch.Tensor.mul_, (gradient, scalar), {}, writes=False)
+        return changed
     gradient.stored.scale(_as_read(scalar, gradient.stored.dtype))
     return gradient
 
@@ -315,7 +323,10 @@ def _as_read(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return factor if factor.device.type == "cpu" else factor.to(dtype)
 
 
-def _foreach_mul_(gradients: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+def _foreach_mul_(gradients: Sequence[torch.Tensor], factor: Any) -> None:
+    if isinstance(factor, list | tuple):
+        _each_alone(torch._foreach_mul_, (gradients, factor), {})
+        return
     if isinstance(factor, torch.Tensor):
         factor = _as_read(factor, gradients[0].dtype)  # one for all
     for gradient in gradients:
@@ -360,6 +371,12 @@ _GRADIENT_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch._foreach_mul_: _foreach_mul_,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale_,
 }
+
+_ADDRESSES = {
+    *("__set__", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
+    *("__dlpack__", "share_memory_"),
+}
+"""Functions whose results lead to a gradient's memory past autograd."""
 
 _BY_VALUE = {
     *(torch.Tensor.clamp_, torch.Tensor.clamp_min_, torch.Tensor.clamp_max_, torch.clamp_),
