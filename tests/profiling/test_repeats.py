@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 from protrain_plan.planning.explain.explaining import explain, in_words
-from protrain_plan.planning.questions.planner import Solved, plan
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.planner import plan
 from protrain_plan.presentation.profiles import caveats, repeats
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.records.plan import Budgets
