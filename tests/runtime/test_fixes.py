@@ -1,7 +1,7 @@
 """Fixes of refusals, followed: the loop trains then, bit for bit like plain PyTorch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ import torch
 from protrain_plan.profiling.structure.discovery import fullest
 from protrain_runtime import full_parameters
 from protrain_runtime.contract.records.plan import Offload, Recompute
-from tests.support.hostile_models import Block, Stack, batch_of, by_torch
+from tests.support.hostile_models import Block, Hostile, Stack, batch_of, by_torch
+from tests.support.judging import judged
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import decided
 from tests.support.scenario import Run, Scenario, Script, refusal
@@ -167,14 +168,11 @@ def both(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
     return found[taken] + 0 * found[not taken]  # type: ignore[no-any-return]
 
 
-def of_the_batch(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
-    return stack.blocks[step % 2](hidden)  # type: ignore[no-any-return]
+def all_run() -> Hostile:
+    return Hostile(partial(Stack, Block, 2, run=both))
 
 
-@pytest.mark.parametrize("way", [both, of_the_batch])
-def test_blocks_that_take_turns_are_profiled_when_the_message_is_followed(
-    way: Callable[..., torch.Tensor], assert_says: Speaker
-) -> None:
-    """`judged` trains models of this kind, as in the catalogue of hostile models."""
+def test_blocks_that_take_turns_train_when_the_message_is_followed(assert_says: Speaker) -> None:
     assert_says.refused(fullest, Stack(Block, 2, run=one_of_two), batch_of(0))
-    fullest(Stack(Block, 2, run=way), batch_of(0))
+    found = judged(all_run, plans=["mixed"], seed=3)
+    assert [(one.kind, one.text) for one in found] == [("like plain", "")]

@@ -389,8 +389,7 @@ def fullest(model: nn.Module, batch: Batch) -> tuple[Start, Execution]:
             f"the model skips blocks from forward to forward, and all of them ran in none of"
             f" {SEEDS}: {', '.join(outer)} did not in the fullest",
             fix="profile with no block skipped (a drop probability of zero): plans hold for steps"
-            " that skip some. Blocks that take turns can run all, the idle ones times zero; or the"
-            " batch says which run",
+            " that skip some. Of blocks that take turns run all, the idle ones times zero",
         )
     return best.start, best.execution
 
