@@ -145,9 +145,10 @@ def watched(
         if boundaries.skipped and not may_skip:
             raise ProtrainError(
                 f"block {boundaries.skipped[0] + 1} of the model's {len(modules)} units ran when"
-                " they were found, and not in a later forward of the same batch: what steers that"
-                " is no generator's state and no number that a module keeps",
-                fix="profile with no block skipped: plans hold for steps that skip some",
+                " they were found, and not in a later forward: values of the batch or of parameters"
+                " steer that, or what a profile does not set back",
+                fix="run it in every forward, times zero where it is not wanted; or profile batches"
+                " that skip no block: plans hold for steps that skip some",
             )
     finally:
         boundaries.remove()

@@ -405,11 +405,13 @@ def fullest(model: nn.Module, batch: Batch) -> tuple[Start, Execution]:
     restore_attributes(before)
     best = min(tried, key=lambda one: (len(one.idle), one.short(most)))
     if best.idle and any(other.idle != best.idle for other in tried):
+        inside = tuple(f"{name}." for name in best.idle)
+        outer = [name for name in best.idle if not name.startswith(inside)]
         raise ProtrainError(
             f"the model skips blocks from forward to forward, and all of them ran in none of"
-            f" {SEEDS}: {', '.join(best.idle)} did not in the fullest",
+            f" {SEEDS}: {', '.join(outer)} did not in the fullest",
             fix="profile with no block skipped (a drop probability of zero): plans hold for steps"
-            " that skip some",
+            " that skip some. Of blocks that take turns run all, the idle ones times zero",
         )
     return best.start, best.execution
 
@@ -509,7 +511,9 @@ def _idle(model: nn.Module, execution: Execution, blocks: Iterable[ModuleCall]) 
         idle += [
             f"{path}.{name}".lstrip(".")
             for name, child in children
-            if child not in ran and kinds[type(child)] > 1
+            if child not in ran
+            and kinds[type(child)] > 1
+            and not isinstance(child, nn.ModuleList | nn.ModuleDict)  # which never run
         ]
     return idle
 

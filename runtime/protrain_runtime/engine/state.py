@@ -110,7 +110,8 @@ class StepState:
             needs = "every backward needs" if count == 1 else f"every {count} backwards need"
             raise RuntimeError(
                 f"{what} between backward() and optimizer.step(): this plan updates"
-                f" parameters during backward, so {needs} its step"
+                f" parameters during backward, so {needs} its step. Run optimizer.step(), or plan"
+                " with --clip: updates then come after backward, and a step may be skipped"
             )
 
 

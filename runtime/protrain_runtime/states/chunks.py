@@ -536,8 +536,8 @@ def refuse_reading(name: str) -> None:
     """RuntimeError that names the way to a parameter that is away."""
     raise RuntimeError(
         f"the values of {name!r} are not on the device: the plan keeps them below it, or shared"
-        " among the devices, between its uses. Read or write them inside"
-        " `with protrain_runtime.full_parameters(model):`"
+        " among the devices, between its uses. Read them inside"
+        " `with protrain_runtime.full_parameters(model):`, and write them with modify=True there"
     )
 
 
