@@ -112,10 +112,10 @@ def _seen(
             # Of other rules, the kinds that are largest tell; what piles up does for all.
             pairs = [(a, b) for a in before[:_MOST_KINDS] for b in kinds[:_MOST_KINDS]]
             found = max(_left(make, a, b, first=differs[a]) for a, b in pairs)
-            left += max(found, beside[other].piled)
-        largest = max(beside[number].piled, *beside[number].each.values())
+            left += found + beside[other].piled
+        largest = max(beside[number].each.values()) + beside[number].more
         most = max(most, left + max(own[kind] for kind in kinds) + largest)
-        alone = len(by_rule) == 1 and not beside[number].piled
+        alone = len(by_rule) == 1 and not beside[number].more
         for kind in kinds:
             size = _gradient_bytes(kind) if alone else max(map(_gradient_bytes, shapes))
             more = beside[number].each[kind] if alone else largest
@@ -128,10 +128,12 @@ class _Besides:
     """Bytes that a rule leaves of parameters beside its workspace of the next.
 
     each   of one parameter, by kind
-    piled  of all of them, where a step keeps what it took for each until it ends; else 0
+    more   of those after the second one, where a step keeps what it took for each; else 0
+    piled  of all of them, in that case
     """
 
     each: dict[Kind, int]
+    more: int
     piled: int
 
 
@@ -139,17 +141,16 @@ def _beside(
     make: OptimizerFactory, shapes: Shapes, kinds: Sequence[Kind], differs: Mapping[Kind, bool]
 ) -> _Besides:
     if sum(shapes[kind] for kind in kinds) < 2:
-        return _Besides(dict.fromkeys(kinds, 0), 0)
-    each, piled = dict[Kind, int](), 0
+        return _Besides(dict.fromkeys(kinds, 0), 0, 0)
+    each, more = dict[Kind, int](), list[int]()
     for kind in kinds:
-        second, third = _left_alike(make, kind, first=differs[kind])
-        each[kind] = second
+        each[kind], third = _left_alike(make, kind, first=differs[kind])
         # Names of the last parameter are given to the next: a third one would add nothing.
-        piled += shapes[kind] * max(second, third) if third > _GRAIN else 0
-    return _Besides(each, piled)
+        more += [third if third > _GRAIN else 0] * shapes[kind]
+    return _Besides(each, sum(sorted(more)[2:]), sum(more))
 
 
-_GRAIN = 4096
+_GRAIN = 256
 """Bytes that do not count as growth: numbers of each parameter."""
 
 

@@ -1,5 +1,6 @@
 """Uses that scripts make of states and gradients between a plan's moves: verbs of a `Run`."""
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
@@ -184,10 +185,55 @@ def held_views(run: Run, _: int) -> None:
         view.clamp_(-1e-4, 1e-4)
 
 
+def as_one_vector(run: Run, _: int) -> None:
+    """Gradients of all parameters in one vector, and back."""
+    found = [p for p in run.model.parameters() if p.grad is not None]
+    vector = torch.cat([p.grad.reshape(-1) for p in found if p.grad is not None]) * 0.5
+    for parameter, part in zip(found, vector.split([p.numel() for p in found]), strict=True):
+        assert parameter.grad is not None
+        parameter.grad.copy_(part.view_as(parameter))
+
+
+def alike(run: Run) -> list[nn.Parameter]:
+    """Parameters of one shape, with gradients."""
+    found = [p for p in run.model.parameters() if p.grad is not None]
+    shape = next(p.shape for p in found if sum(q.shape == p.shape for q in found) > 2)
+    return [p for p in found if p.shape == shape]
+
+
+def exchanged_gradients(run: Run, _: int) -> None:
+    """Of two parameters, and one that two have."""
+    one, other, third, *_rest = alike(run)
+    one.grad, other.grad = other.grad, one.grad
+    third.grad = one.grad
+
+
+def masked(run: Run, _: int) -> None:
+    for gradient in gradients(run):
+        mask = torch.rand(gradient.shape, generator=torch.Generator().manual_seed(1)) > 0.5
+        gradient.mul_(mask.to(gradient.device))
+        gradient.mul_(torch.tensor([0.5]).to(gradient.device))
+    torch._foreach_mul_(list(gradients(run)), [0.5] * len(list(gradients(run))))
+
+
+def by_address(run: Run, _: int) -> None:
+    """What extensions and numpy do, on a CPU."""
+    for number, gradient in enumerate(gradients(run)):
+        if gradient.device.type != "cpu":
+            gradient.mul_(0.5)
+        elif number % 2:
+            values = gradient.numpy()
+            values *= 0.5
+        else:
+            address = gradient.data_ptr()
+            ctypes.memset(address, 0, gradient.numel() * gradient.element_size())
+
+
 USES: dict[str, Callable[[Run, int], None]] = {
     use.__name__: use
     for use in (
         *(by_value, by_value_one_by_one, by_value_and_norm, by_norm_and_value, norms_of_each),
         *(clipped_each, with_noise, centred, past_autograd, replaced_each, unfinite, held_views),
+        *(exchanged_gradients, masked, by_address, as_one_vector),
     )
 }

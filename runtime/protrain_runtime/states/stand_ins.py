@@ -520,6 +520,18 @@ _PARAMETER_LOOKS = {
 }
 """Questions that tell nothing of a parameter's values."""
 
+
+def _by_kind(change: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Answer what asks of another tensor its shape or dtype alone."""
+
+    def answer(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, AwayParameter):
+            place_of(tensor).bring(place_of(tensor).name)
+        return change(tensor, other)
+
+    return answer
+
+
 _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.stride: lambda parameter, dim=None: (
         place_of(parameter).stride if dim is None else place_of(parameter).stride[dim]
@@ -527,6 +539,15 @@ _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.is_contiguous: lambda parameter, **kwargs: torch.empty_strided(
         parameter.shape, place_of(parameter).stride, device="meta"
     ).is_contiguous(**kwargs),
+    **{
+        asked: _by_kind(change)
+        for asked, change in (
+            (torch.Tensor.view_as, lambda tensor, other: tensor.view(other.shape)),
+            (torch.Tensor.reshape_as, lambda tensor, other: tensor.reshape(other.shape)),
+            (torch.Tensor.expand_as, lambda tensor, other: tensor.expand(other.shape)),
+            (torch.Tensor.type_as, lambda tensor, other: tensor.to(other.device, other.dtype)),
+        )
+    },
     torch.Tensor.__repr__: AwayParameter.__repr__,
     torch.Tensor.__format__: lambda parameter, _: repr(parameter),
     **{
