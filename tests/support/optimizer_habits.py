@@ -217,7 +217,7 @@ def masked(run: Run, _: int) -> None:
 
 
 def by_address(run: Run, _: int) -> None:
-    """What extensions and numpy do, on a CPU."""
+    """Write as extensions and numpy do, on a CPU."""
     for number, gradient in enumerate(gradients(run)):
         if gradient.device.type != "cpu":
             gradient.mul_(0.5)
