@@ -202,7 +202,7 @@ def alike(run: Run) -> list[nn.Parameter]:
 
 
 def exchanged_gradients(run: Run, _: int) -> None:
-    """Of two parameters, and one that two have."""
+    """Two parameters exchange theirs, and one is given another's."""
     one, other, third, *_rest = alike(run)
     one.grad, other.grad = other.grad, one.grad
     third.grad = one.grad
