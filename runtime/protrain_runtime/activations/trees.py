@@ -153,15 +153,14 @@ def _parts(thing: object) -> Iterator[tuple[_Put | None, Any]]:
     for name, value in getattr(thing, "__dict__", {}).items():
         yield partial(_set_attribute, name), value
     for kind in type(thing).__mro__:
-        # Of a class written in Python these are slots; a weak reference has its callback there.
-        slots = kind.__dict__ if kind.__flags__ & _WRITTEN_IN_PYTHON else {}
-        for name, slot in slots.items():
+        for name, slot in kind.__dict__.items():
             if isinstance(slot, MemberDescriptorType) and name not in _NO_SLOTS:
                 with suppress(AttributeError):  # it has no value
                     yield slot.__set__, slot.__get__(thing)
 
 
-_NO_SLOTS = ("__dict__", "__weakref__")
+_NO_SLOTS = ("__dict__", "__weakref__", "__callback__")
+"""Slots that are no part: the last is a weak reference's."""
 
 
 def _builtin(kind: type) -> Any:
