@@ -85,6 +85,7 @@ from protrain_plan.commands.output import (
     print_error,
     print_text,
 )
+from protrain_plan.isolated.containment import INTERRUPTED
 from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import ProtrainError
@@ -122,10 +123,6 @@ _add(hardware, machines.copy)
 _add(hardware, machines.probe)
 _add(hardware, searching.search)
 app.add_typer(hardware, name="hardware", help=machines.HELP, epilog=machines.EXAMPLES)
-
-
-INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C has ended."""
 
 
 def main() -> None:

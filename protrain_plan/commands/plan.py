@@ -24,6 +24,7 @@ from protrain_plan.commands.options import (
     leaves_named,
     machine_names,
     model_names,
+    on_command_line,
     refuse_batches,
     refuse_of_factory,
     size,
@@ -399,8 +400,7 @@ def plan(
         Fluid(question.problem()).write_lp(lp)
     answer = search.ask(question, objective, kept, as_json=as_json)
     if answer.solved is not None and not wanted.pareto:
-        source = context.get_parameter_source("output")
-        if source is not None and source.name == "DEFAULT" and target.is_file():
+        if "output" not in on_command_line(context) and target.is_file():
             print_beside(f"replaces the {target} that was there; -o names another file")
         if beside is not None:
             write_profile(record, beside)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,19 @@ def test_a_first_step_that_only_makes_states_is_not_counted(optimizer: str) -> N
         made.step()
     taken = meter.segments[0].peak_bytes - meter.segments[0].start_bytes
     assert first_steps(UpdateRules(factory), SHAPES).workspace_bytes == taken
+
+
+def second_step_bytes(kind: Any, shapes: Iterable[tuple[int, ...]]) -> int:
+    """Bytes that a second step takes on parameters of these shapes."""
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    made = kind(parameters)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    made.step()
+    with MemoryMeter() as meter:
+        meter.mark("second step")
+        made.step()
+    return meter.segments[0].peak_bytes - meter.segments[0].start_bytes
 
 
 class TwoRules(torch.optim.Optimizer):
@@ -104,17 +118,7 @@ def test_what_a_rule_leaves_beside_another_one_is_counted_in_every_order(
     kind = type("TwoRules", (TwoRules,), flags)
     counts = Counter((torch.float32, torch.Size(shape)) for shape in shapes)
     predicted = first_steps(UpdateRules(kind), counts).workspace_bytes
-    taken: list[int] = []
-    for order in itertools.permutations(shapes):
-        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in order]
-        made = kind(parameters)
-        for each in parameters:
-            each.grad = torch.ones_like(each)
-        made.step()
-        with MemoryMeter() as meter:
-            meter.mark("second step")
-            made.step()
-        taken.append(meter.segments[0].peak_bytes - meter.segments[0].start_bytes)
+    taken = [second_step_bytes(kind, order) for order in itertools.permutations(shapes)]
     assert max(taken) <= predicted <= 2 * max(taken)
 
 
@@ -139,15 +143,7 @@ def test_what_a_step_piles_up_is_counted(numbers: tuple[int, int]) -> None:
     shapes = [(128, 128)] * numbers[0] + [(512,)] * numbers[1]
     counts = Counter((torch.float32, torch.Size(shape)) for shape in shapes)
     predicted = first_steps(UpdateRules(Piles), counts)
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    made = Piles(parameters)
-    for each in parameters:
-        each.grad = torch.ones_like(each)
-    made.step()
-    with MemoryMeter() as meter:
-        meter.mark("second step")
-        made.step()
-    taken = meter.segments[0].peak_bytes - meter.segments[0].start_bytes
+    taken = second_step_bytes(Piles, shapes)
     if predicted.workspace_bytes:  # else the fraction of one shape is measured
         assert taken <= predicted.workspace_bytes <= 1.5 * taken
 

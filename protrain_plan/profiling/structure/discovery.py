@@ -91,7 +91,7 @@ class Execution:
         return ran, [_FLOATS.sub("", operation.signature) for operation in self.operations]
 
     def work_of(self, calls: Iterable[ModuleCall] | None = None) -> int:
-        """How many operators compute something, in all or in these calls."""
+        """The number of operators that compute something, in all or in these calls."""
         at = [operation.at for operation in self.operations if not operation.trivial]
         if calls is None:
             return len(at)

@@ -138,7 +138,7 @@ _ADDS: tuple[tuple[Any, _Put | None], ...] = (
     (tuple, None),
     (frozenset, None),
 )
-"""How an item is added, for which the classes of users may have code of their own; None: never."""
+"""Functions that add an item, past code of a user's own class; None: an item cannot be added."""
 
 
 def _parts(thing: object) -> Iterator[tuple[_Put | None, Any]]:
