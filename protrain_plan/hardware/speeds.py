@@ -161,8 +161,9 @@ def lane_update(
     (chosen,) = options_of(factory([{"params": [nn.Parameter(torch.zeros(1))]}]))
     options = dict.fromkeys(gradients, chosen)
 
+    piece = Piece(chunk, 0, chunk.num_trainable, keeps=True)
+
     def update() -> None:
-        piece = Piece(chunk, 0, chunk.num_trainable)
         piece.view_store()
         piece.update(factory, options, gradients, team)
         piece.write(parameters=False)

@@ -170,6 +170,18 @@ def delayed(seed: int, *, compute_us: float = 0.0, lanes_us: float = 0.0) -> Ite
 
 
 @contextmanager
+def dropping() -> Iterator[None]:
+    """Streams drop their work inside: only what the host's threads do takes time."""
+    drop = extension().set_dropping
+    torch.accelerator.synchronize()
+    drop(True)
+    try:
+        yield
+    finally:
+        drop(False)
+
+
+@contextmanager
 def capped(device: torch.device, num_bytes: int) -> Iterator[None]:
     """The device's allocator may reserve no more than this."""
     before = extension().cap(device.index)

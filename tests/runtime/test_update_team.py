@@ -227,6 +227,8 @@ class Rig:
     ) -> None:
         self.absent, self.together = absent, together
         self.most = 0  # parameters that were stepped on as one
+        self.pieces: dict[tuple[int, int], Piece] = {}  # that are used in every step
+        self.kept = 0  # steps whose optimizers went on to the next
         random_numbers = torch.Generator().manual_seed(1)
         own = [
             nn.Parameter(torch.randn(shape, generator=random_numbers).to(dtype))
@@ -303,7 +305,10 @@ class Rig:
         for start, stop in itertools.pairwise(cuts):
             together = total if self.together else 0
             waiting = self.chunk.offloaded_gradients
-            piece = Piece(self.chunk, start, stop, waiting, together=together)
+            piece = self.pieces.setdefault(
+                (start, stop), Piece(self.chunk, start, stop, keeps=True, together=together)
+            )
+            piece.waiting = dict(waiting)
             piece.view_store()
             covered = {
                 part.name: at_hand[part.name][low:high]
@@ -311,8 +316,9 @@ class Rig:
                 if part.name in at_hand
             }
             piece.update(self.factory, self.options, covered, team)
-            self.most = max([self.most, *(len(spans) for spans, _ in piece.made)])
+            self.most = max([self.most, *(len(shadow.spans) for shadow, _ in piece.made)])
             piece.write(parameters=False)
+            self.kept += piece.kept is not None
         self.chunk.offloaded_gradients.clear()
 
     def differences(self) -> list[str]:

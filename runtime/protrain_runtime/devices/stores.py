@@ -11,7 +11,7 @@ import threading
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,14 @@ from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.spill_file import SpillFile
+
+Pairs = Sequence[tuple[int, torch.Tensor]]
+"""Offsets in a store, and tensors beside it: uint8, contiguous, on the device or the host."""
+
+
+def _each(move: Callable[[int, torch.Tensor], None], pairs: Pairs) -> None:
+    for offset, tensor in pairs:
+        move(offset, tensor)
 
 
 class HostStore:
@@ -89,6 +97,22 @@ class HostStore:
     def start_read(self, offset: int, target: torch.Tensor) -> None:
         """`read`, on the current stream."""
         target.copy_(self.view(offset, target.numel()), non_blocking=True)
+
+    def reader(self, pairs: Pairs) -> Callable[[], None]:
+        """What fills targets from offsets, on the current stream, as often as it is called."""
+        if type(self) is not HostStore or not pairs:  # what looks at bytes does so one by one
+            return partial(_each, self.start_read, pairs)
+        sources = [self.view(offset, target.numel()) for offset, target in pairs]
+        targets = [target for _, target in pairs]
+        return partial(torch._foreach_copy_, targets, sources, non_blocking=True)
+
+    def writer(self, pairs: Pairs) -> Callable[[], None]:
+        """The same for bytes that go to the store."""
+        if type(self) is not HostStore or not pairs:
+            return partial(_each, self.start_write, pairs)
+        targets = [self.view(offset, source.numel()) for offset, source in pairs]
+        sources = [source for _, source in pairs]
+        return partial(torch._foreach_copy_, targets, sources, non_blocking=True)
 
     def close(self) -> None:
         """Free everything. What is in flight has ended before."""
@@ -193,6 +217,14 @@ class DiskStore:
             self._passage.up(offset, target, self._read)
 
     start_write, start_read = write, read  # files are the thread's own work
+
+    def reader(self, pairs: Pairs) -> Callable[[], None]:
+        """See `HostStore.reader`."""
+        return partial(_each, self.start_read, pairs)
+
+    def writer(self, pairs: Pairs) -> Callable[[], None]:
+        """See `HostStore.writer`."""
+        return partial(_each, self.start_write, pairs)
 
     @property
     def _passage(self) -> "_Passage":

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never
 from weakref import ref
 
 import torch
@@ -45,9 +45,10 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.devices.lanes import Backend, Buffers
-from protrain_runtime.devices.stores import DeviceStore, HostStore, Store
+from protrain_runtime.devices.stores import CheckedHostStore, DeviceStore, HostStore, Store
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, dense, flat_storage_order
+from protrain_runtime.states.kept_steps import Options
 from protrain_runtime.states.stand_ins import GradientInStore, OffloadedGradient, scaled
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.updates import Piece, UpdateTeam
@@ -305,9 +306,6 @@ class Reductions:
         return work, [shard for _, shard in writes]
 
 
-Options = Mapping[str, Mapping[str, Any]]
-"""Hyperparameters by parameter name."""
-
 NUM_NAMED = 3
 """Tensors that an error names: a block of checked bytes may hold many small ones."""
 
@@ -368,7 +366,9 @@ class Moves:
         self._swap_regions: dict[int, list[tuple[int, int]]] = {}
         # By the move that writes it: what an update on a stream reads, until it has ended. Some run
         # on when the programme's next run has begun.
-        self._working: dict[int, Piece] = {}
+        self._working: dict[int, tuple[Piece, object]] = {}
+        # By unit and range: pieces that are used in every step.
+        self._kept: dict[tuple[int, int, int], Piece] = {}
         self._gradients = GradientMoves(program, backend)
         self._reductions = None if ranks is None else Reductions(program, ranks, backend)
         self.clear(program)
@@ -502,8 +502,14 @@ class Moves:
             case "update":
                 return self._update(move, chunk.own)
             case "write states":
-                piece = self._working[number] = self._pieces.pop((move.unit, move.start))
-                return lambda: piece.write(parameters=True)
+                piece = self._pieces.pop((move.unit, move.start))
+                self._working[number] = piece, piece.waiting
+
+                def write() -> None:
+                    piece.write(parameters=True)
+                    piece.waiting = {}
+
+                return write
             case _:
                 assert_never(move.kind)
 
@@ -672,21 +678,14 @@ class Moves:
         return self._swap_stores[move.lane.tier]
 
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
-        waiting, speculates = dict(chunk.offloaded_gradients), chunk.spare is not None
-        if speculates:
+        parameters, gradients = self._read_with_states(chunk)
+        cuts = chunk.cut(move.start), chunk.cut(move.stop)
+        piece = self._piece(chunk, *cuts, together=self._together(move), keeps=parameters)
+        if chunk.spare is not None:
             # A factor that comes later may be seen or not: the update is done again then, with
             # gradients that are read anew.
-            chunk.speculated = waiting
-        piece = Piece(
-            chunk,
-            chunk.cut(move.start),
-            chunk.cut(move.stop),
-            waiting,
-            apart=speculates,
-            together=self._together(move),
-        )
+            chunk.speculated = dict(piece.waiting)
         self._pieces[move.unit, move.start] = piece
-        parameters, gradients = self._read_with_states(chunk)
         if not parameters:
             piece.view_device()
         ring = self._rings[self.plans[move.unit].states.update_on_device]
@@ -694,6 +693,26 @@ class Moves:
             return lambda: None  # before the first step there is nothing to read
         buffer = ring[self._places[number]]
         return lambda: piece.read(buffer, parameters=parameters, gradients=gradients)
+
+    def _piece(self, chunk: Chunk, start: int, stop: int, *, together: int, keeps: bool) -> Piece:
+        """A range of a chunk with the gradients that wait; of some chunks the one of each step.
+
+        `keeps`: where its optimizer runs, parameters are in the same places in every step.
+        """
+        piece = self._kept.get((chunk.unit, start, stop))
+        if piece is None:
+            piece = Piece(
+                chunk,
+                start,
+                stop,
+                apart=chunk.spare is not None,
+                keeps=keeps and chunk.spare is None,
+                together=together,
+            )
+            if piece.keeps:
+                self._kept[chunk.unit, start, stop] = piece
+        piece.waiting = dict(chunk.offloaded_gradients)
+        return piece
 
     def _together(self, move: Move) -> int:
         """Elements that an update may step on as one tensor, besides those of one parameter.
@@ -708,9 +727,8 @@ class Moves:
         states = self.plans[move.unit].states
         on_device, stands = states.update_on_device, not states.staged
         if stands:
-            waiting = dict(chunk.offloaded_gradients)
             together = self._together(move)
-            piece = Piece(chunk, move.start, move.stop, waiting, together=together)
+            piece = self._piece(chunk, move.start, move.stop, together=together, keeps=True)
         else:
             piece = self._pieces[move.unit, move.start]
         if self._chosen is None:
@@ -725,9 +743,11 @@ class Moves:
                 gradients[part.name] = flat_storage_order(gradient)[low:high]
 
         team = None if on_device and not self.backend.on_host else self._team
+        stores = chunk.store, chunk.gradient_store
+        checked = not on_device and any(isinstance(one, CheckedHostStore) for one in stores)
 
         def work() -> None:
-            with nullcontext() if on_device else piece.in_place():
+            with piece.in_place() if checked else nullcontext():
                 if stands:
                     piece.view_store()
                 piece.update(self._factory, options, gradients, team)
@@ -735,5 +755,6 @@ class Moves:
                 piece.write_made()
             if stands:
                 piece.write(parameters=False)
+                piece.waiting = {}
 
         return work

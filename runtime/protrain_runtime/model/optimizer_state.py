@@ -231,8 +231,10 @@ def offloaded_states(
         if part.name in scalars and (names is None or part.name in names):
             layouts = chunk.own.current.of(part)
             states = {layout.key: read_values(chunk, part, layout) for layout in layouts}
-            if scalars[part.name] or states:  # plain SGD has none
-                yield part, (dict(scalars[part.name]), states)
+            # Copies: steps count on in place, and those of several parameters may be one tensor.
+            own = {k: v.clone() if torch.is_tensor(v) else v for k, v in scalars[part.name].items()}
+            if own or states:  # plain SGD has none
+                yield part, (own, states)
 
 
 def load_state(chunk: Chunk, part: Slice, loaded: Mapping[str, Any]) -> None:

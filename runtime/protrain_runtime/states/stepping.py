@@ -42,18 +42,22 @@ def in_train_mode(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of its groups, by value: those that change in place later do not change here."""
     return [
-        {key: _by_value(option) for key, option in group.items() if key != "params"}
+        {key: by_value(option) for key, option in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
 
 
-def _by_value(option: Any) -> Any:
+def by_value(option: Any) -> Any:
+    """A copy of an option, or of all of a group's, that does not change with it."""
     if isinstance(option, tuple | list):  # of betas that are tensors, say
-        return type(option)(map(_by_value, option)) if type(option) in (tuple, list) else option
+        return type(option)(map(by_value, option)) if type(option) in (tuple, list) else option
     if isinstance(option, Mapping):
-        return {key: _by_value(value) for key, value in option.items()}
+        return {key: by_value(value) for key, value in option.items()}
     return option.clone() if isinstance(option, torch.Tensor) else option
 
+
+OF_PLANS = "_protrain"
+"""The beginning of the names of attributes that plans put on parameters."""
 
 NAMES = "param_names"
 """The option in which PyTorch has the names of a group's parameters."""
@@ -123,7 +127,7 @@ def like(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerFactory
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """Attributes that code has put on a parameter, such as a learning rate; not those of plans."""
-    return {key: value for key, value in vars(parameter).items() if not key.startswith("_protrain")}
+    return {key: value for key, value in vars(parameter).items() if not key.startswith(OF_PLANS)}
 
 
 def with_attributes(factory: OptimizerFactory, attributes: Mapping[str, Any]) -> OptimizerFactory:
@@ -149,7 +153,7 @@ def worker_on(
         if id(chosen) not in groups:
             named: dict[str, list[str]] = {NAMES: []} if NAMES in chosen else {}
             # By value: a step that writes them, as a counter in place, is to begin where others do.
-            groups[id(chosen)] = {**_by_value(chosen), **named, "params": []}
+            groups[id(chosen)] = {**by_value(chosen), **named, "params": []}
         group = groups[id(chosen)]
         group["params"].append(shadow)
         if NAMES in group:
@@ -168,7 +172,7 @@ def step_alone(
         named = {NAMES: [chosen[NAMES][n] for n in held]} if NAMES in chosen else {}
         if held:
             params = [group["params"][number] for number in held]
-            alone.append({**_by_value(chosen), **named, "params": params})
+            alone.append({**by_value(chosen), **named, "params": params})
     if not any(one.grad is not None for group in alone for one in group["params"]):
         return
     try:
@@ -274,7 +278,7 @@ class Training:
     def wrote(self) -> bool:
         """Whether steps have changed the options of groups, or added some."""
         now = options_of(self.optimizer)
-        return not all(map(_equal, self._begun, now))
+        return not all(map(is_equal, self._begun, now))
 
     def refuse_more(self, most_beside: int) -> None:
         """ProtrainError where the optimizer keeps more than its first step made, or beside."""
@@ -341,7 +345,7 @@ class Training:
 
     def same_as(self, whole: "Training") -> bool:
         """Whether plain steps lead where these do: to the bit, in all that the optimizer keeps."""
-        if not all(map(_equal, self.parameters, whole.parameters)):
+        if not all(map(is_equal, self.parameters, whole.parameters)):
             return False
         for number, parameter in enumerate(whole.parameters):
             spans = sorted(span for span in self._states if span.parameter == number)
@@ -352,7 +356,7 @@ class Training:
             )
             if not _alike(whole.optimizer.state.get(parameter, {}), own):
                 return False
-        if not all(map(_equal, options_of(self.optimizer), options_of(whole.optimizer))):
+        if not all(map(is_equal, options_of(self.optimizer), options_of(whole.optimizer))):
             return False
         # Numbers that count; what a first call settles once is a flag.
         mine, its = (
@@ -370,16 +374,16 @@ def _alike(whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> bool
         return False
     for key, one in own.items():
         several = [each[key] for each in states]
-        if isinstance(one, Composition) or all(_equal(one, each) for each in several):
+        if isinstance(one, Composition) or all(is_equal(one, each) for each in several):
             continue
         if not (isinstance(one, torch.Tensor) and all(each.numel() for each in several)):
             return False
-        if not _equal(one.flatten(), torch.cat([each.flatten() for each in several])):
+        if not is_equal(one.flatten(), torch.cat([each.flatten() for each in several])):
             return False
     return True
 
 
-def _equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     """Whether two values of a state are the same: tensors to the bit, objects in what they hold."""
     if type(one) is not type(other):
         return False
@@ -398,7 +402,7 @@ def _equal(one: Any, other: Any) -> bool:
         leaves, more = tree_leaves(held), tree_leaves(vars(other))
     else:
         return bool(one == other or one != one)
-    return len(leaves) == len(more) and all(map(_equal, leaves, more))
+    return len(leaves) == len(more) and all(map(is_equal, leaves, more))
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -532,7 +536,9 @@ def _steps(
         draws = not torch.equal(before, generator.get_state())
     first, last = seen[0], seen[-1]
     changed = [
-        name for (place, name), value in last.items() if not _equal(first.get((place, name)), value)
+        name
+        for (place, name), value in last.items()
+        if not is_equal(first.get((place, name)), value)
     ]
     return training, draws, changed[0] if changed else ""
 
@@ -579,7 +585,7 @@ class Outside:
         before, now = self._before.pop(), self.values()
         assert self._places is not None
         for (number, name), value in before.items():
-            if _equal(now.get((number, name)), value):
+            if is_equal(now.get((number, name)), value):
                 continue
             own = vars(self._places[number]).get(name)
             if isinstance(own, torch.Tensor):

@@ -30,9 +30,10 @@ from protrain_runtime.devices.preflight import ranks_here
 from protrain_runtime.devices.stores import HostStore, Store
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
 from protrain_runtime.states.compositions import put_together, taken_apart
+from protrain_runtime.states.kept_steps import KeptRanges, Range, Shadow, Span
 from protrain_runtime.states.master_weights import MasterOptimizer
-from protrain_runtime.states.stand_ins import GradientInStore, scaled
-from protrain_runtime.states.stepping import OptimizerFactory, attributes_of, worker_on
+from protrain_runtime.states.stand_ins import GradientInStore
+from protrain_runtime.states.stepping import OptimizerFactory, attributes_of
 from protrain_runtime.states.update_rules import StateRule
 
 SMALLEST_RANGE = 2**17
@@ -180,14 +181,6 @@ class _Staged(NamedTuple):
         return self.values[begin : begin + layout.rule.count(count)]
 
 
-class Span(NamedTuple):
-    """The elements of a parameter from `low` to `high`."""
-
-    part: Slice
-    low: int
-    high: int
-
-
 class Run(NamedTuple):
     """Spans that lie one after the other, in memory and in the store, and so do their states.
 
@@ -264,19 +257,10 @@ def _follows(chunk: Chunk, one: Span, other: Span, *, grouped: bool) -> bool:
     )
 
 
-class _Scalars(dict[str, Any]):
-    """Values that an optimizer keeps of a parameter besides elementwise states.
-
-    Those of one `step` on several parameters as one are equal.
-    """
-
-    step: object = None
-
-
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether scalars are known to be equal, without a wait for a device."""
-    if isinstance(one, _Scalars) and isinstance(other, _Scalars) and one.step is other.step:
-        return True
+    if one is other:
+        return True  # of parameters that are stepped on as one
     if one.keys() != other.keys():
         return False
     for key, value in one.items():
@@ -308,20 +292,7 @@ class _Due:
     elements: torch.Tensor  # of gradients  # [elements]
     states: dict[str, tuple[torch.Tensor, StateRule]] | None
     factors: Sequence[torch.Tensor]  # of the gradients, one after the other
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Elements that one optimizer steps on, perhaps in a thread of its own."""
-
-    worker: torch.optim.Optimizer
-    shadows: list[tuple[nn.Parameter, list[Span]]]
-    factors: list[tuple[torch.Tensor, Sequence[torch.Tensor]]]
-
-    def step(self) -> None:
-        for elements, factors in self.factors:
-            scaled(elements, factors)
-        self.worker.step()
+    waits: bool  # the gradients have waited below the device
 
 
 @dataclass(slots=True)
@@ -340,6 +311,8 @@ class Piece:
 
     It reads the copy of the states that is current when it is made. One that is `apart` writes all
     of its range to the chunk's spare copy, also what it does not change.
+    One that `keeps` is used in every step: parameters and states, where the optimizer runs, are in
+    the same places each time. Then `kept` are its optimizers, as long as these have all they need.
     """
 
     chunk: Chunk
@@ -349,12 +322,16 @@ class Piece:
     staging: dict[StateKind, _Staged] = field(default_factory=dict[StateKind, _Staged])
     parameters: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     gradients: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    made: list[tuple[list[Span], dict[str, Any]]] = field(
-        default_factory=list[tuple[list[Span], dict[str, Any]]]
+    made: list[tuple[Shadow, dict[str, Any]]] = field(
+        default_factory=list[tuple[Shadow, dict[str, Any]]]
     )
     stands: bool = False
     apart: bool = False
+    keeps: bool = False
     together: int = 0
+    reads: list[tuple[int, torch.Tensor]] = field(default_factory=list[tuple[int, torch.Tensor]])
+    kept: KeptRanges | None = None
+    stepped: tuple[list[Range], "UpdateTeam"] | None = None
     source: Copy = field(init=False)
     target: Copy = field(init=False)
     runs: tuple[Run, ...] = field(init=False)
@@ -386,8 +363,22 @@ class Piece:
 
     def read(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
         """Fill the staging tensors in `ring` from the store, with what the optimizer asks for."""
-        store = self.chunk.store
-        assert store is not None
+        if self.kept is not None:
+            self.kept.read()
+        else:
+            assert self.chunk.store is not None
+            self._place(ring, parameters=parameters, gradients=gradients)
+            for place, target in self.reads:
+                self.chunk.store.start_read(place, target)
+        for number, run in enumerate(self.runs) if gradients else ():
+            for (part, low, _), here in run.placed():
+                if (stored := self.waiting.get(part.name)) is not None:
+                    target = self.gradients[number][here]
+                    place = stored.offset + low * part.dtype.itemsize
+                    stored.store.start_read(place, target.view(torch.uint8))
+
+    def _place(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
+        """Give what is read its room in `ring`."""
         states = list(self._states())
         wanted: list[tuple[StateKind | str, torch.dtype, int]] = [
             (layout.kind, layout.dtype, num_bytes) for layout, _, _, num_bytes in states
@@ -402,23 +393,19 @@ class Piece:
         for region, dtype, size in sorted(wanted, key=lambda one: -one[1].itemsize):
             regions[region] = ring[offset : offset + size].view(dtype)
             offset += size
+        self.reads = []
         for layout, first, place, _ in states if self.source.updated else ():
             self.staging[layout.kind] = _Staged(regions[layout.kind], first)
-            store.start_read(place, regions[layout.kind].view(torch.uint8))
+            self.reads.append((place, regions[layout.kind].view(torch.uint8)))
         for number, run in enumerate(self.runs):
             part, low, _ = run.spans[0]
             here = slice(run.start - self.start, run.start - self.start + run.numel)
             if parameters:
                 target = self.parameters[number] = regions[_PARAMETERS][here]
                 place = self.source.place(part) + low * part.dtype.itemsize
-                store.start_read(place, target.view(torch.uint8))
+                self.reads.append((place, target.view(torch.uint8)))
             if gradients:
                 self.gradients[number] = regions[_GRADIENTS][here]
-                for (part, low, _), here in run.placed():
-                    if (stored := self.waiting.get(part.name)) is not None:
-                        target = self.gradients[number][here]
-                        place = stored.offset + low * part.dtype.itemsize
-                        stored.store.start_read(place, target.view(torch.uint8))
 
     def view_device(self) -> None:
         """Use the parameters in place, on the device."""
@@ -449,6 +436,8 @@ class Piece:
 
     def view_store(self) -> None:
         """Use the parameters and their states in place, where the store is host memory."""
+        if self.kept is not None:
+            return
         store = self.chunk.store
         assert isinstance(store, HostStore)
         self.stands = True
@@ -475,26 +464,35 @@ class Piece:
         optimizers compute every element by itself, so a range of a parameter gets the bits that the
         whole would get, and every range starts from the same scalars. Runs are stepped on as one.
         """
-        due = list(self._due(gradients, options))
-        lengths = [one.values.numel() for one in due]
-        if team is None:
-            # On a device kernels have threads of their own, and the larger they are, the better.
-            team = UpdateTeam(longest=sum(lengths))
-        # Here and not in their threads: the first optimizer of a class changes the class.
-        cuts = [self.chunk.cut_of(one.run.spans[0].part) for one in due]
-        stepped = [
-            self._range(factory, options, [(due[i], start, stop) for i, start, stop in ranges])
-            for ranges in team.ranges(lengths, cuts)
-        ]
+        kept = self.kept
+        if kept is not None and kept.begin(options, self.waiting, gradients):
+            if kept.step():
+                return
+            stepped = kept.ranges
+        else:
+            due = list(self._due(gradients, options))
+            lengths = [one.values.numel() for one in due]
+            if team is None:
+                # On a device kernels have threads of their own, and the larger they are, the
+                # better.
+                team = UpdateTeam(longest=sum(lengths))
+            # Here and not in their threads: the first optimizer of a class changes the class.
+            cuts = [self.chunk.cut_of(one.run.spans[0].part) for one in due]
+            stepped = [
+                self._range(factory, options, [(due[i], start, stop) for i, start, stop in ranges])
+                for ranges in team.ranges(lengths, cuts)
+            ]
+            for each in stepped:
+                if isinstance(each.worker, MasterOptimizer):
+                    # A piece's workspace is counted for all of its elements: this is no more.
+                    elements = sum(one.parameter.numel() for one in each.shadows)
+                    each.worker.room_elements = min(elements, team.longest)
+            team.run([each.step for each in stepped])
+            self.stepped = (stepped, team) if self.keeps else None
+        self.kept = None
         for each in stepped:
-            if isinstance(each.worker, MasterOptimizer):
-                # A piece's workspace is counted for all of its elements: this is no more.
-                elements = sum(shadow.numel() for shadow, _ in each.shadows)
-                each.worker.room_elements = min(elements, team.longest)
-        team.run([each.step for each in stepped])
-        for each in stepped:
-            for shadow, spans in each.shadows:
-                self.made.append((spans, taken_apart(each.worker.state[shadow])))
+            states = map(taken_apart, each.states())
+            self.made += zip(each.shadows, states, strict=True)
 
     def _due(
         self, gradients: Mapping[str, torch.Tensor], options: Mapping[str, Mapping[str, Any]]
@@ -506,18 +504,18 @@ class Piece:
                 part, low, _ = run.spans[0]
                 first = self.waiting[part.name]
                 elements = first.in_host(low, low + run.numel) if staged is None else staged
-                yield self._due_of(run, values, elements, first.factors)
+                yield self._due_of(run, values, elements, first.factors, waits=True)
                 continue
             for span, here in run.placed():
                 part, low, high = span
                 found, factors = gradients.get(part.name), list[torch.Tensor]()
-                stored = self.waiting.get(part.name)
+                stored, waits = self.waiting.get(part.name), found is None
                 if found is None and stored is not None and _had(stored):
                     found = stored.in_host(low, high) if staged is None else staged[here]
                     factors = stored.factors
                 if found is not None:
                     alone = Run((span,), run.start + here.start)
-                    yield self._due_of(alone, values[here], found, factors)
+                    yield self._due_of(alone, values[here], found, factors, waits=waits)
 
     def _as_one(
         self,
@@ -555,6 +553,8 @@ class Piece:
         values: torch.Tensor,
         elements: torch.Tensor,
         factors: Sequence[torch.Tensor],
+        *,
+        waits: bool,
     ) -> _Due:
         """These elements with their states, and factors where they are."""
         part, low, _ = run.spans[0]
@@ -567,53 +567,68 @@ class Piece:
                 if staged is not None
             }
         # Here once, not in every thread: a factor may be on a device.
-        return _Due(run, values, elements, states, [f.to(elements.device) for f in factors])
+        here = [factor.to(elements.device) for factor in factors]
+        return _Due(run, values, elements, states, here, waits)
 
     def _range(
         self,
         factory: OptimizerFactory,
         options: Mapping[str, Mapping[str, Any]],
         ranges: Sequence[tuple[_Due, int, int]],
-    ) -> _Range:
+    ) -> Range:
         """An optimizer over these elements of gradients and of the parameters that have them."""
-        shadows: list[tuple[nn.Parameter, list[Span]]] = []
-        scales: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
-        named: list[tuple[nn.Parameter, str, Mapping[str, Any]]] = []
+        shadows: list[Shadow] = []
         for due, start, stop in ranges:
             spans = due.run.between(start, stop)
             part = spans[0].part
             shadow = nn.Parameter(due.values[start:stop])
             vars(shadow).update(attributes_of(part.parameter))
             shadow.grad = due.elements[start:stop]
+            staged = (
+                None
+                if due.states is None
+                else {
+                    key: values[start // rule.per :][: rule.count(stop - start)]
+                    for key, (values, rule) in due.states.items()
+                }
+            )
+            ends = any(high == one.numel for one, _, high in spans)
+            shadows.append(
+                Shadow(
+                    parameter=shadow,
+                    name=part.name,
+                    spans=spans,
+                    ends=ends,
+                    staged=staged,
+                    waits=due.waits,
+                )
+            )
+        made = Range.of(factory, shadows, options)
+        for (due, *_), one in zip(ranges, shadows, strict=True):
+            assert one.parameter.grad is not None
             if due.factors:
-                scales.append((shadow.grad, due.factors))
-            shadows.append((shadow, spans))
-            named.append((shadow, part.name, options[part.name]))
-        worker = worker_on(factory, named)
-        for (due, start, stop), (shadow, name, chosen) in zip(ranges, named, strict=True):
-            if due.states is None:
+                made.factors.append((one.parameter.grad, due.factors))
+            if one.staged is None:
                 continue
+            chosen, place = options[one.name], one.parameter.device
             # A fused optimizer has its counters where it steps, and a table is with its codes.
             moved = chosen.get("fused") or chosen.get("capturable")
             state = {
-                key: value.to(
-                    shadow.device if moved or value.numel() > 1 else value.device, copy=True
-                )
+                key: value.to(place if moved or value.numel() > 1 else value.device, copy=True)
                 if isinstance(value, torch.Tensor)
                 else value
-                for key, value in self.source.scalars[name].items()
+                for key, value in self.source.scalars[one.name].items()
             }
-            for key, (values, rule) in due.states.items():
-                first = start // rule.per
-                state[key] = values[first : first + rule.count(stop - start)]
-            worker.state[shadow] = put_together(state, shadow.shape)
-        return _Range(worker, shadows, scales)
+            state.update(one.staged)
+            made.worker.state[one.parameter] = put_together(state, one.parameter.shape)
+        return made
 
     def write_made(self) -> None:
         """Write states that the optimizer made outside of staging, in its own stream."""
         store = self.chunk.store
         assert store is not None
-        for ((part, low, _), *_), state in self.made:
+        for shadow, state in self.made:
+            part, low, _ = shadow.spans[0]
             for layout in self.target.of(part):
                 values = state[layout.key]
                 if not self._staged(layout, part, low, values):
@@ -630,9 +645,12 @@ class Piece:
 
     def write(self, *, parameters: bool) -> None:
         """Write the new states; a parameter's last range settles its scalars."""
+        if self.kept is not None:
+            self.kept.write()
+            return
         store = self.chunk.store
         assert store is not None
-        stepped = {span.part.name for spans, _ in self.made for span in spans}
+        stepped = {span.part.name for shadow, _ in self.made for span in shadow.spans}
         # By region of the store: one write of many parameters' values, where they are neighbours.
         writes = defaultdict[StateKind | str, list[tuple[int, torch.Tensor]]](list)
         for number, run in enumerate(self.runs) if parameters else ():
@@ -644,31 +662,53 @@ class Piece:
         for part, low, high in self.parts if self.apart else ():
             if part.name not in stepped:
                 self._copy(part, low, high, store)
-        for ((part, low, _), *_), state in self.made:
+        for shadow, state in self.made:
+            part, low, _ = shadow.spans[0]
             for layout in self.target.of(part):
                 values = state.pop(layout.key, None)
-                if values is None or (self.stands and self._staged(layout, part, low, values)):
-                    continue  # it is there: written, or the store's own bytes
-                place = layout.place(part.name, low)
-                writes[layout.kind].append((place, values.view(torch.uint8)))
-        for region in writes.values():
-            for place, values in _joined(region):
-                store.start_write(place, values)
-        for spans, state in self.made:
-            step = object()
-            for number, (part, _, high) in enumerate(spans):
+                if values is not None and not (
+                    self.stands and self._staged(layout, part, low, values)
+                ):  # else it is there: written, or the store's own bytes
+                    place = layout.place(part.name, low)
+                    writes[layout.kind].append((place, values.view(torch.uint8)))
+        joined = [write for region in writes.values() for write in _joined(region)]
+        for place, values in joined:
+            store.start_write(place, values)
+        for shadow, state in self.made:
+            for part, _, high in shadow.spans:
                 if high == part.numel:
-                    # Each has tensors of its own: code that is shown them may count on in place.
-                    own = _Scalars(state)
-                    for key, value in state.items() if number else ():
-                        own[key] = value.clone() if isinstance(value, torch.Tensor) else value
-                    own.step = step
-                    self.target.scalars[part.name] = own
+                    self.target.scalars[part.name] = state
                     self.target.updated.add(part.name)
+        stepped_on, self.stepped = self.stepped, None
+        if stepped_on is not None:
+            self._keep(*stepped_on, store.writer(joined))
         self.made.clear()
-        self.staging.clear()
-        self.parameters.clear()
-        self.gradients.clear()
+        if not self.keeps:
+            self.staging.clear()
+            self.parameters.clear()
+            self.gradients.clear()
+
+    def _keep(self, ranges: list[Range], team: UpdateTeam, write: Callable[[], None]) -> None:
+        """Let the next step use these optimizers, if it finds all that they have in place."""
+        store = self.chunk.store
+        assert store is not None
+        keeps = True
+        for each in ranges:
+            for shadow, state in zip(each.shadows, each.states(), strict=True):
+                keeps &= each.usual and shadow.in_place(state)
+                if not shadow.waits:  # another tensor each time: all of it is taken
+                    shadow.parameter.grad = None
+                    keeps &= len(shadow.spans) == 1 and shadow.spans[0] in self.parts
+        if keeps:
+            self.kept = KeptRanges(
+                ranges,
+                team.run,
+                parts=self.parts,
+                copy=self.source,
+                waiting=self.waiting,
+                read=store.reader(self.reads),
+                write=write,
+            )
 
     def _copy(self, part: Slice, low: int, high: int, store: Store) -> None:
         """Bring the states of a parameter that had no gradient to the other copy as they are."""

@@ -145,6 +145,7 @@ PYBIND11_MODULE(emulated_device, module) {
   using namespace emulated;
   at::globalContext().lazyInitDevice(kType);
   module.def("set_delays", &set_delays);
+  module.def("set_dropping", &set_dropping);
   module.def("set_cap", &set_cap);
   module.def("cap", &cap);
   module.def("pin", &pin);

@@ -54,6 +54,9 @@ std::atomic<uint64_t> delays_epoch{0}, delays_seed{0};
 std::atomic<double> compute_delay_us{0}, lanes_delay_us{0};
 }  // namespace
 
+std::atomic<bool> drops_work{false};
+void set_dropping(bool drops) { drops_work = drops; }
+
 void set_delays(uint64_t seed, double compute_us, double lanes_us) {
   delays_seed = seed;
   compute_delay_us = compute_us;
@@ -66,6 +69,7 @@ Queue::Queue(c10::DeviceIndex device, int64_t id) : device_(device), id_(id) {
 }
 
 void Queue::submit(std::function<void()> work, bool delayed) {
+  if (drops_work) return;
   {
     std::lock_guard lock(mutex_);
     items_.push_back({std::move(work), delayed});
@@ -75,6 +79,10 @@ void Queue::submit(std::function<void()> work, bool delayed) {
 
 MomentPtr Queue::mark() {
   auto moment = std::make_shared<Moment>();
+  if (drops_work) {
+    moment->reach();
+    return moment;
+  }
   submit([moment] { moment->reach(); }, /*delayed=*/false);
   return moment;
 }
@@ -659,6 +667,7 @@ void unpin(uintptr_t address) {
   });
 }
 void copy_begins(const void* pointer, size_t num_bytes) {
+  if (drops_work) return;
   std::lock_guard lock(pins_mutex);
   in_flight.emplace(reinterpret_cast<uintptr_t>(pointer), num_bytes);
 }

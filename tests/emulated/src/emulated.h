@@ -88,6 +88,8 @@ std::vector<Queue*> queues_of(c10::DeviceIndex device);
 // Real work waits before it runs, now and then: in the default stream `compute_us` in the mean, in
 // the others `lanes_us`. The same seed gives the same delays.
 void set_delays(uint64_t seed, double compute_us, double lanes_us);
+// Streams do nothing with what they are given: only the host's threads take time.
+void set_dropping(bool drops);
 
 // Blocks the calling thread, with Python's lock given up. Raises what failed on a stream.
 void wait_on_host(const MomentPtr& moment, const char* why);

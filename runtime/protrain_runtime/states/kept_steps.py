@@ -1,0 +1,328 @@
+"""Optimizers of the ranges of a piece, and whether the next step can use them again.
+
+An optimizer of the user's class is made over a range's elements, its gradients and its states. To
+make one takes several times as long as its step. Where all of these stay in place from step to
+step, so does the optimizer, and each step gives it the options that hold by then. PyTorch's own
+fused Adam and AdamW are kernels over lists, called without the optimizer around them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from protrain_runtime.devices.stores import Store
+from protrain_runtime.states.chunks import Copy, Slice
+from protrain_runtime.states.stand_ins import GradientInStore, scaled
+from protrain_runtime.states.stepping import (
+    NAMES,
+    OF_PLANS,
+    OptimizerFactory,
+    by_value,
+    is_equal,
+    worker_on,
+)
+
+Options = Mapping[str, Mapping[str, Any]]
+"""Hyperparameters by parameter name; those of one group are one object."""
+
+
+class Span(NamedTuple):
+    """The elements of a parameter from `low` to `high`."""
+
+    part: Slice
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shadow:
+    """Elements that an optimizer steps on as one tensor.
+
+    name     the first parameter, whose options, factors and scalars are those of all
+    ends     some of them are a parameter's last: its scalars are this optimizer's
+    staged   the states that it was given, by key: none before the first step
+    waits    the gradient has waited below the device
+    """
+
+    parameter: nn.Parameter  # [elements]
+    name: str
+    spans: Sequence[Span]
+    ends: bool
+    staged: Mapping[str, torch.Tensor] | None
+    waits: bool
+
+    def in_place(self, state: Mapping[str, Any]) -> bool:
+        """Whether the optimizer has left its states where they were."""
+        return self.staged is not None and all(
+            isinstance(found := state.get(key), torch.Tensor)
+            and found.data_ptr() == values.data_ptr()
+            and found.shape == values.shape
+            for key, values in self.staged.items()
+        )
+
+
+class FusedAdam:
+    """PyTorch's fused step of a group of Adam or AdamW, on lists that are made once."""
+
+    def __init__(self, shadows: Sequence[Shadow], states: Sequence[Mapping[str, Any]]) -> None:
+        self._shadows, self._states = shadows, states
+        self._values = [shadow.parameter.detach() for shadow in shadows]
+        self._averages = [
+            [state[key] for state in states if key in state]
+            for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        ]
+        self.begin({})
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Take this step's options, gradients and counters."""
+        self._options = options
+        self._gradients: Any = [shadow.parameter.grad for shadow in self._shadows]
+        self._counters = [state["step"] for state in self._states]
+
+    def step(self) -> None:
+        options = self._options
+        beta1, beta2 = options["betas"]
+        firsts, seconds, largest = self._averages
+        decoupled = options["decoupled_weight_decay"]
+        torch._foreach_add_(self._counters, 1)
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        kernel(
+            self._values,
+            self._gradients,
+            firsts,
+            seconds,
+            largest,
+            self._counters,
+            amsgrad=options["amsgrad"],
+            lr=options["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            maximize=options["maximize"],
+        )
+
+    def end(self) -> None:
+        """Hold no gradient any more."""
+        self._gradients = []
+
+    @staticmethod
+    def takes(options: Mapping[str, Any]) -> bool:
+        """Whether a step with these options is that kernel and nothing else."""
+        given = {torch.Tensor, bool}.isdisjoint(map(type, (options["lr"], *options["betas"])))
+        return options["fused"] is True and given and not options["differentiable"]
+
+
+_KERNELS = {torch.optim.Adam: FusedAdam, torch.optim.AdamW: FusedAdam}
+"""The fused steps of classes, and of no class that is made from one."""
+
+
+@dataclass(slots=True)
+class Range:
+    """Elements that one optimizer steps on, perhaps in a thread of its own.
+
+    heads    a parameter of each group, which has the group's options
+    usual    the groups have these options, and no others
+    factors  by which gradients are multiplied in this step
+    kernels  what takes the place of its step, by group
+    """
+
+    worker: torch.optim.Optimizer
+    shadows: Sequence[Shadow]
+    heads: Sequence[str]
+    usual: bool
+    factors: list[tuple[torch.Tensor, Sequence[torch.Tensor]]]
+    kernels: Sequence[FusedAdam] = ()
+
+    @staticmethod
+    def of(factory: OptimizerFactory, shadows: Sequence[Shadow], options: Options) -> "Range":
+        """Make an optimizer, which has no states yet."""
+        worker = worker_on(
+            factory, [(each.parameter, each.name, options[each.name]) for each in shadows]
+        )
+        heads = {id(options[each.name]): each.name for each in reversed(shadows)}
+        ordered = [each.name for each in shadows if heads[id(options[each.name])] == each.name]
+        usual = len(ordered) == len(worker.param_groups) and all(
+            group.keys() - {"params"} == options[name].keys()
+            and all(
+                is_equal(group[key], value) for key, value in options[name].items() if key != NAMES
+            )
+            for group, name in zip(worker.param_groups, ordered, strict=True)
+        )
+        return Range(worker, shadows, ordered, usual, [])
+
+    def step(self) -> None:
+        """Let the optimizer step once."""
+        for elements, factors in self.factors:
+            scaled(elements, factors)
+        for kernel in self.kernels:
+            kernel.step()
+        if not self.kernels:
+            self.worker.step()
+
+    def made_kernels(self) -> list[FusedAdam]:
+        """What may take the place of its next steps; nothing where that is no kernel."""
+        kernel, worker = _KERNELS.get(type(self.worker)), self.worker
+        if kernel is None or not all(kernel.takes(group) for group in worker.param_groups):
+            return []
+        found: list[FusedAdam] = []
+        for group in worker.param_groups:
+            own = [
+                each for each in self.shadows if any(each.parameter is p for p in group["params"])
+            ]
+            found.append(kernel(own, [worker.state[each.parameter] for each in own]))
+        return found
+
+    def begin(self, options: Options) -> bool:
+        """Take this step's options; False where they ask for another optimizer."""
+        chosen = [options[name] for name in self.heads]
+        if not self.kernels:
+            for group, given in zip(self.worker.param_groups, chosen, strict=True):
+                group.update({k: v for k, v in by_value(given).items() if k != NAMES})
+            return True
+        for kernel, given in zip(self.kernels, chosen, strict=True):
+            kernel.begin(given)
+        return all(map(FusedAdam.takes, chosen))
+
+    def states(self) -> list[dict[str, Any]]:
+        """What the optimizer keeps, by shadow."""
+        return [self.worker.state[shadow.parameter] for shadow in self.shadows]
+
+
+class _Source(NamedTuple):
+    """Where a part of a piece has its gradient: at hand, in a store at an offset, or nowhere."""
+
+    part: Slice
+    at_hand: bool
+    store: Store | None
+    offset: int
+
+
+class KeptRanges:
+    """The optimizers of a piece, for steps in which all is where it was.
+
+    `parts` are those of the piece, and `copy` has their states; `run` does a task for each of the
+    `ranges`. `read` and `write` move the states, where they move.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[Range],
+        run: Callable[[Sequence[Callable[[], None]]], None],
+        *,
+        parts: Sequence[Span],
+        copy: Copy,
+        waiting: Mapping[str, GradientInStore],
+        read: Callable[[], None],
+        write: Callable[[], None],
+    ) -> None:
+        self.ranges, self.read, self.write = ranges, read, write
+        self._run, self._copy = run, copy
+        shadows = [shadow for each in ranges for shadow in each.shadows]
+        waits = {span.part.name: one.waits for one in shadows for span in one.spans}
+        self._sources: list[_Source] = []
+        for part in dict.fromkeys(span.part for span in parts):
+            stored = waiting[part.name] if waits.get(part.name) else None
+            place = (None, 0) if stored is None else (stored.store, stored.offset)
+            self._sources.append(_Source(part, waits.get(part.name) is False, *place))
+        self._names = frozenset(waits)
+        self._bases = [(name, copy.scalars[name]) for name in waits]
+        for each in ranges:
+            each.kernels = each.made_kernels()
+
+    def begin(
+        self,
+        options: Options,
+        waiting: Mapping[str, GradientInStore],
+        gradients: Mapping[str, torch.Tensor],
+    ) -> bool:
+        """Take what is this step's own; False where it asks for other optimizers.
+
+        It is called in every step of every piece, and calls next to nothing.
+        """
+        scalars = self._copy.scalars
+        if not self._names <= self._copy.updated:
+            return False
+        for name, base in self._bases:
+            if scalars[name] is not base:
+                return False  # code has loaded or changed them
+        for part, at_hand, store, offset in self._sources:
+            name = part.name
+            if (name in gradients) is not at_hand or (
+                not at_hand and (name in waiting) is (store is None)
+            ):
+                return False
+            if store is not None:
+                stored = waiting[name]
+                if stored.store is not store or stored.offset != offset or stored.count is not None:
+                    return False
+            for key in part.parameter.__dict__:
+                if key[: len(OF_PLANS)] != OF_PLANS:
+                    return False
+        return all(self._begin(each, options, waiting, gradients) for each in self.ranges)
+
+    def _begin(
+        self,
+        each: Range,
+        options: Options,
+        waiting: Mapping[str, GradientInStore],
+        gradients: Mapping[str, torch.Tensor],
+    ) -> bool:
+        each.factors = []
+        for shadow in each.shadows:
+            chosen, first = (
+                options[shadow.name],
+                waiting[shadow.name].factors if shadow.waits else [],
+            )
+            for span in shadow.spans:
+                name = span.part.name
+                if options[name] is not chosen:
+                    return False
+                if shadow.waits and (waiting[name].factors or first):
+                    factors = waiting[name].factors
+                    if [*map(id, factors)] != [*map(id, first)]:
+                        return False
+            if not shadow.waits:
+                shadow.parameter.grad = gradients[shadow.name]
+            if first:
+                elements = shadow.parameter.grad
+                assert elements is not None
+                each.factors.append((elements, [f.to(elements.device) for f in first]))
+            if not shadow.ends:
+                own = each.worker.state[shadow.parameter]
+                for key, value in self._copy.scalars[shadow.name].items():
+                    own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        return each.begin(options)
+
+    def step(self) -> bool:
+        """Step once; False where an optimizer has put other tensors in the place of its states."""
+        self._run([each.step for each in self.ranges])
+        in_place = True
+        for each in self.ranges:
+            for shadow in each.shadows:
+                if not shadow.waits:
+                    shadow.parameter.grad = (
+                        None  # it is held until the move has ended, and no longer
+                    )
+                if not each.kernels:
+                    in_place &= self._note(each.worker.state[shadow.parameter], shadow)
+            for kernel in each.kernels:
+                kernel.end()
+        return in_place
+
+    def _note(self, state: Mapping[str, Any], shadow: Shadow) -> bool:
+        """Note scalars that are no tensors written in place; whether all else is where it was."""
+        scalars, staged = self._copy.scalars[shadow.name], shadow.staged
+        if staged is None or not shadow.in_place(state):
+            return False
+        if len(state) != len(scalars) + len(staged):
+            return False
+        if shadow.ends:
+            for key in scalars:
+                if key not in state:
+                    return False
+                scalars[key] = state[key]
+        return True
