@@ -440,17 +440,11 @@ def measure_bytes(
             sparse.add(part.name)
             in_step[part.name] = storage_bytes([gradient])
 
-    def kinds(form: Form) -> Iterator[_Kind]:
-        """Segments of the first step, and of those that differ by more than values."""
+    def kind(form: Form, other: Batch = batch, *, may_skip: bool = False) -> _Kind:
         in_step.clear()
-        yield segments(form), dict(in_step)
+        cuts = segments(form, other, may_skip=may_skip)
         arrived.update(in_step)
-        varies = structure.variation
-        for start, other in varies.steps if varies and not varies.by_values else ():
-            in_step.clear()
-            with starting_from(model, start):
-                yield segments(form, other, may_skip=True), dict(in_step)
-            arrived.update(in_step)
+        return cuts, dict(in_step)
 
     with ExitStack() as stack:
         for part in (part for chunk in structure.chunks for part in chunk.slices):
@@ -458,9 +452,14 @@ def measure_bytes(
                 hook = partial(note, part)
                 handle = part.parameter.register_post_accumulate_grad_hook(hook)
                 stack.callback(handle.remove)
-        steps = {form: tuple(kinds(form)) for form in structure.saved}
-        memory = {form: _largest(each, structure, arrived) for form, each in steps.items()}
+        steps = {form: [kind(form)] for form in structure.saved}
         last = _of_last_part(model, structure, segments)
+        varies = structure.variation
+        for start, other in varies.steps if varies and not varies.by_values else ():
+            with starting_from(model, start):
+                for form, each in steps.items():
+                    each.append(kind(form, other, may_skip=True))
+    memory = {form: _largest(each, structure, arrived) for form, each in steps.items()}
     units = _units(structure, memory, last, arrived, sparse)
     keep = structure.saved["keep"]
     if any(saved.leaving for saved in keep):
