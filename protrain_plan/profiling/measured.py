@@ -255,7 +255,13 @@ def measure_model(
         # Kinds of batches differ in what they run: the first is one that runs all blocks.
         kinds = varies is not None and not varies.by_values
         seconds, launching = passes.slot_seconds(
-            model, modules, repeat(batch) if kinds else batches, forms, num_steps=num_steps, tick=tick, kept=kept
+            model,
+            modules,
+            repeat(batch) if kinds else batches,
+            forms,
+            num_steps=num_steps,
+            tick=tick,
+            kept=kept,
         )
     if machine is None:
         progress("probing the machine", 0.7)

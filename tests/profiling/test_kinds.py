@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from protrain_plan.models.batches import Batch
 from tests.support.hostile_models import WIDTH, Block, Hostile
-from tests.support.judging import judged
+from tests.support.judging import PlanName, judged
 
 ROWS = 64
 
@@ -57,20 +57,22 @@ class Tasks(nn.Module):
 
     def forward(self, noise: Tensor, tasks: tuple[int, ...]) -> Tensor:
         hidden = self.trunk(noise)
-        return sum(
-            (self.tasks[task](hidden).square().mean() for task in tasks), torch.zeros(())
-        )
+        return sum((self.tasks[task](hidden).square().mean() for task in tasks), torch.zeros(()))
 
 
-class Switched(Tower):
+class Switched(nn.Module):
     """Layers that values in the batch switch off."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower(8, 4)
+
     def forward(self, noise: Tensor, layers: Tensor) -> Tensor:
-        hidden = self.first(noise)
-        for on, block in zip(layers, self.blocks, strict=True):
+        hidden = self.tower.first(noise)
+        for on, block in zip(layers, self.tower.blocks, strict=True):
             if on:
                 hidden = block(hidden)
-        out: Tensor = self.last(hidden).square().mean()
+        out: Tensor = self.tower.last(hidden).square().mean()
         return out
 
 
@@ -98,7 +100,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "a GAN, measured in the generator's turn": (Gan, partial(turns, first=1)),
     "tasks in turns, the first measured": (Tasks, partial(in_turns, last=0)),
     "tasks in turns, the second measured": (Tasks, partial(in_turns, last=1)),
-    "layers that data switch off": (partial(Switched, 8, 4), switches),
+    "layers that data switch off": (Switched, switches),
 }
 
 
@@ -109,6 +111,6 @@ def case(name: str) -> Hostile:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_trains_like_plain_below_the_predicted_peak(name: str) -> None:
-    plans = ("kept", "recomputed", "mixed")
+    plans: tuple[PlanName, ...] = ("kept", "recomputed", "mixed")
     found = judged(case, name, plans=plans, seed=3)
     assert [(one.kind, one.text) for one in found] == [("like plain", "")] * len(plans)
