@@ -5,6 +5,7 @@ The oracles are plain PyTorch, and bytes measured in a step of each kind.
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from protrain_plan.models.batches import Batch
+from protrain_runtime import prepare
+from protrain_runtime.contract.records.plan import Offload, Recompute
 from tests.support.hostile_models import WIDTH, Block, Hostile
 from tests.support.judging import PlanName, judged
+from tests.support.plan_settings import with_settings
+from tests.support.runtime_cases import decided, plan_for, units_of
 
 ROWS = 64
 
@@ -114,3 +119,62 @@ def test_each_kind_trains_like_plain_below_the_predicted_peak(name: str) -> None
     plans: tuple[PlanName, ...] = ("kept", "recomputed", "mixed")
     found = judged(case, name, plans=plans, seed=3)
     assert [(one.kind, one.text) for one in found] == [("like plain", "")] * len(plans)
+
+
+class Returning(nn.Module):
+    """A tower with a loss to profile, whose output a loop takes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.tower = Tower(inputs, outputs)
+
+    def forward(self, hidden: Tensor) -> dict[str, Tensor]:
+        out = self.tower(hidden)
+        return {"loss": out.square().mean(), "out": out}
+
+
+def adversarial(
+    models: list[nn.Module], optimizers: list[torch.optim.Optimizer], *, at_once: bool
+) -> list[Tensor]:
+    """Steps of two models with an optimizer each, as the page says."""
+    (generator, discriminator), (of_generator, of_discriminator) = models, optimizers
+    seen: list[Tensor] = []
+    for step in range(4):
+        fake, real = generator(drawn(step, 8))["out"], drawn(step + 99, 16)
+        if at_once:
+            for_real, for_fake = discriminator(torch.cat([real, fake.detach()]))["out"].chunk(2)
+            (F.softplus(-for_real) + F.softplus(for_fake)).mean().backward()
+        else:
+            F.softplus(-discriminator(real)["out"]).mean().backward()
+            F.softplus(discriminator(fake.detach())["out"]).mean().backward()
+        of_discriminator.step()
+        of_discriminator.zero_grad()
+        loss = F.softplus(-discriminator(fake)["out"]).mean()
+        loss.backward()
+        of_generator.step()
+        of_generator.zero_grad()
+        of_discriminator.zero_grad()
+        seen.append(loss.detach())
+    return [*seen, *(value for model in models for value in model.state_dict().values())]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_two_models_with_a_plan_each_train_like_plain(at_once: bool, tmp_path: Path) -> None:
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [Returning(8, 16), Returning(16, 1)]
+
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    plain = made()
+    expected = adversarial(plain, [adamw(m.parameters()) for m in plain], at_once=at_once)
+    models, optimizers = made(), list[torch.optim.Optimizer]()
+    for index, (model, rows, width) in enumerate(zip(models, (1, 2), (8, 16), strict=True)):
+        units = units_of(model, (drawn(0, width).repeat(rows, 1),))
+        plan = plan_for(model, decided(units, Recompute(), Offload(tier="disk")))
+        if index:
+            micro_batches = 1 if at_once else 2
+            plan = with_settings(plan, updates="after backward", micro_batches=micro_batches)
+        models[index], optimizer = prepare(model, plan, optimizer=adamw, spill_directory=tmp_path)
+        optimizers.append(optimizer)
+    found = adversarial(models, optimizers, at_once=at_once)
+    assert all(map(torch.equal, found, expected))
