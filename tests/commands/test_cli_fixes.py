@@ -15,8 +15,8 @@ FIXES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (*PLAN, "--clip-share", "0.3", "--clip"),
     ),
     "plan, a model without a machine": (
-        ("plan", "tiny-llama"),
-        ("plan", "tiny-llama", "--on", "rtx-4090"),
+        ("plan", "tiny-llama", "--seq-len", "64"),
+        ("plan", "tiny-llama", "--seq-len", "64", "--on", "rtx-4090"),
     ),
     "plan, sizes that the profile says": (
         (*PLAN, "--seq-len", "64"),

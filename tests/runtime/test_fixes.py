@@ -370,7 +370,7 @@ GIVEN: dict[str, Callable[[Path, bool], Run]] = {
     "an optimizer with a closure": closures,
     "an optimizer with more states": more_states,
 }
-"""What `prepare` refuses, and the same as the message says (the second argument)."""
+"""Arguments that `prepare` refuses, and the same as the message says (`followed`)."""
 
 
 @pytest.mark.parametrize("name", GIVEN)
