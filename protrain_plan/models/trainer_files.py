@@ -203,12 +203,14 @@ class _Reading:
         for key, node in nodes.items():
             self._take(key, node)
         if unclear := list(self.lists["unclear"]):
-            fixes = (fix for pattern, fix in _FIXES if any(map(pattern.match, unclear)))
+            fixes = [fix for pattern, fix in _FIXES if any(map(pattern.match, unclear))]
+            known = {key for key in unclear if any(pattern.match(key) for pattern, _ in _FIXES)}
+            rest = [_REMOVE] if known != set(unclear) else []
             raise ProtrainError(
                 "what this takes is not known, and an answer without it would be for another job",
                 source=path,
                 key=", ".join(unclear),
-                fix="; ".join((*fixes, _REMOVE)),
+                fix="; ".join((*fixes, *rest)),
             )
         if self.facts.get("bf16") == "auto" and self.facts.get("fp16"):
             del self.facts["bf16"]  # else it is on: all devices here have it
@@ -645,8 +647,9 @@ _REMOVE = "remove from a copy of the file what no memory and no time depends on"
 _FIX_OF_FACT = {
     "method": "train all in a copy of the file, which takes no less (finetuning_type: full, or no"
     " adapter), or name a factory that freezes the rest (path/to/file.py:factory)",
-    "pairs": "name the model and its options in the place of the file; --beside MODEL counts a"
-    " frozen second model",
+    "pairs": "this method is not planned: no answer counts its samples, its further forwards and a"
+    " reward model. The nearest is its supervised part alone, from a copy of the file (stage: sft;"
+    " Axolotl: without rl), where --beside MODEL counts the forward of a frozen reference",
 }
 _FIXES = tuple(
     (re.compile(pattern), fix)
@@ -662,11 +665,18 @@ _FIXES = tuple(
         ),
         (
             r"\w*(num_generations|completion|generat|rollout|grpo|vllm)|trl\.|ppo_",
-            "sequences that are generated in training are no part of an answer",
+            "sequences that are generated in training are no part of an answer: without these keys"
+            " it is for the supervised part alone",
+        ),
+        (
+            r"beta$|kl_coef|\w*kto",
+            "this loss is not planned: without its keys the answer is for supervised training, and"
+            " --beside MODEL counts the forward of a frozen reference",
         ),
         (
             r"qat|quantizer|fp8|\w*(freeze|frozen|trainable)",
-            "name a factory that changes the model so (path/to/file.py:factory)",
+            "name a factory that changes the model so (path/to/file.py:factory): without these keys"
+            " the answer is for a model that is not changed",
         ),
     )
 )

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -251,8 +252,16 @@ def measure_model(
             clock.expect(left_s + _PROBING_S * (machine is None))
             progress("timing steps", 0.25 + 0.45 * done)
 
+        # Kinds of batches differ in what they run: the first is one that runs all blocks.
+        kinds = varies is not None and not varies.by_values
         seconds, launching = passes.slot_seconds(
-            model, modules, batches, forms, num_steps=num_steps, tick=tick, kept=kept
+            model,
+            modules,
+            repeat(batch) if kinds else batches,
+            forms,
+            num_steps=num_steps,
+            tick=tick,
+            kept=kept,
         )
     if machine is None:
         progress("probing the machine", 0.7)

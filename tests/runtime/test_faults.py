@@ -376,7 +376,7 @@ def test_an_interrupted_step_is_given_up(slot: int, clipped: bool, tmp_path: Pat
         "a second forward began between backward() and optimizer.step(): this plan updates"
         " parameters during backward, so every backward needs its step. Run"
         " optimizer.step(), or plan with --clip: updates then come after backward, and a step"
-        " may be skipped"
+        " may be skipped (optimizer.zero_grad())"
     )
     if found is None:
         assert error == (ended if to_the_end else cut_short)

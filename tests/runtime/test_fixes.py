@@ -1,6 +1,7 @@
 """Fixes of refusals, followed: the loop trains then, bit for bit like plain PyTorch."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -9,12 +10,12 @@ import pytest
 import torch
 
 from protrain_plan.profiling.structure.discovery import fullest
-from protrain_runtime import full_parameters
-from protrain_runtime.contract.records.plan import Offload, Recompute
+from protrain_runtime import full_parameters, prepare, restore
+from protrain_runtime.contract.records.plan import Offload, Plan, Recompute
 from tests.support.hostile_models import Block, Hostile, Stack, batch_of, by_torch
 from tests.support.judging import judged
 from tests.support.messages import Speaker
-from tests.support.runtime_cases import decided
+from tests.support.runtime_cases import ADAMW, CATALOGUE, assert_bitwise, decided
 from tests.support.scenario import Run, Scenario, Script, refusal
 
 
@@ -111,6 +112,113 @@ def uses_state_before(run: Run) -> None:
     run.step(1)
 
 
+def forgets(run: Run) -> None:
+    """No zero_grad() between steps."""
+    run.backward(0)
+    run.optimizer.step()
+    run.backward(1)
+    run.update()
+
+
+def zeroes(run: Run) -> None:
+    run.step(0, 1)
+
+
+def two_losses(run: Run) -> None:
+    loss = run.loss(0)
+    (loss * 2).backward(retain_graph=True)
+    (loss * 3).backward()
+    run.update()
+
+
+def one_sum(run: Run) -> None:
+    loss = run.loss(0)
+    (loss * 2 + loss * 3).backward()
+    run.update()
+
+
+def two_forwards(run: Run) -> None:
+    (run.loss(0) + run.loss(1)).backward()
+    run.update()
+
+
+def two_backwards(run: Run) -> None:
+    run.backward(0)
+    run.backward(1)
+    run.update()
+
+
+def unwanted(run: Run) -> None:
+    """A backward for the sake of another model, as a GAN's generator needs of its discriminator."""
+    run.backward(0)
+    run.step(1)
+
+
+def unwanted_zeroed(run: Run) -> None:
+    run.backward(0)
+    run.optimizer.zero_grad()
+    run.step(1)
+
+
+def changes_options_late(run: Run) -> None:
+    run.backward(0)
+    run.optimizer.param_groups[0]["lr"] = 5e-3
+    run.update()
+    run.step(1)
+
+
+def changes_options_before(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 5e-3
+    run.step(0, 1)
+
+
+def steps_twice(run: Run) -> None:
+    run.backward(0)
+    run.optimizer.step()
+    run.optimizer.step()
+
+
+def writes_state_late(run: Run) -> None:
+    run.step(0)
+    state = run.optimizer.state[next(run.model.parameters())]["exp_avg"]
+    loss = run.loss(1)
+    state.zero_()
+    loss.backward()
+    run.update()
+
+
+def writes_state_before(run: Run) -> None:
+    run.step(0)
+    run.optimizer.state[next(run.model.parameters())]["exp_avg"].zero_()
+    run.step(1)
+
+
+def adds_a_group(run: Run) -> None:
+    run.step(0)
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+def converts(run: Run) -> None:
+    run.step(0)
+    run.model.double()
+    run.step(1)
+
+
+def converts_restored(run: Run) -> None:
+    run.step(0)
+    if run.planned:
+        restore(run.model)
+    run.model.double()
+
+
+def freezes_late(run: Run) -> None:
+    run.step(0)
+    run.backward(1)
+    for parameter in run.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    run.update()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fix:
     """A loop that is refused, and what the message says: another loop, or a plan with --clip."""
@@ -119,6 +227,7 @@ class Fix:
     loop: Script | None = None
     micro_batches: int = 1
     clip: bool = False  # the plan, for the other loop
+    clipped: bool = False  # the plan that refuses
 
 
 FIXES = {
@@ -132,6 +241,19 @@ FIXES = {
     "clips by value": Fix(refused=clips_values, clip=True),
     "fewer micro-batches": Fix(refused=steps_early, micro_batches=2, clip=True),
     "state in a step: --clip": Fix(refused=uses_state_inside, clip=True),
+    "no zero_grad": Fix(refused=forgets, loop=zeroes),
+    "two losses": Fix(refused=two_losses, loop=one_sum),
+    "two forwards": Fix(refused=two_forwards, loop=two_backwards, micro_batches=2, clip=True),
+    "an unwanted backward": Fix(refused=unwanted, loop=unwanted_zeroed, clip=True),
+    "an unwanted backward, with --clip": Fix(
+        refused=unwanted, loop=unwanted_zeroed, clip=True, clipped=True
+    ),
+    "options changed late": Fix(refused=changes_options_late, loop=changes_options_before),
+    "a second step": Fix(refused=steps_twice, loop=zeroes),
+    "state written late: --clip": Fix(refused=writes_state_late, clip=True),
+    "state written late: before": Fix(refused=writes_state_late, loop=writes_state_before),
+    "a conversion": Fix(refused=converts, loop=converts_restored),
+    "replaced gradients": Fix(refused=freezes_late, clip=True),
     "state in a step: before": Fix(refused=uses_state_inside, loop=uses_state_before),
 }
 
@@ -149,13 +271,114 @@ def test_a_loop_trains_when_the_message_is_followed(
             settings={"updates": updates, "micro_batches": fix.micro_batches},
         )
 
-    refused = asked(fix.refused, "in backward")
+    refused = asked(fix.refused, "after backward" if fix.clipped else "in backward")
     for folder in (tmp_path / "refused", tmp_path / "trained"):
         folder.mkdir()
     run = refused.start(tmp_path / "refused")
     assert_says(refusal(lambda: refused.played(run)))
     updates: Any = "after backward" if fix.clip else "in backward"
     asked(fix.loop or fix.refused, updates).assert_like_plain(tmp_path / "trained")
+
+
+LOOP = Scenario(units=lambda units: decided(units, Recompute(), Offload(tier="disk")))
+"""The plan of the rows below, which trains once `prepare` takes what it is given."""
+
+
+def prepared(folder: Path, model: Any = None, **given: Any) -> Run:
+    model = LOOP.subject.build() if model is None else model
+    return replace(LOOP, **given).prepared(model, folder)
+
+
+def twice(folder: Path, followed: bool) -> Run:
+    run = LOOP.start(folder)
+    return prepared(folder, restore(run.model) if followed else run.model)
+
+
+def wrapped(folder: Path, followed: bool) -> Run:
+    model = LOOP.subject.build()
+    return prepared(folder, model if followed else torch.nn.DataParallel(model), plan=own_plan)
+
+
+def another(folder: Path, followed: bool) -> Run:
+    plan = None if followed else (lambda _: LOOP.planned_for(CATALOGUE["gpt2"].build()))
+    return prepared(folder, plan=plan)
+
+
+def no_folder(folder: Path, followed: bool) -> Run:
+    return prepared(folder if followed else folder / "missing")
+
+
+def stepped_before(folder: Path, followed: bool) -> Run:
+    model = LOOP.subject.build()
+    optimizer = ADAMW(model.parameters())
+    if not followed:
+        next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
+        optimizer.step()
+    return given_optimizer(folder, model, optimizer)
+
+
+def of_another_model(folder: Path, followed: bool) -> Run:
+    model = LOOP.subject.build()
+    own = model if followed else LOOP.subject.build()
+    return given_optimizer(folder, model, ADAMW(own.parameters()))
+
+
+def given_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Run:
+    plan = LOOP.planned_for(model)
+    planned, mine = prepare(model, plan, optimizer=optimizer, spill_directory=folder)
+    return Run(LOOP.subject, planned, mine, folder=folder)
+
+
+def some_groups(folder: Path, followed: bool) -> Run:
+    return prepared(
+        folder,
+        groups=lambda model: [{"params": [*model.parameters()][0 if followed else 3 :]}],
+    )
+
+
+def frozen(folder: Path, followed: bool) -> Run:
+    model = LOOP.subject.build()
+    plan = LOOP.planned_for(model)
+    return prepared(folder, model.requires_grad_(followed), plan=lambda _: plan)
+
+
+def closures(folder: Path, followed: bool) -> Run:
+    return prepared(folder, factory=ADAMW if followed else torch.optim.LBFGS)
+
+
+def more_states(folder: Path, followed: bool) -> Run:
+    plan = own_plan(None)
+    peaks = replace(plan.prediction.peak_bytes, device=2**28)  # promised
+    promised = replace(plan, prediction=replace(plan.prediction, peak_bytes=peaks))
+    planned = replace(promised, optimizer="adamw" if followed else "sgd")
+    return prepared(folder, plan=lambda _: planned)
+
+
+def own_plan(_: Any) -> Plan:
+    return LOOP.planned_for(LOOP.subject.build())
+
+
+GIVEN: dict[str, Callable[[Path, bool], Run]] = {
+    "a model that follows a plan": twice,
+    "a model in a wrapper": wrapped,
+    "a plan for another model": another,
+    "a directory that is missing": no_folder,
+    "an optimizer with states": stepped_before,
+    "an optimizer of another model": of_another_model,
+    "parameters in no group": some_groups,
+    "a frozen model": frozen,
+    "an optimizer with a closure": closures,
+    "an optimizer with more states": more_states,
+}
+"""Arguments that `prepare` refuses, and the same as the message says (`followed`)."""
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_prepare_takes_what_its_message_says(
+    name: str, tmp_path: Path, assert_says: Speaker
+) -> None:
+    assert_says.refused(GIVEN[name], tmp_path, False)
+    assert_bitwise(LOOP.played(GIVEN[name](tmp_path, True)), LOOP.plain())
 
 
 def one_of_two(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:

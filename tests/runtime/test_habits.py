@@ -789,7 +789,7 @@ def test_between_backward_and_step_nothing_is_read(
             f"{what} between backward() and optimizer.step(): this plan updates parameters during"
             " backward, so every backward needs its step. Run"
             " optimizer.step(), or plan with --clip: updates then come after backward, and a step"
-            " may be skipped"
+            " may be skipped (optimizer.zero_grad())"
         )
     before = run.optimizer.param_groups[0]["lr"]
     run.optimizer.param_groups[0]["lr"] = 2 * before

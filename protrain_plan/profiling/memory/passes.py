@@ -147,8 +147,8 @@ def watched(
                 f"block {boundaries.skipped[0] + 1} of the model's {len(modules)} units ran when"
                 " they were found, and not in a later forward: values of the batch or of parameters"
                 " steer that, or what a profile does not set back",
-                fix="run it in every forward, times zero where it is not wanted; or profile batches"
-                " that skip no block: plans hold for steps that skip some",
+                fix="run it in every forward, times zero where it is not wanted; or let the"
+                " factory's first batch run all blocks: plans hold for steps that skip some",
             )
     finally:
         boundaries.remove()

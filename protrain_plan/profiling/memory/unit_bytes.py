@@ -429,15 +429,22 @@ def measure_bytes(
     # Of parameters that get a gradient, its bytes. A sparse one may have more than the parameter: a
     # row for every time that it is read.
     arrived: dict[str, int] = {}
+    in_step: dict[str, int] = {}
     sparse: set[str] = set()
 
     def note(part: Slice, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        arrived[part.name] = part.num_bytes
+        in_step[part.name] = part.num_bytes
         if gradient.layout != torch.strided:
             sparse.add(part.name)
-            arrived[part.name] = storage_bytes([gradient])
+            in_step[part.name] = storage_bytes([gradient])
+
+    def kind(form: Form, other: Batch = batch, *, may_skip: bool = False) -> _Kind:
+        in_step.clear()
+        cuts = segments(form, other, may_skip=may_skip)
+        arrived.update(in_step)
+        return cuts, dict(in_step)
 
     with ExitStack() as stack:
         for part in (part for chunk in structure.chunks for part in chunk.slices):
@@ -445,8 +452,14 @@ def measure_bytes(
                 hook = partial(note, part)
                 handle = part.parameter.register_post_accumulate_grad_hook(hook)
                 stack.callback(handle.remove)
-        memory = {form: segments(form) for form in structure.saved}
+        steps = {form: [kind(form)] for form in structure.saved}
         last = _of_last_part(model, structure, segments)
+        varies = structure.variation
+        for start, other in varies.steps if varies and not varies.by_values else ():
+            with starting_from(model, start):
+                for form, each in steps.items():
+                    each.append(kind(form, other, may_skip=True))
+    memory = {form: _largest(each, structure, arrived) for form, each in steps.items()}
     units = _units(structure, memory, last, arrived, sparse)
     keep = structure.saved["keep"]
     if any(saved.leaving for saved in keep):
@@ -470,6 +483,38 @@ def measure_bytes(
     left = max(cuts[-1].start_bytes - cuts[0].start_bytes for cuts in memory.values())
     loss = in_blocks(_LOSS_BYTES, structure.block)
     return StepBytes(units=units, left_bytes=max(0, left - gradients - loss))
+
+
+_Kind = tuple[tuple[Segment, ...], Mapping[str, int]]
+"""Segments of a step, and the bytes of the gradients that arrive in it."""
+
+
+def _largest(
+    steps: Sequence[_Kind], structure: ModelStructure, arrived: Mapping[str, int]
+) -> tuple[Segment, ...]:
+    """Segments of a step in which every unit takes what it takes at most in one of `steps`.
+
+    A GAN's two steps, say: each takes more in another model, so that neither bounds mixed forms.
+    """
+    if len(steps) == 1:
+        return steps[0][0]
+    count, cuts = len(structure.found), list(steps[0][0])
+    for index in range(count):
+        slot, level = 2 * count - 1 - index, cuts[index].start_bytes
+        after = level + max(c[index + 1].start_bytes - c[index].start_bytes for c, _ in steps)
+        forward = max(c[index].peak_bytes - c[index].start_bytes for c, _ in steps)
+        backward = max(
+            c[slot].peak_bytes
+            - c[index + 1].start_bytes
+            - _live_gradients(structure, gradients, after=index)
+            for c, gradients in steps
+        ) + _live_gradients(structure, arrived, after=index)
+        left = max(c[slot + 1].start_bytes - c[index].start_bytes for c, _ in steps)
+        cuts[index] = replace(cuts[index], peak_bytes=level + forward)
+        cuts[index + 1] = replace(cuts[index + 1], start_bytes=after)
+        cuts[slot] = replace(cuts[slot], peak_bytes=after + backward)
+        cuts[slot + 1] = replace(cuts[slot + 1], start_bytes=level + left)
+    return tuple(cuts)
 
 
 def _of_last_part(

@@ -253,7 +253,8 @@ def _refuse_ungrouped(chunk: Chunk, grouped: set[nn.Parameter], does: str) -> No
                 f" {does}",
                 key="param_groups",
                 fix="give it to the optimizer, or requires_grad_(False) before the model is"
-                " profiled",
+                " profiled; models with optimizers of their own (a GAN's) are profiled, planned and"
+                " prepared one by one",
             )
 
 

@@ -292,7 +292,8 @@ class Boundaries:
                 raise RuntimeError(
                     "backward ran through a forward that was not the last one: under a plan every"
                     " forward has its backward before the next begins. Where one loss compares"
-                    " several inputs, give them to one forward, as one batch"
+                    " several inputs, give them to one forward, as one batch; or call backward() on"
+                    " each loss in turn, under a plan with --clip --accumulate"
                 )
             if not self._backward_began:
                 self._backward_began = True

@@ -218,7 +218,7 @@ class Engine:
         if self._state.slot < 0:
             raise RuntimeError(
                 "backward ran once more through one forward: under this plan a forward has one"
-                " backward"
+                " backward. Add the losses up, and call backward() on their sum"
             )
         while self._state.slot < slot:
             self._end_slot()
@@ -391,7 +391,9 @@ class Engine:
         if summed or (waiting and count == 1):
             raise RuntimeError(
                 "a second forward began between backward() and optimizer.step(): this plan has room"
-                " for the gradients of one backward; to add several up, plan with --accumulate"
+                " for the gradients of one backward. Call optimizer.zero_grad() where they are not"
+                " wanted, as after the backward of a GAN's other model; to add several up, plan"
+                " with --clip --accumulate"
             )
 
     def _no_gradients(self) -> bool:
@@ -603,7 +605,8 @@ class Engine:
             raise RuntimeError(
                 f"the gradient of {name!r} was not zeroed after optimizer.step(): plain PyTorch"
                 " would add the next one to it, and this plan has used it up. Call"
-                " optimizer.zero_grad() in every step; to add gradients up, plan with --accumulate"
+                " optimizer.zero_grad() between every optimizer.step() and the next backward(), of"
+                " another model too; to add gradients up, plan with --accumulate"
             )
         self._state.enter(index)
         slot = self._program.slots[index]

@@ -112,6 +112,7 @@ class StepState:
                 f"{what} between backward() and optimizer.step(): this plan updates"
                 f" parameters during backward, so {needs} its step. Run optimizer.step(), or plan"
                 " with --clip: updates then come after backward, and a step may be skipped"
+                " (optimizer.zero_grad())"
             )
 
 
