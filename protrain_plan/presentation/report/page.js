@@ -690,7 +690,7 @@
     const slots = (value) => `${Math.round(value * 100) / 100}`;
     const lead = (value) => value === 0 ? "" : slots(value);
     const drain = (value, moves) => !moves ? "" : value == null ? "end" : slots(value);
-    byId("decisions-count").textContent = `${data.decisions.length} rows, which scroll where they are many.`;
+    byId("decisions-count").textContent = `${data.decisions.length} rows, in a box that scrolls.`;
     table(byId("decisions-table"),
       ["units", "activations", "model states", "forward lead", "backward lead", "swap lead", "swap drain", "update drain"],
       data.decisions.map((run) => {
