@@ -81,7 +81,7 @@ class Search:
     """Files that were found: plans, and records that cannot be read, each once and in order."""
 
     files: tuple[Files, ...]
-    num_seen: int  # files that were looked at
+    num_seen: int  # files that were named, and those of folders that were
     num_records: int  # among them
 
 
@@ -106,6 +106,7 @@ def search(paths: Sequence[Path]) -> Search:
     folders = {path for path in paths if os.path.isdir(path)}  # noqa: PTH112  (it never raises)
     within = tuple(folders)
     seen: dict[Path, _Seen] = {}
+    named: set[Path] = set()  # besides these, what lies beside a plan is seen
     found: dict[Path, Files] = {}
     for path in paths:
         if path not in folders:  # a plan, because it was named
@@ -120,6 +121,7 @@ def search(paths: Sequence[Path]) -> Search:
                 found[path] = Files(path=path, text="", plan=error, profiles=())
             continue
         entries = sorted(_entries(path, within), key=lambda entry: entry[0])
+        named.update(file for file, _ in entries)
         for file, problem in entries:
             seen[file] = (
                 _look_at(file, within)
@@ -138,10 +140,10 @@ def search(paths: Sequence[Path]) -> Search:
                 found[file] = Files(
                     path=file, text=one.text, plan=one.record, profiles=profiles, is_plan=is_plan
                 )
-    records = [path for path, one in seen.items() if one.kind or one.record]
+    records = [path for path in named if seen[path].kind or seen[path].record]
     return Search(
         files=tuple(found.values()),
-        num_seen=len({*seen, *found}),
+        num_seen=len({*named, *found}),
         num_records=len({*records, *found}),
     )
 

@@ -111,8 +111,8 @@ class Report:
     """All findings on so many plans, plan by plan in the order of the rules.
 
     num_plans    that were checked, those that cannot be read too
-    num_records  of any kind that were read, or cannot be
-    num_seen     files that were looked at to find them
+    num_seen     files that were named, and those in folders that were
+    num_records  among them, of any kind, those too that cannot be read
 
     With `strict`, a rule that could not be checked counts as one that failed.
     """

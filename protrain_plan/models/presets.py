@@ -157,11 +157,19 @@ def known_model(model: str) -> str:
     return found or model
 
 
+_AS_NEAR = 0.02
+"""The part of their letters by which names may be less like one than the nearest, to be named."""
+
+
 def near_names(model: str) -> list[str]:
     """The presets whose names, or other names, are most like this one, the nearest first."""
     by_name = _presets_by_name()
     last = model.lower().rpartition("/")[2]
-    near = difflib.get_close_matches(last, [name for name in by_name if "/" not in name], 9, 0.6)
+    names = [name for name in by_name if "/" not in name]
+    near = [name for name in names if name.startswith(last)]
+    if not near and (found := difflib.get_close_matches(last, names, 1, 0.6)):
+        as_near = difflib.SequenceMatcher(None, found[0], last).ratio() - _AS_NEAR
+        near = difflib.get_close_matches(last, names, 9, as_near)
     return list(dict.fromkeys(by_name[name] for name in near))[:3]
 
 

@@ -34,6 +34,13 @@ class _WrongError(Exception):
     """A value that no option says; the argument is what was expected."""
 
 
+class _WrongTypeError(_WrongError):
+    """A value of another type, which is a slip even where an option answers its key."""
+
+
+_PLACEHOLDER = re.compile(r"auto|.*(\$\{|\{\{).*", re.S)
+"""A text in a value's place, which a trainer or a template fills."""
+
 Reader = Callable[[Any], Any]
 
 
@@ -248,9 +255,12 @@ class _Reading:
         try:
             read = self.format.readers.get(key, _READERS.get(fact, _flag))(value)
         except _WrongError as wrong:
-            if _option(fact) in self.given:
+            is_slip = isinstance(wrong, _WrongTypeError)
+            is_slip &= not (isinstance(value, str) and _PLACEHOLDER.fullmatch(value))
+            if _option(fact) in self.given and not is_slip:
                 return
-            raise node.expected(str(wrong), self._fix(fact)) from None
+            fix = "write such a value there" if is_slip else self._fix(fact)
+            raise node.expected(str(wrong), fix) from None
         if read is False and fact in self.places and self.facts[fact]:
             return  # another key has turned it on
         found = read if isinstance(read, dict) else {fact: read}
@@ -500,14 +510,16 @@ def _plain(node: Node) -> Any:
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _WrongError("true or false")
+        raise _WrongTypeError("true or false")
     return value
 
 
 def _count(value: Any) -> int:
-    number = _number(value, "a whole number above 0")
-    if number < 1 or not number.is_integer():
-        raise _WrongError("a whole number above 0")
+    number = _number(value, what := "a whole number above 0")
+    if not number.is_integer():
+        raise _WrongTypeError(what)
+    if number < 1:
+        raise _WrongError(what)
     return int(number)
 
 
@@ -516,21 +528,21 @@ def _number(value: Any, what: str = "a number") -> float:
     try:
         return float("" if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):
-        raise _WrongError(what) from None
+        raise _WrongTypeError(what) from None
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise _WrongError("a text")
+        raise _WrongTypeError("a text")
     return value
 
 
 def _names(value: Any) -> tuple[str, ...]:
     """Names of modules, in a list or joined by commas; `all` and `all-linear` are all layers."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(
-        isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) for name in names
-    ):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _WrongTypeError("names of modules")
+    if not all(re.fullmatch(r"[\w.-]+", name) for name in names):
         raise _WrongError("names of modules")
     return (ALL_LINEAR,) if names in (["all"], [ALL_LINEAR]) else tuple(dict.fromkeys(names))
 
@@ -543,7 +555,8 @@ def _one_of(meanings: Mapping[Any, Any]) -> Reader:
             if repr(word) == repr(value):
                 return meaning
         known = [str(word).lower() if isinstance(word, bool) else str(word) for word in meanings]
-        raise _WrongError(f"one of {', '.join(known)}")
+        alike = type(value) in map(type, meanings)
+        raise (_WrongError if alike else _WrongTypeError)(f"one of {', '.join(known)}")
 
     return read
 

@@ -43,6 +43,7 @@ from protrain_plan.presentation.terminal import (
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.simulation.wear import Wear, wear, wear_lines
 from protrain_runtime.contract.program.memory import Excess, checkpoint_bytes
+from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records import activations_text, states_text
 from protrain_runtime.contract.records.commands import profile_command
 from protrain_runtime.contract.records.forms import FORMS
@@ -153,10 +154,11 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
     decisions = table_of("units", "activations", "model states")
     # Parts that happen to follow one another are no run of one name.
     same = itertools.groupby(
-        plan.units, key=lambda u: (u.activations, u.states, u.kind == "block" or u.name)
+        enumerate(plan.units),
+        key=lambda u: (u[1].activations, u[1].states, u[1].kind == "block" or u[0]),
     )
     for (activations, states, _), run in same:
-        name = run_name(*itemgetter(0, -1)([unit.name for unit in run]))
+        name = run_name(*itemgetter(0, -1)([unit_words(plan.units, index) for index, _ in run]))
         decisions.add_row(name, activations_text(activations), states_text(states))
     table = table_of("tier", "predicted peak" + " of each device" * bool(several), "budget")
     held_back = f" + {format_bytes(peak.allocator)} for the allocator" if peak.allocator else ""
@@ -361,7 +363,7 @@ def answer_text(
         size = f"{workload.batch_size} sequences of {workload.seq_len} tokens"
         grown = "growth in proportion; profile this size before you rely on it"
         head = [f"the largest that fits: {size} ({grown})", ""]
-    notes = report_in_words(answer.report) if answer.report is not None else []
+    notes = report_in_words(answer.report, answer.solved.plan) if answer.report is not None else []
     notes += headroom
     notes += spared_disk(answer.solved)
     notes += wear_lines(answer.solved.plan, answer.profile)

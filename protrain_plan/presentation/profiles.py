@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
+from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records.folding import unfold
 from protrain_runtime.contract.records.hardware import (
     KEPT_PROBE,
@@ -187,14 +188,15 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
     """Return what `protrain profile` prints."""
     table = table_of("unit", "params", "states", "kept", "input", "forward", "backward")
     alike = itertools.groupby(
-        profile.units, key=lambda u: (u.kind, u.num_parameters, u.parameter_bytes, u.forms)
+        enumerate(profile.units),
+        key=lambda u: (u[1].kind, u[1].num_parameters, u[1].parameter_bytes, u[1].forms),
     )
     for _, run in alike:
-        units = list(run)
-        unit, keep = units[0], units[0].cost("keep")
+        (first, unit), *others = run
+        keep, last = unit.cost("keep"), others[-1][0] if others else first
         forms = {cost.form: cost for cost in unit.forms}
         table.add_row(
-            run_name(unit.name, units[-1].name),
+            run_name(unit_words(profile.units, first), unit_words(profile.units, last)),
             f"{unit.num_parameters / 1e6:.1f} M",
             _short(_states_bytes([unit])),
             _short(keep.kept_bytes),

@@ -270,7 +270,8 @@ def measure_model(
         )
     if cost is None:
         progress("timing the optimizer", 0.95)
-        cost = _optimizer(workload, optimizer, model, spill_directory, sparse=bool(sparse))
+        known_s = machine.rates.host_piece_s if machine.rates else 0.0
+        cost = _optimizer(workload, optimizer, model, spill_directory, known_s, sparse=bool(sparse))
     compilation = compilation_since(compiled_before)
     unseen = compiler_bytes(compilation) if devices.on_host(device) else 0
     context_bytes, allocator_bytes = rehearsal.context_bytes + unseen, reserve.most_bytes
@@ -390,9 +391,18 @@ def compiler_bytes(found: Compilation | None) -> int:
 
 
 def _optimizer(
-    workload: Workload, name: str, model: nn.Module, spill_directory: Path, *, sparse: bool
+    workload: Workload,
+    name: str,
+    model: nn.Module,
+    spill_directory: Path,
+    known_s: float,
+    *,
+    sparse: bool,
 ) -> OptimizerCost:
-    """Its speeds on tensors of the model's sizes, and seconds of a piece besides."""
+    """Its speeds on tensors of the model's sizes, and seconds of a piece besides.
+
+    The probe has those of the default optimizer (`known_s`), measured in the same way.
+    """
     where = device_of(model)
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
     host, device = update_speeds(
@@ -406,7 +416,8 @@ def _optimizer(
     cuts = cuts_of(model, rules)
     # What updates whole parameters alone does none of a piece.
     pieces = name if cuts["block"] else DEFAULT_OPTIMIZER
-    piece_s = measure_overheads(spill_directory, device=where, optimizer=pieces).piece_s
+    piece_s = known_s if pieces == DEFAULT_OPTIMIZER else 0.0
+    piece_s = piece_s or measure_overheads(spill_directory, device=where, optimizer=pieces).piece_s
     cost = OptimizerCost(
         name=name,
         host_parameters_per_s=four_digits(host),

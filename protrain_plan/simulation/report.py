@@ -9,7 +9,7 @@ from protrain_plan.simulation.timeline import Stall, Timeline, simulate
 from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.program.memory import SlotBytes, device_bytes, peak_bytes
 from protrain_runtime.contract.program.program import COMPUTE, Move, MoveKind, slot_words
-from protrain_runtime.contract.records.plan import TierBytes
+from protrain_runtime.contract.records.plan import Plan, TierBytes
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 
@@ -92,10 +92,25 @@ def report(program: BoundProgram) -> StepReport:
     )
 
 
-def in_words(report: StepReport) -> list[str]:
-    """Two to four sentences on what limits the step's time and its memory."""
+def part_in_words(plan: Plan) -> str:
+    """Say what a report is of, where that is less than the plan's whole or mean step."""
+    part = ""
+    if (many := plan.settings.micro_batches) > 1:
+        part = f"the last of {many} micro-batches, with its update"
+    if plan.prediction.clipped_step_seconds:
+        part = f"{part or 'a step'}, not clipped"
+    return part
+
+
+def in_words(report: StepReport, plan: Plan | None = None) -> list[str]:
+    """Two to four sentences on what limits the time and the memory of a step, or of the plan's."""
     step = format_seconds(report.step_seconds)
-    sentences = [f"compute never waits in the step of {step}"]
+    of_it, never = "the step", f"in the step of {step}"
+    if plan and (part := part_in_words(plan)):
+        whole = format_seconds(plan.prediction.step_seconds)
+        of_it, step = "that", f"{part} ({step}; the predicted step: {whole})"
+        never = f"in {step}"
+    sentences = [f"compute never waits {never}"]
     if report.stall_by_cause:
         waits = [f"{format_seconds(s)} for {cause}" for cause, s in report.stall_by_cause.items()]
         stall = format_seconds(report.stall_seconds)
@@ -105,7 +120,7 @@ def in_words(report: StepReport) -> list[str]:
         busiest = max(transfers, key=lambda lane: lane.busy_s)
         sentences.append(
             f"the busiest lane beside compute is {busiest.name}, "
-            f"{100 * busiest.utilisation:.0f} % of the step"
+            f"{100 * busiest.utilisation:.0f} % of {of_it}"
             + (f", with {format_bytes(busiest.bytes)}" if busiest.bytes else "")
         )
         sentences.append(_path_in_words(report.critical_path))

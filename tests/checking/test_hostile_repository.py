@@ -871,6 +871,24 @@ def test_as_many_plans_are_checked_as_are_expected(tmp_path: Path) -> None:
     assert told.endswith("\n3 files seen, 3 records checked, 1 failed\n")
 
 
+def test_a_plan_that_is_named_is_counted_without_its_neighbours(tmp_path: Path) -> None:
+    """Other plans beside it, its profile and files of others are no part of what was named."""
+    commit(tmp_path / "plans")
+    for copy in ("b2", "b3"):
+        (tmp_path / f"plans/{copy}.yaml").write_bytes((tmp_path / "plans/plan.yaml").read_bytes())
+    (tmp_path / "plans/other.yaml").write_text("kind: A\n")
+    one, two = tmp_path / "plans/plan.yaml", tmp_path / "plans/b2.yaml"
+    for paths, counts in (
+        ([one], (1, 1)),
+        ([one, two], (2, 2)),
+        ([one, one], (1, 1)),
+        ([tmp_path / "plans"], (5, 4)),
+        ([one, tmp_path / "plans"], (5, 4)),
+    ):
+        found = search(paths)
+        assert (found.num_seen, found.num_records) == counts
+
+
 def test_a_mistake_of_ours_is_no_reason_to_pass(tmp_path: Path) -> None:
     """An error of a rule is a finding of its plan, and others are checked."""
     plan = commit(tmp_path / "plans/a")

@@ -9,7 +9,9 @@ import torch
 from protrain_plan.hardware.kept_probes import ProbeCache
 from protrain_plan.hardware.probe import BRIEF, Watch
 from protrain_plan.kept import SWITCH
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.presentation.profiles import caveats
+from protrain_plan.profiling.measured import _optimizer
 from protrain_runtime.contract.records.hardware import KEPT_PROBE
 from protrain_runtime.contract.records.profile import DType
 from tests.support.estimates import machine
@@ -63,3 +65,16 @@ def test_a_profile_says_that_its_probe_was_kept(folder: Path) -> None:
     profile = decoder(machine(), blocks=2)
     assert f"the machine's probe is {KEPT_PROBE}" in list(caveats(replace(profile, hardware=kept)))
     assert not any(KEPT_PROBE in said for said in caveats(profile))
+
+
+def test_seconds_of_a_piece_are_the_probe_s_where_it_measured_that_optimizer(folder: Path) -> None:
+    """The probe's optimizer is not timed a second time, and no other takes its seconds."""
+    workload, model = decoder(machine(), blocks=2).workload, torch.nn.Linear(8, 8)
+
+    def found(name: str, known_s: float) -> float:
+        cost = _optimizer(workload, name, model, folder, known_s, sparse=False)
+        return cost.host_piece_s
+
+    assert found(DEFAULT_OPTIMIZER, 0.125) == 0.125
+    assert 0 < found(DEFAULT_OPTIMIZER, 0.0) != 0.125
+    assert 0 < found("sgd", 0.125) != 0.125

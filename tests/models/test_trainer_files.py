@@ -611,6 +611,41 @@ def test_what_cannot_be_said_is_one_error(
     assert error.source == str(tmp_path / "trainer.yaml")
 
 
+SLIPS: dict[str, object] = {
+    **dict.fromkeys(("sequence_len", "micro_batch_size", "gradient_accumulation_steps"), "two"),
+    **{key: [16] for key in ("lora_r", "lora_alpha")},
+    "micro_batch_size ": 1.5,
+    "lora_dropout": "much",
+    "max_grad_norm": {"norm": 1.0},
+    "bf16": 1,
+    "load_in_4bit": "yes",
+    "optimizer": ["adamw_torch"],
+    "base_model": 7,
+    "lora_target_modules": [1],
+    "lora_target_linear": "all",
+    "adapter": 4,
+}
+
+
+@pytest.mark.parametrize("key", SLIPS)
+def test_a_value_of_another_type_is_refused_where_an_option_answers_it_too(
+    key: str, tmp_path: Path
+) -> None:
+    """Words that a trainer fills in are no slips."""
+    answered = ["model", "batch_size", "seq_len", "accumulate", "optimizer", "lora", "clip"]
+    answered += ["precision", "dtype", "quantize"]
+    name = key.strip()
+    for given in ([], answered):
+        with pytest.raises(ProtrainError) as caught:
+            read(tmp_path, QLORA | {name: SLIPS[key]}, *given)
+        assert caught.value.key == name
+    for word in ("auto", "${oc.env:SIZE}", "{{ size }}"):
+        assert (
+            "batch_size"
+            not in read(tmp_path, QLORA | {"micro_batch_size": word}, *answered).options
+        )
+
+
 def test_json_is_read_as_json(tmp_path: Path, assert_says: Speaker) -> None:
     path = written(tmp_path, '{"base_model": "gpt2", "bf16": true,}', "trainer.json")
     assert_says.refused(read_trainer_file, path)

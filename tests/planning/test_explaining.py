@@ -118,7 +118,7 @@ def test_shortfall_is_that_of_the_memory_count() -> None:
     static = problem.static_bytes(tuple(choice))
     found = alternative(explain(profile, planned), "layers.0-3", "keep")
     assert found.shortfall_bytes == max(static) - problem.device == 365 * MB
-    assert (found.tier, found.slot) == ("device", "backward of head")
+    assert (found.tier, found.slot) == ("device", "backward of head and the loss")
     assert static.index(max(static)) == problem.count  # the first backward slot
     assert found.extra_seconds is None
 

@@ -47,6 +47,7 @@ from protrain_runtime.contract.program.program import MoveKind
 from protrain_runtime.contract.program.recording import Event
 from protrain_runtime.contract.records import fingerprint, write_plan, write_profile
 from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Recompute, UnitPlan
+from protrain_runtime.contract.units import format_seconds
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
 from tests.support.reporting_cases import (
@@ -430,7 +431,26 @@ def test_a_step_of_micro_batches_says_which_of_them_is_shown() -> None:
         "synthetic: 1 sequence of 1024 tokens, bfloat16, 4 micro-batches, adamw on gpu"
     )
     assert lines[3] == "the last of 4 micro-batches, with its update:"
+    assert "compute waits" not in lines[1]  # of the whole step
+    part, step = (
+        format_seconds(s)
+        for s in (several.report.step_seconds, several.plan.prediction.step_seconds)
+    )
+    told = " ".join(" ".join(lines).split())
+    assert (
+        f"of the last of 4 micro-batches, with its update ({part}; the predicted step: {step})"
+        in told
+    )
     assert summary(several).startswith("the last of 4 micro-batches, with its update: ")
+
+
+def test_a_step_that_is_not_clipped_says_so() -> None:
+    """Predicted seconds are a mean, in which clipped steps have a share."""
+    one = small_step()
+    prediction = replace(one.plan.prediction, clipped_step_seconds=2.0)
+    mean = replace(one, plan=replace(one.plan, prediction=prediction))
+    assert printed(mean).splitlines()[3] == "a step, not clipped:"
+    assert summary(mean).startswith("a step, not clipped: ")
 
 
 def test_every_kind_of_move_has_words_and_a_colour() -> None:

@@ -13,12 +13,14 @@ from rich.console import Console
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.presentation.profiles import profile_text
 from protrain_plan.profiling.estimated import estimate
+from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import DType, Profile
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.estimates import bytes_alone, machine, weighed
 from tests.support.messages import Speaker
+from tests.support.runtime_cases import described_by
 
 TIED = {"model_type": "llama", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96,
         "num_attention_heads": 2, "vocab_size": 300, "tie_word_embeddings": True}  # fmt: skip
@@ -120,9 +122,33 @@ def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
     lines = page.file.getvalue().splitlines()
     assert lines[0].split() == ["unit", "params", "states", "kept", "input", "forward", "backward"]
     names = [line.split()[0] for line in takewhile(str.strip, lines[1:])]
-    assert (names[0], names[1], names[-1]) == ("model.embed_tokens", "model.layers.0", "model.norm")
-    assert all(name.startswith("model.") for name in names)  # none is folded
+    assert names[:2] == ["model.embed_tokens", "model.layers.0"]
+    assert "model.norm," in names  # lm_head and the loss
     assert "estimated for b200: no run of this device was compared with its estimate" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tiny-llama", "model.norm, lm_head and the loss"),
+        ("llama-tied", "model.norm, the tied model.embed_tokens and the loss"),
+        ("tiny-gpt2", "transformer.ln_f, the tied transformer.wte and the loss"),
+        ("t5", "decoder.final_layer_norm, the tied encoder.embed_tokens and the loss"),
+    ],
+)
+def test_the_last_unit_is_named_with_what_it_holds(name: str, words: str) -> None:
+    """Also in a plan, which knows its units by name; no other unit is named so."""
+    profile = estimated(load_source(name, model_config=SOURCES[name]), machine())
+    last = len(profile.units) - 1
+    for units in (profile.units, described_by(profile)):
+        assert unit_words(units, last) == words
+        assert [unit_words(units, at) for at in range(last)] == [u.name for u in units[:last]]
+
+
+def test_modules_below_an_adapter_are_named_by_their_own_names() -> None:
+    names = ("base.model.norm.weight", "base.lm_head.base_layer.weight", "base.lm_head.lora_A.d.w")
+    part = replace(tiny_llama().units[-1], name="base.model.norm", parameters=names)
+    assert unit_words([part], 0) == "base.model.norm, lm_head and the loss"
 
 
 @pytest.mark.slow

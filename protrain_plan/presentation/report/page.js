@@ -5,8 +5,9 @@
   const recorded = data.recording;
   const { slots, tiers, lanes, waits, units } = data;
   const numUnits = units.length;
+  for (const unit of units) unit.words ??= unit.name;
   slots.name = slots.begin.map((_, i) => i === 2 * numUnits ? "update on the device"
-    : i < numUnits ? `forward of ${units[i].name}` : `backward of ${units[2 * numUnits - 1 - i].name}`);
+    : i < numUnits ? `forward of ${units[i].words}` : `backward of ${units[2 * numUnits - 1 - i].words}`);
   // From here on, times are nanoseconds.
   const inNs = (ticks) => ticks.map((tick) => tick * data.tick_seconds * 1e9);
   const allBars = [...lanes.map((lane) => lane.bars), ...Object.values(recorded ? recorded.lanes : {})];
@@ -591,7 +592,7 @@
   };
   const unitTip = (i) => {
     const unit = units[i];
-    return [el("b", {}, unit.name), pairs([
+    return [el("b", {}, unit.words), pairs([
       pair("activations", unit.activations, unit.activations),
       pair("model states", unit.states, unit.states),
       pair("bytes of states", bytes(unit.state_bytes)),
@@ -602,7 +603,7 @@
     picked = i;
     redrawStrip();
     redraw();
-    byId("said").textContent = i == null ? "" : `${units[i].name}: ${units[i].activations}, ${units[i].states}`;
+    byId("said").textContent = i == null ? "" : `${units[i].words}: ${units[i].activations}, ${units[i].states}`;
   };
   strip.addEventListener("pointermove", (event) => {
     const i = unitAt(event);
@@ -669,7 +670,7 @@
     const list = [
       figure("Predicted step", time(data.predicted_step_seconds * 1e9),
         `${expected}at most ${percent(data.gap)} above ${data.fastest}`),
-      figure("Compute waits", time(data.stall_seconds * 1e9), `${percent(data.stall_seconds / data.step_seconds)} of the step shown`),
+      figure("Compute waits", time(data.stall_seconds * 1e9), `${percent(data.stall_seconds / data.step_seconds)} of ${data.part || "the step"}, ${time(data.step_seconds * 1e9)}`),
       ...tiers.map((tier) => figure(`Peak on the ${tier.name}`, bytes(tier.peak), `of ${bytes(tier.budget)}`, tier.peak / tier.budget)),
       figure("Results", data.exactness, data.allowed.length ? `by leave: ${data.allowed.join(", ")}`
         : data.exactness === "bitwise" ? "bits of plain PyTorch" : "by updates on the host"),
@@ -689,10 +690,11 @@
     const slots = (value) => `${Math.round(value * 100) / 100}`;
     const lead = (value) => value === 0 ? "" : slots(value);
     const drain = (value, moves) => !moves ? "" : value == null ? "end" : slots(value);
+    byId("decisions-count").textContent = `${data.decisions.length} rows, in a box that scrolls.`;
     table(byId("decisions-table"),
       ["units", "activations", "model states", "forward lead", "backward lead", "swap lead", "swap drain", "update drain"],
       data.decisions.map((run) => {
-        const first = units[run.first].name, last = units[run.last].name;
+        const first = units[run.first].words, last = units[run.last].words;
         return [
           run.first === run.last ? first : `${first} to ${last.slice(last.lastIndexOf(".") + 1)}`,
           run.activations, run.states, lead(run.forward_lead), lead(run.backward_lead), lead(run.swap_lead),
@@ -760,9 +762,9 @@
     document.title = `${data.model}: ${data.workload}`;
     byId("model").textContent = data.model;
     byId("workload").textContent = `${data.workload}; ${data.optimizer} on ${data.hardware}`;
-    const micro = data.micro_batches > 1 ? ` The last of ${data.micro_batches} micro-batches is shown, with its update.` : "";
+    const part = data.part ? ` What is shown: ${data.part}.` : "";
     byId("foot").textContent = `${data.program}. Plan ${data.plan_fingerprint}, of the ${data.profile_method} profile ${data.profile_fingerprint}.`
-      + ` Peaks are upper bounds, seconds are estimates.${micro}`;
+      + ` Peaks are upper bounds, seconds are estimates.${part}`;
   };
 
   for (const choice of document.querySelectorAll("input[name=theme]")) {

@@ -25,11 +25,11 @@ from protrain_plan.presentation.report.step import (
     waits,
 )
 from protrain_plan.presentation.staging import layout_text, pace_text, pipelined_json
-from protrain_plan.simulation.report import in_words
+from protrain_plan.simulation.report import in_words, part_in_words
 from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.escaping import one_line
-from protrain_runtime.contract.program.program import COMPUTE
+from protrain_runtime.contract.program.program import COMPUTE, unit_words
 from protrain_runtime.contract.program.recording import Recording
 from protrain_runtime.contract.records import activations_text, fingerprint, states_text
 from protrain_runtime.contract.records.plan import UnitPlan
@@ -95,6 +95,7 @@ def step_data(
         "allowed": plan.allowed,
         "updates": plan.settings.updates,
         "micro_batches": plan.settings.micro_batches,
+        "part": part_in_words(plan),
         **devices_json(plan.group),
         **pipeline_data(step),
         "plan_fingerprint": fingerprint(step.whole),
@@ -108,17 +109,24 @@ def step_data(
         "fastest": fastest(step.whole).removesuffix(" possible"),
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
-        "words": [*in_words(report), *wear_lines(plan, step.profile)],
+        "words": [*in_words(report, plan), *wear_lines(plan, step.profile)],
         **({"disk_writes": asdict(worn)} if worn else {}),
         "units": [
             {
                 "name": decided.name,
+                **(
+                    {"words": words}
+                    if (words := unit_words(plan.units, index)) != unit.name
+                    else {}
+                ),
                 "activations": activations_text(decided.activations),
                 "states": states_text(decided.states),
                 "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
                 "keep_bytes": unit.cost("keep").kept_bytes,
             }
-            for decided, unit in zip(plan.units, step.profile.units, strict=True)
+            for index, (decided, unit) in enumerate(
+                zip(plan.units, step.profile.units, strict=True)
+            )
         ],
         "decisions": decisions(step),
         "slots": {

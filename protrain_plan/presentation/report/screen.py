@@ -20,7 +20,7 @@ from protrain_plan.presentation.plans import (
 from protrain_plan.presentation.report.page import pipeline_data, workload_text
 from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory, waits
 from protrain_plan.presentation.terminal import Text, table_of
-from protrain_plan.simulation.report import in_words
+from protrain_plan.simulation.report import in_words, part_in_words
 from protrain_plan.simulation.wear import wear_lines
 from protrain_runtime.contract.escaping import one_line
 from protrain_runtime.contract.program.program import COMPUTE
@@ -94,23 +94,24 @@ class Screen:
 
     def _lines(self) -> Iterator[RenderableType]:
         plan, report = self.step.plan, self.step.report
+        part = part_in_words(plan)
         yield from self._head(self.step.of_stages)
         yield from self._sentence(
             f"step {format_seconds(plan.prediction.step_seconds)}"
             f"{format_range(plan.prediction.expected_seconds)}, at most {plan.gap:.2%} above"
-            f" {fastest(self.step.whole).removesuffix(' possible')};"
-            f" compute waits {format_seconds(report.stall_seconds)}"
+            f" {fastest(self.step.whole).removesuffix(' possible')}"
+            + ("" if part else f"; compute waits {format_seconds(report.stall_seconds)}")
         )
         for words in other_results(plan):
             yield from self._sentence(words)
-        if plan.settings.micro_batches > 1:
-            yield Text(f"the last of {plan.settings.micro_batches} micro-batches, with its update:")
+        if part:
+            yield Text(f"{part}:")
         yield from self._decisions()
         yield Text()
         yield from self._memory()
         yield Text()
         yield from self._lanes()
-        waited, *_ = in_words(report)
+        waited, *_ = in_words(report, plan)
         yield from self._sentence(f"{WAITING} {waited}" if report.stall_seconds else waited)
         for words in wear_lines(plan, self.step.profile):
             yield from self._sentence(words)
@@ -297,15 +298,12 @@ def summary_text(step: Step) -> RenderableType:
             f"{lane.num_moves}",
         )
     head = f"step {format_seconds(report.step_seconds)}"
-    if step.plan.settings.micro_batches > 1:
+    if part := part_in_words(step.plan):
         whole = format_seconds(step.plan.prediction.step_seconds)
-        head = (
-            f"the last of {step.plan.settings.micro_batches} micro-batches, with its update:"
-            f" {format_seconds(report.step_seconds)} of the step's {whole}"
-        )
+        head = f"{part}: {format_seconds(report.step_seconds)}; the predicted step: {whole}"
     if step.of_stages is not None:
         head = f"{step.of_stages}: {head}"
     if step.plan.group.num_devices > 1:
         head += f", on each of {step.plan.group}"
     head = "; ".join((head, *other_steps(step.plan)))
-    return Group(Text(head), "", table, "", *(Text(line) for line in in_words(report)))
+    return Group(Text(head), "", table, "", *(Text(line) for line in in_words(report, step.plan)))

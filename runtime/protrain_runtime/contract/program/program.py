@@ -54,6 +54,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import Unit
+from protrain_runtime.contract.records.tree import listed
 
 MoveKind = Literal[
     # A chunk's parameters to the device; of several devices: the rank's shard of them, and all that
@@ -372,8 +373,24 @@ def slot_words(units: Sequence[Unit | UnitPlan], slot: int) -> str:
     count = len(units)
     if slot == 2 * count:
         return "update on the device"
-    unit = units[min(slot, 2 * count - 1 - slot)]
-    return f"{'forward' if slot < count else 'backward'} of {unit.name}"
+    unit = min(slot, 2 * count - 1 - slot)
+    return f"{'forward' if slot < count else 'backward'} of {unit_words(units, unit)}"
+
+
+def unit_words(units: Sequence[Unit | UnitPlan], index: int) -> str:
+    """A unit in words, the last part with all that it holds: `model.norm, lm_head and the loss`."""
+    unit = units[index]
+    if unit.kind == "block" or index + 1 < len(units):
+        return unit.name
+    own, held = unit.name.split("."), dict[str, None]()
+    for path in (name.split(".") for name in unit.parameters):
+        if apart := [b for a, b in zip(own, path, strict=False) if a != b]:  # of another module
+            held[apart[0]] = None
+    for other in units[:index]:
+        users = other.used_by if isinstance(other, Unit) else other.also_used_by
+        if index in users or unit.name in users:
+            held[f"the tied {other.name}"] = None
+    return listed((unit.name, *held, "the loss"), "and")
 
 
 def grouped(sizes: Sequence[int]) -> list[range]:
