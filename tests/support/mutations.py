@@ -325,8 +325,8 @@ ON_A_DEVICE = (
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/moves.py::Moves.start",
-        line="piece = self._working[number] = self._pieces.pop((move.unit, move.start))",
-        instead="piece = self._pieces.pop((move.unit, move.start))",
+        line="self._working[number] = piece, piece.waiting",
+        instead="pass",
         keeps="a factor that clips is freed before the update has multiplied by it",
         scenario="clipped_on_the_device_with_late_lanes",
     ),

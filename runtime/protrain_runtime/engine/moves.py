@@ -551,6 +551,8 @@ class Moves:
 
     def pass_boundary(self, fetches: Iterable[int]) -> None:
         """Free what these fetches, the next to start, do not take of what left before them."""
+        if not self.backend.on_host:
+            return
         sizes: list[int] = []
         for move in (self.program.moves[number] for number in fetches):
             if move.kind == "all-gather" and move.after:
@@ -680,7 +682,7 @@ class Moves:
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
         parameters, gradients = self._read_with_states(chunk)
         cuts = chunk.cut(move.start), chunk.cut(move.stop)
-        piece = self._piece(chunk, *cuts, together=self._together(move), keeps=parameters)
+        piece = self._piece(chunk, *cuts, together=self._together(move), moves=not parameters)
         if chunk.spare is not None:
             # A factor that comes later may be seen or not: the update is done again then, with
             # gradients that are read anew.
@@ -694,10 +696,10 @@ class Moves:
         buffer = ring[self._places[number]]
         return lambda: piece.read(buffer, parameters=parameters, gradients=gradients)
 
-    def _piece(self, chunk: Chunk, start: int, stop: int, *, together: int, keeps: bool) -> Piece:
-        """A range of a chunk with the gradients that wait; of some chunks the one of each step.
+    def _piece(self, chunk: Chunk, start: int, stop: int, *, together: int, moves: bool) -> Piece:
+        """A range of a chunk with the gradients that wait: the same in each step of most chunks.
 
-        `keeps`: where its optimizer runs, parameters are in the same places in every step.
+        `moves`: where its optimizer runs, parameters are elsewhere in each step.
         """
         piece = self._kept.get((chunk.unit, start, stop))
         if piece is None:
@@ -706,7 +708,8 @@ class Moves:
                 start,
                 stop,
                 apart=chunk.spare is not None,
-                keeps=keeps and chunk.spare is None,
+                keeps=chunk.spare is None,
+                moves=moves,
                 together=together,
             )
             if piece.keeps:
@@ -728,7 +731,7 @@ class Moves:
         on_device, stands = states.update_on_device, not states.staged
         if stands:
             together = self._together(move)
-            piece = self._piece(chunk, move.start, move.stop, together=together, keeps=True)
+            piece = self._piece(chunk, move.start, move.stop, together=together, moves=False)
         else:
             piece = self._pieces[move.unit, move.start]
         if self._chosen is None:

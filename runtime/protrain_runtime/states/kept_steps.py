@@ -42,6 +42,7 @@ class Shadow:
     """Elements that an optimizer steps on as one tensor.
 
     name     the first parameter, whose options, factors and scalars are those of all
+    where    the number of the run that they are of, and which elements of it
     ends     some of them are a parameter's last: its scalars are this optimizer's
     staged   the states that it was given, by key: none before the first step
     waits    the gradient has waited below the device
@@ -50,6 +51,7 @@ class Shadow:
     parameter: nn.Parameter  # [elements]
     name: str
     spans: Sequence[Span]
+    where: tuple[int, slice]
     ends: bool
     staged: Mapping[str, torch.Tensor] | None
     waits: bool
@@ -69,16 +71,15 @@ class FusedAdam:
 
     def __init__(self, shadows: Sequence[Shadow], states: Sequence[Mapping[str, Any]]) -> None:
         self._shadows, self._states = shadows, states
-        self._values = [shadow.parameter.detach() for shadow in shadows]
         self._averages = [
             [state[key] for state in states if key in state]
             for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         ]
-        self.begin({})
 
     def begin(self, options: Mapping[str, Any]) -> None:
-        """Take this step's options, gradients and counters."""
+        """Take this step's options, parameters, gradients and counters."""
         self._options = options
+        self._values = [shadow.parameter.detach() for shadow in self._shadows]
         self._gradients: Any = [shadow.parameter.grad for shadow in self._shadows]
         self._counters = [state["step"] for state in self._states]
 
@@ -106,8 +107,8 @@ class FusedAdam:
         )
 
     def end(self) -> None:
-        """Hold no gradient any more."""
-        self._gradients = []
+        """Hold no parameters and no gradients any more."""
+        self._values, self._gradients = [], []
 
     @staticmethod
     def takes(options: Mapping[str, Any]) -> bool:
@@ -205,7 +206,8 @@ class KeptRanges:
     """The optimizers of a piece, for steps in which all is where it was.
 
     `parts` are those of the piece, and `copy` has their states; `run` does a task for each of the
-    `ranges`. `read` and `write` move the states, where they move.
+    `ranges`. Where `moves` says so, parameters are elsewhere in each step. `read` and `write` bring
+    all else that a step finds in place, and take it back.
     """
 
     def __init__(
@@ -216,10 +218,12 @@ class KeptRanges:
         parts: Sequence[Span],
         copy: Copy,
         waiting: Mapping[str, GradientInStore],
+        moves: bool,
         read: Callable[[], None],
         write: Callable[[], None],
     ) -> None:
         self.ranges, self.read, self.write = ranges, read, write
+        self._moves = moves
         self._run, self._copy = run, copy
         shadows = [shadow for each in ranges for shadow in each.shadows]
         waits = {span.part.name: one.waits for one in shadows for span in one.spans}
@@ -232,16 +236,20 @@ class KeptRanges:
         self._bases = [(name, copy.scalars[name]) for name in waits]
         for each in ranges:
             each.kernels = each.made_kernels()
+        self._nothing = [torch.empty_like(one.parameter[:0]).detach() for one in shadows[:1]]
+        self._end()
 
     def begin(
         self,
         options: Options,
         waiting: Mapping[str, GradientInStore],
         gradients: Mapping[str, torch.Tensor],
+        values: Mapping[int, torch.Tensor],
     ) -> bool:
         """Take what is this step's own; False where it asks for other optimizers.
 
-        It is called in every step of every piece, and calls next to nothing.
+        `values` are the parameters by number of the run. It is called in every step of every piece,
+        and calls next to nothing.
         """
         scalars = self._copy.scalars
         if not self._names <= self._copy.updated:
@@ -262,7 +270,7 @@ class KeptRanges:
             for key in part.parameter.__dict__:
                 if key[: len(OF_PLANS)] != OF_PLANS:
                     return False
-        return all(self._begin(each, options, waiting, gradients) for each in self.ranges)
+        return all(self._begin(each, options, waiting, gradients, values) for each in self.ranges)
 
     def _begin(
         self,
@@ -270,6 +278,7 @@ class KeptRanges:
         options: Options,
         waiting: Mapping[str, GradientInStore],
         gradients: Mapping[str, torch.Tensor],
+        values: Mapping[int, torch.Tensor],
     ) -> bool:
         each.factors = []
         for shadow in each.shadows:
@@ -285,6 +294,9 @@ class KeptRanges:
                     factors = waiting[name].factors
                     if [*map(id, factors)] != [*map(id, first)]:
                         return False
+            if self._moves:
+                number, here = shadow.where
+                shadow.parameter.data = values[number][here]
             if not shadow.waits:
                 shadow.parameter.grad = gradients[shadow.name]
             if first:
@@ -302,16 +314,21 @@ class KeptRanges:
         self._run([each.step for each in self.ranges])
         in_place = True
         for each in self.ranges:
+            for shadow in () if each.kernels else each.shadows:
+                in_place &= self._note(each.worker.state[shadow.parameter], shadow)
+        self._end()
+        return in_place
+
+    def _end(self) -> None:
+        """Hold nothing that is another one in the next step: who has it frees it."""
+        for each in self.ranges:
             for shadow in each.shadows:
                 if not shadow.waits:
-                    shadow.parameter.grad = (
-                        None  # it is held until the move has ended, and no longer
-                    )
-                if not each.kernels:
-                    in_place &= self._note(each.worker.state[shadow.parameter], shadow)
+                    shadow.parameter.grad = None
+                if self._moves:
+                    shadow.parameter.data = self._nothing[0]
             for kernel in each.kernels:
                 kernel.end()
-        return in_place
 
     def _note(self, state: Mapping[str, Any], shadow: Shadow) -> bool:
         """Note scalars that are no tensors written in place; whether all else is where it was."""

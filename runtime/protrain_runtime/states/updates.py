@@ -14,7 +14,7 @@ are updated each by an optimizer of the user's class, on a thread with one intra
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -293,6 +293,7 @@ class _Due:
     states: dict[str, tuple[torch.Tensor, StateRule]] | None
     factors: Sequence[torch.Tensor]  # of the gradients, one after the other
     waits: bool  # the gradients have waited below the device
+    place: tuple[int, int]  # the number of the piece's run, and the first of its elements
 
 
 @dataclass(slots=True)
@@ -311,8 +312,9 @@ class Piece:
 
     It reads the copy of the states that is current when it is made. One that is `apart` writes all
     of its range to the chunk's spare copy, also what it does not change.
-    One that `keeps` is used in every step: parameters and states, where the optimizer runs, are in
-    the same places each time. Then `kept` are its optimizers, as long as these have all they need.
+    One that `keeps` is used in every step. Its staging is in the same places each time, and what is
+    not staged, too, but for parameters on the device, which are elsewhere where it `moves`. Then
+    `kept` are its optimizers, as long as these have all they need.
     """
 
     chunk: Chunk
@@ -328,7 +330,9 @@ class Piece:
     stands: bool = False
     apart: bool = False
     keeps: bool = False
+    moves: bool = False
     together: int = 0
+    rows: list[tuple[int, slice, int]] = field(default_factory=list[tuple[int, slice, int]])
     reads: list[tuple[int, torch.Tensor]] = field(default_factory=list[tuple[int, torch.Tensor]])
     kept: KeptRanges | None = None
     stepped: tuple[list[Range], "UpdateTeam"] | None = None
@@ -465,7 +469,7 @@ class Piece:
         whole would get, and every range starts from the same scalars. Runs are stepped on as one.
         """
         kept = self.kept
-        if kept is not None and kept.begin(options, self.waiting, gradients):
+        if kept is not None and kept.begin(options, self.waiting, gradients, self.parameters):
             if kept.step():
                 return
             stepped = kept.ranges
@@ -504,7 +508,7 @@ class Piece:
                 part, low, _ = run.spans[0]
                 first = self.waiting[part.name]
                 elements = first.in_host(low, low + run.numel) if staged is None else staged
-                yield self._due_of(run, values, elements, first.factors, waits=True)
+                yield self._due_of(run, values, elements, first.factors, True, (number, 0))
                 continue
             for span, here in run.placed():
                 part, low, high = span
@@ -515,7 +519,8 @@ class Piece:
                     factors = stored.factors
                 if found is not None:
                     alone = Run((span,), run.start + here.start)
-                    yield self._due_of(alone, values[here], found, factors, waits=waits)
+                    own = number, here.start
+                    yield self._due_of(alone, values[here], found, factors, waits, own)
 
     def _as_one(
         self,
@@ -553,8 +558,8 @@ class Piece:
         values: torch.Tensor,
         elements: torch.Tensor,
         factors: Sequence[torch.Tensor],
-        *,
         waits: bool,
+        place: tuple[int, int],
     ) -> _Due:
         """These elements with their states, and factors where they are."""
         part, low, _ = run.spans[0]
@@ -568,7 +573,7 @@ class Piece:
             }
         # Here once, not in every thread: a factor may be on a device.
         here = [factor.to(elements.device) for factor in factors]
-        return _Due(run, values, elements, states, here, waits)
+        return _Due(run, values, elements, states, here, waits, place)
 
     def _range(
         self,
@@ -598,6 +603,7 @@ class Piece:
                     parameter=shadow,
                     name=part.name,
                     spans=spans,
+                    where=(due.place[0], slice(due.place[1] + start, due.place[1] + stop)),
                     ends=ends,
                     staged=staged,
                     waits=due.waits,
@@ -645,20 +651,21 @@ class Piece:
 
     def write(self, *, parameters: bool) -> None:
         """Write the new states; a parameter's last range settles its scalars."""
-        if self.kept is not None:
-            self.kept.write()
-            return
         store = self.chunk.store
         assert store is not None
+        if self.kept is not None:
+            self.kept.write()
+            for number, here, place in self.rows:
+                store.start_write(place, self.parameters[number][here].view(torch.uint8))
+            if self.moves:
+                self.parameters.clear()
+            return
         stepped = {span.part.name for shadow, _ in self.made for span in shadow.spans}
         # By region of the store: one write of many parameters' values, where they are neighbours.
         writes = defaultdict[StateKind | str, list[tuple[int, torch.Tensor]]](list)
-        for number, run in enumerate(self.runs) if parameters else ():
-            for (part, low, _), here in run.placed():
-                if part.name in stepped or self.apart:
-                    place = self.target.place(part) + low * part.dtype.itemsize
-                    values = self.parameters[number][here].view(torch.uint8)
-                    writes[_PARAMETERS].append((place, values))
+        self.rows = self._rows(stepped) if parameters else []
+        for number, here, place in self.rows:
+            writes[_PARAMETERS].append((place, self.parameters[number][here].view(torch.uint8)))
         for part, low, high in self.parts if self.apart else ():
             if part.name not in stepped:
                 self._copy(part, low, high, store)
@@ -671,8 +678,8 @@ class Piece:
                 ):  # else it is there: written, or the store's own bytes
                     place = layout.place(part.name, low)
                     writes[layout.kind].append((place, values.view(torch.uint8)))
-        joined = [write for region in writes.values() for write in _joined(region)]
-        for place, values in joined:
+        joined = {region: _joined(pairs) for region, pairs in writes.items()}
+        for place, values in (pair for pairs in joined.values() for pair in pairs):
             store.start_write(place, values)
         for shadow, state in self.made:
             for part, _, high in shadow.spans:
@@ -681,12 +688,33 @@ class Piece:
                     self.target.updated.add(part.name)
         stepped_on, self.stepped = self.stepped, None
         if stepped_on is not None:
-            self._keep(*stepped_on, store.writer(joined))
+            if self.moves:
+                joined.pop(_PARAMETERS, None)
+            else:
+                self.rows = []
+            self._keep(
+                *stepped_on, store.writer([pair for pairs in joined.values() for pair in pairs])
+            )
         self.made.clear()
+        if self.moves or not self.keeps:
+            self.parameters.clear()
         if not self.keeps:
             self.staging.clear()
-            self.parameters.clear()
             self.gradients.clear()
+
+    def _rows(self, stepped: Set[str]) -> list[tuple[int, slice, int]]:
+        """The parameters to write: a run's number, elements of it, and where they go."""
+        rows: list[tuple[int, slice, int]] = []
+        for number, run in enumerate(self.runs):
+            for (part, low, _), here in run.placed():
+                if part.name not in stepped and not self.apart:
+                    continue
+                place = self.target.place(part) + low * part.dtype.itemsize
+                if rows and rows[-1][0] == number and rows[-1][1].stop == here.start:
+                    rows[-1] = number, slice(rows[-1][1].start, here.stop), rows[-1][2]
+                else:
+                    rows.append((number, here, place))
+        return rows
 
     def _keep(self, ranges: list[Range], team: UpdateTeam, write: Callable[[], None]) -> None:
         """Let the next step use these optimizers, if it finds all that they have in place."""
@@ -697,7 +725,6 @@ class Piece:
             for shadow, state in zip(each.shadows, each.states(), strict=True):
                 keeps &= each.usual and shadow.in_place(state)
                 if not shadow.waits:  # another tensor each time: all of it is taken
-                    shadow.parameter.grad = None
                     keeps &= len(shadow.spans) == 1 and shadow.spans[0] in self.parts
         if keeps:
             self.kept = KeptRanges(
@@ -706,6 +733,7 @@ class Piece:
                 parts=self.parts,
                 copy=self.source,
                 waiting=self.waiting,
+                moves=self.moves,
                 read=store.reader(self.reads),
                 write=write,
             )

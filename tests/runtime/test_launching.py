@@ -1,0 +1,27 @@
+"""Calls of Python and of torch that a planned step takes beyond a plain one: they may only fall."""
+
+import sys
+
+import pytest
+
+from tests.support import launching
+
+MOST = {
+    "E": {"python": 1400, "torch": 420, "lanes": 0},
+    "S": {"python": 650, "torch": 280, "lanes": 0},
+    "O": {"python": 880, "torch": 470, "lanes": 70},
+    "D": {"python": 3360, "torch": 925, "lanes": 0},
+    "F": {"python": 1290, "torch": 670, "lanes": 70},
+}
+"""Per block and step, by plan (`launching.PLANS`): functions of Python and of torch that the thread
+that launches calls, and all that lanes' threads call. A change that takes fewer lowers its row."""
+
+
+@pytest.mark.emulated
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="comprehensions are no calls there")
+@pytest.mark.parametrize("plan", MOST)
+def test_a_step_calls_no_more_than_before(plan: str) -> None:
+    found = launching.calls(plan)
+    lanes = sum(count for kind, count in found.items() if kind.startswith("lanes: "))
+    counted = {"python": found["python"], "torch": found["torch"], "lanes": lanes}
+    assert {kind: count for kind, count in counted.items() if count > MOST[plan][kind]} == {}
