@@ -99,7 +99,7 @@ class HostStore:
         target.copy_(self.view(offset, target.numel()), non_blocking=True)
 
     def reader(self, pairs: Pairs) -> Callable[[], None]:
-        """What fills targets from offsets, on the current stream, as often as it is called."""
+        """Make a function that fills targets from offsets, on the current stream, at each call."""
         if type(self) is not HostStore or not pairs:  # what looks at bytes does so one by one
             return partial(_each, self.start_read, pairs)
         sources = [self.view(offset, target.numel()) for offset, target in pairs]

@@ -165,7 +165,7 @@ class Range:
             self.worker.step()
 
     def made_kernels(self) -> list[FusedAdam]:
-        """What may take the place of its next steps; nothing where that is no kernel."""
+        """Make the kernels that may take the place of its next steps, if it has any."""
         kernel, worker = _KERNELS.get(type(self.worker)), self.worker
         if kernel is None or not all(kernel.takes(group) for group in worker.param_groups):
             return []
@@ -189,7 +189,7 @@ class Range:
         return all(map(FusedAdam.takes, chosen))
 
     def states(self) -> list[dict[str, Any]]:
-        """What the optimizer keeps, by shadow."""
+        """Return the optimizer's states, by shadow."""
         return [self.worker.state[shadow.parameter] for shadow in self.shadows]
 
 
