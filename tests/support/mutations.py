@@ -531,7 +531,7 @@ MIXTURES = (
 )
 GUARDS: tuple[Mutation, ...] = (
     Mutation(
-        where="runtime/protrain_runtime/engine/moves.py::Moves._update",
+        where="runtime/protrain_runtime/engine/moves.py::Moves._piece",
         line="dict(chunk.offloaded_gradients)",
         instead="chunk.offloaded_gradients",
         keeps="gradients of an update that runs on are dropped when its step ends",
@@ -542,7 +542,7 @@ GUARDS: tuple[Mutation, ...] = (
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/moves.py::Moves._read_states",
-        line="dict(chunk.offloaded_gradients)",
+        line="dict(piece.waiting)",
         instead="chunk.offloaded_gradients",
         keeps="an update ahead of the norm counts as made of the gradients that are left",
         test=(
