@@ -211,13 +211,13 @@ class _Reading:
             self._take(key, node)
         if unclear := list(self.lists["unclear"]):
             fixes = [fix for pattern, fix in _FIXES if any(map(pattern.match, unclear))]
-            known = {key for key in unclear if any(pattern.match(key) for pattern, _ in _FIXES)}
-            rest = [_REMOVE] if known != set(unclear) else []
+            if not all(any(pattern.match(key) for pattern, _ in _FIXES) for key in unclear):
+                fixes.append(_REMOVE)
             raise ProtrainError(
                 "what this takes is not known, and an answer without it would be for another job",
                 source=path,
                 key=", ".join(unclear),
-                fix="; ".join((*fixes, *rest)),
+                fix="; ".join(fixes),
             )
         if self.facts.get("bf16") == "auto" and self.facts.get("fp16"):
             del self.facts["bf16"]  # else it is on: all devices here have it

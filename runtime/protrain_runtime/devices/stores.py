@@ -32,11 +32,6 @@ Pairs = Sequence[tuple[int, torch.Tensor]]
 """Offsets in a store, and tensors beside it: uint8, contiguous, on the device or the host."""
 
 
-def _each(move: Callable[[int, torch.Tensor], None], pairs: Pairs) -> None:
-    for offset, tensor in pairs:
-        move(offset, tensor)
-
-
 class HostStore:
     """A tier in host memory. Every reservation is a buffer of exactly its size.
 
@@ -97,22 +92,6 @@ class HostStore:
     def start_read(self, offset: int, target: torch.Tensor) -> None:
         """`read`, on the current stream."""
         target.copy_(self.view(offset, target.numel()), non_blocking=True)
-
-    def reader(self, pairs: Pairs) -> Callable[[], None]:
-        """Make a function that fills targets from offsets, on the current stream, at each call."""
-        if type(self) is not HostStore or not pairs:  # what looks at bytes does so one by one
-            return partial(_each, self.start_read, pairs)
-        sources = [self.view(offset, target.numel()) for offset, target in pairs]
-        targets = [target for _, target in pairs]
-        return partial(torch._foreach_copy_, targets, sources, non_blocking=True)
-
-    def writer(self, pairs: Pairs) -> Callable[[], None]:
-        """The same for bytes that go to the store."""
-        if type(self) is not HostStore or not pairs:
-            return partial(_each, self.start_write, pairs)
-        targets = [self.view(offset, source.numel()) for offset, source in pairs]
-        sources = [source for _, source in pairs]
-        return partial(torch._foreach_copy_, targets, sources, non_blocking=True)
 
     def close(self) -> None:
         """Free everything. What is in flight has ended before."""
@@ -218,14 +197,6 @@ class DiskStore:
 
     start_write, start_read = write, read  # files are the thread's own work
 
-    def reader(self, pairs: Pairs) -> Callable[[], None]:
-        """See `HostStore.reader`."""
-        return partial(_each, self.start_read, pairs)
-
-    def writer(self, pairs: Pairs) -> Callable[[], None]:
-        """See `HostStore.writer`."""
-        return partial(_each, self.start_write, pairs)
-
     @property
     def _passage(self) -> "_Passage":
         if not hasattr(self._own, "passage"):
@@ -317,6 +288,23 @@ class _Passage:
 
 Store = HostStore | DiskStore
 """Where a tier's bytes lie, at offsets."""
+
+
+def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
+    """Make a function that starts the same reads, or writes, at each call."""
+    if type(store) is HostStore and pairs:  # others look at the bytes, one pair after the other
+        beside = [tensor for _, tensor in pairs]
+        inside = [store.view(offset, tensor.numel()) for offset, tensor in pairs]
+        filled, taken = (inside, beside) if writes else (beside, inside)
+        return partial(torch._foreach_copy_, filled, taken, non_blocking=True)
+    start = store.start_write if writes else store.start_read
+
+    def each() -> None:
+        for offset, tensor in pairs:
+            start(offset, tensor)
+
+    return each
+
 
 Describe = Callable[[Store, int, int], str]
 """Words for what lies between two offsets of a store."""

@@ -504,12 +504,7 @@ class Moves:
             case "write states":
                 piece = self._pieces.pop((move.unit, move.start))
                 self._working[number] = piece, piece.waiting
-
-                def write() -> None:
-                    piece.write(parameters=True)
-                    piece.waiting = {}
-
-                return write
+                return lambda: piece.write(parameters=True)
             case _:
                 assert_never(move.kind)
 
@@ -758,6 +753,5 @@ class Moves:
                 piece.write_made()
             if stands:
                 piece.write(parameters=False)
-                piece.waiting = {}
 
         return work

@@ -19,6 +19,7 @@ from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_values
 from protrain_runtime.states.compositions import is_composed, put_together, taken_apart
+from protrain_runtime.states.stepping import by_value
 from protrain_runtime.states.update_rules import tensors_in
 
 
@@ -203,9 +204,9 @@ class PlannedStates(MutableMapping[Any, Any]):
             for key, value in scalars.items()
             if torch.is_tensor(value) and (counts_there or value.numel() > 1)
         }
-        # Each its own: code may change what it is shown.
-        own = {k: v.clone() if torch.is_tensor(v) else v for k, v in scalars.items()}
-        return put_together(own | moved(there, device) | moved(states, device), part.shape)
+        return put_together(
+            {**scalars, **moved(there, device), **moved(states, device)}, part.shape
+        )
 
     def _settle(self) -> None:
         if self._engine is None:
@@ -231,8 +232,9 @@ def offloaded_states(
         if part.name in scalars and (names is None or part.name in names):
             layouts = chunk.own.current.of(part)
             states = {layout.key: read_values(chunk, part, layout) for layout in layouts}
-            # Copies: steps count on in place, and those of several parameters may be one tensor.
-            own = {k: v.clone() if torch.is_tensor(v) else v for k, v in scalars[part.name].items()}
+            # Copies: steps count on in place, those of several parameters may be one tensor, and
+            # code may change what it is shown.
+            own = by_value(scalars[part.name])
             if own or states:  # plain SGD has none
                 yield part, (own, states)
 

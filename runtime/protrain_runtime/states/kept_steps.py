@@ -15,7 +15,7 @@ from torch import nn
 
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.chunks import Copy, Slice
-from protrain_runtime.states.stand_ins import GradientInStore, scaled
+from protrain_runtime.states.stand_ins import GradientInStore, hollow, scaled
 from protrain_runtime.states.stepping import (
     NAMES,
     OF_PLANS,
@@ -117,6 +117,8 @@ class FusedAdam:
         return options["fused"] is True and given and not options["differentiable"]
 
 
+_NOTHING = torch.Size([0])
+
 _KERNELS = {torch.optim.Adam: FusedAdam, torch.optim.AdamW: FusedAdam}
 """The fused steps of classes, and of no class that is made from one."""
 
@@ -144,16 +146,17 @@ class Range:
         worker = worker_on(
             factory, [(each.parameter, each.name, options[each.name]) for each in shadows]
         )
-        heads = {id(options[each.name]): each.name for each in reversed(shadows)}
-        ordered = [each.name for each in shadows if heads[id(options[each.name])] == each.name]
-        usual = len(ordered) == len(worker.param_groups) and all(
+        heads: dict[int, str] = {}  # by the options, in the order of their groups
+        for each in shadows:
+            heads.setdefault(id(options[each.name]), each.name)
+        usual = len(heads) == len(worker.param_groups) and all(
             group.keys() - {"params"} == options[name].keys()
             and all(
                 is_equal(group[key], value) for key, value in options[name].items() if key != NAMES
             )
-            for group, name in zip(worker.param_groups, ordered, strict=True)
+            for group, name in zip(worker.param_groups, heads.values(), strict=True)
         )
-        return Range(worker, shadows, ordered, usual, [])
+        return Range(worker, shadows, [*heads.values()], usual, [])
 
     def step(self) -> None:
         """Let the optimizer step once."""
@@ -170,10 +173,9 @@ class Range:
         if kernel is None or not all(kernel.takes(group) for group in worker.param_groups):
             return []
         found: list[FusedAdam] = []
+        by_parameter = {id(each.parameter): each for each in self.shadows}
         for group in worker.param_groups:
-            own = [
-                each for each in self.shadows if any(each.parameter is p for p in group["params"])
-            ]
+            own = [by_parameter[id(parameter)] for parameter in group["params"]]
             found.append(kernel(own, [worker.state[each.parameter] for each in own]))
         return found
 
@@ -185,8 +187,10 @@ class Range:
                 group.update({k: v for k, v in by_value(given).items() if k != NAMES})
             return True
         for kernel, given in zip(self.kernels, chosen, strict=True):
+            if not kernel.takes(given):
+                return False
             kernel.begin(given)
-        return all(map(FusedAdam.takes, chosen))
+        return True
 
     def states(self) -> list[dict[str, Any]]:
         """Return the optimizer's states, by shadow."""
@@ -236,7 +240,6 @@ class KeptRanges:
         self._bases = [(name, copy.scalars[name]) for name in waits]
         for each in ranges:
             each.kernels = each.made_kernels()
-        self._nothing = [torch.empty_like(one.parameter[:0]).detach() for one in shadows[:1]]
         self._end()
 
     def begin(
@@ -282,10 +285,8 @@ class KeptRanges:
     ) -> bool:
         each.factors = []
         for shadow in each.shadows:
-            chosen, first = (
-                options[shadow.name],
-                waiting[shadow.name].factors if shadow.waits else [],
-            )
+            chosen = options[shadow.name]
+            first = waiting[shadow.name].factors if shadow.waits else []
             for span in shadow.spans:
                 name = span.part.name
                 if options[name] is not chosen:
@@ -304,9 +305,8 @@ class KeptRanges:
                 assert elements is not None
                 each.factors.append((elements, [f.to(elements.device) for f in first]))
             if not shadow.ends:
-                own = each.worker.state[shadow.parameter]
-                for key, value in self._copy.scalars[shadow.name].items():
-                    own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                own = by_value(self._copy.scalars[shadow.name])
+                each.worker.state[shadow.parameter].update(own)
         return each.begin(options)
 
     def step(self) -> bool:
@@ -326,7 +326,8 @@ class KeptRanges:
                 if not shadow.waits:
                     shadow.parameter.grad = None
                 if self._moves:
-                    shadow.parameter.data = self._nothing[0]
+                    values = shadow.parameter
+                    values.data = hollow(values.dtype, values.device, _NOTHING)
             for kernel in each.kernels:
                 kernel.end()
 

@@ -27,10 +27,10 @@ from protrain_runtime.contract.program.program import LONGEST_SPAN, PIECE_ALIGNM
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_threads
 from protrain_runtime.devices.preflight import ranks_here
-from protrain_runtime.devices.stores import HostStore, Store
+from protrain_runtime.devices.stores import HostStore, Pairs, Store, copies
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
 from protrain_runtime.states.compositions import put_together, taken_apart
-from protrain_runtime.states.kept_steps import KeptRanges, Range, Shadow, Span
+from protrain_runtime.states.kept_steps import KeptRanges, Options, Range, Shadow, Span
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory, attributes_of
@@ -457,7 +457,7 @@ class Piece:
     def update(
         self,
         factory: OptimizerFactory,
-        options: Mapping[str, Mapping[str, Any]],
+        options: Options,
         gradients: Mapping[str, torch.Tensor],
         team: UpdateTeam | None = None,
     ) -> None:
@@ -475,22 +475,10 @@ class Piece:
             stepped = kept.ranges
         else:
             due = list(self._due(gradients, options))
-            lengths = [one.values.numel() for one in due]
             if team is None:
-                # On a device kernels have threads of their own, and the larger they are, the
-                # better.
-                team = UpdateTeam(longest=sum(lengths))
-            # Here and not in their threads: the first optimizer of a class changes the class.
-            cuts = [self.chunk.cut_of(one.run.spans[0].part) for one in due]
-            stepped = [
-                self._range(factory, options, [(due[i], start, stop) for i, start, stop in ranges])
-                for ranges in team.ranges(lengths, cuts)
-            ]
-            for each in stepped:
-                if isinstance(each.worker, MasterOptimizer):
-                    # A piece's workspace is counted for all of its elements: this is no more.
-                    elements = sum(one.parameter.numel() for one in each.shadows)
-                    each.worker.room_elements = min(elements, team.longest)
+                # On a device kernels have threads of their own: the larger they are, the better.
+                team = UpdateTeam(longest=sum(one.values.numel() for one in due))
+            stepped = self._ranges(factory, options, due, team)
             team.run([each.step for each in stepped])
             self.stepped = (stepped, team) if self.keeps else None
         self.kept = None
@@ -498,9 +486,27 @@ class Piece:
             states = map(taken_apart, each.states())
             self.made += zip(each.shadows, states, strict=True)
 
-    def _due(
-        self, gradients: Mapping[str, torch.Tensor], options: Mapping[str, Mapping[str, Any]]
-    ) -> Iterator[_Due]:
+    def _ranges(
+        self, factory: OptimizerFactory, options: Options, due: Sequence[_Due], team: UpdateTeam
+    ) -> list[Range]:
+        """Make an optimizer for each thread of the team, over its share of the elements.
+
+        Not in their threads: the first optimizer of a class changes the class.
+        """
+        lengths = [one.values.numel() for one in due]
+        cuts = [self.chunk.cut_of(one.run.spans[0].part) for one in due]
+        made = [
+            self._range(factory, options, [(due[i], start, stop) for i, start, stop in ranges])
+            for ranges in team.ranges(lengths, cuts)
+        ]
+        for each in made:
+            if isinstance(each.worker, MasterOptimizer):
+                # A piece's workspace is counted for all of its elements: this is no more.
+                elements = sum(one.parameter.numel() for one in each.shadows)
+                each.worker.room_elements = min(elements, team.longest)
+        return made
+
+    def _due(self, gradients: Mapping[str, torch.Tensor], options: Options) -> Iterator[_Due]:
         """The gradients that there are, from where each of them is."""
         for number, run in enumerate(self.runs):
             values, staged = self.parameters[number], self.gradients.get(number)
@@ -526,7 +532,7 @@ class Piece:
         self,
         run: Run,
         gradients: Mapping[str, torch.Tensor],
-        options: Mapping[str, Mapping[str, Any]],
+        options: Options,
     ) -> bool:
         """Whether this step treats all of a run's parameters alike, and their gradients wait."""
         (head, low, _), source = run.spans[0], self.source
@@ -578,7 +584,7 @@ class Piece:
     def _range(
         self,
         factory: OptimizerFactory,
-        options: Mapping[str, Mapping[str, Any]],
+        options: Options,
         ranges: Sequence[tuple[_Due, int, int]],
     ) -> Range:
         """An optimizer over these elements of gradients and of the parameters that have them."""
@@ -653,19 +659,29 @@ class Piece:
         """Write the new states; a parameter's last range settles its scalars."""
         store = self.chunk.store
         assert store is not None
-        if self.kept is not None:
+        if self.kept is None:
+            self._write_made(store, parameters=parameters)
+        else:
             self.kept.write()
             for number, here, place in self.rows:
                 store.start_write(place, self.parameters[number][here].view(torch.uint8))
-            if self.moves:
-                self.parameters.clear()
-            return
+        self.waiting = {}
+        if self.moves or not self.keeps:
+            self.parameters.clear()
+        if not self.keeps:
+            self.staging.clear()
+            self.gradients.clear()
+
+    def _write_made(self, store: Store, *, parameters: bool) -> None:
+        """Write what new optimizers have made, and keep them if the next step can use them."""
         stepped = {span.part.name for shadow, _ in self.made for span in shadow.spans}
         # By region of the store: one write of many parameters' values, where they are neighbours.
-        writes = defaultdict[StateKind | str, list[tuple[int, torch.Tensor]]](list)
+        writes = defaultdict[StateKind, list[tuple[int, torch.Tensor]]](list)
         self.rows = self._rows(stepped) if parameters else []
-        for number, here, place in self.rows:
-            writes[_PARAMETERS].append((place, self.parameters[number][here].view(torch.uint8)))
+        parameters_written = _joined(
+            (place, self.parameters[number][here].view(torch.uint8))
+            for number, here, place in self.rows
+        )
         for part, low, high in self.parts if self.apart else ():
             if part.name not in stepped:
                 self._copy(part, low, high, store)
@@ -673,34 +689,24 @@ class Piece:
             part, low, _ = shadow.spans[0]
             for layout in self.target.of(part):
                 values = state.pop(layout.key, None)
-                if values is not None and not (
-                    self.stands and self._staged(layout, part, low, values)
-                ):  # else it is there: written, or the store's own bytes
-                    place = layout.place(part.name, low)
-                    writes[layout.kind].append((place, values.view(torch.uint8)))
-        joined = {region: _joined(pairs) for region, pairs in writes.items()}
-        for place, values in (pair for pairs in joined.values() for pair in pairs):
+                if values is None or (self.stands and self._staged(layout, part, low, values)):
+                    continue  # it is there: written, or the store's own bytes
+                place = layout.place(part.name, low)
+                writes[layout.kind].append((place, values.view(torch.uint8)))
+        states_written = [pair for region in writes.values() for pair in _joined(region)]
+        for place, values in (*parameters_written, *states_written):
             store.start_write(place, values)
         for shadow, state in self.made:
             for part, _, high in shadow.spans:
                 if high == part.numel:
                     self.target.scalars[part.name] = state
                     self.target.updated.add(part.name)
-        stepped_on, self.stepped = self.stepped, None
-        if stepped_on is not None:
-            if self.moves:
-                joined.pop(_PARAMETERS, None)
-            else:
-                self.rows = []
-            self._keep(
-                *stepped_on, store.writer([pair for pairs in joined.values() for pair in pairs])
-            )
         self.made.clear()
-        if self.moves or not self.keeps:
-            self.parameters.clear()
-        if not self.keeps:
-            self.staging.clear()
-            self.gradients.clear()
+        if self.stepped is not None:
+            if not self.moves:  # else they are written from where each step has them
+                self.rows, states_written = [], parameters_written + states_written
+            self._keep(store, *self.stepped, states_written)
+            self.stepped = None
 
     def _rows(self, stepped: Set[str]) -> list[tuple[int, slice, int]]:
         """The parameters to write: a run's number, elements of it, and where they go."""
@@ -716,10 +722,8 @@ class Piece:
                     rows.append((number, here, place))
         return rows
 
-    def _keep(self, ranges: list[Range], team: UpdateTeam, write: Callable[[], None]) -> None:
+    def _keep(self, store: Store, ranges: list[Range], team: UpdateTeam, writes: Pairs) -> None:
         """Let the next step use these optimizers, if it finds all that they have in place."""
-        store = self.chunk.store
-        assert store is not None
         keeps = True
         for each in ranges:
             for shadow, state in zip(each.shadows, each.states(), strict=True):
@@ -734,8 +738,8 @@ class Piece:
                 copy=self.source,
                 waiting=self.waiting,
                 moves=self.moves,
-                read=store.reader(self.reads),
-                write=write,
+                read=copies(store, self.reads, writes=False),
+                write=copies(store, writes, writes=True),
             )
 
     def _copy(self, part: Slice, low: int, high: int, store: Store) -> None:
