@@ -14,7 +14,6 @@ parameters come.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,10 +47,12 @@ class FirstSteps:
 
     workspace_bytes  of a step on one parameter after the other, besides its operands, at most
     fraction         the same, over the bytes of the parameter's gradient
+    together         every step has all parameters
     """
 
     workspace_bytes: int = 0
     fraction: float = 0.0
+    together: bool = False
 
 
 def first_steps(
@@ -67,7 +68,7 @@ def first_steps(
         by_rule = _by_rule(rules.factory, shapes)
         if not whole and len(by_rule) < 2:
             return FirstSteps()
-        return _seen(rules.factory, shapes, by_rule, whole, device)
+        return _seen(rules, shapes, by_rule, whole, device)
 
 
 def _by_rule(make: OptimizerFactory, shapes: Shapes) -> list[list[Kind]]:
@@ -82,13 +83,13 @@ def _by_rule(make: OptimizerFactory, shapes: Shapes) -> list[list[Kind]]:
 
 
 def _seen(
-    make: OptimizerFactory,
+    rules: UpdateRules,
     shapes: Shapes,
     by_rule: Sequence[Sequence[Kind]],
     whole: Set[Kind],
     device: Any,
 ) -> FirstSteps:
-    own: dict[Kind, int] = {}
+    make, own = rules.factory, dict[Kind, int]()
     differs = {
         kind: kind in whole and _differs(make, kind[0], smaller(kind[1], _SMALL))
         for kinds in by_rule
@@ -113,14 +114,16 @@ def _seen(
             pairs = [(a, b) for a in before[:_MOST_KINDS] for b in kinds[:_MOST_KINDS]]
             found = max(_left(make, a, b, first=differs[a]) for a, b in pairs)
             left += found + beside[other].piled
-        largest = max(beside[number].each.values()) + beside[number].more
-        most = max(most, left + max(own[kind] for kind in kinds) + largest)
-        alone = len(by_rule) == 1 and not beside[number].more
-        for kind in kinds:
-            size = _gradient_bytes(kind) if alone else max(map(_gradient_bytes, shapes))
-            more = beside[number].each[kind] if alone else largest
-            fraction = max(fraction, (own[kind] + more + left) / size)
-    return FirstSteps(workspace_bytes=most, fraction=fraction)
+        besides = beside[number]
+        top = max(besides.whole, max(own[kind] for kind in kinds) + max(besides.each.values()))
+        most = max(most, left + top)
+        if len(by_rule) == 1 and not besides.piled:
+            of_kinds = ((own[kind] + besides.each[kind]) / _gradient_bytes(kind) for kind in kinds)
+            fraction = max(fraction, *of_kinds)
+        else:
+            fraction = max(fraction, (left + top) / max(map(_gradient_bytes, shapes)))
+    together = all(rules.of(*kind).together for kind in shapes)
+    return FirstSteps(workspace_bytes=most, fraction=fraction, together=together)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +131,13 @@ class _Besides:
     """Bytes that a rule leaves of parameters beside its workspace of the next.
 
     each   of one parameter, by kind
-    more   of those after the second one, where a step keeps what it took for each; else 0
-    piled  of all of them, in that case
+    piled  of all of them, where what a step takes grows with each; else 0
+    whole  the step's workspace at its most, in that case
     """
 
     each: dict[Kind, int]
-    more: int
     piled: int
+    whole: int
 
 
 def _beside(
@@ -142,12 +145,14 @@ def _beside(
 ) -> _Besides:
     if sum(shapes[kind] for kind in kinds) < 2:
         return _Besides(dict.fromkeys(kinds, 0), 0, 0)
-    each, more = dict[Kind, int](), list[int]()
+    each, piled, base = dict[Kind, int](), 0, 0
     for kind in kinds:
-        each[kind], third = _left_alike(make, kind, first=differs[kind])
-        # Names of the last parameter are given to the next: a third one would add nothing.
-        more += [third if third > _GRAIN else 0] * shapes[kind]
-    return _Besides(each, sum(sorted(more)[2:]), sum(more))
+        each[kind], further, most = _left_alike(make, kind, first=differs[kind])
+        # Names of the last parameter are given to the next: one more would add nothing.
+        if further > _GRAIN:
+            piled += further * shapes[kind]
+            base = max(base, most - MANY * further)
+    return _Besides(each, piled, piled + base if piled else 0)
 
 
 _GRAIN = 256
@@ -179,24 +184,30 @@ def _left(make: OptimizerFactory, one: Kind, other: Kind, *, first: bool) -> int
     return max(0, round(left * shape.numel() / small.numel()))
 
 
-def _left_alike(make: OptimizerFactory, kind: Kind, *, first: bool) -> tuple[int, int]:
-    """Bytes that a step takes more with a second parameter of a kind, and with a third.
+def _left_alike(make: OptimizerFactory, kind: Kind, *, first: bool) -> tuple[int, int, int]:
+    """Bytes that a step takes more with a second parameter of a kind, and with one beside MANY.
 
-    States that the first step makes are none.
+    Then those that it takes with MANY. States that the first step makes are none.
     """
     dtype, shape = kind
-    few = smaller(shape, _LARGE)
-    step, states = 0 if first else 1, 0
-    found = [_taken(make, [(dtype, few)] * number, HOST)[step] for number in (1, 2, 3)]
-    if first:
-        stepper = _Stepper(make, [(dtype, few)], HOST)
-        stepper.step()
-        states = storage_bytes(stepper.states(0))
-    scale = shape.numel() / few.numel()
-    second, third = (
-        round(max(0, after - before - states) * scale) for before, after in pairwise(found)
-    )
-    return second, third
+    step, found = 0 if first else 1, list[tuple[int, int]]()
+    for few, number in ((smaller(shape, _LARGE), 1), (smaller(shape, _SMALL), MANY)):
+        before, after = (_taken(make, [(dtype, few)] * n, HOST)[step] for n in (number, number + 1))
+        states = 0
+        if first:
+            stepper = _Stepper(make, [(dtype, few)], HOST)
+            stepper.step()
+            states = storage_bytes(stepper.states(0))
+        scale = shape.numel() / few.numel()
+        more, all_of = max(0, after - before - states), before - number * states
+        found.append((round(more * scale), round(all_of * scale)))
+    (second, _), (further, most) = found
+    return second, further, most
+
+
+MANY = 16
+"""Parameters beside which one more shows whether a step's workspace grows with each: that of fewer,
+copies of all gradients, say, may be less than a step on one of them takes afterwards."""
 
 
 class _Beside(TorchDispatchMode):

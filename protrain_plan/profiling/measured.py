@@ -19,7 +19,7 @@ from protrain_plan.models.batches import Batch, first_of, of_one_size
 from protrain_plan.models.building import parameter_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling.first_steps import FirstSteps, first_steps
+from protrain_plan.profiling.first_steps import MANY, FirstSteps, first_steps
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import (
     BlockClasses,
@@ -448,9 +448,10 @@ def with_workspace(cost: OptimizerCost, seen: FirstSteps, workload: Workload) ->
     Masters have room for the gradients of a whole chunk: theirs grows with the chunk.
     """
     fraction = four_digits(max(cost.workspace_fraction, seen.fraction))
-    known = not cost.at_once and workload.precision != "master"
+    at_once = cost.at_once and not seen.together  # else it has seen what all of them take
+    known = not at_once and workload.precision != "master"
     most = seen.workspace_bytes if known else 0
-    return replace(cost, workspace_fraction=fraction, workspace_bytes=most)
+    return replace(cost, workspace_fraction=fraction, workspace_bytes=most, at_once=at_once)
 
 
 def cuts_of(model: nn.Module, rules: UpdateRules) -> dict[str, int]:
@@ -507,10 +508,10 @@ def workspace(
     cases += [(stored, True, False)] * sparse + [(stored, False, True)] * strided
     most, at_once = 0.0, False
     for each, is_sparse, is_strided in cases:
-        # Of one large parameter and more: a loop still has a name for what the last one took.
+        # Of a large parameter and two: a loop still has a name for what the last one took.
         extra: list[float] = []
-        for count in (1, 2, 4):
-            large = [torch.zeros(2**14, 2**6, dtype=each) for _ in range(count)]
+        for rows, count in ((2**14, 1), (2**14, 2), (2**8, MANY), (2**8, MANY + 1)):
+            large = [torch.zeros(rows, 2**6, dtype=each) for _ in range(count)]
             large = [values.t() for values in large] if is_strided else large
             small = [torch.zeros(64, dtype=one) for one in dtypes if one != each]
             every = [nn.Parameter(values.to(device)) for values in (*large, *small)]
@@ -525,14 +526,17 @@ def workspace(
                     meter.mark("step")
                     stepper.step()
             segment = meter.segments[0]
-            extra.append(segment.peak_bytes - segment.start_bytes)
-        together = extra[2] > 1.5 * extra[1] > 2**16
-        one = extra[0] if together else max(extra)
-        gradient = every[0].grad
-        assert gradient is not None
-        most = max(most, one / storage_bytes([gradient]))
+            gradient = every[0].grad
+            assert gradient is not None
+            extra.append((segment.peak_bytes - segment.start_bytes) / storage_bytes([gradient]))
+        together = extra[3] - extra[2] > _GROWTH
+        most = max(most, extra[0] if together else max(extra[:2]))
         at_once = at_once or together
     return Workspace(workspace_fraction=four_digits(most), at_once=at_once)
+
+
+_GROWTH = 0.1
+"""Least part of a gradient that one more of many parameters adds to what a step takes at once."""
 
 
 def strided(model: nn.Module) -> bool:

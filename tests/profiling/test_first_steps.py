@@ -138,6 +138,29 @@ class Piles(TwoRules):
             p.sub_(direction)
 
 
+class LooksAtAll(torch.optim.AdamW):
+    """Looks at all gradients in one tensor, whose bytes a step on one of them hides."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        every = [p.grad for group in self.param_groups for p in group["params"]]
+        mean = torch.cat([gradient.abs().flatten() for gradient in every]).mean()
+        for gradient in every:
+            gradient.sub_(mean)
+        super().step()
+
+
+def test_what_a_step_takes_of_all_gradients_is_counted() -> None:
+    shapes = [(128, 128)] * 9 + [(64, 256)] * 3 + [(512,)] * 2
+    counts = Counter((torch.float32, torch.Size(shape)) for shape in shapes)
+    predicted, taken = (
+        first_steps(UpdateRules(LooksAtAll), counts),
+        second_step_bytes(LooksAtAll, shapes),
+    )
+    assert predicted.together
+    assert taken <= predicted.workspace_bytes <= 1.1 * taken
+
+
 @pytest.mark.parametrize("numbers", [(1, 1), (3, 2), (5, 0)], ids=str)
 def test_what_a_step_piles_up_is_counted(numbers: tuple[int, int]) -> None:
     shapes = [(128, 128)] * numbers[0] + [(512,)] * numbers[1]

@@ -41,6 +41,7 @@ TOGETHER = (
     "looks ahead in some steps",
     "stacks gradients",
     "stacks gradients to look at them",
+    "concatenates gradients to look at them",
     "goes by position",
     "goes by number",
     "goes by name",
@@ -274,6 +275,9 @@ _BEFORE: dict[str, Before] = {
     "stacks gradients to look at them": lambda _, every: torch.stack(
         [gradient.norm() for gradient in _gradients(every)]
     ).max(),
+    "concatenates gradients to look at them": lambda _, every: torch.cat(
+        [gradient.flatten() for gradient in _gradients(every)]
+    ).mean(),
     "goes by position": _by_position,
     "goes by number": lambda *_: None,
     "goes by name": _of_groups(_by_name),
