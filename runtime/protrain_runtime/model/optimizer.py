@@ -46,6 +46,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
     or in `groups`, and those of offloaded chunks.
     """
 
+    # A fused optimizer would be asked to unscale in its kernel: `GradScaler` unscales itself here,
+    # to the same bits where the scale is a power of two, as it is by default.
+    _step_supports_amp_scaling = False
+
     def __init__(
         self, factory: OptimizerFactory, model: nn.Module, groups: ParameterGroups | None
     ) -> None:
