@@ -449,6 +449,11 @@ def _attach(
     sizes = [chunk.size(rules) for chunk in chunks]
     program = compile_plan(plan.units, sizes, settings, device=kind, clipped=True)
     accumulating = compile_plan(plan.units, sizes, settings, device=kind, updating=False)
+    every_move = (*program.moves, *accumulating.moves)
+    in_shares = {move.unit for move in every_move if move.share != (0.0, 1.0)}
+    for chunk in chunks:
+        if chunk.groups and chunk.sharding is None and chunk.unit not in in_shares:
+            chunk.join_groups()
     by_lines = updates_by_lines(optimizer.inner)
     team = UpdateTeam(spare_threads(backend.device), by_lines=by_lines)
     undo.append(team.close)

@@ -4,7 +4,7 @@
 falls into three kinds:
 
 - a tensor that lies in a chunk's buffers is saved as a place in that chunk and rebuilt when the
-  chunk is back, so that the buffers can go in between;
+  chunk is back, so that the buffers can go in between (where these last, it is saved as it is);
 - where the unit swaps, a tensor that belongs to the unit alone is saved as a place in a swapped
   storage, each storage once, however many tensors share it;
 - everything else is saved as it is.
@@ -163,7 +163,10 @@ class SavedTensors:
             for group, buffer in chunk.buffers.items()
             if buffer.numel()  # all that are empty have one address
         }
-        self._swaps, self._foreign, self._own = swaps, foreign, own
+        lasting = [p for p, (c, group) in self._buffers.items() if group in c.viewing]
+        for pointer in lasting:
+            del self._buffers[pointer]
+        self._swaps, self._foreign, self._own = swaps, foreign.union(lasting), own
         self._before = ByPointer() if handed_on is None else handed_on
         self.handed_on = ByPointer()
         # What autograd lets go of within the forward (the graph of what is detached) is gone here,

@@ -87,6 +87,7 @@ class Engine:
         self.before_states_move: Callable[..., object] = nothing_moves
         self.refuses_views = True  # of parameters, that are held from step to step
         self.held_views: set[int] = set()  # units of which views were held after their slot
+        self._read_early: set[int] = set()  # units that backward read before their slot
         self.gathered = ""  # what has parameters on the device, in words: `full_parameters`
         self._modified = False  # they may change there
         self._lent: EvaluationPass | None = None
@@ -104,6 +105,8 @@ class Engine:
         if self._ranks is not None:
             self.lanes[COLLECT] = backend.lane(str(COLLECT), on_device=True, patient=True)
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
+        # Those that a step has not been seen to use: see [Note: views for good].
+        self._unseen = [] if backend.on_host else list(self._offloaded)
         self._stepped = [chunks[unit] for slot in program.slots for unit in slot.stepped]
         self.consuming = [*self._offloaded, *self._stepped]  # whose gradients the plan uses up
         for chunk in self.consuming:
@@ -280,6 +283,7 @@ class Engine:
                     " attribute or a list), and the plan takes them off the device, so that it"
                     f' would have old values: keep none, or plan with --pin "{name}: persistent"'
                 )
+            self._let_last()
             self._state.end_backward()
             self.turns.gradients = True
             for chunk in self.consuming:
@@ -287,10 +291,9 @@ class Engine:
             self._shown = [part for chunk in self.consuming for part in chunk.consumed]
             # A gradient without a stand-in came when its chunk had been updated.
             shown = {part.name for part in self._shown}
-            parts = (part for chunk in self.consuming for part in chunk.slices)
-            late = [part for part in parts if self._state.updated and part.name not in shown]
-            for part in late:
-                if part.parameter.grad is not None:
+            consuming = self.consuming if self._state.updated else ()
+            for part in (part for chunk in consuming for part in chunk.slices):
+                if part.name not in shown and part.parameter.grad is not None:
                     self._state.phase = Phase.TORN
                     raise RuntimeError(
                         f"a gradient of {part.name!r} came after the plan had updated it: it was"
@@ -298,6 +301,17 @@ class Engine:
                         " Profile the model as it runs now, and go on from a checkpoint"
                     )
             self._observe("backward ended")
+
+    def _let_last(self) -> None:
+        """Let buffers last of chunks that a step has shown to be used in their slots alone."""
+        boundaries = self.boundaries()
+        if not self._unseen or boundaries is None:
+            return
+        skipped = set(boundaries.skipped)
+        never = self.held_views | self._read_early
+        for chunk in [chunk for chunk in self._unseen if skipped.isdisjoint(chunk.used_by)]:
+            self._unseen.remove(chunk)
+            chunk.last(lasts=never.isdisjoint(chunk.used_by))
 
     def abort(self) -> None:
         """The model raised, on this rank perhaps alone."""
@@ -646,7 +660,8 @@ class Engine:
             self._moves.arrive(number)
         plan, reads = self._plans[slot.unit], self._reads[slot.unit]
         swaps = isinstance(plan.activations, Swap | SwapInput)
-        if slot.forward and (swaps or reads):  # autograd saves what leaves the device
+        # Autograd saves what leaves the device.
+        if slot.forward and (swaps or any(chunk.saves_places for chunk in reads)):
             own = addresses([inputs[place] for place in plan.own_inputs if place < len(inputs)])
             foreign = self._shared | (addresses(inputs) - own)
             self._saved = SavedTensors(
@@ -686,6 +701,8 @@ class Engine:
             chunk = self._chunks[unit]
             if slot.forward:
                 chunk.refuse_written()
+                if not self._outputs.isdisjoint(addresses(chunk.lasting.values())):
+                    chunk.last(lasts=False)  # what is handed on has it
             released = chunk.release(chunk.every_group)
             if slot.forward:
                 held = [
@@ -743,6 +760,7 @@ class Engine:
         if boundaries.running:
             self.differentiate(unit)  # and no backward slot begins in a forward
         elif 0 <= self._state.slot < slot:
+            self._read_early.add(unit)
             self.enter(slot, ())
 
     def bring(self, chunk: Chunk, name: str) -> None:

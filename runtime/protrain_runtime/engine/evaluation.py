@@ -53,11 +53,12 @@ class EvaluationPass:
         found = [group for group in chunk.hollow if group in chunk.buffers]
         self._lent[chunk.unit] = brought, found
         if brought and not isinstance(chunk.store, DeviceStore):
-            self._moves.fetch(chunk, brought)()
+            self._moves.fetch(chunk, brought, lent=True)()
         unbound = sorted((*brought, *found))
         if unbound and chunk.sharding is not None:
             # What was found may be this rank's part alone, and all of it may be gathered twice.
-            self._collect(f"all-gather {chunk.unit}", self._moves.all_gather(chunk, unbound))
+            work = self._moves.all_gather(chunk, unbound, lent=True)
+            self._collect(f"all-gather {chunk.unit}", work)
         chunk.bind(unbound)
 
     def _take_back(self, chunk: Chunk) -> None:

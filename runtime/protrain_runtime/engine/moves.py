@@ -561,15 +561,17 @@ class Moves:
                 sizes += [storage.num_bytes for storage in swapped]
         self.buffers.keep_for(sizes)
 
-    def fetch(self, chunk: Chunk, groups: Iterable[int]) -> Work:
-        """Bring groups of a chunk to the device, one read per group, rank's range or copy."""
+    def fetch(self, chunk: Chunk, groups: Iterable[int], *, lent: bool = False) -> Work:
+        """Bring groups of a chunk to the device, one read per group, rank's range or copy.
+
+        `lent`: not for a step of the programme.
+        """
         store, sharding = chunk.store, chunk.sharding
         assert store is not None
         pairs: list[tuple[Store, int, torch.Tensor]] = []
         for number in groups:
             group = chunk.own.groups[number]
-            buffer = self.buffers.new(chunk.groups[number].num_bytes)
-            chunk.buffers[number] = buffer
+            buffer = chunk.room(number, self.buffers.new, lent=lent)
             if sharding is None:
                 pairs.append((store, chunk.current.offset + group.offset, buffer))
                 continue
@@ -588,16 +590,15 @@ class Moves:
 
         return work
 
-    def all_gather(self, chunk: Chunk, groups: Iterable[int]) -> Work:
+    def all_gather(self, chunk: Chunk, groups: Iterable[int], *, lent: bool = False) -> Work:
         """Bring the other ranks' ranges of groups; shards on the device are read by it."""
         sharding, own = chunk.sharding, chunk.own
         assert sharding is not None
         ranks = sharding.ranks
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in groups:
-            if number not in chunk.buffers:
-                chunk.buffers[number] = self.buffers.new(chunk.groups[number].num_bytes)
-            buffer = chunk.buffers[number]
+            if (buffer := chunk.buffers.get(number)) is None:
+                buffer = chunk.room(number, self.buffers.new, lent=lent)
             for region in sharding.regions[number]:
                 mine = region.of(buffer, ranks.shard)
                 if isinstance(own.store, DeviceStore):
@@ -677,7 +678,8 @@ class Moves:
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
         parameters, gradients = self._read_with_states(chunk)
         cuts = chunk.cut(move.start), chunk.cut(move.stop)
-        piece = self._piece(chunk, *cuts, together=self._together(move), moves=not parameters)
+        moves = not parameters and not chunk.lasts
+        piece = self._piece(chunk, *cuts, together=self._together(move), moves=moves)
         if chunk.spare is not None:
             # A factor that comes later may be seen or not: the update is done again then, with
             # gradients that are read anew.
@@ -697,7 +699,7 @@ class Moves:
         `moves`: where its optimizer runs, parameters are elsewhere in each step.
         """
         piece = self._kept.get((chunk.unit, start, stop))
-        if piece is None:
+        if piece is None or piece.moves != moves:
             piece = Piece(
                 chunk,
                 start,

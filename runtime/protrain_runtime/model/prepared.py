@@ -251,6 +251,7 @@ def bring_back(chunk: Chunk) -> None:
     if not chunk.hollow:
         return
     assert chunk.store is not None
+    chunk.last(lasts=chunk.lasts)
     for part in chunk.slices:
         if part.group not in chunk.hollow:
             continue

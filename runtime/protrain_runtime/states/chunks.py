@@ -10,12 +10,21 @@ keeps its ranges as a chunk of its own: parts of parameters, flat, in the order 
 With a common copy, the frozen region is whole in memory that the ranks of a node share, and nothing
 of it is padded or a rank's own.
 Parameters that no chunk can hold as they are, are refused by name, or left on the device.
+
+[Note: views for good]
+On an accelerator, parameters stay views of one buffer per group, whose memory is freed when the
+group leaves and allocated when it comes, as FSDP2 does it. What autograd saves of them is right
+again when they are back, so that nothing looks at saved tensors. A first step does without, and
+sees whose views are held beyond their slot, and who is read in backward before its slot has begun:
+their buffers are new ones each time, with places in place of saved tensors. Whoever reads a view of
+memory that has gone gets PyTorch's error, and no values. Forwards without a graph have new buffers,
+as code may keep what they hand out.
 """
 
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
@@ -221,6 +230,12 @@ class Chunk:
     buffers: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     # The groups whose parameters have their shapes and hold nothing.
     hollow: set[int] = field(default_factory=set[int])
+    # See [Note: views for good]: whether buffers are used again, these, and the groups whose
+    # parameters are views of them.
+    lasts: bool = False
+    lasting: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    viewing: set[int] = field(default_factory=set[int])
+    places: dict[str, Elsewhere] = field(default_factory=dict[str, Elsewhere])
     # The parameters' versions when they came to the device, which writes count up.
     versions: dict[str, int] = field(default_factory=dict[str, int])
     # Gradients by parameter: on the device, taken for their moves, and in the store below it.
@@ -320,6 +335,12 @@ class Chunk:
             gradient_pieces=tuple(group.gradient_bytes for group in self.groups) if several else (),
         )
 
+    def join_groups(self) -> None:
+        """Let all parameters come and go as one group."""
+        slices = tuple(replace(part, group=0, inside=part.offset) for part in self.slices)
+        self.groups = (Group(0, self.parameter_bytes, slices, self.gradient_bytes),)
+        self.slices, self.hollow = slices, {0} if self.hollow else set()
+
     def groups_in(self, share: tuple[float, float]) -> range:
         """The groups in a share of the parameters' bytes."""
         return pieces_in(tuple([group.num_bytes for group in self.groups]), share)
@@ -340,35 +361,91 @@ class Chunk:
         rule = self.rules.get(part.name)
         return Cut() if rule is None else Cut.of(rule)
 
+    def room(
+        self, number: int, empty: Callable[[int], torch.Tensor], *, lent: bool = False
+    ) -> torch.Tensor:
+        """A buffer for a group that comes to the device, `lent` if not for a step.  # uint8"""
+        size = self.groups[number].num_bytes
+        if lent or not self.lasts:
+            buffer = empty(size)
+        elif (known := self.lasting.get(number)) is not None:
+            buffer = known
+            buffer.untyped_storage().resize_(size)
+        else:
+            buffer = self.lasting[number] = empty(size)
+        self.buffers[number] = buffer
+        return buffer
+
+    def last(self, *, lasts: bool) -> None:
+        """Use buffers again from now on, or no more: who holds one has it then."""
+        self.lasts = lasts
+        self.lasting.clear()
+        self.viewing.clear()
+
+    @property
+    def saves_places(self) -> bool:
+        """Whether what autograd saves of these parameters may have gone when backward reads it."""
+        return len(self.viewing) < len(self.groups)
+
     def bind(self, groups: Iterable[int]) -> None:
         """Let the parameters of these groups be views of their buffers."""
-        with torch.inference_mode(mode=False):  # a parameter's, also where a forward is without
-            for number in groups:
-                typed: dict[torch.dtype, torch.Tensor] = {}
+        for number in groups:
+            buffer = self.buffers[number]
+            lasts = buffer is self.lasting.get(number)
+            if not (lasts and number in self.viewing):
+                self._view(number, buffer)
+            elif number in self.hollow:
                 for part in self.groups[number].slices:
                     come_back(part.parameter)
-                    size = part.dtype.itemsize
-                    if (elements := typed.get(part.dtype)) is None:
-                        buffer = self.buffers[number]
-                        elements = buffer[: buffer.numel() // size * size].view(part.dtype)
-                        typed[part.dtype] = elements
-                    place = part.inside // size
-                    part.parameter.data = elements.as_strided(part.shape, part.stride, place)
                     self.versions[part.name] = part.parameter._version
-                self.hollow.discard(number)
+            if lasts:
+                self.viewing.add(number)
+            self.hollow.discard(number)
+
+    def _view(self, number: int, buffer: torch.Tensor) -> None:
+        self.viewing.discard(number)
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        with torch.inference_mode(mode=False):  # a parameter's, also where a forward is without
+            for part in self.groups[number].slices:
+                come_back(part.parameter)
+                size = part.dtype.itemsize
+                if (elements := typed.get(part.dtype)) is None:
+                    elements = buffer[: buffer.numel() // size * size].view(part.dtype)
+                    typed[part.dtype] = elements
+                place = part.inside // size
+                part.parameter.data = elements.as_strided(part.shape, part.stride, place)
+                self.versions[part.name] = part.parameter._version
 
     def unbind(self, groups: Iterable[int]) -> None:
         """Leave parameters of the right shape that hold nothing (`away`)."""
         for number in set(groups) - self.hollow:
             for part in self.groups[number].slices:
-                place = Elsewhere(
-                    name=part.name,
-                    stride=part.stride,
-                    bring=lambda name: self.bring(self, name),
-                    values=partial(self._copy, part),
-                )
-                send_away(part.parameter, place)
+                send_away(part.parameter, self._place(part), stays=number in self.viewing)
             self.hollow.add(number)
+
+    def _place(self, part: Slice) -> Elsewhere:
+        if (place := self.places.get(part.name)) is None:
+            place = self.places[part.name] = Elsewhere(
+                name=part.name,
+                stride=part.stride,
+                bring=lambda name: self.bring(self, name),
+                values=partial(self._copy, part),
+            )
+        return place
+
+    def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
+        """Take the buffers of these groups from the model: those that do not last are returned."""
+        released: list[torch.Tensor] = []
+        for number in groups:
+            self.unbind((number,))
+            buffer = self.buffers.pop(number, None)
+            if buffer is None:
+                continue
+            if buffer is self.lasting.get(number):
+                buffer.untyped_storage().resize_(0)
+            else:
+                released.append(buffer)
+        return released
 
     def _copy(self, part: Slice) -> torch.Tensor:
         """The values on its device of a parameter that is away.  # part.dtype [part.shape]"""
@@ -376,16 +453,6 @@ class Chunk:
         if part.name in self.aside:
             return self.aside[part.name].clone()
         return read_values(self, part).to(part.parameter.device)
-
-    def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
-        """Take the buffers of these groups from the model; they are the caller's to free."""
-        released: list[torch.Tensor] = []
-        for number in groups:
-            self.unbind((number,))
-            buffer = self.buffers.pop(number, None)
-            if buffer is not None:
-                released.append(buffer)
-        return released
 
     def put_aside(self) -> None:
         """Let parameters that backward has updated be away until `put_back`."""

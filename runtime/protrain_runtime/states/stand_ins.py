@@ -446,10 +446,14 @@ def place_of(parameter: nn.Parameter) -> Elsewhere:
     return place
 
 
-def send_away(parameter: nn.Parameter, place: Elsewhere) -> None:
-    """Leave an expanded single element of the right shape, which refuses to be read."""
+def send_away(parameter: nn.Parameter, place: Elsewhere, *, stays: bool = False) -> None:
+    """Leave an expanded single element of the right shape, which refuses to be read.
+
+    A parameter that `stays` a view of memory which comes and goes is left one.
+    """
     place.kind = come_back(parameter)
-    parameter.data = hollow(parameter.dtype, parameter.device, parameter.shape)
+    if not stays:
+        parameter.data = hollow(parameter.dtype, parameter.device, parameter.shape)
     parameter.__dict__[_KEY] = place
     parameter.__class__ = _away(place.kind)
 
