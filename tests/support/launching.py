@@ -129,6 +129,12 @@ class Training:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def warm(self) -> None:
+        """Take the first steps, whose work is done: what is kept from then on goes by values."""
+        for _ in range(_WARM_STEPS):
+            self.step(lambda _: None, updates=bool(self.plan))
+        torch.accelerator.synchronize()
+
     def end(self) -> None:
         """Take the plan off again."""
         if self.plan:
@@ -168,8 +174,10 @@ def calls(plan: str) -> dict[str, int]:
     counting = _Counting()
     threading.setprofile(counting.event)  # of lanes' threads, which start with the plan
     try:
+        planned, plain = Training.of(plan), Training.of()
+        for training in (planned, plain):
+            training.warm()
         with dropping():
-            planned, plain = Training.of(plan), Training.of()
             found = _counted(planned, counting)
             base = _counted(plain, counting, updates=planned.steps_itself)
             planned.end()
@@ -179,8 +187,8 @@ def calls(plan: str) -> dict[str, int]:
 
 
 def _counted(training: Training, counting: _Counting, *, updates: bool = True) -> Counter[str]:
-    for number in range(_WARM_STEPS + 1):
-        counting.on = number == _WARM_STEPS
+    for counts in (False, True):  # functions are seen by threads that have run once
+        counting.on = counts
         sys.setprofile(counting.event)
         try:
             training.step(counting.here, updates=updates)
@@ -199,8 +207,10 @@ def seconds(plan: str, *, steps: int = 40) -> dict[str, float]:
     """
     gate = threading.Event()
     gate.set()
+    planned, plain = Training.of(plan, lane_delay=lambda: float(not gate.wait())), Training.of()
+    for training in (planned, plain):
+        training.warm()
     with dropping():
-        planned, plain = Training.of(plan, lane_delay=lambda: float(not gate.wait())), Training.of()
         base = [_timed(plain, steps, gate, updates=planned.steps_itself) for _ in range(2)]
         own = _timed(planned, steps, gate)
         planned.end()
@@ -222,15 +232,14 @@ def _timed(
         }
         return {"launching": _processor_seconds(own), "updates": _processor_seconds(lanes)}
 
-    for number in range(_WARM_STEPS + steps):
+    for _ in range(steps):
         gate.clear()
         before = now()
         training.step(lambda _: own.add(threading.get_ident()), gate=gate, updates=updates)
         after = now()
         torch.accelerator.synchronize()
-        if number >= _WARM_STEPS:
-            for what, taken in found.items():
-                taken.append(after[what] - before[what])
+        for what, taken in found.items():
+            taken.append(after[what] - before[what])
     return {what: sorted(taken)[steps // 4] for what, taken in found.items()}
 
 

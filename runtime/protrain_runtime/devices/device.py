@@ -125,7 +125,8 @@ def name(device: torch.device) -> str:
 
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream to which this thread submits what runs on the device."""
-    return torch.accelerator.current_stream(device)
+    found: torch.Stream = torch._C._accelerator_getStream(device.index)
+    return found
 
 
 def record_event(device: torch.device, *, timing: bool = False) -> torch.Event:

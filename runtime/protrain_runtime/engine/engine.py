@@ -165,8 +165,9 @@ class Engine:
         if self._state.slot >= 0:
             self._give_up()  # the last forward had no backward, or was cut short
         self._state.settle("a second forward began" if training else "the model was evaluated")
+        none = training and self._no_gradients()
         if training:
-            self._refuse_micro_batch()
+            self._refuse_micro_batch(0 if none else self._state.num_backwards)
             self.before_states_move(updating=self._state.updates_in_backward)
         # What was refused until here, no rank has begun: see [Note: what is told when].
         with self._failing("a forward"):
@@ -179,9 +180,9 @@ class Engine:
                 self._state.evaluate(0)
                 self.begin_between()
                 return
-            if self._no_gradients():
+            if none:
                 self._state.num_backwards = 0
-            for chunk in self.consuming:
+            for chunk in () if none else self.consuming:
                 chunk.hide_consumed()
             any_may_be_last = not self.updates_in_backward and self._ranks is None
             due = self._state.num_backwards + 1 == self._state.micro_batches
@@ -286,21 +287,26 @@ class Engine:
             self._let_last()
             self._state.end_backward()
             self.turns.gradients = True
-            for chunk in self.consuming:
-                chunk.show_consumed()
-            self._shown = [part for chunk in self.consuming for part in chunk.consumed]
-            # A gradient without a stand-in came when its chunk had been updated.
-            shown = {part.name for part in self._shown}
-            consuming = self.consuming if self._state.updated else ()
-            for part in (part for chunk in consuming for part in chunk.slices):
-                if part.name not in shown and part.parameter.grad is not None:
-                    self._state.phase = Phase.TORN
-                    raise RuntimeError(
-                        f"a gradient of {part.name!r} came after the plan had updated it: it was"
-                        " used outside of the units that read it when the model was profiled."
-                        " Profile the model as it runs now, and go on from a checkpoint"
-                    )
+            self._shown = []
+            with plainly():
+                for chunk in self.consuming:
+                    chunk.show_consumed()
+                    self._look_at_gradients(chunk)
             self._observe("backward ended")
+
+    def _look_at_gradients(self, chunk: Chunk) -> None:
+        """Note whose gradients were taken; RuntimeError where one came after its update."""
+        for part in chunk.slices:
+            gradient = part.parameter.grad
+            if isinstance(gradient, ConsumedGradient):
+                self._shown.append(part)
+            elif gradient is not None and self._state.updated:
+                self._state.phase = Phase.TORN
+                raise RuntimeError(
+                    f"a gradient of {part.name!r} came after the plan had updated it: it was used"
+                    " outside of the units that read it when the model was profiled. Profile the"
+                    " model as it runs now, and go on from a checkpoint"
+                )
 
     def _let_last(self) -> None:
         """Let buffers last of chunks that a step has shown to be used in their slots alone."""
@@ -368,6 +374,7 @@ class Engine:
             chunk.put_back()
         for chunk in self.consuming:
             if in_backward:
+                chunk.drop_consumed()
                 chunk.clear_gradients()
             else:
                 chunk.show_consumed()
@@ -386,8 +393,11 @@ class Engine:
             slot, self._chunks, *self._moves.in_transit(), device=self._moves.backend.device
         )
 
-    def _refuse_micro_batch(self) -> None:
-        """RuntimeError where what the training loop has left of gradients has no room beside it."""
+    def _refuse_micro_batch(self, done: int) -> None:
+        """RuntimeError where what the training loop has left of gradients has no room beside it.
+
+        `done` micro-batches have gradients.
+        """
         if self._ranks is not None:
             self._ranks.meeting.refuse_lost()
         if self._state.cut_short:
@@ -400,7 +410,6 @@ class Engine:
             chunk.forget_dropped()
         count = self._state.micro_batches
         waiting = any(chunk.offloaded_gradients for chunk in self._offloaded)
-        done = 0 if self._no_gradients() else self._state.num_backwards
         summed = self._ranks is not None and done >= count
         if summed or (waiting and count == 1):
             raise RuntimeError(

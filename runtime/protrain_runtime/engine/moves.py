@@ -19,7 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import assert_never
+from functools import partial
+from typing import NamedTuple, assert_never
 from weakref import ref
 
 import torch
@@ -60,6 +61,29 @@ Work = Callable[[], None]
 _Arrived = tuple[GradientInStore, torch.Tensor, list[torch.Tensor]]
 
 
+class _Place(NamedTuple):
+    """Where a gradient goes in every step: `target` are its bytes in host memory.  # [shape]"""
+
+    part: Slice
+    stored: GradientInStore
+    target: torch.Tensor
+
+
+def _as_kept(chunk: Chunk, places: Sequence[_Place]) -> list[torch.Tensor]:
+    """Take the gradients that go to these places; empty where not all are there as they lie."""
+    gradients: list[torch.Tensor] = []
+    for place in places:
+        gradient = chunk.gradients.get(place.part.name)
+        if gradient is None or gradient.stride() != place.part.stride:
+            return []
+        gradients.append(gradient)
+    for part, stored, _ in places:
+        del chunk.gradients[part.name]
+        stored.arrived = False
+        chunk.offloaded_gradients[part.name] = stored
+    return gradients
+
+
 class GradientMoves:
     """The work of "spill gradients" and "add gradients".
 
@@ -80,6 +104,9 @@ class GradientMoves:
         self.rooms: list[torch.Tensor] = []
         # By unit: to what, what is added, and by what the sum so far is multiplied first.
         self._arrived = defaultdict[int, list[_Arrived]](list)
+        # By unit and share: what leaves in every step, where nobody sees it on its way.
+        self._keeps = not self._after_backward and settings.micro_batches == 1
+        self._kept: dict[tuple[int, tuple[float, float]], list[_Place]] = {}
 
     def make_rooms(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the buffers, once."""
@@ -92,6 +119,10 @@ class GradientMoves:
         """Take a share of the chunk's gradients down; with the work, what it reads."""
         store = chunk.gradient_store
         assert store is not None
+        kept = self._kept.get((move.unit, move.share))
+        if kept is not None and (gradients := _as_kept(chunk, kept)):
+            targets = [place.target for place in kept]
+            return partial(torch._foreach_copy_, targets, gradients, non_blocking=True), gradients
         writes: list[tuple[int, torch.Tensor]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         leaving = chunk.gradient_groups_in(move.share)
@@ -115,6 +146,14 @@ class GradientMoves:
             stored.arrived = False
             if self._after_backward:
                 part.parameter.grad = OffloadedGradient.of(stored)
+
+        trained = [s for s in chunk.slices if s.group in leaving and s.trainable]
+        if self._keeps and type(store) is HostStore and len(parts) == len(trained):
+            self._kept[move.unit, move.share] = [
+                _Place(part, stored, part.shaped(store.view(stored.offset, part.num_bytes)))
+                for part in parts
+                for stored in (chunk.offloaded_gradients[part.name],)
+            ]
 
         def work() -> None:
             for offset, source in writes:
@@ -740,7 +779,8 @@ class Moves:
             if gradient is not None:
                 # Kept, so that a parameter in several pieces is copied once at most.
                 gradient = chunk.gradients[part.name] = dense(gradient, part.stride)
-                gradients[part.name] = flat_storage_order(gradient)[low:high]
+                flat = flat_storage_order(gradient)
+                gradients[part.name] = flat if high - low == part.numel else flat[low:high]
 
         team = None if on_device and not self.backend.on_host else self._team
         stores = chunk.store, chunk.gradient_store

@@ -57,6 +57,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         given = [{"params": trainable}] if groups is None else [dict(group) for group in groups]
         self.factory, self.inner = factory, factory(given)
         self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self._by_id = {id(parameter): name for parameter, name in self.names.items()}
         self._chunks: Sequence[Chunk] = ()
         self._persistent: Sequence[Chunk] = ()
         self._consumed: Sequence[Chunk] = ()  # whose gradients the plan uses up
@@ -164,8 +165,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         options: dict[str, dict[str, Any]] = {}
         for group, chosen in zip(self.param_groups, used, strict=True):
             for parameter in group["params"]:
-                if parameter in self.names:  # others are the inner optimizer's own affair
-                    options[self.names[parameter]] = chosen
+                # Others are the inner optimizer's own affair.
+                if (name := self._by_id.get(id(parameter))) is not None:
+                    options[name] = chosen
         return options
 
     def step_on(self, chunk: Chunk) -> None:
@@ -232,7 +234,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Drop the gradients, or zero them. TurnError during another thread's step."""
         if self._turns is not None:
             self._turns.check("optimizer.zero_grad() was called")
-        super().zero_grad(set_to_none)
+        with plainly() if set_to_none else nullcontext():
+            super().zero_grad(set_to_none)
         if self._turns is not None:
             self._turns.gradients = False
 

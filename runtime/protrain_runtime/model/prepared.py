@@ -135,6 +135,7 @@ def restore_as_is(model: nn.Module) -> nn.Module:
         for part in chunk.slices:
             if part.name in chunk.offloaded_gradients:  # they wait below the device
                 part.parameter.grad = chunk.offloaded_gradients[part.name].whole()
+        chunk.drop_consumed()
         chunk.clear_gradients()
     del model.__dict__[ATTRIBUTE]
     try:

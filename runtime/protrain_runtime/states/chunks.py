@@ -94,7 +94,11 @@ class Slice:
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The parameter as the model knows it, in its group's buffer.  # dtype [shape]"""
-        return self.flat(buffer).as_strided(self.shape, self.stride)
+        return self.shaped(buffer[self.inside : self.inside + self.num_bytes])
+
+    def shaped(self, own: torch.Tensor) -> torch.Tensor:
+        """The parameter as the model knows it, or a gradient of it, in these bytes.  # [shape]"""
+        return own.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +247,9 @@ class Chunk:
     offloaded_gradients: dict[str, GradientInStore] = field(
         default_factory=dict[str, GradientInStore]
     )
-    # What stands for them in `.grad`, set aside while a micro-batch runs.
+    # What stands for those that are taken, in `.grad`.
+    taken: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
+    # The same, of micro-batches before, set aside while one runs.
     hidden: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
     gradient_store: Store | None = None
     gradient_offset: int = 0
@@ -419,19 +425,17 @@ class Chunk:
     def unbind(self, groups: Iterable[int]) -> None:
         """Leave parameters of the right shape that hold nothing (`away`)."""
         for number in set(groups) - self.hollow:
+            stays = number in self.viewing
             for part in self.groups[number].slices:
-                send_away(part.parameter, self._place(part), stays=number in self.viewing)
+                if (place := self.places.get(part.name)) is None:
+                    place = self.places[part.name] = Elsewhere(
+                        name=part.name,
+                        stride=part.stride,
+                        bring=lambda name: self.bring(self, name),
+                        values=partial(self._copy, part),
+                    )
+                send_away(part.parameter, place, stays=stays)
             self.hollow.add(number)
-
-    def _place(self, part: Slice) -> Elsewhere:
-        if (place := self.places.get(part.name)) is None:
-            place = self.places[part.name] = Elsewhere(
-                name=part.name,
-                stride=part.stride,
-                bring=lambda name: self.bring(self, name),
-                values=partial(self._copy, part),
-            )
-        return place
 
     def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
         """Take the buffers of these groups from the model: those that do not last are returned."""
@@ -486,9 +490,13 @@ class Chunk:
                         f"the gradient of {part.name} is sparse, and this plan takes it from the"
                         " device: profile and plan this model again, which lets its states stay"
                     )
-                self.gradients[part.name] = gradient.resolve_conj().resolve_neg()
-                kind = gradient.dtype, gradient.device, gradient.shape
-                part.parameter.grad = ConsumedGradient.of_kind(*kind)
+                if gradient.is_conj() or gradient.is_neg():
+                    gradient = gradient.resolve_conj().resolve_neg()
+                self.gradients[part.name] = gradient
+                if (taken := self.taken.get(part.name)) is None:
+                    kind = gradient.dtype, gradient.device, gradient.shape
+                    taken = self.taken[part.name] = ConsumedGradient.of_kind(*kind)
+                part.parameter.grad = taken
 
     def place_gradient(self, part: Slice, norm: torch.Tensor | None = None) -> GradientInStore:
         """Note that a gradient waits at its place in the gradient store, where it is to be."""
@@ -544,13 +552,12 @@ class Chunk:
         self.hidden.clear()
 
     def clear_gradients(self, *, in_use: bool = False) -> None:
-        """Forget the gradients and their stand-ins, but for those `in_use` by an update."""
+        """Forget the gradients, but for those `in_use` by an update; their stand-ins are dropped."""
         if not in_use:
             self.gradients.clear()
         self.offloaded_gradients.clear()
         self.speculated = None
         self.hidden.clear()
-        self.drop_consumed()
 
     def drop_consumed(self) -> list[nn.Parameter]:
         """Leave no gradient where one was taken; returns the parameters that had one."""

@@ -69,8 +69,11 @@ class Shadow:
 class FusedAdam:
     """PyTorch's fused step of a group of Adam or AdamW, on lists that are made once."""
 
-    def __init__(self, shadows: Sequence[Shadow], states: Sequence[Mapping[str, Any]]) -> None:
-        self._shadows, self._states = shadows, states
+    def __init__(
+        self, shadows: Sequence[Shadow], states: Sequence[Mapping[str, Any]], *, moves: bool
+    ) -> None:
+        self._shadows, self._states, self._moves = shadows, states, moves
+        self._values: list[torch.Tensor] = []
         self._averages = [
             [state[key] for state in states if key in state]
             for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -79,7 +82,8 @@ class FusedAdam:
     def begin(self, options: Mapping[str, Any]) -> None:
         """Take this step's options, parameters, gradients and counters."""
         self._options = options
-        self._values = [shadow.parameter.detach() for shadow in self._shadows]
+        if self._moves or not self._values:
+            self._values = [shadow.parameter.detach() for shadow in self._shadows]
         self._gradients: Any = [shadow.parameter.grad for shadow in self._shadows]
         self._counters = [state["step"] for state in self._states]
 
@@ -88,7 +92,7 @@ class FusedAdam:
         beta1, beta2 = options["betas"]
         firsts, seconds, largest = self._averages
         decoupled = options["decoupled_weight_decay"]
-        torch._foreach_add_(self._counters, 1)
+        torch._foreach_add_([*{id(each): each for each in self._counters}.values()], 1)
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         kernel(
             self._values,
@@ -107,8 +111,10 @@ class FusedAdam:
         )
 
     def end(self) -> None:
-        """Hold no parameters and no gradients any more."""
-        self._values, self._gradients = [], []
+        """Hold nothing that is another one in the next step."""
+        self._gradients = []
+        if self._moves:
+            self._values = []
 
     @staticmethod
     def takes(options: Mapping[str, Any]) -> bool:
@@ -167,8 +173,11 @@ class Range:
         if not self.kernels:
             self.worker.step()
 
-    def made_kernels(self) -> list[FusedAdam]:
-        """Make the kernels that may take the place of its next steps, if it has any."""
+    def made_kernels(self, *, moves: bool) -> list[FusedAdam]:
+        """Make the kernels that may take the place of its next steps, if it has any.
+
+        `moves`: its parameters are elsewhere in each step.
+        """
         kernel, worker = _KERNELS.get(type(self.worker)), self.worker
         if kernel is None or not all(kernel.takes(group) for group in worker.param_groups):
             return []
@@ -176,7 +185,8 @@ class Range:
         by_parameter = {id(each.parameter): each for each in self.shadows}
         for group in worker.param_groups:
             own = [by_parameter[id(parameter)] for parameter in group["params"]]
-            found.append(kernel(own, [worker.state[each.parameter] for each in own]))
+            states = [worker.state[each.parameter] for each in own]
+            found.append(kernel(own, states, moves=moves))
         return found
 
     def begin(self, options: Options) -> bool:
@@ -239,8 +249,21 @@ class KeptRanges:
         self._names = frozenset(waits)
         self._bases = [(name, copy.scalars[name]) for name in waits]
         for each in ranges:
-            each.kernels = each.made_kernels()
+            each.kernels = each.made_kernels(moves=moves)
+            if each.kernels:
+                self._share_counters(each)
         self._end()
+
+    def _share_counters(self, each: Range) -> None:
+        """Let all parameters have one counter that are at the same step: it is counted once."""
+        states = [each.worker.state[shadow.parameter] for shadow in each.shadows]
+        counters = [state["step"] for state in states]
+        alike = all(shadow.ends for shadow in each.shadows)
+        if alike and len(set(torch.stack(counters).tolist())) == 1:
+            for shadow, state in zip(each.shadows, states, strict=True):
+                state["step"] = counters[0]
+                for span in shadow.spans:
+                    self._copy.scalars[span.part.name]["step"] = counters[0]
 
     def begin(
         self,

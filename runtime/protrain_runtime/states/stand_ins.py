@@ -406,6 +406,7 @@ class Elsewhere:
     bring: Callable[[str], None]
     values: Callable[[], torch.Tensor]
     kind: type[nn.Parameter] = nn.Parameter  # what it is when it is back: `send_away` notes it
+    away: type[nn.Parameter] | None = None  # and what it is until then
 
 
 class AwayParameter(nn.Parameter):
@@ -415,9 +416,10 @@ class AwayParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """RuntimeError for what needs the values, but in a forward that may bring them."""
         kwargs = kwargs or {}
-        listed = func is torch.Tensor.detach and args[0].__dict__.pop(_LISTED, False)
-        if listed or func in _PARAMETER_LOOKS:
-            with torch._C.DisableTorchFunctionSubclass():
+        if func in _PARAMETER_LOOKS or (
+            func is torch.Tensor.detach and args[0].__dict__.pop(_LISTED, False)
+        ):
+            with plainly():
                 return func(*args, **kwargs)
         answer = _PARAMETER_ANSWERS.get(func)
         if answer is not None:
@@ -451,19 +453,21 @@ def send_away(parameter: nn.Parameter, place: Elsewhere, *, stays: bool = False)
 
     A parameter that `stays` a view of memory which comes and goes is left one.
     """
-    place.kind = come_back(parameter)
+    kind = come_back(parameter)
     if not stays:
         parameter.data = hollow(parameter.dtype, parameter.device, parameter.shape)
+    if kind is not place.kind or place.away is None:
+        place.kind, place.away = kind, _away(kind)
     parameter.__dict__[_KEY] = place
-    parameter.__class__ = _away(place.kind)
+    parameter.__class__ = place.away
 
 
 def come_back(parameter: nn.Parameter) -> type[nn.Parameter]:
     """Let the parameter be what it was; whoever calls this gives it values. Returns its class."""
-    parameter.__dict__.pop(_LISTED, None)
-    place: Elsewhere | None = parameter.__dict__.pop(_KEY, None)
-    if place is not None:
-        parameter.__class__ = place.kind
+    held = parameter.__dict__
+    if _KEY in held:
+        held.pop(_LISTED, None)
+        parameter.__class__ = held.pop(_KEY).kind
     return type(parameter)
 
 

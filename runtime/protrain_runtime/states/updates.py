@@ -413,6 +413,8 @@ class Piece:
 
     def view_device(self) -> None:
         """Use the parameters in place, on the device."""
+        if self.kept is not None and not self.moves:
+            return
         for number, run in enumerate(self.runs):
             part, low, _ = run.spans[0]
             begin = part.inside + low * part.dtype.itemsize
