@@ -552,7 +552,7 @@ class Chunk:
         self.hidden.clear()
 
     def clear_gradients(self, *, in_use: bool = False) -> None:
-        """Forget the gradients, but for those `in_use` by an update; their stand-ins are dropped."""
+        """Forget gradients, but for those `in_use` by an update; their stand-ins are dropped."""
         if not in_use:
             self.gradients.clear()
         self.offloaded_gradients.clear()

@@ -258,8 +258,8 @@ class KeptRanges:
         """Let all parameters have one counter that are at the same step: it is counted once."""
         states = [each.worker.state[shadow.parameter] for shadow in each.shadows]
         counters = [state["step"] for state in states]
-        alike = all(shadow.ends for shadow in each.shadows)
-        if alike and len(set(torch.stack(counters).tolist())) == 1:
+        alike = all(high == part.numel for one in each.shadows for part, _, high in one.spans)
+        if alike and len(states) > 1 and len(set(torch.stack(counters).tolist())) == 1:
             for shadow, state in zip(each.shadows, states, strict=True):
                 state["step"] = counters[0]
                 for span in shadow.spans:
