@@ -70,9 +70,9 @@ class FusedAdam:
     """PyTorch's fused step of a group of Adam or AdamW, on lists that are made once."""
 
     def __init__(
-        self, shadows: Sequence[Shadow], states: Sequence[Mapping[str, Any]], *, moves: bool
+        self, shadows: Sequence[Shadow], states: Sequence[dict[str, Any]], *, moves: bool
     ) -> None:
-        self._shadows, self._states, self._moves = shadows, states, moves
+        self.shadows, self.states, self._moves = shadows, states, moves
         self._values: list[torch.Tensor] = []
         self._averages = [
             [state[key] for state in states if key in state]
@@ -83,9 +83,9 @@ class FusedAdam:
         """Take this step's options, parameters, gradients and counters."""
         self._options = options
         if self._moves or not self._values:
-            self._values = [shadow.parameter.detach() for shadow in self._shadows]
-        self._gradients: Any = [shadow.parameter.grad for shadow in self._shadows]
-        self._counters = [state["step"] for state in self._states]
+            self._values = [shadow.parameter.detach() for shadow in self.shadows]
+        self._gradients: Any = [shadow.parameter.grad for shadow in self.shadows]
+        self._counters = [state["step"] for state in self.states]
 
     def step(self) -> None:
         options = self._options
@@ -250,17 +250,16 @@ class KeptRanges:
         self._bases = [(name, copy.scalars[name]) for name in waits]
         for each in ranges:
             each.kernels = each.made_kernels(moves=moves)
-            if each.kernels:
-                self._share_counters(each)
+            for kernel in each.kernels:
+                self._share_counters(kernel)
         self._end()
 
-    def _share_counters(self, each: Range) -> None:
+    def _share_counters(self, kernel: FusedAdam) -> None:
         """Let all parameters have one counter that are at the same step: it is counted once."""
-        states = [each.worker.state[shadow.parameter] for shadow in each.shadows]
-        counters = [state["step"] for state in states]
-        alike = all(high == part.numel for one in each.shadows for part, _, high in one.spans)
-        if alike and len(states) > 1 and len(set(torch.stack(counters).tolist())) == 1:
-            for shadow, state in zip(each.shadows, states, strict=True):
+        counters = [state["step"] for state in kernel.states]
+        alike = all(high == part.numel for one in kernel.shadows for part, _, high in one.spans)
+        if alike and len(counters) > 1 and len(set(torch.stack(counters).tolist())) == 1:
+            for shadow, state in zip(kernel.shadows, kernel.states, strict=True):
                 state["step"] = counters[0]
                 for span in shadow.spans:
                     self._copy.scalars[span.part.name]["step"] = counters[0]
