@@ -309,7 +309,8 @@ class Rig:
                 (start, stop), Piece(self.chunk, start, stop, keeps=True, together=together)
             )
             piece.waiting = dict(waiting)
-            piece.view_store()
+            if piece.kept is None:
+                piece.view_store()
             covered = {
                 part.name: at_hand[part.name][low:high]
                 for part, low, high in piece.parts

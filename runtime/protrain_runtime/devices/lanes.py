@@ -121,8 +121,11 @@ class StreamTicket:
 
     def synchronize(self) -> None:
         # The event's own `synchronize` has no limit. Naps grow with the wait, a twentieth of it.
-        event, start = self._end(), time.perf_counter()
+        event = self._end()
         with devices.current(self._device):
+            if event.query():
+                return
+            start = time.perf_counter()
             while not event.query():
                 waited = time.perf_counter() - start
                 if waited > self._limit_s:

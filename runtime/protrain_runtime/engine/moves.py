@@ -17,7 +17,6 @@ has one.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, assert_never
@@ -786,11 +785,17 @@ class Moves:
         stores = chunk.store, chunk.gradient_store
         checked = not on_device and any(isinstance(one, CheckedHostStore) for one in stores)
 
+        def update() -> None:
+            if stands and piece.kept is None:
+                piece.view_store()
+            piece.update(self._factory, options, gradients, team)
+
         def work() -> None:
-            with piece.in_place() if checked else nullcontext():
-                if stands:
-                    piece.view_store()
-                piece.update(self._factory, options, gradients, team)
+            if checked:
+                with piece.in_place():
+                    update()
+            else:
+                update()
             if on_device:
                 piece.write_made()
             if stands:

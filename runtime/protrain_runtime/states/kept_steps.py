@@ -92,7 +92,10 @@ class FusedAdam:
         beta1, beta2 = options["betas"]
         firsts, seconds, largest = self._averages
         decoupled = options["decoupled_weight_decay"]
-        torch._foreach_add_([*{id(each): each for each in self._counters}.values()], 1)
+        counters = self._counters
+        if len(counters) > 1:  # which may be one
+            counters = [*{id(each): each for each in counters}.values()]
+        torch._foreach_add_(counters, 1)
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         kernel(
             self._values,
@@ -119,11 +122,14 @@ class FusedAdam:
     @staticmethod
     def takes(options: Mapping[str, Any]) -> bool:
         """Whether a step with these options is that kernel and nothing else."""
-        given = {torch.Tensor, bool}.isdisjoint(map(type, (options["lr"], *options["betas"])))
-        return options["fused"] is True and given and not options["differentiable"]
+        beta1, beta2 = options["betas"]
+        for given in (options["lr"], beta1, beta2):
+            if type(given) is torch.Tensor or type(given) is bool:
+                return False
+        return options["fused"] is True and not options["differentiable"]
 
 
-_NOTHING = torch.Size([0])
+_NOTHING, _LENGTH = torch.Size([0]), len(OF_PLANS)
 
 _KERNELS = {torch.optim.Adam: FusedAdam, torch.optim.AdamW: FusedAdam}
 """The fused steps of classes, and of no class that is made from one."""
@@ -191,15 +197,13 @@ class Range:
 
     def begin(self, options: Options) -> bool:
         """Take this step's options; False where they ask for another optimizer."""
-        chosen = [options[name] for name in self.heads]
-        if not self.kernels:
-            for group, given in zip(self.worker.param_groups, chosen, strict=True):
-                group.update({k: v for k, v in by_value(given).items() if k != NAMES})
-            return True
-        for kernel, given in zip(self.kernels, chosen, strict=True):
-            if not kernel.takes(given):
+        for kernel, name in zip(self.kernels, self.heads, strict=True) if self.kernels else ():
+            if not kernel.takes(options[name]):
                 return False
-            kernel.begin(given)
+            kernel.begin(options[name])
+        if not self.kernels:
+            for group, name in zip(self.worker.param_groups, self.heads, strict=True):
+                group.update({k: v for k, v in by_value(options[name]).items() if k != NAMES})
         return True
 
     def states(self) -> list[dict[str, Any]]:
@@ -239,6 +243,7 @@ class KeptRanges:
         self.ranges, self.read, self.write = ranges, read, write
         self._moves = moves
         self._run, self._copy = run, copy
+        self._steps = [each.step for each in ranges]
         shadows = [shadow for each in ranges for shadow in each.shadows]
         waits = {span.part.name: one.waits for one in shadows for span in one.spans}
         self._sources: list[_Source] = []
@@ -293,9 +298,12 @@ class KeptRanges:
                 if stored.store is not store or stored.offset != offset or stored.count is not None:
                     return False
             for key in part.parameter.__dict__:
-                if key[: len(OF_PLANS)] != OF_PLANS:
+                if key[:_LENGTH] != OF_PLANS:
                     return False
-        return all(self._begin(each, options, waiting, gradients, values) for each in self.ranges)
+        for each in self.ranges:  # noqa: SIM110 (a generator costs as much as what it asks)
+            if not self._begin(each, options, waiting, gradients, values):
+                return False
+        return True
 
     def _begin(
         self,
@@ -333,7 +341,7 @@ class KeptRanges:
 
     def step(self) -> bool:
         """Step once; False where an optimizer has put other tensors in the place of its states."""
-        self._run([each.step for each in self.ranges])
+        self._run(self._steps)
         in_place = True
         for each in self.ranges:
             for shadow in () if each.kernels else each.shadows:

@@ -105,6 +105,9 @@ class UpdateTeam:
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Do all of them, the first here; what one raises is raised when all have ended."""
         assert len(tasks) <= self.num_threads
+        if len(tasks) == 1:
+            tasks[0]()
+            return
         others = [self._helpers.submit(task) for task in tasks[1:]] if self._helpers else []
         try:
             for task in tasks[:1]:
@@ -442,8 +445,6 @@ class Piece:
 
     def view_store(self) -> None:
         """Use the parameters and their states in place, where the store is host memory."""
-        if self.kept is not None:
-            return
         store = self.chunk.store
         assert isinstance(store, HostStore)
         self.stands = True
