@@ -467,15 +467,15 @@ class Engine:
                 f"optimizer.step() was called again after one backward(): the gradient of {name!r},"
                 " which is offloaded, is used up. Run a backward() before every step"
             )
+        shown = self._shown if state.updated else []
         with plainly():
-            shown = [part.parameter.grad for part in self._shown if state.updated]
-        for part, gradient in zip(self._shown, shown, strict=False):
-            if not isinstance(gradient, ConsumedGradient):
-                raise RuntimeError(
-                    f"the gradient of {part.name!r} was replaced or set to None between backward()"
-                    " and optimizer.step(): this plan has updated it in backward. Plan with --clip:"
-                    " updates then come after backward"
-                )
+            replaced = [p for p in shown if not isinstance(p.parameter.grad, ConsumedGradient)]
+        if replaced:
+            raise RuntimeError(
+                f"the gradient of {replaced[0].name!r} was replaced or set to None between"
+                " backward() and optimizer.step(): this plan has updated it in backward. Plan with"
+                " --clip: updates then come after backward"
+            )
         if state.slot >= 0:
             raise RuntimeError("optimizer.step() was called before backward() had ended")
         count = state.micro_batches

@@ -50,6 +50,7 @@ from protrain_runtime.states.stand_ins import (
     UsedGradient,
     come_back,
     plainly,
+    send_all_away,
     send_away,
 )
 from protrain_runtime.states.update_rules import StateRule, UpdateRule, UpdateRules
@@ -239,7 +240,10 @@ class Chunk:
     lasts: bool = False
     lasting: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     viewing: set[int] = field(default_factory=set[int])
-    places: dict[str, Elsewhere] = field(default_factory=dict[str, Elsewhere])
+    # By group, its parameters, and where they are while they are not on the device.
+    places: dict[int, list[tuple[nn.Parameter, Elsewhere]]] = field(
+        default_factory=dict[int, list[tuple[nn.Parameter, Elsewhere]]]
+    )
     # The parameters' versions when they came to the device, which writes count up.
     versions: dict[str, int] = field(default_factory=dict[str, int])
     # Gradients by parameter: on the device, taken for their moves, and in the store below it.
@@ -346,6 +350,7 @@ class Chunk:
         slices = tuple(replace(part, group=0, inside=part.offset) for part in self.slices)
         self.groups = (Group(0, self.parameter_bytes, slices, self.gradient_bytes),)
         self.slices, self.hollow = slices, {0} if self.hollow else set()
+        self.places.clear()
 
     def groups_in(self, share: tuple[float, float]) -> range:
         """The groups in a share of the parameters' bytes."""
@@ -401,8 +406,8 @@ class Chunk:
             if not (lasts and number in self.viewing):
                 self._view(number, buffer)
             elif number in self.hollow:
+                come_back(*[parameter for parameter, _ in self.places[number]])
                 for part in self.groups[number].slices:
-                    come_back(part.parameter)
                     self.versions[part.name] = part.parameter._version
             if lasts:
                 self.viewing.add(number)
@@ -425,17 +430,20 @@ class Chunk:
     def unbind(self, groups: Iterable[int]) -> None:
         """Leave parameters of the right shape that hold nothing (`away`)."""
         for number in set(groups) - self.hollow:
-            stays = number in self.viewing
-            for part in self.groups[number].slices:
-                if (place := self.places.get(part.name)) is None:
-                    place = self.places[part.name] = Elsewhere(
-                        name=part.name,
-                        stride=part.stride,
-                        bring=lambda name: self.bring(self, name),
-                        values=partial(self._copy, part),
-                    )
-                send_away(part.parameter, place, stays=stays)
+            if (places := self.places.get(number)) is None:
+                places = self.places[number] = [
+                    (part.parameter, self._place(part)) for part in self.groups[number].slices
+                ]
+            send_all_away(places, stay=number in self.viewing)
             self.hollow.add(number)
+
+    def _place(self, part: Slice) -> Elsewhere:
+        return Elsewhere(
+            name=part.name,
+            stride=part.stride,
+            bring=lambda name: self.bring(self, name),
+            values=partial(self._copy, part),
+        )
 
     def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
         """Take the buffers of these groups from the model: those that do not last are returned."""

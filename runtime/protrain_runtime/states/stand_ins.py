@@ -12,7 +12,7 @@
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from threading import local
@@ -453,22 +453,30 @@ def send_away(parameter: nn.Parameter, place: Elsewhere, *, stays: bool = False)
 
     A parameter that `stays` a view of memory which comes and goes is left one.
     """
-    kind = come_back(parameter)
-    if not stays:
-        parameter.data = hollow(parameter.dtype, parameter.device, parameter.shape)
-    if kind is not place.kind or place.away is None:
-        place.kind, place.away = kind, _away(kind)
-    parameter.__dict__[_KEY] = place
-    parameter.__class__ = place.away
+    send_all_away(((parameter, place),), stay=stays)
 
 
-def come_back(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """Let the parameter be what it was; whoever calls this gives it values. Returns its class."""
-    held = parameter.__dict__
-    if _KEY in held:
-        held.pop(_LISTED, None)
-        parameter.__class__ = held.pop(_KEY).kind
-    return type(parameter)
+def send_all_away(places: Iterable[tuple[nn.Parameter, Elsewhere]], *, stay: bool) -> None:
+    """Do the same for several: in every step for all that are offloaded, so in one call."""
+    for parameter, place in places:
+        if _KEY in parameter.__dict__:
+            come_back(parameter)
+        kind = parameter.__class__
+        if not stay:
+            parameter.data = hollow(parameter.dtype, parameter.device, parameter.shape)
+        if kind is not place.kind or place.away is None:
+            place.kind, place.away = kind, _away(kind)
+        parameter.__dict__[_KEY] = place
+        parameter.__class__ = place.away
+
+
+def come_back(*parameters: nn.Parameter) -> None:
+    """Let parameters be what they were; whoever calls this gives them values."""
+    for parameter in parameters:
+        held = parameter.__dict__
+        if _KEY in held:
+            held.pop(_LISTED, None)
+            parameter.__class__ = held.pop(_KEY).kind
 
 
 def let_list(parameter: nn.Parameter) -> None:
