@@ -180,7 +180,7 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         given = tensors_in((args, kwargs))
         before = inputs[unit] = [(t, t._version) for t in given if not t.is_inference()]
         buffers, held = other_buffers(module), snapshot(module)
-        draws = Draws(module)
+        draws = Draws([*module.modules()])
         tensors, again = taken_apart((args, kwargs))  # what the first run writes into is not seen
         where = {devices.HOST, *(p.device for p in module.parameters() if not p.is_meta)}
         states = [(device, devices.random_state(device)) for device in where]

@@ -110,7 +110,7 @@ def _apart(value: object) -> object:
 def _once(preserve: bool, *, reentrant: bool) -> Iterator[None]:
     """Before and after the function, which runs in between: a generator that yields once."""
     before = b"" if preserve else _random_state()
-    draws = Draws(nn.Module())
+    draws = Draws(())
     outside, _HERE.inside = _HERE.inside, (*_HERE.inside, reentrant)
     try:
         with draws.first():

@@ -1,7 +1,7 @@
 """Recomputation: a block's forward runs a second time, in backward, and computes the same.
 
-PyTorch's own random states and autocast are restored by `torch.utils.checkpoint`. What it does not
-know of is done here:
+PyTorch's own random states and autocast are restored by `run_twice`. What else a forward draws from
+and writes to is seen to here:
 
 - A block's forward may draw from Python's `random`, from NumPy's global generator, and from
   generator objects that its modules hold (`Draws`): the second run draws the same numbers, and the
@@ -12,11 +12,12 @@ know of is done here:
   (`written_buffers`).
 """
 
+import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,40 +25,40 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint
 
 from protrain_runtime.activations.forms import Code
 from protrain_runtime.activations.trees import taken_apart
+from protrain_runtime.activations.twice import run_twice
 
 State = Any
 Source = tuple[Callable[[], State], Callable[[State], None]]
 """A generator's state, as something that `==` compares, and what sets it."""
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-_CONTAINERS = (list, tuple, set, frozenset, Mapping)
+_CONTAINERS = (list, tuple, set, frozenset)
 
 
 def full(forward: Code, module: nn.Module) -> Code:
     """The executor of the form `full`: the inputs are kept, the forward runs again as a whole."""
-    return recomputed(forward, module, partial(checkpoint, use_reentrant=False))
+    return recomputed(forward, module, run_twice)
 
 
-def recomputed(forward: Code, module: nn.Module, run_twice: Code) -> Code:
-    """`forward`, the code of `module`, run by `run_twice`, once now and once more in backward.
+def recomputed(forward: Code, module: nn.Module, twice: Code) -> Code:
+    """`forward`, the code of `module`, run by `twice`, once now and once more in backward.
 
-    Random states and autocast are those of the first run (torch.utils.checkpoint and `Draws`), and
-    so are the arguments: what the first run wrote into containers or objects among them is not seen
-    by the second. All tensors in arguments are handed over by themselves, so that every input is
-    seen by the saved-tensor hooks around it. Running statistics are written in the first run alone.
+    Random states and autocast are those of the first run (`run_twice` and `Draws`), and so are the
+    arguments: what the first run wrote into containers or objects among them is not seen by the
+    second. All tensors in arguments are handed over by themselves, so that every input is seen by
+    the saved-tensor hooks around it. Running statistics are written in the first run alone.
     """
-    statistics = with_running_statistics(module)
+    statistics, modules = with_running_statistics(module), [*module.modules()]
 
     def run(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         tensors, rebuild = taken_apart((args, kwargs))
         first = [(args, kwargs)]
-        draws = Draws(module)
+        draws = Draws(modules)
 
         def call(*inputs: torch.Tensor) -> object:
             if first:
@@ -73,7 +74,7 @@ def recomputed(forward: Code, module: nn.Module, run_twice: Code) -> Code:
 
         counting = [tensor for tensor in tensors if not tensor.is_inference()]
         versions = [tensor._version for tensor in counting]
-        outputs = run_twice(call, *tensors)
+        outputs = twice(call, *tensors)
         if versions != [tensor._version for tensor in counting]:
             raise RuntimeError(
                 "a block that the plan recomputes writes to its inputs in place: from these it"
@@ -87,8 +88,8 @@ def recomputed(forward: Code, module: nn.Module, run_twice: Code) -> Code:
 class Draws:
     """Random numbers that one forward draws: `first` goes around it, `again` around the next."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules  # those that a block has, itself included
         self._drawn: list[tuple[Source, State]] = []  # with the states before the first run
 
     @contextmanager
@@ -98,7 +99,7 @@ class Draws:
         sources: list[Source] = [(random.getstate, random.setstate)]
         if numpy is not None:
             sources.append(_of_numpy(numpy.random.mtrand._rand, numpy))
-        for held in generators(self._module):
+        for held in generators(self._modules):
             if isinstance(held, random.Random):
                 sources.append((held.getstate, held.setstate))
             elif isinstance(held, torch.Generator):
@@ -131,25 +132,20 @@ def _set(states: Sequence[tuple[Source, State]]) -> None:
 
 
 def _of_numpy(generator: Any, numpy: Any) -> Source:
+    """Its state as bytes: `==` does not compare the arrays in it as a whole."""
+    legacy = isinstance(generator, numpy.random.RandomState)
+
     def state() -> State:
-        if isinstance(generator, numpy.random.RandomState):
-            return _plain(generator.get_state(legacy=False), numpy)
-        return _plain(generator.bit_generator.state, numpy)
+        found = generator.get_state(legacy=False) if legacy else generator.bit_generator.state
+        return pickle.dumps(found)
 
     def set_state(state: State) -> None:
-        if isinstance(generator, numpy.random.RandomState):
-            generator.set_state(state)
+        if legacy:
+            generator.set_state(pickle.loads(state))  # noqa: S301 (its own)
         else:
-            generator.bit_generator.state = state
+            generator.bit_generator.state = pickle.loads(state)  # noqa: S301
 
     return state, set_state
-
-
-def _plain(tree: Any, numpy: Any) -> Any:
-    """A state with tuples in place of arrays, which `==` does not compare as a whole."""
-    if isinstance(tree, dict):
-        return {key: _plain(value, numpy) for key, value in tree.items()}
-    return tuple(tree.tolist()) if isinstance(tree, numpy.ndarray) else tree
 
 
 def _of_torch(generator: torch.Generator) -> Source:
@@ -166,28 +162,34 @@ def _of_torch(generator: torch.Generator) -> Source:
     return state, set_state
 
 
-def generators(module: nn.Module) -> Iterator[object]:
-    """The generator objects in attributes of a module and of those inside, each once."""
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (random.Random, torch.Generator)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
+def generators(modules: Iterable[nn.Module]) -> Iterator[object]:
+    """The generator objects in attributes of modules, each once."""
     seen: set[int] = set()
-    stack: list[object] = [
-        value
-        for inner in module.modules()
-        for name, value in inner.__dict__.items()
-        if name not in _OF_EVERY_MODULE
-    ]
+    stack: list[Any] = []
+    for inner in modules:
+        held = inner.__dict__
+        if len(held) > len(_OF_EVERY_MODULE):
+            stack += [held[name] for name in held.keys() - _OF_EVERY_MODULE]
     while stack:
-        held = stack.pop()
-        if isinstance(held, kinds):
-            if id(held) not in seen:
-                seen.add(id(held))
-                yield held
-        elif isinstance(held, _CONTAINERS) and id(held) not in seen:
-            seen.add(id(held))
-            stack.extend(held.values() if isinstance(held, Mapping) else held)
+        one = stack.pop()
+        what = _kind(type(one))  # type: ignore[arg-type] # a class has a hash
+        if what and id(one) not in seen:
+            seen.add(id(one))
+            if what == "generator":
+                yield one
+            else:
+                stack.extend(one.values() if what == "mapping" else one)
+
+
+@cache
+def _kind(of: type) -> str:
+    """Say of a class whether its objects are generators, or may hold some; empty: neither."""
+    if of.__module__.partition(".")[0] == "numpy":
+        numpy = sys.modules["numpy"]
+        return "generator" * issubclass(of, numpy.random.Generator | numpy.random.RandomState)
+    if issubclass(of, random.Random | torch.Generator):
+        return "generator"
+    return "mapping" * issubclass(of, Mapping) or "container" * issubclass(of, _CONTAINERS)
 
 
 def with_running_statistics(module: nn.Module) -> tuple[nn.Module, ...]:

@@ -30,11 +30,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from protrain_runtime.activations.forms import Code, outer_hooks
 from protrain_runtime.activations.recompute import recomputed
 from protrain_runtime.activations.trees import named, tensors_in, written_arguments
+from protrain_runtime.activations.twice import Saved, run_twice
 from protrain_runtime.devices import device as devices
 
 
@@ -60,15 +60,13 @@ def attn(forward: Code, module: nn.Module) -> Code:
 def _keeping_first(count: "Callable[[_Keeping], int]") -> Code:
     """Run a forward twice, keeping its inputs and first `count` expensive outputs."""
 
-    def run_twice(forward: Code, *inputs: object) -> object:
+    def run(forward: Code, *inputs: torch.Tensor) -> object:
         keeping, replaying = _Keeping(), _Replaying()
-        outputs = checkpoint(
-            forward, *inputs, use_reentrant=False, context_fn=lambda: (keeping, replaying)
-        )
+        outputs = run_twice(forward, *inputs, contexts=(keeping, replaying))
         replaying.take(keeping.kept(count(keeping), handed_on=tensors_in(outputs)))
         return outputs
 
-    return run_twice
+    return run
 
 
 def _name(operator: Any) -> str:
@@ -369,15 +367,6 @@ class _Replaying(_Mode):
 
 class _Hole:
     """Stands for a tensor in a tree."""
-
-
-class Saved(torch.autograd.Function):
-    """Saves tensors through the hooks that are active. `anchor` lets a graph be recorded."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty_like(anchor)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,13 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from protrain_runtime.activations.compiled import has_compiled, replace_code
 from protrain_runtime.activations.forms import Code
 from protrain_runtime.activations.recompute import full, recomputed
-from protrain_runtime.activations.selective_recompute import Saved
 from protrain_runtime.activations.trees import PLAIN, named, tensors_in
+from protrain_runtime.activations.twice import Saved, run_twice
 
 TILES = 8
 
@@ -45,7 +44,7 @@ def tiled(forward: Code, module: nn.Module) -> Code:
         with mlps.tiled():
             return forward(*args, **kwargs)
 
-    return recomputed(run, module, partial(checkpoint, use_reentrant=False))
+    return recomputed(run, module, run_twice)
 
 
 class _Mlps:

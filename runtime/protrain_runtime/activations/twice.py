@@ -1,0 +1,166 @@
+"""Forwards that run twice: now, and again when backward first asks for what they had saved.
+
+As with `torch.utils.checkpoint`, of what autograd saves a place is kept, and the second run fills
+all places and ends with the last of them. Random states, autocast and the default device are those
+of the first run. A model's own checkpoints inside are PyTorch's. PyTorch's costs the interpreter
+four times as much (docs/decisions/launching.md): it keeps account of graphs that are backwarded
+several times, in part, or within the forward, which a plan refuses.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from protrain_runtime.devices import device as devices
+
+Context = AbstractContextManager[object]
+
+
+def run_twice(
+    call: Callable[..., object],
+    *inputs: torch.Tensor,
+    contexts: tuple[Context, Context] | None = None,
+) -> Any:
+    """`call(*inputs)`, and again in backward, inside the first of the contexts and the second."""
+    first, again = contexts or (nullcontext(), nullcontext())
+    run = _Run(call, inputs, again)
+    with saved_tensors_hooks(run.pack, _unpack), first:
+        return call(*inputs)
+
+
+class Saved(torch.autograd.Function):
+    """Saves tensors through the hooks that are active. `anchor` lets a graph be recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(anchor)
+
+
+class _Slot:
+    """The place of one saved tensor, which autograd owns."""
+
+    __slots__ = ("__weakref__", "run", "value")
+
+    def __init__(self, run: "_Run") -> None:
+        self.run = run
+        self.value: torch.Tensor | None = None
+
+
+def _unpack(slot: Any) -> torch.Tensor:
+    if slot.value is None:
+        slot.run.again()
+    value: torch.Tensor = slot.value
+    slot.value = None  # autograd asks once
+    return value
+
+
+class _Full(Exception):  # noqa: N818 (no error)
+    """All places are filled."""
+
+
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class _Run:
+    """One forward, with what its second run needs."""
+
+    def __init__(
+        self, call: Callable[..., object], inputs: tuple[torch.Tensor, ...], context: Context
+    ) -> None:
+        self._call, self._context = call, context
+        self._slots: list[tuple[ref[_Slot], _Kind]] = []
+        # Inference tensors cannot be saved, and nobody writes to them.
+        self._inputs = [each if each.is_inference() else None for each in inputs]
+        anchor = torch.empty(0, requires_grad=True)
+        kept = [each for each in inputs if not each.is_inference()]
+        self._saved: Any = Saved.apply(anchor, *kept)  # type: ignore[no-untyped-call]
+        self._random = torch.get_rng_state()
+        there = {each.device for each in inputs if not devices.on_host(each.device)}
+        self._states = [(where, devices.random_state(where)) for where in there]
+        self._casts = _casts({"cpu", *(each.device.type for each in inputs)} - {"meta"})
+        modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+        self._devices = [mode for mode in modes if isinstance(mode, DeviceContext)][-1:]
+
+    def pack(self, tensor: torch.Tensor) -> _Slot:
+        """Keep a place for a tensor."""
+        slot = _Slot(self)
+        self._slots.append((ref(slot), (tensor.shape, tensor.dtype, tensor.device)))
+        return slot
+
+    def again(self) -> None:
+        """Fill the places that autograd still has."""
+        saved = iter(self._saved.grad_fn.saved_tensors)
+        inputs = [next(saved) if each is None else each for each in self._inputs]
+        places = iter(self._slots)
+        left = len(self._slots)
+
+        def fill(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal left
+            reference, kind = next(places)
+            if kind != (tensor.shape, tensor.dtype, tensor.device):
+                raise RuntimeError(_OTHERWISE)
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            if (slot := reference()) is not None:
+                slot.value = tensor
+            left -= 1
+            if not left:
+                raise _Full
+            return tensor
+
+        try:
+            with saved_tensors_hooks(fill, _as_it_is), torch.enable_grad(), ExitStack() as stack:
+                stack.enter_context(self._as_then())
+                stack.enter_context(self._context)
+                self._call(*inputs)
+        except _Full:
+            return
+        raise RuntimeError(_OTHERWISE)
+
+    @contextmanager
+    def _as_then(self) -> Iterator[None]:
+        """Have random states, autocast and the default device of the first run inside."""
+        now = torch.get_rng_state()
+        states = [(where, devices.random_state(where)) for where, _ in self._states]
+        with ExitStack() as stack:
+            if self._casts != _casts(kind for kind, *_ in self._casts):
+                for kind, enabled, dtype, caches in self._casts:
+                    cast = torch.amp.autocast(kind, dtype, enabled, caches)
+                    stack.enter_context(cast)
+            for mode in self._devices:
+                stack.enter_context(mode)
+            try:
+                torch.set_rng_state(self._random)
+                for where, state in self._states:
+                    devices.set_random_state(where, state)
+                yield
+            finally:
+                torch.set_rng_state(now)
+                for where, state in states:
+                    devices.set_random_state(where, state)
+
+
+_OTHERWISE = (
+    "a block that the plan recomputes saved other tensors in backward than in forward: it has to"
+    " compute the same every time. Profile the model as it runs now"
+)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _casts(kinds: Any) -> list[tuple[str, bool, torch.dtype, bool]]:
+    """The states of autocast by type of device, in order."""
+    caches = torch.is_autocast_cache_enabled()
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), caches)
+        for kind in sorted(kinds)
+        if torch.amp.is_autocast_available(kind)
+    ]
