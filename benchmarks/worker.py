@@ -23,6 +23,7 @@ TASKS = {
     "updates": "benchmarks.peers.update_bits:updates",
     "kernels": "benchmarks.gpu.kernels:kernels",
     "planner case": "benchmarks.planner:solved",
+    "launching": "benchmarks.launching:measured",
     "front": "benchmarks.front:answered",
     "published": "benchmarks.published_runs:predicted",
     "pipeline": "benchmarks.pipeline:compared",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import accuracy, front, grid, pipeline, planner, published, stages
+from benchmarks import accuracy, front, grid, launching, pipeline, planner, published, stages
 from benchmarks.gpu import parts as gpu
 from benchmarks.gpu.suites import CARD, DRY, Suite
 from benchmarks.pages import quantile
@@ -34,6 +34,7 @@ def _run(*arguments: str) -> str:
 PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": accuracy.page,
     "front": front.page,
+    "launching": launching.page,
     "pipeline": pipeline.page,
     "planner": planner.page,
     "published": published.page,
@@ -51,6 +52,7 @@ RESULTS_OF_CODE = [path for path in sorted(RESULTS.glob("*.json")) if path.stem 
     [
         ("planner", ["h100-sxm: llama-3.1-8b"], 1),
         ("front", ["rtx-3090: gpt2-xl"], 1),
+        ("launching", ["OE"], 1),
         ("published", ["scratch-gpt2"], 1),
         ("stages", ["torchtitan"], 1),
         ("accuracy", ["pyramid"], 7),

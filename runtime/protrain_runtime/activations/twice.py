@@ -3,7 +3,7 @@
 As with `torch.utils.checkpoint`, of what autograd saves a place is kept, and the second run fills
 all places and ends with the last of them. Random states, autocast and the default device are those
 of the first run. A model's own checkpoints inside are PyTorch's. PyTorch's costs the interpreter
-four times as much (docs/decisions/launching.md): it keeps account of graphs that are backwarded
+four times as much (docs/decisions/seconds.md): it keeps account of graphs that are backwarded
 several times, in part, or within the forward, which a plan refuses.
 """
 
