@@ -94,6 +94,23 @@ CARD = Suite(
     sanitized=("-m", "gpu and not slow", "-n", "0", "-k", _STEPS, "tests/runtime"),
 )
 
+_TIMED = replace(_WORK, num_steps=6)
+SHORT = replace(
+    CARD,
+    base=_TIMED,
+    truth=(
+        (replace(_SMALL, num_steps=6), (0, 3 * GB)),
+        (_TIMED, (12 * GB, 16 * GB)),
+        (replace(_TIMED, model=_8B), (24 * GB, 40 * GB)),
+    ),
+    compared=(replace(_TIMED, cap_bytes=12 * GB),),
+    batches=(1,),
+    recorded=(replace(_SMALL, cap_bytes=3 * GB), replace(_TIMED, cap_bytes=12 * GB)),
+    threads=(3, 8, 16),
+    tests={"bits": ("-m", "gpu and not slow", "-n", "12", "-k", _STEPS, "tests/runtime")},
+)
+"""Steps that may wait for the host: `--short`, in eight minutes."""
+
 _TINY = replace(_WORK, model="tiny-llama", batch_size=4, seq_len=256, device=EMULATED, num_steps=1)
 _BINDING = 120 * MIB
 """Between the least that a plan for the tiny model takes, 110 MiB with the context and what is held

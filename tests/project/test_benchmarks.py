@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import accuracy, front, grid, launching, pipeline, planner, published, stages
 from benchmarks.gpu import parts as gpu
-from benchmarks.gpu.suites import CARD, DRY, Suite
+from benchmarks.gpu.suites import CARD, DRY, SHORT, Suite
 from benchmarks.pages import quantile
 from benchmarks.peers.registry import ADAPTERS
 from benchmarks.peers.tables import markdown
@@ -135,7 +135,7 @@ def test_every_peer_runs_on_a_cpu(tmp_path: Path) -> None:
             assert cell["result"]["losses"] == pytest.approx(losses, rel=1e-5), name
 
 
-@pytest.mark.parametrize("suite", [CARD, DRY], ids=["card", "dry"])
+@pytest.mark.parametrize("suite", [CARD, SHORT, DRY], ids=["card", "short", "dry"])
 def test_cells_of_the_gpu_benchmark_need_what_precedes_them(suite: Suite) -> None:
     todo = gpu.cells(gpu.PARTS, suite)
     for number, cell in enumerate(todo):
