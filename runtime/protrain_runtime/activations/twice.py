@@ -99,13 +99,12 @@ class _Run:
         saved = iter(self._saved.grad_fn.saved_tensors)
         inputs = [next(saved) if each is None else each for each in self._inputs]
         places = iter(self._slots)
-        left = len(self._slots)
+        left, alike = len(self._slots), True
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal left
+            nonlocal left, alike
             reference, kind = next(places)
-            if kind != (tensor.shape, tensor.dtype, tensor.device):
-                raise RuntimeError(_OTHERWISE)
+            alike &= kind == (tensor.shape, tensor.dtype, tensor.device)
             tensor = tensor.detach() if tensor.requires_grad else tensor
             if (slot := reference()) is not None:
                 slot.value = tensor
@@ -120,8 +119,12 @@ class _Run:
                 stack.enter_context(self._context)
                 self._call(*inputs)
         except _Full:
-            return
-        raise RuntimeError(_OTHERWISE)
+            pass
+        if left or not alike:
+            raise RuntimeError(
+                "a block that the plan recomputes saved other tensors in backward than in forward:"
+                " it has to compute the same every time. Profile the model as it runs now"
+            )
 
     @contextmanager
     def _as_then(self) -> Iterator[None]:
@@ -144,12 +147,6 @@ class _Run:
                 torch.set_rng_state(now)
                 for where, state in states:
                     devices.set_random_state(where, state)
-
-
-_OTHERWISE = (
-    "a block that the plan recomputes saved other tensors in backward than in forward: it has to"
-    " compute the same every time. Profile the model as it runs now"
-)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
