@@ -729,12 +729,17 @@ class Moves:
         """
         piece = self._kept.get((chunk.unit, start, stop))
         if piece is None:
+            states = self.plans[chunk.unit].states
+            assert isinstance(states, Offload)
+            home = gradient_home(states, self.program.settings, self.program.device)
+            # A sum on the device is elsewhere in each step, and would stay there with the piece.
+            sums = self._reductions is not None and home == "device"
             piece = Piece(
                 chunk,
                 start,
                 stop,
                 apart=chunk.spare is not None,
-                keeps=chunk.spare is None,
+                keeps=chunk.spare is None and not sums,
                 moves=moves,
                 together=together,
             )
