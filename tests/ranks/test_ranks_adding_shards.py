@@ -1,6 +1,7 @@
 """Ranks that reduce every micro-batch: training equals that of FSDP2, which reduces so by default.
 
-FSDP2 computes gradients; one plain optimizer steps on all of them, whole, as in the other tests.
+FSDP2 computes gradients; one plain optimizer steps on all of them, whole, as in the other tests. On
+emulated devices, where FSDP2 does not run, means by DistributedDataParallel are added up.
 """
 
 import copy
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_runtime.contract.records.plan import Offload, Persistent, Plan, Recompute, UnitPlan
 from tests.support.plan_settings import with_settings
-from tests.support.ranks_cases import run_ranks
+from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
 from tests.support.ranks_loops import (
     PLACES,
     ROUNDING,
@@ -33,7 +35,7 @@ from tests.support.ranks_loops import (
     under_plan,
     with_norms,
 )
-from tests.support.runtime_cases import FRACTIONAL, decided, described
+from tests.support.runtime_cases import FRACTIONAL, decided, described, device
 from tests.support.scenario import Run
 
 SHARED = [place for place in PLACES if isinstance(place, Offload)]
@@ -78,11 +80,32 @@ def in_fsdp(rank: int, count: int, loop: Loop) -> InFSDP:
     return run
 
 
+@dataclass
+class InAddedDDP(RanksRun):
+    """Gradients of every micro-batch are those of a step by itself, and are added up."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def backward(self, number: int, *, last: bool = True, **options: Any) -> None:
+        super().backward(number, **options)
+        for name, parameter in self.model.named_parameters():
+            if (gradient := parameter.grad) is not None:
+                self.sums[name] = self.sums[name] + gradient if name in self.sums else gradient
+            parameter.grad = self.sums.pop(name, None) if last else None
+
+
+def in_added_ddp(rank: int, count: int, loop: Loop) -> InAddedDDP:
+    model = DistributedDataParallel(loop.subject.build())
+    optimizer = loop.factory([{"params": list(model.parameters())}])
+    return InAddedDDP(loop.subject, model, optimizer, rank=rank, num_ranks=count)
+
+
 def compared(
     rank: int, count: int, loop: Loop, plans: Sequence[Plan], spill: Path, tolerance: float
 ) -> list[list[str]]:
     """By plan, where its training differs from FSDP2's."""
-    expected = with_norms(in_fsdp(rank, count, loop), loop)
+    plain = in_fsdp if device().type == "cpu" else in_added_ddp
+    expected = with_norms(plain(rank, count, loop), loop)
     made = [
         planned(rank, count, loop, plan, spill, checked=number == 1)
         for number, plan in enumerate(plans)
@@ -102,6 +125,7 @@ CASES: dict[str, tuple[Loop, float, bool]] = {
 }
 
 
+@ranks_on_every_device_at_night
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow if c[2] else ()) for n, c in CASES.items()],
