@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.presentation.plans import other_results
+from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.records import dumps_plan, loads_plan
 from protrain_runtime.contract.records.plan import Offload, Persistent, Plan, Recompute, UnitPlan
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
@@ -196,5 +199,16 @@ def test_sums_are_not_those_of_whole_gradients(tmp_path: Path) -> None:
     plan = sharing(loop, in_turn("llama", *SHARED)).regraded()
     assert run_ranks(differs_from_ddp, 2, tmp_path, loop, plan, tmp_path) == [True, True]
     assert (plan.exact, plan.exactness, plan.allowed) == (False, "rounding", ("rounding",))
+    assert other_results(plan) == [
+        "not exact: reductions in every micro-batch give the results of plain PyTorch up to"
+        " rounding, by leave for rounding"
+    ]
     whole = with_settings(plan, reductions="in the last micro-batch").regraded()
     assert (whole.exact, whole.allowed) == (True, ())
+    text = dumps_plan(plan)
+    assert loads_plan(text) == plan
+    with pytest.raises(RecordError) as caught:
+        loads_plan(text.replace("exact: false", "exact: true"))
+    assert caught.value.message == (
+        "expected false: its activations take keep, and reductions are in every micro-batch"
+    )
