@@ -24,7 +24,14 @@ from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.plans import solved_json, solved_text
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import collective_seconds, group_on, profile_of_rank
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.group import (
+    collective_seconds,
+    group_on,
+    profile_for,
+    profile_of_rank,
+)
+from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
@@ -35,6 +42,7 @@ from protrain_runtime.contract.records.plan import (
     StepSettings,
     Updates,
 )
+from protrain_runtime.contract.records.profile import Unit
 from tests.support.messages import Speaker
 from tests.support.planning_cases import (
     MB,
@@ -380,3 +388,23 @@ def test_by_leave_every_micro_batch_is_reduced_where_whole_gradients_do_not_fit(
             assert numbers == [None, 0]
     one = replace(whole, settings=replace(whole.settings, micro_batches=1), allow=(ROUNDING,))
     assert one.adding_shards() is None
+
+
+def test_a_plan_holds_the_same_bytes_by_a_profile_with_forms_that_it_has_no_leave_for() -> None:
+    """`check` computes them anew from the profile as it was recorded."""
+    profile = small(joined(gpu()), blocks=4)
+
+    def with_tiles(unit: Unit) -> Unit:
+        least = min(unit.forms, key=lambda cost: cost.backward_peak_bytes)
+        tiled = replace(least, form="tiled", kept_bytes=0, backward_peak_bytes=0, backward_s=9.0)
+        return replace(unit, forms=(*unit.forms, tiled)) if unit.kind == "block" else unit
+
+    units = tuple(map(with_tiles, profile.units))
+    profile = replace(profile, units=units, allowed=(ROUNDING,))
+    least = least_bytes(question(profile, within(profile, 10**12), group=FOUR).problem())
+    for allow in ((), (ROUNDING,)):
+        asked = question(profile, within(profile, least * 11 // 10), group=FOUR)
+        found = solved(ask(replace(asked, allow=allow), Objective(), effort=Effort()).solved)
+        assert found.plan.allowed == ()
+        again = program_of(found.plan, profile_for(profile, found.plan))
+        assert peak_bytes(again) == found.plan.prediction.peak_bytes

@@ -368,7 +368,7 @@ class Problem:
 
     @cached_property
     def implied(self) -> Implications:
-        return Implications(self.profile, self.settings)
+        return Implications(self.profile, self.settings, recorded=self.made_from)
 
     @cached_property
     def lane_seconds(self) -> LaneSeconds:

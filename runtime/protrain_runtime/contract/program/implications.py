@@ -260,10 +260,16 @@ def standing_bytes(option: ActivationOption | StateOption, slot: int) -> int:
 
 
 class Implications:
-    """Options of a profile's units with their implications; each is worked out once."""
+    """Options of a profile's units with their implications; each is worked out once.
 
-    def __init__(self, profile: Profile, settings: StepSettings) -> None:
-        self.profile, self.settings = profile, settings
+    Of a profile whose forms are those that have leave, `recorded` is the one with all of them: a
+    plan holds the same bytes by either.
+    """
+
+    def __init__(
+        self, profile: Profile, settings: StepSettings, *, recorded: Profile | None = None
+    ) -> None:
+        self.profile, self.settings, self.recorded = profile, settings, recorded or profile
         self.device = profile.hardware.device.kind
         names = [part.name for part in fields(ChunkSize)]  # a unit has them all
         self.chunks = [
@@ -350,7 +356,7 @@ class Implications:
             # Of a gradient that waits below the device, the norm may be asked for after it has
             # left: one at a time comes back.
             workspace = max(option.gradients.pieces)
-        holdings = _chunk_holdings(option, index, self.profile, self.settings)
+        holdings = _chunk_holdings(option, index, self.recorded, self.settings)
         if optimizer.at_once and isinstance(decision, Persistent):
             # Not that of the largest chunk, but that of all of them together.
             end = 2 * len(self.chunks)
