@@ -86,7 +86,8 @@ AllowOption = Annotated[
     list[str] | None,
     typer.Option(
         help="Let activations wait in forms that are not exact: rounding, int8-activations,"
-        " low-rank-activations. The plan says so. May be given several times.",
+        " low-rank-activations; with rounding, ranks may reduce every micro-batch. The plan says"
+        " so. May be given several times.",
         show_default=False,
     ),
 ]

@@ -113,9 +113,11 @@ def other_results(plan: Plan) -> list[str]:
     if plan.allowed:
         how = {"rounding": "up to rounding", "approximate": "approximately"}[plan.exactness]
         forms = [name for name, form in FORMS.items() if form.leave and name in plan.forms]
+        what = [f"activations in {listed(forms, 'and')}"] if forms else []
+        what += ["reductions in every micro-batch"] * plan.settings.adds_shards
         lines.append(
-            f"not exact: activations in {listed(forms, 'and')} give the results of plain PyTorch"
-            f" {how}, by leave for {listed(plan.allowed, 'and')}"
+            f"not exact: {listed(what, 'and')} give the results of plain PyTorch {how}, by leave"
+            f" for {listed(plan.allowed, 'and')}"
         )
     if plan.host_updated:
         lines.append(
@@ -484,7 +486,8 @@ TIGHT = (
 )
 WHOLE_SUMS = (
     "several micro-batches on several devices: gradients add up whole on each device, for FSDP2 as"
-    " with set_requires_gradient_sync(False), without which it takes less memory and more network"
+    " with set_requires_gradient_sync(False), without which it takes less memory and more network;"
+    " so do plans with --allow rounding, where others do not fit"
 )
 NO_TOKENS = (
     "batches without tokens, such as images: tokens/s counts samples, whatever --seq-len says"
@@ -592,7 +595,9 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     unknown |= dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
     is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
     summed = [
-        fit for fit in fits if fit.alternatives and fit.micro_batches > 1 < fit.group.num_devices
+        fit
+        for fit in fits
+        if (fit.alternatives or not fit.solved) and fit.micro_batches > 1 < fit.group.num_devices
     ]
     without = [WHOLE_SUMS] * bool(summed) + [NO_TOKENS] * any(
         fit.profile.workload.seq_len == 1 for fit in fits

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 from rich.console import Console
@@ -16,14 +16,23 @@ from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.answers import Objective, Question
-from protrain_plan.planning.questions.objectives import ask
+from protrain_plan.planning.questions.objectives import SHARDED, ask
 from protrain_plan.planning.questions.planner import solve_any, solve_problem
+from protrain_plan.planning.questions.shopping import fastest_batch
 from protrain_plan.planning.search.choices import plain_choices
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.plans import solved_json, solved_text
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import collective_seconds, group_on, profile_of_rank
+from protrain_runtime.contract.program.compiling import program_of
+from protrain_runtime.contract.program.group import (
+    collective_seconds,
+    group_on,
+    profile_for,
+    profile_of_rank,
+)
+from protrain_runtime.contract.program.memory import peak_bytes
+from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
     ALONE,
@@ -31,13 +40,16 @@ from protrain_runtime.contract.records.plan import (
     DeviceGroup,
     Offload,
     StepSettings,
+    Updates,
 )
+from protrain_runtime.contract.records.profile import Unit
 from tests.support.messages import Speaker
 from tests.support.planning_cases import (
     MB,
     gpu,
     infeasible,
     joined,
+    least_bytes,
     on_several,
     question,
     random_profile,
@@ -341,3 +353,58 @@ def test_no_schedule_is_faster_than_the_lanes(seed: int) -> None:
     evaluation = [evaluator.evaluate(choice) for choice in plain_choices(problem)]
     seconds = [one.seconds for one in evaluation if one]
     assert not seconds or (bound is not None and 0 < bound <= min(seconds))
+
+
+# --- reductions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updates", get_args(Updates))
+def test_by_leave_every_micro_batch_is_reduced_where_whole_gradients_do_not_fit(
+    updates: Updates,
+) -> None:
+    profile = small(joined(gpu()), blocks=8)
+    whole = question(profile, within(profile, 10**12), group=FOUR, micro_batches=3)
+    whole = replace(whole, settings=replace(whole.settings, updates=updates))
+    shards = replace(whole, allow=(ROUNDING,)).adding_shards()
+    assert shards is not None
+    least = [least_bytes(one.problem()) for one in (whole, shards)]
+    gradients = sum(unit.gradient_bytes for unit in profile.units)
+    assert least[0] - least[1] > gradients / 2
+    for device, adds in ((least[0] * 21 // 20, False), ((least[0] + least[1]) // 2, True)):
+        asked = replace(whole, budgets=within(profile, device))
+        allowed = ask(replace(asked, allow=(ROUNDING,)), Objective(), effort=Effort())
+        found = solved(allowed.solved)
+        assert found.plan.settings.adds_shards == adds
+        assert (found.plan.allowed == (ROUNDING,)) == adds
+        assert found.plan.prediction.peak_bytes.device <= device
+        exact = ask(asked, Objective(), effort=Effort())
+        assert (exact.solved is None) == adds
+        if exact.infeasible is not None:
+            assert SHARDED in exact.infeasible.advice
+            numbers = [
+                fastest_batch([replace(asked, allow=allow)], effort=Effort())
+                for allow in ((), (ROUNDING,))
+            ]
+            assert numbers == [None, 0]
+    one = replace(whole, settings=replace(whole.settings, micro_batches=1), allow=(ROUNDING,))
+    assert one.adding_shards() is None
+
+
+def test_a_plan_holds_the_same_bytes_by_a_profile_with_forms_that_it_has_no_leave_for() -> None:
+    """`check` computes them anew from the profile as it was recorded."""
+    profile = small(joined(gpu()), blocks=4)
+
+    def with_tiles(unit: Unit) -> Unit:
+        least = min(unit.forms, key=lambda cost: cost.backward_peak_bytes)
+        tiled = replace(least, form="tiled", kept_bytes=0, backward_peak_bytes=0, backward_s=9.0)
+        return replace(unit, forms=(*unit.forms, tiled)) if unit.kind == "block" else unit
+
+    units = tuple(map(with_tiles, profile.units))
+    profile = replace(profile, units=units, allowed=(ROUNDING,))
+    least = least_bytes(question(profile, within(profile, 10**12), group=FOUR).problem())
+    for allow in ((), (ROUNDING,)):
+        asked = question(profile, within(profile, least * 11 // 10), group=FOUR)
+        found = solved(ask(replace(asked, allow=allow), Objective(), effort=Effort()).solved)
+        assert found.plan.allowed == ()
+        again = program_of(found.plan, profile_for(profile, found.plan))
+        assert peak_bytes(again) == found.plan.prediction.peak_bytes

@@ -1,6 +1,7 @@
 """Programmes for several devices: shards, collectives and their order, and one rank's bytes."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -23,6 +24,7 @@ from protrain_runtime.contract.records.plan import (
     Persistent,
     Placement,
     Schedule,
+    StateTier,
     StepSettings,
     UnitPlan,
     Updates,
@@ -172,6 +174,17 @@ def test_micro_batches_before_the_last_reduce_nothing() -> None:
     units = [UnitPlan(name="layers.0", activations=Keep(), states=Offload(tier="disk"))]
     program = compile_plan(units, [CHUNK], IN_BACKWARD, device="cpu", updating=False)
     assert names(program) == ["fetch 0 @0", "all-gather 0 @0"]
+    every = replace(IN_BACKWARD, micro_batches=2, reductions="in every micro-batch")
+    for tier in get_args(StateTier):
+        shared = replace(units[0], states=Offload(tier=tier, keep_gathered=True))
+        kept = UnitPlan(name="layers.1", activations=Keep(), states=Persistent())
+        chunks = [replace(CHUNK, used_by=(unit,)) for unit in (0, 1)]
+        program = compile_plan([shared, kept], chunks, every, device="cuda", updating=False)
+        assert names(program)[-1] == "reduce-scatter 0 @3"
+        assert not any(move.kind in ("all-reduce", "spill gradients") for move in program.moves)
+        alone = replace(every, micro_batches=1)
+        last = compile_plan([shared, kept], chunks, every, device="cuda")
+        assert last.moves == compile_plan([shared, kept], chunks, alone, device="cuda").moves
 
 
 def test_plans_for_several_devices_read_back_and_others_do_not_mention_them() -> None:

@@ -27,6 +27,7 @@ from protrain_runtime.contract.records.plan import (
     Placement,
     Plan,
     Recompute,
+    Reductions,
     UnitPlan,
     Updates,
 )
@@ -83,6 +84,7 @@ def assert_within_the_promise(
     num_replicas: int = 1,
     updates: Updates = "in backward",
     micro_batches: int = 1,
+    reductions: Reductions = "in the last micro-batch",
     every_slot: bool = True,
     peaks: bool = True,
 ) -> None:
@@ -101,6 +103,7 @@ def assert_within_the_promise(
             ),
             updates=updates,
             micro_batches=micro_batches,
+            reductions=reductions,
             group=DeviceGroup(num_devices=count, num_replicas=num_replicas),
         )
         for units in cases
@@ -198,6 +201,7 @@ def at_random(units: tuple[UnitPlan, ...]) -> list[tuple[UnitPlan, ...]]:
 LATE: Updates = "after backward"
 PEAKS: dict[str, Any] = {"every_slot": False}
 BOUNDS: dict[str, Any] = {"every_slot": False, "peaks": False}
+SHARDS: dict[str, Any] = {"reductions": "in every micro-batch"}
 CASES: dict[str, tuple[str, Callable[..., list[tuple[UnitPlan, ...]]], dict[str, Any]]] = {
     # The other placements are those of the four ranks.
     "two ranks": ("tiny-llama", lambda units: placed(units)[:4:3], {}),
@@ -209,6 +213,20 @@ CASES: dict[str, tuple[str, Callable[..., list[tuple[UnitPlan, ...]]], dict[str,
     # Between the first and the last one, the gradients of all parameters stand whole.
     "three": ("tiny-llama", placed, {"micro_batches": 3, **PEAKS}),
     "three, late": ("tiny-llama", placed, {"micro_batches": 3, "updates": LATE, **PEAKS}),
+    # So does a shard of them, and the gradients of one chunk while they are reduced.
+    "three, in shards": ("tiny-llama", placed, {"micro_batches": 3, **SHARDS, **PEAKS}),
+    "two, in shards": (
+        "tiny-llama",
+        lambda n: placed(n)[1:4:2],
+        {"micro_batches": 2, **SHARDS, **PEAKS},
+    ),
+    "tied, in shards": ("tiny-gpt2", placed, {"micro_batches": 2, **SHARDS, **BOUNDS}),
+    "late, in shards": (
+        "tiny-llama",
+        placed,
+        {"micro_batches": 3, "updates": LATE, **SHARDS, **PEAKS},
+    ),
+    "at random, in shards": ("tiny-llama", at_random, {"micro_batches": 2, **SHARDS, **BOUNDS}),
     "at random": ("tiny-llama", at_random, BOUNDS),
     "at random, 2": ("tiny-llama", at_random, {"micro_batches": 2, **BOUNDS}),
     "at random, late": ("tiny-llama", at_random, {"updates": LATE, **BOUNDS}),
@@ -217,7 +235,10 @@ CASES: dict[str, tuple[str, Callable[..., list[tuple[UnitPlan, ...]]], dict[str,
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n == "two ranks" else pytest.mark.slow) for n in CASES],
+    [
+        pytest.param(n, marks=() if n in ("two ranks", "two, in shards") else pytest.mark.slow)
+        for n in CASES
+    ],
 )
 def test_measured_bytes_of_ranks_are_those_predicted(
     name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path

@@ -2,6 +2,7 @@
 
 import random
 from math import inf
+from typing import get_args
 
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
@@ -11,6 +12,7 @@ from protrain_plan.planning.search.scheduling import ALL, ScheduleRule, fill
 from protrain_runtime.contract.records.plan import (
     ALONE,
     Budgets,
+    Reductions,
     Schedule,
     StepSettings,
     UnitPlan,
@@ -52,6 +54,7 @@ def random_problem(
             micro_batches=micro_batches,
             group=group,
             overlap_steps=rng.random() < 0.7,
+            **({"reductions": rng.choice(get_args(Reductions))} if several else {}),
         ),
     )
 

@@ -186,13 +186,15 @@ class ForwardBackward:
             self._add_flow(f"{name}_shards", Way(name, True), words, ahead=True)
         if several:
             self._add_flow("ranks", NETWORK, "ns nc N", ahead=True, per_byte=self.network.gathered)
-        if several and self.updating:
+        if several and (self.updating or self.problem.settings.adds_shards):
             self._add_flow("scatter", NETWORK, "xs xc X", per_byte=self.network.scattered)
+        if several and self.updating:
             self._add_flow("sum", NETWORK, "ys yc Y", per_byte=self.network.summed)
 
     def _add_amounts(self) -> None:
         """Add up what each decision asks of the flows, by slot."""
-        # Of several devices, only the last micro-batch reduces gradients; no host adds them.
+        # Of several devices, only the last micro-batch moves gradients, but for sums of shards that
+        # others add up; no host adds them.
         several, updating = self.several, self.updating
 
         def ask(name: str, slot: int, binary: pulp.LpVariable, amount: float) -> None:
@@ -221,10 +223,10 @@ class ForwardBackward:
                 ask(f"leave_{leaving.tier}", leaving.slot, y, leaving.bytes / unit)
             if state.added_s:
                 ask("up", slot, y, state.added_s / self.second_unit)
+            if state.scattered and "scatter" in self.flows:
+                ask("scatter", slot, y, state.scattered.bytes / unit)
             if not updating:
                 continue
-            if state.scattered:
-                ask("scatter", slot, y, state.scattered.bytes / unit)
             if state.summed_bytes:
                 ask("sum", slot, y, state.summed_bytes / unit)
             chain = ON_DEVICE if state.updated_on_device else BELOW

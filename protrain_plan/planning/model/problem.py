@@ -189,8 +189,9 @@ class LaneSeconds:
     def __init__(self, hardware: Hardware, settings: StepSettings) -> None:
         self.times = float(settings.micro_batches)
         self.overlap = settings.overlap_steps
-        # Of several devices, only the last micro-batch reduces its gradients.
+        # Of several devices, only the last micro-batch moves gradients, but for sums of shards.
         self.spills = self.times if settings.group.num_devices == 1 else 1.0
+        self.scatters = self.times if settings.adds_shards else 1.0
         self.network = Network.of(hardware, settings)
         self.per_byte: dict[Way, float] = {}
         self.lanes: list[Way | Lane | str] = [COMPUTE, UPDATES, NETWORK]
@@ -222,7 +223,7 @@ class LaneSeconds:
     def moved_states(self, option: StateOption) -> Work:
         """Seconds of each lane for transfers of a chunk's parameters, gradients and states."""
         gathered = sum(gather.bytes for gather in option.gathers)
-        scattered = option.scattered.bytes if option.scattered else 0
+        scattered = self.scatters * option.scattered.bytes if option.scattered else 0
         reducing = self.network.scattered * scattered + self.network.summed * option.summed_bytes
         seconds: Work = {NETWORK: self.times * (self.network.gathered * gathered) + reducing}
         for fetch in option.fetches:
@@ -367,7 +368,7 @@ class Problem:
 
     @cached_property
     def implied(self) -> Implications:
-        return Implications(self.profile, self.settings)
+        return Implications(self.profile, self.settings, recorded=self.made_from)
 
     @cached_property
     def lane_seconds(self) -> LaneSeconds:

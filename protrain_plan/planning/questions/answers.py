@@ -21,6 +21,7 @@ from protrain_plan.simulation.report import StepReport, report
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import profile_of_rank
 from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
     Budgets,
@@ -64,6 +65,12 @@ class Question:
         """Return the problems, one for each number of replicas to choose from."""
         groups = [replace(self.group, num_replicas=number) for number in self.replicas]
         return tuple(self.problem_of(self.profile, group) for group in groups or [self.group])
+
+    def adding_shards(self) -> "Question | None":
+        """Return what to ask where no plan fits: reductions in every micro-batch, by leave."""
+        settings = replace(self.settings, reductions="in every micro-batch")
+        is_open = ROUNDING in self.allow and settings.adds_shards
+        return replace(self, settings=settings) if is_open and settings != self.settings else None
 
     def problem_of(self, profile: Profile, group: DeviceGroup) -> Problem:
         """Return the problem of another profile, on these devices; errors as of `problem`."""

@@ -33,15 +33,22 @@ from protrain_plan.planning.questions.planner import (
     within,
 )
 from protrain_plan.planning.search.baselines import keeping
-from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.planning.search.choices import has_plan, min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
+from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.plan import Budgets
 
 FIRST_STEP = 0.002
 """By how much of the budget the search for the least memory goes up at first."""
 
 BISECTIONS = 4
+
+SHARDED = (
+    "with --allow rounding a plan fits: every micro-batch's gradients are reduced, as FSDP2 reduces"
+    " them, and their sums are added up in shards"
+)
+"""Advice where whole gradients do not fit."""
 
 
 def ask(
@@ -94,9 +101,17 @@ def ask(
             problems, budgets, effort=effort, solver=solver, progress=progress, hints=hints
         )
     if isinstance(outcome, Infeasible):
+        if sharded := question.adding_shards():
+            return ask(
+                sharded, objective, effort=effort, solver=solver, progress=progress, told=told
+            )
         batch, sequence = largest_of(question, "batch-size"), largest_of(question, "seq-len")
         advice = outcome.advice
-        if batch is None and question.settings.micro_batches > 1:
+        allowed = replace(question, allow=(*question.allow, ROUNDING))
+        if (sharded := allowed.adding_shards()) and has_plan(sharded.problem()):
+            advice = (*advice, SHARDED)
+        summed = question.settings.micro_batches > 1 and not question.settings.adds_shards
+        if batch is None and summed:
             settings = replace(question.settings, micro_batches=1)
             if one := largest_of(replace(question, settings=settings), "batch-size"):
                 advice = (

@@ -619,7 +619,10 @@ def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
     """The problem that a plan was made for."""
     number = solved.plan.group.num_replicas
     problem = next(one for one in problems if one.settings.group.num_replicas == number)
-    return problem.overlapping(solved.plan.settings.overlap_steps)
+    problem = problem.overlapping(solved.plan.settings.overlap_steps)
+    if (reductions := solved.plan.settings.reductions) == problem.settings.reductions:
+        return problem
+    return replace(problem, settings=replace(problem.settings, reductions=reductions))
 
 
 def within(problems: Sequence[Problem], device: int) -> tuple[Problem, ...]:

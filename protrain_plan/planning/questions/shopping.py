@@ -237,6 +237,8 @@ def reach(question: Question, *, effort: Effort, known: Fit | None = None) -> Fi
             sizes = zip(astuple(asked.budgets), astuple(question.budgets), strict=True)
             for_more = here == asked and all(one <= other for one, other in sizes)
     found = solve_sparing(problems, question.budgets, effort=effort, hints=hints)
+    if isinstance(found, Infeasible) and not for_more and (other := question.adding_shards()):
+        return reach(other, effort=effort)
     if before and for_more:
         seconds = before.plan.prediction.step_seconds
         least = problem_of(before, problems).compute_seconds
@@ -373,15 +375,18 @@ def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | Non
     the fastest but for that gap. Where bounds are equal, the larger micro-batch comes first.
     """
     bounds: dict[int, float] = {}
+    asked = list(questions)
     for number, question in enumerate(questions):
-        bound = least_lane_seconds(question.problem(), stopped=effort.spent)
-        if bound is not None:  # a larger one may fit where this one adds up whole gradients
-            bounds[number] = bound
+        for one in filter(None, (question, question.adding_shards())):
+            bound = least_lane_seconds(one.problem(), stopped=effort.spent)
+            if bound is not None:  # a larger one may fit where this one adds up whole gradients
+                bounds[number], asked[number] = bound, one
+                break
     best, best_s = None, inf
     for number in sorted(bounds, key=lambda number: (bounds[number], -number)):
         if bounds[number] * (1 + effort.gap_target) >= best_s:
             break
-        question = questions[number]
+        question = asked[number]
         found = solve_sparing(
             question.problems(), question.budgets, effort=replace(effort, below_s=best_s)
         )

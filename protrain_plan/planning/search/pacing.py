@@ -521,9 +521,12 @@ class _Walk:
     ) -> None:
         """Let lanes work on what a slot leaves, and its update if that is in backward."""
         began = ended = now
-        if left.clocks and (left.swap or reduces):
-            began = max(now, self.free[left.clocks[0][0]])
-            ended = self.serve(now, left.clocks)
+        clocks = left.clocks
+        if not left.swap and not reduces:  # the sums of shards, at most
+            clocks = clocks[: self.problem.settings.adds_shards and left.bytes > 0]
+        if clocks:
+            began = max(now, self.free[clocks[0][0]])
+            ended = self.serve(now, clocks)
             if left.added:
                 self.serve(ended, left.added)
         if not left.swap and (update := in_backward.get(left.unit)):

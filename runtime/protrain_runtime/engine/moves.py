@@ -12,12 +12,13 @@ The arithmetic of several ranks is that of DistributedDataParallel: every rank m
 gradients by one over the number of ranks, then they are added. A persistent chunk's are added where
 they are. Those of shared chunks are copied, when their slot has ended, to buffers that are cut into
 the ranks' ranges, group by group. What a rank has no gradient for counts as zeros, if another rank
-has one.
+has one. Where every micro-batch is reduced, its sums are added to this rank's shard of those of
+earlier ones, as FSDP2 adds them. The shard stands on the device until the last one.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, assert_never
 from weakref import ref
@@ -181,12 +182,16 @@ class GradientMoves:
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum under way: flat buffers by group or part, and how many ranks have each gradient."""
+    """A sum under way: flat buffers by group or part, and how many ranks have each gradient.
+
+    `before` are the sums of earlier micro-batches that it is added to.
+    """
 
     buffers: dict[int, torch.Tensor]
     parts: list[Slice]
     present: list[bool]  # by part: whether this rank has a gradient
     counts: torch.Tensor  # int32 [parts]
+    before: dict[str, GradientInStore] = field(default_factory=dict[str, GradientInStore])
 
 
 class Reductions:
@@ -198,6 +203,8 @@ class Reductions:
         self._sums: dict[int, _Sum] = {}
         # By unit and group: this rank's part of a sum, on its way to where its optimizer runs.
         self._leaving: dict[tuple[int, int], torch.Tensor] = {}
+        # So the part of the sums of micro-batches before.
+        self._added: dict[tuple[int, int], torch.Tensor] = {}
 
     def clear(self) -> None:
         """Forget the sums of a step that was given up."""
@@ -252,7 +259,7 @@ class Reductions:
                     source = flat_storage_order(dense(gradient, part.stride))
                     torch.mul(source, 1.0 / self._ranks.count, out=part.flat(buffer))
                 parts.append(part)
-                present.append(gradient is not None)
+                present.append(gradient is not None or part.name in chunk.offloaded_gradients)
             buffers[number] = buffer.view(trainable[0].dtype)
         return _Sum(buffers, parts, present, self._counts(present))
 
@@ -269,19 +276,30 @@ class Reductions:
                 chunk.offloaded_gradients.pop(part.name, None)
                 part.parameter.grad = None
 
-    def reduce_scatter(self, number: int, move: Move, chunk: Chunk, states: Placement) -> Work:
+    def reduce_scatter(
+        self, number: int, move: Move, chunk: Chunk, states: Placement, *, updating: bool
+    ) -> Work:
         """Add up a share of a chunk's gradients, of which this rank keeps its shard."""
         assert isinstance(states, Offload) and chunk.sharding is not None
         own, settings, ranks = chunk.own, self._settings, self._ranks
         total = self._collect(chunk, chunk.gradient_groups_in(move.share))
         self._sums[number] = total
-        spills = gradient_home(states, settings, self._device) == "host"
+        spills = updating and gradient_home(states, settings, self._device) == "host"
+        before = total.before = dict(chunk.offloaded_gradients)
         held = DeviceStore(self._backend)
         shards: dict[int, torch.Tensor] = {}
+        adding: set[int] = set()  # groups
         places: dict[int, tuple[Store, int]] = {}
         for group in total.buffers:
             start, num_bytes = chunk.sharding.gradient_range(group)
-            shard = shards[group] = self._backend.empty(num_bytes)
+            shard = self._added.pop((move.unit, group), None)
+            if shard is None:
+                shard = self._backend.empty(num_bytes)
+            else:
+                adding.add(group)
+            shards[group] = shard
+            if not updating:
+                self._added[move.unit, group] = shard
             if spills:
                 assert own.gradient_store is not None
                 places[group] = own.gradient_store, own.gradient_offset + start
@@ -313,7 +331,17 @@ class Reductions:
         def work() -> None:
             ranks.all_reduce(total.counts)
             for group, buffer in total.buffers.items():
-                ranks.reduce_scatter(buffer, shards[group].view(buffer.dtype))
+                summed, shard = ranks.reduce_scatter(buffer), shards[group]
+                if group not in adding:
+                    shard.view(buffer.dtype).copy_(summed)
+                    continue
+                for part in own.groups[group].slices:
+                    if part.trainable:
+                        values = part.flat(summed.view(torch.uint8))
+                        if (stored := before.get(part.name)) is None:
+                            part.flat(shard).copy_(values)
+                        else:
+                            scaled(part.flat(shard), stored.factors).add_(values)
             if norms is not None:
                 wide = torch.promote_types(norms.dtype, torch.float32)
                 squares = torch.zeros(len(total.parts), dtype=wide, device=norms.device)
@@ -524,7 +552,10 @@ class Moves:
             case "reduce-scatter":
                 assert self._reductions is not None
                 states = self.plans[chunk.unit].states
-                return self._reductions.reduce_scatter(number, move, chunk, states)
+                updating = self.program.updating
+                return self._reductions.reduce_scatter(
+                    number, move, chunk, states, updating=updating
+                )
             case "swap out":
                 return self._swap_out(number, move)
             case "swap in":
@@ -738,12 +769,17 @@ class Moves:
         """
         piece = self._kept.get((chunk.unit, start, stop))
         if piece is None or piece.moves != moves:
+            states = self.plans[chunk.unit].states
+            assert isinstance(states, Offload)
+            home = gradient_home(states, self.program.settings, self.program.device)
+            # A sum on the device is elsewhere in each step, and would stay there with the piece.
+            sums = self._reductions is not None and home == "device"
             piece = Piece(
                 chunk,
                 start,
                 stop,
                 apart=chunk.spare is not None,
-                keeps=chunk.spare is None,
+                keeps=chunk.spare is None and not sums,
                 moves=moves,
                 together=together,
             )

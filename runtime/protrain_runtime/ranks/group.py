@@ -199,16 +199,16 @@ class Ranks:
             with self._collective():
                 dist.all_reduce(_lent(values), group=self._sharing)
 
-    def reduce_scatter(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Sum `whole`, which is used up, over all ranks; this rank's range goes to `own`."""
-        size = own.numel()
+    def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
+        """Sum `whole`, which is used up, over all ranks; returns this rank's range of it."""
+        size = whole.numel() // self.num_shards
         mine = whole[self.shard * size : (self.shard + 1) * size]
         with self._collective():
             if self.num_shards > 1:
                 sum_shards(whole, mine, self._sharing)
             if self.num_shards < self.count:
                 dist.all_reduce(_lent(mine), group=self._replicas)
-        own.copy_(mine)
+        return mine
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, source: int = 0) -> None:
         """One rank's values on every rank.  # dense tensors"""

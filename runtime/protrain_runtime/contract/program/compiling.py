@@ -146,6 +146,7 @@ class _Compiler:
         self.updating, self.clipped = updating, clipped
         self.in_backward = updating and settings.updates == "in backward"
         self.sharded = settings.group.num_devices > 1
+        self.stay = self.sharded and not updating  # what adds up of gradients, where it is
         self.end = 2 * len(units)
         self.slots = [
             Slot(unit=min(t, self.end - 1 - t), forward=t < len(units)) for t in range(self.end)
@@ -266,10 +267,12 @@ class _Compiler:
     def _add_leaving(self, index: int, slot: Slot) -> None:
         """The moves that carry a chunk's gradients away, and its update if that is in backward.
 
-        What the micro-batches before the last add up on several devices stays as it is on each.
+        What the micro-batches before the last add up on several devices stays there: whole, or in
+        shards, to which the sums of every one are added.
         """
         unit, chunk, placement = slot.unit, self.chunks[slot.unit], self.states[slot.unit]
-        if not chunk.used_by or not chunk.num_parameters or (self.sharded and not self.updating):
+        stays = self.stay and not (self.settings.adds_shards and placement.scattered)
+        if not chunk.used_by or not chunk.num_parameters or stays:
             return
         if self.updating and placement.step_slot == index:
             slot.stepped.append(unit)
@@ -359,7 +362,7 @@ class _Compiler:
                 number = self._leave(move, slots)
                 self.reduced.append(number)
                 after = (number,)
-            if spilled := placement.gradients:
+            if (spilled := placement.gradients) and not self.stay:
                 # On a machine with a disk tier, the way down to the host is the host tier's link.
                 size = sum(spilled.pieces[held.start : held.stop])
                 lane = Lane("spill", spilled.tier)

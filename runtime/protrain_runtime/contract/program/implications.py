@@ -260,10 +260,16 @@ def standing_bytes(option: ActivationOption | StateOption, slot: int) -> int:
 
 
 class Implications:
-    """Options of a profile's units with their implications; each is worked out once."""
+    """Options of a profile's units with their implications; each is worked out once.
 
-    def __init__(self, profile: Profile, settings: StepSettings) -> None:
-        self.profile, self.settings = profile, settings
+    Of a profile whose forms are those that have leave, `recorded` is the one with all of them: a
+    plan holds the same bytes by either.
+    """
+
+    def __init__(
+        self, profile: Profile, settings: StepSettings, *, recorded: Profile | None = None
+    ) -> None:
+        self.profile, self.settings, self.recorded = profile, settings, recorded or profile
         self.device = profile.hardware.device.kind
         names = [part.name for part in fields(ChunkSize)]  # a unit has them all
         self.chunks = [
@@ -350,7 +356,7 @@ class Implications:
             # Of a gradient that waits below the device, the norm may be asked for after it has
             # left: one at a time comes back.
             workspace = max(option.gradients.pieces)
-        holdings = _chunk_holdings(option, index, self.profile, self.settings)
+        holdings = _chunk_holdings(option, index, self.recorded, self.settings)
         if optimizer.at_once and isinstance(decision, Persistent):
             # Not that of the largest chunk, but that of all of them together.
             end = 2 * len(self.chunks)
@@ -578,8 +584,8 @@ def _chunk_holdings(
 
     On one device, gradients to which micro-batches add up there stand all the time, and those of
     persistent chunks until they are updated. On several, all are added up there, whole, until they
-    are reduced. A persistent chunk that no gradient reaches is its parameters alone, on one device;
-    an offloaded one has room for all.
+    are reduced, or this rank's shard of their sums. A persistent chunk that no gradient reaches is
+    its parameters alone, on one device; an offloaded one has room for all.
     """
     unit, count, states = profile.units[index], len(profile.units), option.decision
     if not unit.used_by:
@@ -587,7 +593,8 @@ def _chunk_holdings(
     end, several = 2 * count, settings.group.num_devices > 1
     # The gradient of a tied parameter grows from its last use to its first.
     first_gradient, last_gradient = end - 1 - max(unit.used_by), end - 1 - min(unit.used_by)
-    add_up = settings.micro_batches > 1
+    adds_shard = settings.adds_shards and not isinstance(states, Persistent)
+    add_up = settings.micro_batches > 1 and not adds_shard
     found: list[Holding] = []
 
     def hold(kind: HoldingKind, first: int, last: int, size: int) -> None:
@@ -605,6 +612,8 @@ def _chunk_holdings(
             hold("states", 0, end, option.own.parameter_bytes + option.own.state_bytes)
     if add_up and (several or option.home in (None, "in place", "device")):
         hold("gradients", 0, end - 1 if several else end, unit.gradient_bytes)
+    if adds_shard:
+        hold("gradients", 0, end, option.own.gradient_bytes)
     stays = option.home is None and not add_up and not several and option.step_slot == end
     hold("gradients", first_gradient + 1, end if stays else last_gradient, unit.gradient_bytes)
     if isinstance(states, Persistent) and states.update_in_backward:
@@ -616,13 +625,14 @@ def _chunk_holdings(
         hold("gradients", end if add_up else last_gradient + 1, end, unit.gradient_bytes)
     elif unit.num_parameters:
         # The largest group of the gradients is copied while it stands, beside the rank's shards.
-        copies = max(option.whole.each_gradients) + option.own.gradient_bytes
+        copies = max(option.whole.each_gradients)
+        copies += 0 if adds_shard else option.own.gradient_bytes  # else counted in every slot
         standing = copies + (0 if add_up else unit.gradient_bytes)
         room = _beyond_peak(index, profile, standing)
         hold("gradients", last_gradient, last_gradient, room)
         # The shard that an update in backward takes away leaves with a move of the programme.
         waits = settings.updates == "after backward" or states.tier == "device"
-        if waits and option.home == "device":
+        if waits and option.home == "device" and not adds_shard:
             # Before the update it stands, if at all, in place of what was added up.
             own = option.own.gradient_bytes
             more = max(0, own - unit.gradient_bytes) if add_up else own

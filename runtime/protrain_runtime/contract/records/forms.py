@@ -7,13 +7,16 @@ it, and the runtime runs it. A new option is one file, with its executor, and on
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 Exactness = Literal["bitwise", "host rounding", "rounding", "approximate"]
 """Grades of difference between training and plain PyTorch: none; in the last bits of optimizer
 steps that the host's kernels take by the same formula; in the order of sums and the rounding of
 their parts, so that it has the same expectation from the reals; or by what is left out of the
 numbers themselves."""
+
+ROUNDING: Final = "rounding"
+"""The grade of sums in another order, and the word for `--allow` of all that has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class ActivationForm:
             case "bitwise" | "host rounding":
                 return ""
             case "rounding":
-                return "rounding"
+                return ROUNDING
             case "approximate":
                 return f"{self.name}-activations"
 

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.forms import (
     FORMS,
+    ROUNDING,
     Exactness,
     exactness_of,
     least_exact,
@@ -130,6 +131,10 @@ _TRAINED = " trainable"
 
 Updates = Literal["in backward", "after backward"]
 """When the optimizer works on offloaded chunks; clipping by a global norm needs all gradients."""
+
+Reductions = Literal["in the last micro-batch", "in every micro-batch"]
+"""When ranks reduce the gradients of chunks that they share: added up whole on each until then, or
+every micro-batch's, whose sums are added up in shards (other roundings, and less memory)."""
 
 CLIP_SHARE = 0.05
 """The part of all steps whose gradients are taken to be clipped, unless the user says otherwise."""
@@ -304,6 +309,7 @@ class StepSettings:
     piece_bytes: int = 0  # optimizer states move and are updated in such pieces; 0: to be chosen
     updates: Updates = "in backward"
     micro_batches: int = 1  # forwards and backwards per update
+    reductions: Reductions = "in the last micro-batch"  # of ranks
     group: DeviceGroup = ALONE
     overlap_steps: bool = False
     page_cache_bytes: int = 0  # of memory, that what is on disk may fill
@@ -316,6 +322,12 @@ class StepSettings:
         """Whether a step is one forward and backward, on one device."""
         return self.micro_batches == self.group.num_devices == 1
 
+    @property
+    def adds_shards(self) -> bool:
+        """Whether ranks add up shards of reduced gradients, and not whole gradients."""
+        several = self.micro_batches > 1 < self.group.num_devices
+        return several and self.reductions == "in every micro-batch"
+
 
 SETTINGS = {
     "page_cache_bytes": ("page cache", "--page-cache"),
@@ -323,6 +335,7 @@ SETTINGS = {
     "clip_share": ("clipped steps", "--clip-share"),
     "disk_gain": ("least gain of the disk", "--disk-gain"),
     "micro_batches": ("micro-batches", "--accumulate"),
+    "reductions": ("reductions", None),
     "held": ("micro-batches held", None),
     "group": ("devices", None),
     "piece_bytes": ("pieces of states", None),
@@ -461,15 +474,22 @@ class Plan:
         return tuple(unit for unit in there if not self.tensors or is_trained(unit))
 
     @property
+    def opt_in(self) -> tuple[Exactness, tuple[str, ...]]:
+        """The grade of the plan's forms and sums, and what they need leave for."""
+        leaves, grade = leaves_of(self.forms), exactness_of(self.forms)
+        if not self.settings.adds_shards:
+            return grade, leaves
+        return least_exact([grade, ROUNDING]), tuple(dict.fromkeys([ROUNDING, *leaves]))
+
+    @property
     def graded(self) -> Exactness:
-        """The grade of the plan's forms and updates: the right value of `exactness`."""
-        of_forms = exactness_of(self.forms)
-        return least_exact([of_forms, "host rounding"]) if self.host_updated else of_forms
+        """The grade of the plan's forms, sums and updates: the right value of `exactness`."""
+        grade, _ = self.opt_in
+        return least_exact([grade, "host rounding"]) if self.host_updated else grade
 
     def regraded(self) -> "Plan":
         """The same plan, which says how exact it is and what it has leave for."""
-        graded = self.graded
-        allowed = leaves_of(self.forms)
+        graded, (_, allowed) = self.graded, self.opt_in
         return replace(self, exact=graded == "bitwise", exactness=graded, allowed=allowed)
 
     @property

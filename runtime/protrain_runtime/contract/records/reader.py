@@ -14,8 +14,6 @@ from protrain_runtime.contract.records.folding import MAX_RUN, run_length, unfol
 from protrain_runtime.contract.records.forms import (
     FORMS,
     PLAN_AGAIN,
-    exactness_of,
-    leaves_of,
     misfit,
 )
 from protrain_runtime.contract.records.hardware import Hardware, Tier
@@ -348,7 +346,7 @@ def _check_plan(plan: Plan, value: Node) -> None:
         if group.num_devices % parts:
             where = value.any_mapping()["settings"].any_mapping()["group"].any_mapping()[key]
             raise where.error(f"{group.num_devices} devices are no equal parts of {parts}")
-    exactness, leaves = exactness_of(plan.forms), leaves_of(plan.forms)
+    exactness, leaves = plan.opt_in
     by_host = plan.exactness == "host rounding"  # which needs no leave, and follows from the units
     rules = (
         ("exact", by_host or plan.exact, exactness == "bitwise"),
@@ -360,6 +358,7 @@ def _check_plan(plan: Plan, value: Node) -> None:
             keys = value.any_mapping()
             shown = listed(found, "and") if isinstance(found, tuple) else str(found).lower()
             why = f"its activations take {listed(sorted(plan.forms), 'and')}"
+            why += ", and reductions are in every micro-batch" * plan.settings.adds_shards
             raise keys.get(key, value).error(f"expected {shown or 'no leave'}: {why}")
     if plan.pipeline is not None:
         _check_pipeline(plan, plan.pipeline, value.any_mapping()["pipeline"])
