@@ -11,9 +11,10 @@ falls into three kinds:
 """
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 
@@ -105,15 +106,22 @@ class SwappedStorage:
         return held
 
 
-ByPointer = WeakValueDictionary[int, SwappedStorage]
+ByPointer = dict[int, ref[SwappedStorage]]
 """By data pointer; the saved tensors own the records."""
 
 
-def _in_chunk(
-    begin: Callable[[], None], chunk: Chunk, group: int, geometry: Geometry
-) -> torch.Tensor:
+@dataclass(slots=True)
+class Begun:
+    """Whether a unit's backward slot has begun; `begin` is called before, to begin it."""
+
+    begin: Callable[[], None]
+    begun: bool = False
+
+
+def _in_chunk(slot: Begun, chunk: Chunk, group: int, geometry: Geometry) -> torch.Tensor:
     """A view of a chunk's parameters, in the buffer of one group."""
-    begin()
+    if not slot.begun:
+        slot.begin()
     if group not in chunk.buffers:
         raise RuntimeError(
             "backward read parameters when the slot of the unit that had saved them was over:"
@@ -122,11 +130,10 @@ def _in_chunk(
     return geometry.view(chunk.buffers[group])
 
 
-def _in_swapped(
-    begin: Callable[[], None], storage: SwappedStorage, geometry: Geometry
-) -> torch.Tensor:
+def _in_swapped(slot: Begun, storage: SwappedStorage, geometry: Geometry) -> torch.Tensor:
     """A view of a swapped storage."""
-    begin()
+    if not slot.begun:
+        slot.begin()
     return geometry.view(storage.bytes())
 
 
@@ -142,8 +149,8 @@ class SavedTensors:
     model's parameters, and of inputs that other units use as well). `own` are inputs that nobody
     else will hold, once the caller's frame has let go of them. `handed_on` are those that the unit
     before would swap and has handed on: a block that returns its input. They leave with this unit,
-    for both. `begin` is called before backward reads what has left: the unit's slot begins then, at
-    the latest. (What a unit computes beside what it hands on may come before it in backward.)
+    for both. `slot` is asked before backward reads what has left: it begins then, at the
+    latest. (What a unit computes beside what it hands on may come before it in backward.)
     """
 
     def __init__(
@@ -154,9 +161,9 @@ class SavedTensors:
         foreign: frozenset[int],
         own: Set[int] = frozenset(),
         handed_on: "ByPointer | None" = None,
-        begin: Callable[[], None],
+        slot: Begun,
     ) -> None:
-        self._begin = begin
+        self._slot = slot
         self._buffers = {
             buffer.untyped_storage().data_ptr(): (chunk, group)
             for chunk in chunks
@@ -167,11 +174,11 @@ class SavedTensors:
         for pointer in lasting:
             del self._buffers[pointer]
         self._swaps, self._foreign, self._own = swaps, foreign.union(lasting), own
-        self._before = ByPointer() if handed_on is None else handed_on
-        self.handed_on = ByPointer()
+        self._before: ByPointer = {} if handed_on is None else handed_on
+        self.handed_on: ByPointer = {}
         # What autograd lets go of within the forward (the graph of what is detached) is gone here,
         # too: it does not leave, and nothing holds it until the unit ends.
-        self._by_pointer = ByPointer()
+        self._by_pointer: ByPointer = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(
             self._pack, lambda saved: saved if isinstance(saved, torch.Tensor) else saved()
         )
@@ -188,10 +195,12 @@ class SavedTensors:
     def swapped(self, *, outputs: frozenset[int]) -> list[SwappedStorage]:
         """The storages that nobody but autograd holds, and are no `outputs`."""
         storages: list[SwappedStorage] = []
-        for pointer, storage in list(self._by_pointer.items()):
+        for pointer, reference in self._by_pointer.items():
+            if (storage := reference()) is None:
+                continue
             if pointer in outputs:
                 storage.stay()
-                self.handed_on[pointer] = storage
+                self.handed_on[pointer] = reference
             elif pointer not in self._own and storage.held_elsewhere():
                 storage.stay()
             else:
@@ -206,16 +215,18 @@ class SavedTensors:
         pointer = storage.data_ptr()
         place = self._buffers.get(pointer)
         if place is not None:
-            return partial(_in_chunk, self._begin, *place, Geometry.of(tensor))
+            return partial(_in_chunk, self._slot, *place, Geometry.of(tensor))
         if not self._swaps or pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
             # The tensor itself would hold the graph that holds it.
             return tensor.detach()
-        swapped = self._by_pointer.get(pointer)
+        known = self._by_pointer.get(pointer)
+        swapped = None if known is None else known()
         if swapped is None:
-            swapped = self._before.pop(pointer, None)
+            known = self._before.pop(pointer, None)
+            swapped = None if known is None else known()
             if swapped is None:
                 swapped = SwappedStorage(storage, tensor)
             else:
                 swapped.stay_no_longer()
-            self._by_pointer[pointer] = swapped
-        return partial(_in_swapped, self._begin, swapped, Geometry.of(tensor))
+            self._by_pointer[pointer] = ref(swapped)
+        return partial(_in_swapped, self._slot, swapped, Geometry.of(tensor))

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain_runtime.activations.forms import around
-from protrain_runtime.activations.saved_tensors import ByPointer, SavedTensors
+from protrain_runtime.activations.saved_tensors import Begun, ByPointer, SavedTensors
 from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
 from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput
 from protrain_runtime.devices.lanes import LaneError, Ticket, WorkLane, is_held, nothing
@@ -150,6 +150,7 @@ class Engine:
         self._saved: SavedTensors | None = None
         self._around = ExitStack()  # around the forward of the last part, where that has a form
         self._handed_on: ByPointer | None = None
+        self._slots: dict[int, Begun] = {}  # by unit that has saved what leaves
         self._evaluation: EvaluationPass | None = None
         self._outputs: frozenset[int] = frozenset()
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
@@ -667,21 +668,25 @@ class Engine:
             # not filled yet may be bound, since only kernels behind the copy read them.
             self._tickets[number].wait()
             self._moves.arrive(number)
+        if not slot.forward and slot.unit in self._slots:
+            self._slots[slot.unit].begun = True
         plan, reads = self._plans[slot.unit], self._reads[slot.unit]
         swaps = isinstance(plan.activations, Swap | SwapInput)
         # Autograd saves what leaves the device.
         if slot.forward and (swaps or any(chunk.saves_places for chunk in reads)):
             own = addresses([inputs[place] for place in plan.own_inputs if place < len(inputs)])
             foreign = self._shared | (addresses(inputs) - own)
+            begin = partial(
+                _while_alive, WeakMethod(self.begin_backward), lambda _: None, slot.unit
+            )
+            self._slots[slot.unit] = Begun(begin)
             self._saved = SavedTensors(
                 reads,
                 swaps=swaps,
                 foreign=foreign,
                 own=own,
                 handed_on=self._handed_on,
-                begin=partial(
-                    _while_alive, WeakMethod(self.begin_backward), lambda _: None, slot.unit
-                ),
+                slot=self._slots[slot.unit],
             )
             self._saved.__enter__()
         if slot.forward:

@@ -372,6 +372,9 @@ class Reductions:
         return work, [shard for _, shard in writes]
 
 
+MANY_VIEWS = 10_000
+"""Views of a store that are kept at most."""
+
 NUM_NAMED = 3
 """Tensors that an error names: a block of checked bytes may hold many small ones."""
 
@@ -430,6 +433,7 @@ class Moves:
                 reads[number] = move
         # By unit: offsets and bytes of what is reserved for what it swaps.
         self._swap_regions: dict[int, list[tuple[int, int]]] = {}
+        self._swap_views: dict[tuple[int, int], torch.Tensor] = {}  # in host memory, by place
         # By the move that writes it: what an update on a stream reads, until it has ended. Some run
         # on when the programme's next run has begun.
         self._working: dict[int, tuple[Piece, object]] = {}
@@ -718,12 +722,7 @@ class Moves:
         storages = self._leaving[number] = []
         storages.extend(self._swapped[move.unit].in_share(move.share))
 
-        def work() -> None:
-            for storage in storages:
-                assert storage.source is not None
-                store.start_write(storage.offset, storage.source)
-
-        return work
+        return self._swap(store, storages, [s.source for s in storages], leaves=True)
 
     def _swap_in(self, number: int, move: Move) -> Work:
         storages = list(self._swapped[move.unit].in_share(move.share))
@@ -731,14 +730,37 @@ class Moves:
             storage.restored = self.buffers.new(storage.num_bytes)
         self._arriving[number] = storages
         store = self._swap_store(move)
-        pairs = [(storage.offset, storage.restored) for storage in storages]
+        return self._swap(store, storages, [s.restored for s in storages], leaves=False)
 
-        def work() -> None:
-            for offset, restored in pairs:
-                assert restored is not None
-                store.start_read(offset, restored)
+    def _swap(
+        self,
+        store: Store,
+        storages: Sequence[SwappedStorage],
+        beside: Sequence[torch.Tensor | None],
+        *,
+        leaves: bool,
+    ) -> Work:
+        """Copy bytes of these storages, `beside`, to their places in a store, or back."""
+        tensors = [tensor for tensor in beside if tensor is not None]
+        if type(store) is not HostStore or not tensors:
+            start = store.start_write if leaves else store.start_read
+            pairs = [(s.offset, t) for s, t in zip(storages, tensors, strict=True)]
 
-        return work
+            def work() -> None:
+                for offset, tensor in pairs:
+                    start(offset, tensor)
+
+            return work
+        inside: list[torch.Tensor] = []
+        if len(self._swap_views) > MANY_VIEWS:  # of batches that differ
+            self._swap_views.clear()
+        for storage in storages:  # mostly at the same places in every step
+            place = storage.offset, storage.num_bytes
+            if (view := self._swap_views.get(place)) is None:
+                view = self._swap_views[place] = store.view(*place)
+            inside.append(view)
+        to, what = (inside, tensors) if leaves else (tensors, inside)
+        return partial(torch._foreach_copy_, to, what, non_blocking=True)
 
     def _swap_store(self, move: Move) -> Store:
         assert move.lane.tier is not None and move.lane.tier != "device"
