@@ -70,7 +70,7 @@ class Engine:
             id(each): [each.move_name(number) for number in range(len(each.moves))]
             for each in (program, accumulating)
         }
-        self._plans, self._chunks = plans, chunks
+        self._plans, self._chunks, self._num_units = plans, chunks, program.num_units
         self._moves, self._ranks, self._buffers = moves, moves.ranks, shared_buffers
         # Storages that stay where they are. Those of offloaded parameters do not: what stands in
         # for them is freed by the first gather, and an activation may come to lie there; nor those
@@ -148,7 +148,7 @@ class Engine:
         self._tickets: dict[int, Ticket] = {}
         self._running: set[int] = set()  # submitted, and not yet seen to end
         self._saved: SavedTensors | None = None
-        self._around = ExitStack()  # around the forward of the last part, where that has a form
+        self._around: ExitStack | None = None  # around the last part's forward, where it has a form
         self._handed_on: ByPointer | None = None
         self._slots: dict[int, Begun] = {}  # by unit that has saved what leaves
         self._evaluation: EvaluationPass | None = None
@@ -206,9 +206,11 @@ class Engine:
         self._enter(0, ())
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
-        in_forward = slot < self._program.num_units or self._state.slot < 0
-        # `abort` is told of what is wrong in a forward.
-        with nullcontext() if in_forward else self._failing("a backward"):
+        in_forward = slot < self._num_units or self._state.slot < 0
+        if self._ranks is None or in_forward:  # `abort` is told of what is wrong in a forward
+            self._enter(slot, inputs)
+            return
+        with self._failing("a backward"):
             self._enter(slot, inputs)
 
     def _enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -234,7 +236,7 @@ class Engine:
         if self._evaluation is not None:
             return
         self._outputs = addresses(outputs)
-        self._around.close()
+        self._leave_form()
         if self._saved is not None:
             self._saved.__exit__()  # what follows is not the unit's, even where no slot begins now
 
@@ -625,7 +627,7 @@ class Engine:
         return EvaluationPass(chunks, self._moves, self._await_fetches, self._collect)
 
     def _begin_slot(self, index: int, inputs: Sequence[torch.Tensor]) -> None:
-        if index == self._program.num_units and (name := unzeroed_gradient(self.consuming)):
+        if index == self._num_units and (name := unzeroed_gradient(self.consuming)):
             raise RuntimeError(
                 f"the gradient of {name!r} was not zeroed after optimizer.step(): plain PyTorch"
                 " would add the next one to it, and this plan has used it up. Call"
@@ -642,7 +644,7 @@ class Engine:
             else:
                 behind.add(lane)
         # What the last step left has ended when backward begins: compute is behind all fetches.
-        gone = index >= self._program.num_units
+        gone = index >= self._num_units
         for number in sorted(n for n, ticket in self._carried.items() if gone or ticket.done()):
             self._end_carried(number, self._carried[number].wait)
         for number in slot.drained_before:
@@ -689,7 +691,8 @@ class Engine:
                 slot=self._slots[slot.unit],
             )
             self._saved.__enter__()
-        if slot.forward:
+        if index == self._num_units - 1:
+            self._around = ExitStack()
             self._around.enter_context(around(plan.activations.form))
         if self._times is not None:
             self._times.enter(index)
@@ -754,8 +757,13 @@ class Engine:
         self._running.discard(number)
         self._moves.end(number)
 
+    def _leave_form(self) -> None:
+        if self._around is not None:
+            around, self._around = self._around, None
+            around.close()
+
     def _close_saved(self) -> None:
-        self._around.close()
+        self._leave_form()
         if self._saved is None:
             return
         saved, self._saved = self._saved, None
