@@ -424,9 +424,12 @@ class Engine:
 
     def _no_gradients(self) -> bool:
         """There are none so far, or they were dropped: a loss scaler skips steps."""
-        parts = (part for chunk in self._chunks for part in chunk.slices)
         with plainly():
-            return all(part.parameter.grad is None for part in parts)
+            for chunk in self._chunks:
+                for part in chunk.slices:
+                    if part.parameter.grad is not None:
+                        return False
+        return True
 
     def _at_home(self, what: str, needed: Collection[object]) -> None:
         """TurnError, saying `what`, in a forked process, where that needs what only one has."""
