@@ -188,14 +188,16 @@ def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None])
             )
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def refuse_wrapped(model: nn.Module, *, source: str | None = None) -> None:
     """ProtrainError where the model is a wrapper, which gives the parameters other names."""
     if _is_optimized(model):
-        raise ProtrainError("the model is compiled as a whole", fix=_EACH_BLOCK)
+        raise ProtrainError("the model is compiled as a whole", source=source, fix=_EACH_BLOCK)
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ProtrainError(
             f"the model is wrapped in {type(model).__name__}",
-            fix="prepare the model itself: a plan for several devices does what the wrapper does",
+            source=source,
+            fix="profile and prepare the model itself: a plan for several devices does what the"
+            " wrapper does",
         )
 
 
