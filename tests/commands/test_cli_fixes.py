@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_runtime.contract.records import write_plan, write_profile
-from tests.support.checking_cases import PROFILE, offloading
+from protrain_runtime.contract.records import write_profile
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder, gpu, joined
 from tests.support.record_fuzz import run
@@ -132,6 +131,7 @@ def contiguous() -> Made:
 
 
 HERE = __name__
+STAGES = "plan p/joined.yaml --num-devices 4 --global-batch 16 --stages"
 PROFILES = f"""
 {HERE}:modle => {HERE}:model
 {HERE}:models => {HERE}:model
@@ -161,24 +161,109 @@ tiny-gpt2 --seq-len 2048 => tiny-gpt2 --seq-len 128
 """
 COMMANDS = f"""
 plan card.yaml --clip-share 0.3 => plan card.yaml --clip-share 0.3 --clip
-plan card.yaml --allow int8-activations => profile {HERE}:model --on l4 --allow int8-activations
-plan card.yaml --seq-len 64 => plan {HERE}:model --on l4 -o f
-plan {HERE}:model => plan {HERE}:model --on rtx-4090 -o f
+plan card.yaml --allow rounding => profile {HERE}:model --on l4 --allow rounding
+plan card.yaml --seq-len 64 => plan {HERE}:model --on l4
+plan {HERE}:model => plan {HERE}:model --on rtx-4090
 plan {HERE}:model --on l4 -o - => plan {HERE}:model --on l4 -o f
+plan {HERE}:model --on l4 --seq-len 64 => plan {HERE}:model --on l4
+plan cpu.yaml --host-memory 8GiB => plan cpu.yaml --device-memory 8GiB
+plan measured.yaml --host-memory 2TiB => plan measured.yaml --host-memory 32GiB
+plan cpu.yaml --page-cache 4GiB => plan cpu.yaml
+plan card.yaml --device-memory 24 => plan card.yaml --device-memory 24GiB
+plan card.yaml --device-memory 9.5 => plan card.yaml --device-memory 9.5GiB
+plan card.yaml --pin 'layer.0: recompute' => plan card.yaml --pin 'layers.0: recompute'
+plan card.yaml --pin 'layers.0: recompte' => plan card.yaml --pin 'layers.0: recompute'
+plan card.yaml --pin layers.0 => plan card.yaml --pin 'layers.0-2: recompute'
+plan card.yaml --pin 'head: recompute' => plan card.yaml --pin 'head: swap to host'
+plan card.yaml --pin 'head: recompute' => plan card.yaml --pin 'layers.0-2: recompute'
+plan card.yaml --pin 'layers.0: shard' => plan card.yaml --pin 'layers.0: persistent'
+plan card.yaml --pin '*: offload to host' --host-memory 9MiB => plan card.yaml --pin '*: offload to host'
+plan card.yaml -o no/plan.yaml => plan card.yaml -o q/plan.yaml
+plan card.yaml -o . => plan card.yaml -o plan.yaml
+plan card.yaml -o card.yaml => plan card.yaml -o plan.yaml
+plan card.yaml --num-devices 2 => profile {HERE}:model --on l4 --interconnect a100-80gb
+plan p/joined.yaml --num-devices 16 --nodes 2 => plan p/joined.yaml --num-devices 16 --nodes 4
+plan p/joined.yaml --stages auto --num-devices 4 => plan p/joined.yaml --stages auto --num-devices 4 --global-batch 128
+{STAGES} 3 => {STAGES} auto
+{STAGES} 2 --disk-gain 5% => {STAGES} 2
+{STAGES} 2 --disk-gain 5% => plan p/joined.yaml --num-devices 4 --disk-gain 5%
+{STAGES} 2 --replicas 2 => {STAGES} 2
+show p/stages.yaml --stage 4 => show p/stages.yaml --stage 1
+export p/stages.yaml --to trl => export p/stages.yaml --to torchtitan
+show p/plan.yaml --profile card.yaml => show p/plan.yaml --profile p/own.yaml
+simulate p/plan.yaml --profile card.yaml => simulate p/plan.yaml --profile p/own.yaml
+report p/plan.yaml --profile card.yaml => report p/plan.yaml --profile p/own.yaml
+run p/plan.yaml --steps 2 --resume p/saved => run p/plan.yaml --steps 3 --resume p/saved
+run p/sgd.yaml --steps 3 --resume p/saved => run p/plan.yaml --steps 3 --resume p/saved
+run p/plan.yaml --steps 2 --resume p => run p/plan.yaml --steps 3 --resume p/saved
+run p/plan.yaml --steps 2 --save p/own.yaml => run p/plan.yaml --steps 2 --save again
+run p/plan.yaml --steps 2 --save-every 1 => run p/plan.yaml --steps 2 --save-every 1 --save every
+run p/plan.yaml --steps 1 --check --check-spills => run p/plan.yaml --steps 1 --check
+run p/plan.yaml --steps 1 --plain --verify => run p/plan.yaml --steps 1 --verify
+run p/plan.yaml --steps 1 --text no.txt => run p/plan.yaml --steps 1
+run p/plan.yaml --steps 1 --device cuda => run p/plan.yaml --steps 1 --device cpu
+run p/few.yaml --steps 4 => run p/few.yaml --steps 3
+run p/few.yaml --steps 4 => run p/plan.yaml --steps 4
+fit {HERE}:model --on cpu --columns cost => fit {HERE}:model --on cpu --columns cost --price 2.49
+fit {HERE}:model --on cpu --columns energy => fit {HERE}:model --on box.yaml --columns energy
+fit {HERE}:model --on cpu --price 1,2 => fit {HERE}:model --on cpu --price 1
+fit {HERE}:model --on cpu --beside tiny-llama => fit {HERE}:model --on cpu --beside {HERE}:dense
+fit {HERE}:model --on rtx-3090 --num-devices 16 => fit {HERE}:model --on nodes.yaml --num-devices 16
+fit deepspeed.json --on cpu => fit {HERE}:model --on cpu
+fit axolotl.yml --model {HERE}:model --on cpu => fit {HERE}:model --on cpu
+hardware show rtx-4091 => hardware show rtx-4090
+hardware probe -o no/machine.yaml => hardware show l4
+hardware search {HERE}:model => hardware search {HERE}:model --price-limit 3 --among prices.yaml
+hardware search {HERE}:model --speed 1 => hardware search {HERE}:model --speed 1 --among prices.yaml
+check => check --records-only p
+check --explain BUD01 => check --explain BUD001
+"""
+
+
+def few() -> Made:
+    return Small(), iter(BATCHES[:3])
+
+
+MADE = f"""
+profile {HERE}:model --on cpu -o p/own.yaml
+plan p/own.yaml -o p/plan.yaml
+run p/plan.yaml --steps 2 --save p/saved
+profile {HERE}:model --on cpu --optimizer sgd -o p/sgd-profile.yaml
+plan p/sgd-profile.yaml -o p/sgd.yaml
+profile {HERE}:few --on cpu -o p/few-profile.yaml
+plan p/few-profile.yaml -o p/few.yaml
+{STAGES} 2 -o p/stages.yaml
+hardware copy cpu -o box.yaml
+hardware copy rtx-3090 -o nodes.yaml
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fixes")
+    for place in ("p", "q"):
+        (folder / place).mkdir()
     write_profile(decoder(cpu(), blocks=3), folder / "cpu.yaml")
     write_profile(decoder(gpu(), blocks=3), folder / "card.yaml")
-    write_profile(decoder(joined(gpu()), blocks=3), folder / "joined.yaml")
+    write_profile(decoder(joined(gpu()), blocks=3), folder / "p/joined.yaml")
     write_profile(
         replace(decoder(gpu(host_gb=64), blocks=2), method="measured"), folder / "measured.yaml"
     )
-    write_profile(PROFILE, folder / "profile.yaml")
-    write_plan(offloading(), folder / "plan.yaml")
+    (folder / "axolotl.yml").write_text("base_model: tiny-llama\nmicro_batch_size: 1\n")
+    (folder / "deepspeed.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (folder / "prices.yaml").write_text("rtx-4090: 0.35\nl4: 0.5\n")
+    with chdir(folder):
+        for command in rows(MADE):
+            code, told = run(shlex.split(command))
+            assert code == 0, told
+    with (folder / "box.yaml").open("a") as box:
+        box.write("power_w: 300\n")
+    nodes = (folder / "nodes.yaml").read_text()
+    inter = (
+        "interconnect:\n  inter_node:\n    gather_bytes_per_s: 1.0e+10\n"
+        "    reduce_bytes_per_s: 1.0e+10\n    latency_s: 1.0e-5\n"
+    )
+    (folder / "nodes.yaml").write_text(nodes.replace("interconnect:\n", inter))
     return folder
 
 
@@ -202,11 +287,11 @@ def follow(row: str, assert_says: Speaker, *options: str, before: str = "") -> N
     assert code == 0, told
 
 
-@pytest.mark.parametrize("row", rows(PROFILES))
+@pytest.mark.parametrize("row", rows(PROFILES), ids=str)
 def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
     follow(row, assert_says, "--on", "cpu", "-o", "made.yaml", before="profile ")
 
 
-@pytest.mark.parametrize("row", rows(COMMANDS))
+@pytest.mark.parametrize("row", rows(COMMANDS), ids=str)
 def test_a_command_succeeds_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
     follow(row, assert_says)
