@@ -411,7 +411,7 @@ class FactorySource:
             raise ProtrainError(
                 f"the factory is called without arguments: {error}",
                 source=self.name,
-                fix="give its arguments defaults, or name a function without arguments that calls it",
+                fix="give its arguments defaults, or name a function without any that calls it",
             ) from None
         with seeded(seed):
             made = self._factory()

@@ -131,6 +131,7 @@ def contiguous() -> Made:
 
 
 HERE = __name__
+PIN = "plan card.yaml --pin '*: offload to host'"
 STAGES = "plan p/joined.yaml --num-devices 4 --global-batch 16 --stages"
 PROFILES = f"""
 {HERE}:modle => {HERE}:model
@@ -177,13 +178,13 @@ plan card.yaml --pin layers.0 => plan card.yaml --pin 'layers.0-2: recompute'
 plan card.yaml --pin 'head: recompute' => plan card.yaml --pin 'head: swap to host'
 plan card.yaml --pin 'head: recompute' => plan card.yaml --pin 'layers.0-2: recompute'
 plan card.yaml --pin 'layers.0: shard' => plan card.yaml --pin 'layers.0: persistent'
-plan card.yaml --pin '*: offload to host' --host-memory 9MiB => plan card.yaml --pin '*: offload to host'
+{PIN} --host-memory 9MiB => {PIN}
 plan card.yaml -o no/plan.yaml => plan card.yaml -o q/plan.yaml
 plan card.yaml -o . => plan card.yaml -o plan.yaml
 plan card.yaml -o card.yaml => plan card.yaml -o plan.yaml
 plan card.yaml --num-devices 2 => profile {HERE}:model --on l4 --interconnect a100-80gb
 plan p/joined.yaml --num-devices 16 --nodes 2 => plan p/joined.yaml --num-devices 16 --nodes 4
-plan p/joined.yaml --stages auto --num-devices 4 => plan p/joined.yaml --stages auto --num-devices 4 --global-batch 128
+plan p/joined.yaml --num-devices 4 --stages auto => {STAGES} auto
 {STAGES} 3 => {STAGES} auto
 {STAGES} 2 --disk-gain 5% => {STAGES} 2
 {STAGES} 2 --disk-gain 5% => plan p/joined.yaml --num-devices 4 --disk-gain 5%

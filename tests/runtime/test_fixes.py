@@ -8,10 +8,19 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.profiling.structure.discovery import fullest
-from protrain_runtime import full_parameters, prepare, restore
-from protrain_runtime.contract.records.plan import Offload, Plan, Recompute
+from protrain_runtime import MovingAverage, full_parameters, prepare, restore
+from protrain_runtime.contract.records.plan import (
+    STEPPED,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Recompute,
+)
 from tests.support.hostile_models import Block, Hostile, Stack, batch_of, by_torch
 from tests.support.judging import judged
 from tests.support.messages import Speaker
@@ -193,9 +202,165 @@ def writes_state_before(run: Run) -> None:
     run.step(1)
 
 
-def adds_a_group(run: Run) -> None:
+def gradients_of_some(run: Run) -> None:
     run.step(0)
-    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    run.loss(1).backward(inputs=[*run.model.parameters()][:3])
+    run.update()
+
+
+def others_frozen(run: Run) -> None:
+    run.step(0)
+    others = [*run.model.parameters()][3:]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    run.loss(1).backward()
+    run.update()
+    for parameter in others:
+        parameter.requires_grad_(True)
+    run.step(2)
+
+
+def returned_gradients(run: Run) -> None:
+    run.seen += torch.autograd.grad(run.loss(0), [[*run.model.parameters()][3]])
+
+
+def standing_gradient(run: Run) -> None:
+    given = [*run.model.parameters()][3]
+    for parameter in run.model.parameters():
+        parameter.requires_grad_(parameter is given)
+    run.loss(0).backward()
+    assert given.grad is not None
+    run.seen.append(given.grad.clone())
+    run.optimizer.zero_grad()
+
+
+def looks_between(run: Run) -> None:
+    run.backward(0)
+    run.seen.append(next(run.model.parameters()).detach().norm())
+    run.update()
+
+
+def looks_between_inside(run: Run) -> None:
+    run.backward(0)
+    with full_parameters(run.model):
+        run.seen.append(next(run.model.parameters()).detach().norm())
+    run.update()
+
+
+def looks_after(run: Run) -> None:
+    run.step(0)
+    with full_parameters(run.model):
+        run.seen.append(next(run.model.parameters()).detach().norm())
+
+
+def looks_before(run: Run) -> None:
+    with full_parameters(run.model):
+        run.seen.append(next(run.model.parameters()).detach().norm())
+    run.step(0)
+
+
+def trains_inside(run: Run) -> None:
+    with full_parameters(run.model):
+        run.step(0)
+
+
+def trains_behind(run: Run) -> None:
+    with full_parameters(run.model):
+        pass
+    run.step(0)
+
+
+def assigns(run: Run, *, assign: bool = True) -> None:
+    run.step(0)
+    run.model.load_state_dict(run.values(), assign=assign)
+    run.step(1)
+
+
+def loads(run: Run) -> None:
+    assigns(run, assign=False)
+
+
+def widens_a_state(run: Run) -> None:
+    run.step(0)
+    state = run.optimizer.state[next(run.model.parameters())]
+    state["exp_avg"] = state["exp_avg"].double()
+    run.step(1)
+
+
+def keeps_a_states_kind(run: Run) -> None:
+    run.step(0)
+    state = run.optimizer.state[next(run.model.parameters())]
+    state["exp_avg"] = state["exp_avg"] * 2
+    run.step(1)
+
+
+def empties_a_state(run: Run) -> None:
+    run.step(0)
+    run.optimizer.state[next(run.model.parameters())] = {}
+    run.step(1)
+
+
+def checkpoints(run: Run) -> None:
+    """What Trainers do that are told to save memory."""
+    given = run.subject.batch(0)
+    anchor = torch.zeros(1, requires_grad=True)
+    checkpoint(
+        lambda _: loss_of(call_model(run.model, given)), anchor, use_reentrant=True
+    ).backward()
+    run.update()
+
+
+def calls_plainly(run: Run) -> None:
+    run.loss(0).backward()
+    run.update()
+
+
+def cuts_short(run: Run) -> None:
+    """A backward that fails, of which a script thinks no more."""
+    run.step(0)
+    loss = run.loss(1)
+    handle = next(run.model.parameters()).register_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    run.optimizer.zero_grad()
+    run.step(2)
+
+
+def fails(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def averages_on(run: Run) -> None:
+    average = MovingAverage(run.model)
+    average.update()
+    restore(run.model)
+    average.update()
+
+
+def averages_anew(run: Run) -> None:
+    run.step(0)
+    average = MovingAverage(run.model)
+    average.update()
+    state = average.state_dict()
+    if run.planned:
+        restore(run.model)
+    again = MovingAverage(run.model)
+    again.load_state_dict(state)
+    again.update()
+    run.seen += again.state_dict()["parameters"].values()
+
+
+def average_first(run: Run) -> None:
+    with MovingAverage(run.model).applied():
+        pass
+
+
+def averaged_first(run: Run) -> None:
+    average = MovingAverage(run.model)
+    average.update()
+    with average.applied():
+        run.look(0)
 
 
 def converts(run: Run) -> None:
@@ -228,6 +393,7 @@ class Fix:
     micro_batches: int = 1
     clip: bool = False  # the plan, for the other loop
     clipped: bool = False  # the plan that refuses
+    states: Placement = Offload(tier="disk")  # noqa: RUF009 (frozen)
 
 
 FIXES = {
@@ -255,6 +421,22 @@ FIXES = {
     "a conversion": Fix(refused=converts, loop=converts_restored),
     "replaced gradients": Fix(refused=freezes_late, clip=True),
     "state in a step: before": Fix(refused=uses_state_inside, loop=uses_state_before),
+    "gradients of some": Fix(refused=gradients_of_some, loop=others_frozen),
+    "gradients of one": Fix(refused=returned_gradients, loop=standing_gradient, clip=True),
+    "a look at what is away": Fix(refused=looks_between, loop=looks_between_inside, clip=True),
+    "a full look before the step: --clip": Fix(refused=looks_between_inside, clip=True),
+    "a full look before the step": Fix(refused=looks_between_inside, loop=looks_after),
+    "a look before the step: --clip": Fix(refused=looks_between, clip=True, states=STEPPED),
+    "a look before the step: before": Fix(refused=looks_between, loop=looks_before, states=STEPPED),
+    "a look before the step: after": Fix(refused=looks_between, loop=looks_after, states=STEPPED),
+    "training inside": Fix(refused=trains_inside, loop=trains_behind),
+    "assigned values": Fix(refused=assigns, loop=loads),
+    "a wider state: its kind": Fix(refused=widens_a_state, loop=keeps_a_states_kind),
+    "a wider state: none": Fix(refused=widens_a_state, loop=empties_a_state),
+    "a checkpoint around the model": Fix(refused=checkpoints, loop=calls_plainly),
+    "a backward that is cut short": Fix(refused=cuts_short, clip=True),
+    "averages of a plan that has ended": Fix(refused=averages_on, loop=averages_anew),
+    "averages of nothing": Fix(refused=average_first, loop=averaged_first),
 }
 
 
@@ -265,8 +447,10 @@ def test_a_loop_trains_when_the_message_is_followed(
     fix = FIXES[name]
 
     def asked(script: Script, updates: Literal["in backward", "after backward"]) -> Scenario:
+        late = fix.states == STEPPED and updates == "after backward"
+        states = Persistent() if late else fix.states
         return Scenario(
-            units=lambda units: decided(units, Recompute(), Offload(tier="disk")),
+            units=lambda units: decided(units, Recompute(), states),
             script=script,
             settings={"updates": updates, "micro_batches": fix.micro_batches},
         )
