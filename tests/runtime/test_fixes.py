@@ -1,9 +1,11 @@
 """Fixes of refusals, followed: the loop trains then, bit for bit like plain PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import pytest
@@ -12,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.profiling.structure.discovery import fullest
-from protrain_runtime import MovingAverage, full_parameters, prepare, restore
+from protrain_runtime import MovingAverage, full_parameters, load, prepare, record, restore, save
+from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.contract.records.plan import (
     STEPPED,
     Offload,
@@ -22,10 +25,19 @@ from protrain_runtime.contract.records.plan import (
     Recompute,
 )
 from tests.support.hostile_models import Block, Hostile, Stack, batch_of, by_torch
-from tests.support.judging import judged
+from tests.support.judging import is_refusal, judged
 from tests.support.messages import Speaker
-from tests.support.runtime_cases import ADAMW, CATALOGUE, assert_bitwise, decided
-from tests.support.scenario import Run, Scenario, Script, refusal
+from tests.support.odd_optimizers import TOGETHER, UNCOUNTED
+from tests.support.odd_optimizers import made as made_odd
+from tests.support.runtime_cases import (
+    ADAMW,
+    CATALOGUE,
+    Subject,
+    assert_bitwise,
+    decided,
+    one_group,
+)
+from tests.support.scenario import Loop, Run, Scenario, Script, refusal
 
 
 def skips(run: Run) -> None:
@@ -384,6 +396,85 @@ def freezes_late(run: Run) -> None:
     run.update()
 
 
+def records(run: Run, *, before: bool = False) -> None:
+    if run.planned and not before:
+        restore(run.model)
+    if run.planned:
+        with record(run.model):
+            run.step(0)
+
+
+def records_a_plan(run: Run) -> None:
+    records(run, before=True)
+    if not run.planned:
+        run.step(0)
+
+
+def looks_at_units(run: Run, unit: str = "layers.0") -> None:
+    with full_parameters(run.model, units=[unit]):
+        run.seen.append(run.model.get_parameter(f"{LAYER}.input_layernorm.weight").norm().detach())
+
+
+LAYER = "model.layers.0"
+
+
+def looks_at_a_layer(run: Run) -> None:
+    looks_at_units(run, LAYER)
+
+
+def saves(run: Run, own: bool = False) -> None:
+    run.step(0)
+    if run.folder is not None:
+        other = ADAMW(CATALOGUE["gpt2"].build().parameters())
+        save(run.model, run.optimizer if own else other, run.folder / "saved")
+    run.step(1)
+
+
+def saves_its_own(run: Run) -> None:
+    saves(run, own=True)
+
+
+@contextmanager
+def saved(run: Run) -> Iterator[Path]:
+    """A folder for a checkpoint."""
+    with TemporaryDirectory() as other:
+        yield (run.folder or Path(other)) / "saved"
+
+
+def loads_other_states(run: Run, *, states: bool = True) -> None:
+    other = run.subject.build(1)
+    with saved(run) as folder:
+        save(other, torch.optim.SGD(other.parameters()), folder)
+        load(run.model, run.optimizer if states else None, folder)
+    run.step(1)
+
+
+def loads_parameters(run: Run) -> None:
+    loads_other_states(run, states=False)
+
+
+def loads_another_model(run: Run, model: str = "gpt2") -> None:
+    with saved(run) as folder:
+        save(CATALOGUE[model].build(1), None, folder)
+        load(run.model, None, folder)
+    run.step(1)
+
+
+def loads_its_own(run: Run) -> None:
+    loads_another_model(run, "llama-tied")
+
+
+def saves_an_object(run: Run, extra: object = UserWarning) -> None:
+    with saved(run) as folder:
+        save(run.model, None, folder, extra={"dtype": extra})
+        run.seen.append(read_extra(folder)["dtype"])
+    run.step(1)
+
+
+def saves_a_name(run: Run) -> None:
+    saves_an_object(run, "float32")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fix:
     """A loop that is refused, and what the message says: another loop, or a plan with --clip."""
@@ -437,6 +528,12 @@ FIXES = {
     "a backward that is cut short": Fix(refused=cuts_short, clip=True),
     "averages of a plan that has ended": Fix(refused=averages_on, loop=averages_anew),
     "averages of nothing": Fix(refused=average_first, loop=averaged_first),
+    "a recording of no plan": Fix(refused=records, loop=records_a_plan),
+    "a unit that is not there": Fix(refused=looks_at_units, loop=looks_at_a_layer),
+    "another optimizer to save": Fix(refused=saves, loop=saves_its_own),
+    "states of another optimizer": Fix(refused=loads_other_states, loop=loads_parameters),
+    "parameters of another model": Fix(refused=loads_another_model, loop=loads_its_own),
+    "an object to save": Fix(refused=saves_an_object, loop=saves_a_name),
 }
 
 
@@ -446,7 +543,7 @@ def test_a_loop_trains_when_the_message_is_followed(
 ) -> None:
     fix = FIXES[name]
 
-    def asked(script: Script, updates: Literal["in backward", "after backward"]) -> Scenario:
+    def scripted(script: Script, updates: Literal["in backward", "after backward"]) -> Scenario:
         late = fix.states == STEPPED and updates == "after backward"
         states = Persistent() if late else fix.states
         return Scenario(
@@ -455,13 +552,15 @@ def test_a_loop_trains_when_the_message_is_followed(
             settings={"updates": updates, "micro_batches": fix.micro_batches},
         )
 
-    refused = asked(fix.refused, "after backward" if fix.clipped else "in backward")
+    refused = scripted(fix.refused, "after backward" if fix.clipped else "in backward")
     for folder in (tmp_path / "refused", tmp_path / "trained"):
         folder.mkdir()
     run = refused.start(tmp_path / "refused")
-    assert_says(refusal(lambda: refused.played(run)))
+    error = refusal(lambda: refused.played(run), Exception)
+    assert is_refusal(error), repr(error)
+    assert_says(error)
     updates: Any = "after backward" if fix.clip else "in backward"
-    asked(fix.loop or fix.refused, updates).assert_like_plain(tmp_path / "trained")
+    scripted(fix.loop or fix.refused, updates).assert_like_plain(tmp_path / "trained")
 
 
 LOOP = Scenario(units=lambda units: decided(units, Recompute(), Offload(tier="disk")))
@@ -563,6 +662,169 @@ def test_prepare_takes_what_its_message_says(
 ) -> None:
     assert_says.refused(GIVEN[name], tmp_path, False)
     assert_bitwise(LOOP.played(GIVEN[name](tmp_path, True)), LOOP.plain())
+
+
+def asked(states: Placement = Offload(tier="disk"), **given: Any) -> Scenario:  # noqa: B008
+    """A plan, as `prepare` is asked to carry it out."""
+    given.setdefault("units", lambda units: decided(units, Recompute(), states))
+    return Scenario(**{"script": Loop(num_steps=3), **given})
+
+
+def changed(change: Callable[[Any], object]) -> Subject:
+    return replace(CATALOGUE["llama"], change=change)
+
+
+def widens(model: Any) -> None:
+    """One weight of a block in double precision, with its products."""
+    layer = model.model.layers[1].mlp
+    layer.down_proj.double()
+    layer.down_proj.register_forward_pre_hook(lambda _, given: (given[0].double(),))
+    layer.down_proj.register_forward_hook(lambda _, __, found: found.float())
+
+
+def widens_frozen(model: Any) -> None:
+    widens(model)
+    model.model.layers[1].mlp.down_proj.requires_grad_(False)
+
+
+def shares_memory(model: Any, *, own: bool = False) -> None:
+    first, second = (model.model.layers[number].mlp for number in (0, 1))
+    memory = torch.linspace(-0.1, 0.1, 2 * first.up_proj.weight.numel())
+    memory = memory.view(2, *first.up_proj.weight.shape)
+    for number, (mlp, name) in enumerate(((first, "up_proj"), (second, "up_proj"))):
+        values = memory[0] if number == 0 else memory.flatten()[96:][: memory[0].numel()]
+        values = values.view(memory[0].shape)
+        getattr(mlp, name).weight = torch.nn.Parameter(values.clone() if own else values)
+
+
+def named(model: Any, prefix: str = "") -> list[dict[str, Any]]:
+    return [{"params": [(prefix + name, p) for name, p in model.named_parameters()]}]
+
+
+def two_kinds(model: Any, amsgrad: bool = False) -> list[dict[str, Any]]:
+    given = [*model.parameters()]
+    return [{"params": given[:3], "amsgrad": amsgrad}, {"params": given[3:], "amsgrad": True}]
+
+
+class Damped(torch.optim.SGD):
+    """Has an attribute that is no option of its groups."""
+
+    def __init__(self, params: Any, damp: float = 1.0) -> None:
+        super().__init__(params, lr=0.1)
+        self.damp = damp
+
+
+class Summing(torch.optim.SGD):
+    """Sums gradients up, beside its states or in them."""
+
+    def __init__(self, params: Any, *, inside: bool) -> None:
+        super().__init__(params, lr=0.1)
+        self.inside, self.sums = inside, dict[Any, torch.Tensor]()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            kept = self.state[parameter] if self.inside else self.sums
+            key = "sum" if self.inside else parameter
+            kept[key] = kept.get(key, torch.zeros_like(parameter)) + parameter.grad
+            parameter.sub_(kept[key], alpha=0.1)
+
+
+def sets_late(run: Run) -> None:
+    optimizer: Any = run.optimizer
+    optimizer.damp = 0.5
+    run.step(0)
+
+
+ODD = partial(made_odd, lr=1e-3)
+SHARD = Offload(tier="device")
+EARLY = Offload(tier="disk", speculate=True)
+CLIP: dict[str, Any] = {"updates": "after backward"}
+SHARING = changed(shares_memory)
+PLANS: dict[str, tuple[Scenario, Scenario]] = {
+    "a check of another name": (
+        asked(options={"check": "bits"}),
+        asked(options={"check": "bitwise"}),
+    ),
+    "a shard on one device": (asked(SHARD), asked(Persistent())),
+    "a common copy on one device": (
+        asked(Offload(tier="host", common_copy=True)),
+        asked(Offload(tier="host")),
+    ),
+    "an update in backward, with --clip": (
+        asked(STEPPED, settings=CLIP),
+        asked(Persistent(), settings=CLIP),
+    ),
+    "an update ahead of the norm, without --clip": (asked(EARLY), asked()),
+    "overlapping steps of micro-batches": (
+        asked(settings={"overlap_steps": True, "micro_batches": 2}),
+        asked(settings={"micro_batches": 2}, script=Loop(num_steps=2, micro_batches=2)),
+    ),
+    "several dtypes: one": (asked(model=changed(widens)), asked(model=changed(lambda _: None))),
+    "several dtypes: frozen": (asked(model=changed(widens)), asked(model=changed(widens_frozen))),
+    "memory that blocks share: own": (
+        asked(model=SHARING),
+        asked(model=changed(partial(shares_memory, own=True))),
+    ),
+    "memory that blocks share: persistent": (
+        asked(model=SHARING),
+        asked(Persistent(), model=SHARING),
+    ),
+    "memory that blocks share, updated in backward": (
+        asked(STEPPED, model=SHARING),
+        asked(Persistent(), model=SHARING),
+    ),
+    "names of groups: the model's": (
+        asked(groups=partial(named, prefix="my ")),
+        asked(groups=named),
+    ),
+    "names of groups: none": (asked(groups=partial(named, prefix="my ")), asked(groups=one_group)),
+    "groups of two kinds": (
+        asked(groups=two_kinds),
+        asked(groups=partial(two_kinds, amsgrad=True)),
+    ),
+    "an optimizer of all parameters in backward: persistent": (
+        asked(STEPPED, factory=partial(ODD, features=TOGETHER[0])),
+        asked(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
+    ),
+    "an optimizer of all parameters in backward: AdamW": (
+        asked(STEPPED, factory=partial(ODD, features=TOGETHER[0])),
+        asked(STEPPED),
+    ),
+    "an optimizer of whole parameters: it stays": (
+        asked(factory=torch.optim.Adafactor),
+        asked(Persistent(), factory=torch.optim.Adafactor),
+    ),
+    "an optimizer of whole parameters: AdamW": (asked(factory=torch.optim.Adafactor), asked()),
+    "an optimizer with states beside": (
+        asked(factory=partial(Summing, inside=False)),
+        asked(factory=partial(Summing, inside=True)),
+    ),
+    "an optimizer with more states later": (
+        asked(factory=partial(ODD, features=UNCOUNTED[1])),
+        asked(),
+    ),
+    "an option that was set late": (
+        replace(asked(factory=Damped), script=sets_late),
+        asked(factory=partial(Damped, damp=0.5)),
+    ),
+}
+"""What `prepare` or the first steps refuse, and the same as the message says."""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_trains_when_the_message_is_followed(
+    name: str, tmp_path: Path, assert_says: Speaker
+) -> None:
+    refused, followed = PLANS[name]
+    for folder in (tmp_path / "refused", tmp_path / "trained"):
+        folder.mkdir()
+    error = refusal(lambda: refused.played(refused.start(tmp_path / "refused")), Exception)
+    assert is_refusal(error), repr(error)
+    assert_says(error)
+    followed.assert_like_plain(tmp_path / "trained")
 
 
 def one_of_two(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:

@@ -537,8 +537,8 @@ def refuse_reading(name: str) -> None:
         f"the values of {name!r} are not on the device: the plan keeps them below it, or shared"
         " among the devices, between its uses. Read them inside"
         " `with protrain_runtime.full_parameters(model):`, and write them with modify=True there."
-        " For gradients of some parameters (inputs=, torch.autograd.grad) call loss.backward(), with"
-        " requires_grad_(False) on the others before the forward"
+        " For gradients of some parameters (inputs=, torch.autograd.grad) call loss.backward(),"
+        " with requires_grad_(False) on the others before the forward"
     )
 
 
