@@ -29,7 +29,8 @@ class Block(nn.Module):
         self.inner = nn.Linear(8, 8)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.inner(hidden).tanh()
+        out: Tensor = self.inner(hidden)
+        return hidden + out.tanh()
 
 
 class Small(nn.Module):
@@ -44,7 +45,7 @@ class Small(nn.Module):
         hidden = self.embed(inputs)
         for block in self.blocks:
             hidden = block(hidden)
-        squares = self.head(hidden).square()
+        squares: Tensor = self.head(hidden).square()
         return squares.mean() if self.mean else squares
 
 

@@ -637,6 +637,35 @@ def more_states(folder: Path, followed: bool) -> Run:
     return prepared(folder, plan=lambda _: planned)
 
 
+def from_files(folder: Path, model: Any, *, named: bool = True) -> Run:
+    save(LOOP.subject.build(), None, folder / "weights")
+    weights = folder / "weights" if named else None
+    spills = folder / "spills"
+    spills.mkdir()
+    planned, mine = prepare(
+        model, own_plan(None), optimizer=ADAMW, spill_directory=spills, weights=weights
+    )
+    return Run(LOOP.subject, planned, mine, folder=spills)
+
+
+def made_anew() -> torch.nn.Module:
+    return LOOP.subject.make().train()
+
+
+def without_values(folder: Path, followed: bool) -> Run:
+    with torch.device("meta"):
+        model = made_anew()
+    return from_files(folder, model, named=followed)
+
+
+def with_values(folder: Path, followed: bool) -> Run:
+    return from_files(folder, made_anew if followed else made_anew())
+
+
+def no_model(folder: Path, followed: bool) -> Run:
+    return from_files(folder, made_anew if followed else str)
+
+
 def own_plan(_: Any) -> Plan:
     return LOOP.planned_for(LOOP.subject.build())
 
@@ -652,6 +681,9 @@ GIVEN: dict[str, Callable[[Path, bool], Run]] = {
     "a frozen model": frozen,
     "an optimizer with a closure": closures,
     "an optimizer with more states": more_states,
+    "a model without values": without_values,
+    "weights for a model with values": with_values,
+    "a function that makes no model": no_model,
 }
 """Arguments that `prepare` refuses, and the same as the message says (`followed`)."""
 
