@@ -13,7 +13,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_plan.profiling.structure.discovery import fullest
 from protrain_runtime import MovingAverage, full_parameters, load, prepare, record, restore, save
 from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.contract.records.plan import (
@@ -24,7 +23,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Recompute,
 )
-from tests.support.hostile_models import Block, Hostile, Stack, batch_of, by_torch
+from tests.support.hostile_models import Block, Hostile, Stack, by_torch, in_order
 from tests.support.judging import is_refusal, judged
 from tests.support.messages import Speaker
 from tests.support.odd_optimizers import TOGETHER, UNCOUNTED
@@ -641,7 +640,7 @@ def from_files(folder: Path, model: Any, *, named: bool = True) -> Run:
     save(LOOP.subject.build(), None, folder / "weights")
     weights = folder / "weights" if named else None
     spills = folder / "spills"
-    spills.mkdir()
+    spills.mkdir(exist_ok=True)
     planned, mine = prepare(
         model, own_plan(None), optimizer=ADAMW, spill_directory=spills, weights=weights
     )
@@ -869,11 +868,51 @@ def both(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
     return found[taken] + 0 * found[not taken]  # type: ignore[no-any-return]
 
 
-def all_run() -> Hostile:
-    return Hostile(partial(Stack, Block, 2, run=both))
+def either_order(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    for block in stack.blocks if by_torch() < 0.5 else reversed(stack.blocks):
+        hidden = block(hidden)
+    return hidden
 
 
-def test_blocks_that_take_turns_train_when_the_message_is_followed(assert_says: Speaker) -> None:
-    assert_says.refused(fullest, Stack(Block, 2, run=one_of_two), batch_of(0))
-    found = judged(all_run, plans=["mixed"], seed=3)
-    assert [(one.kind, one.text) for one in found] == [("like plain", "")]
+def skips_some(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    for number, block in enumerate(stack.blocks):
+        if number % 2 or by_torch() < 0.5:
+            hidden = block(hidden)
+    return hidden
+
+
+def keeps_tensors(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    found = in_order(stack, hidden, step)
+    stack.__dict__.setdefault("seen", []).append(found.detach())
+    return found
+
+
+def keeps_numbers(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    found = in_order(stack, hidden, step)
+    stack.__dict__.setdefault("seen", []).append(found.detach().mean().item())
+    return found
+
+
+FORWARDS = {
+    "blocks that take turns": (one_of_two, both),
+    "blocks in another order": (either_order, in_order),
+    "blocks in another order: skipped": (either_order, skips_some),
+    "tensors that add up": (keeps_tensors, keeps_numbers),
+}
+
+
+def stacked(name: str, *, followed: bool) -> Hostile:
+    return Hostile(partial(Stack, Block, 2, run=FORWARDS[name][followed]))
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_model_is_profiled_and_trains_when_the_message_is_followed(
+    name: str, assert_says: Speaker
+) -> None:
+    before, after = (
+        judged(partial(stacked, followed=followed), name, plans=["mixed"], seed=3)
+        for followed in (False, True)
+    )
+    assert [one.kind for one in before] == ["refused"]
+    assert_says(before[0].text)
+    assert [(one.kind, one.text) for one in after] == [("like plain", "")]
