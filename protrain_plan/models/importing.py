@@ -54,7 +54,8 @@ def imported(name: str) -> Callable[..., Any]:
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        functions = [name for name in dir(module) if callable(getattr(module, name))]
+        near = difflib.get_close_matches(attribute, functions, n=1)
         raise ProtrainError(
             f"{module_name} has no function {attribute!r}",
             source=name,

@@ -9,6 +9,7 @@ import copy
 import difflib
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from torch.nn.parameter import is_lazy
 
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import (
@@ -53,6 +55,7 @@ from protrain_plan.models.presets import (
     read_config,
 )
 from protrain_plan.models.quantizing import as_made, packed_as_drawn, quantized, settled
+from protrain_runtime.activations.compiled import refuse_wrapped
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.profile import DType, Precision, Quantize
 from protrain_runtime.devices.memory_meter import return_freed_memory
@@ -402,6 +405,14 @@ class FactorySource:
         return (batch_to(batch, device, kept) for batch in _again_and_again(self._data[1]))
 
     def _made(self, seed: int) -> tuple[nn.Module, Iterable[object]]:
+        try:
+            inspect.signature(self._factory).bind()
+        except TypeError as error:
+            raise ProtrainError(
+                f"the factory is called without arguments: {error}",
+                source=self.name,
+                fix="give its arguments defaults, or name a function without any that calls it",
+            ) from None
         with seeded(seed):
             made = self._factory()
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
@@ -410,6 +421,13 @@ class FactorySource:
                 source=self.name,
             )
         model, data = made
+        refuse_wrapped(model, source=self.name)
+        if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise ProtrainError(
+                f"the parameter '{lazy[0]}' has no shape yet",
+                source=self.name,
+                fix="give its layer the sizes: nn.Linear in place of nn.LazyLinear",
+            )
         dtypes = float_dtypes(model)
         self.mixed = dtypes[0] if len(dtypes) > 1 else None
         if not isinstance(data, Iterable):

@@ -48,6 +48,7 @@ from protrain_plan.profiling.structure.discovery import (
 )
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.structure.rerun import run_once
+from protrain_runtime.activations.compiled import refuse_compiled_around
 from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.contract.errors import ProtrainError
@@ -228,6 +229,7 @@ def sketch_and_model(
             start, execution = fullest(model, batch)
             stack.enter_context(starting_from(model, start))
             found = discover(model, batch, execution)
+            refuse_compiled_around(model, (unit.module for unit in found))
             once = run_once(model, found, batch)
             varies = variation(model, execution, repeat(batch)) if execution.steers else None
             alone = once if varies is None else range(len(found))

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from protrain_runtime.activations.compiled import (
     are_compiled,
+    backends_for_copy,
     compile_each,
     refuse_compiled_around,
     refuse_wrapped,
@@ -178,6 +179,8 @@ def prepare(
         if not keeps:
             refuse_compiled_around(model, modules)
         undo.append(_compile_as_planned(model, plan))
+        copies = check == "bitwise" and not keeps
+        backends = backends_for_copy(model) if copies else {}
         devices.require(device)
         sharing = ranks_here() if plan.group.num_devices > 1 else 1
         check_room(plan, for_each(room_here(device, directory), sharing), directory)
@@ -222,8 +225,8 @@ def prepare(
         own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
         undo.append(let_copy(before))
         watches = not devices.on_host(device) if watch is None else watch
-        if check == "bitwise" and not keeps:
-            plain_copy = PlainCopy(model, facade, plan)
+        if copies:
+            plain_copy = PlainCopy(model, facade, plan, backends)
             plain_copy.start()
             undo.append(plain_copy.stop)
         elif prepared.engine is not None and plan.prediction.peak_bytes.device and watches:

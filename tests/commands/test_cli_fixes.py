@@ -1,48 +1,304 @@
-"""Fixes of the commands' refusals, followed: the call that the message names succeeds."""
+"""Fixes of the commands' refusals, followed: the call that the message names succeeds.
 
+Commands run in this process, as `main` runs them.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import chdir
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.support.commands import protrain
+from protrain_runtime.contract.records import write_profile
 from tests.support.messages import Speaker
+from tests.support.planning_cases import cpu, decoder, gpu, joined
+from tests.support.record_fuzz import run
 
-ESTIMATE = ("profile", "tiny-llama", "--on", "rtx-4090", "-o", "p.yaml")
-PLAN = ("plan", "p.yaml", "-o", "plan.yaml")
-FIXES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "plan, a share without --clip": (
-        (*PLAN, "--clip-share", "0.3"),
-        (*PLAN, "--clip-share", "0.3", "--clip"),
-    ),
-    "plan, a model without a machine": (
-        ("plan", "tiny-llama", "--seq-len", "64"),
-        ("plan", "tiny-llama", "--seq-len", "64", "--on", "rtx-4090"),
-    ),
-    "plan, sizes that the profile says": (
-        (*PLAN, "--seq-len", "64"),
-        ("plan", "tiny-llama", "--on", "rtx-4090", "--seq-len", "64"),
-    ),
-    "plan, leave that the profile has not": (
-        (*PLAN, "--allow", "int8-activations"),
-        (*ESTIMATE, "--allow", "int8-activations"),
-    ),
-}
+Made = tuple[nn.Module, object]
+BATCHES = [{"inputs": torch.ones(4, 8)}] * 40
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.inner(hidden)
+        return hidden + out.tanh()
+
+
+class Small(nn.Module):
+    def __init__(self, *, head: Callable[..., nn.Module] = nn.Linear, mean: bool = True) -> None:
+        super().__init__()
+        self.embed: nn.Module = nn.Identity()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = head(8, 1) if head is nn.Linear else head(1)
+        self.mean = mean
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.embed(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        squares: Tensor = self.head(hidden).square()
+        return squares.mean() if self.mean else squares
+
+
+def model() -> Made:
+    return Small(), BATCHES
+
+
+def no_batches() -> Made:
+    return Small(), []
+
+
+def numbers() -> Made:
+    return Small(), [3, 4]
+
+
+def no_loss() -> Made:
+    return Small(mean=False), BATCHES
+
+
+def sized(blocks: int) -> Made:
+    return Small(), BATCHES[:blocks]
+
+
+sized_at_three = partial(sized, 3)
+models = 3
+
+
+def frozen() -> Made:
+    return Small().requires_grad_(False), BATCHES
+
+
+def partly_frozen() -> Made:
+    small = Small().requires_grad_(False)
+    small.head.requires_grad_(True)
+    return small, BATCHES
+
+
+def lazy() -> Made:
+    return Small(head=nn.LazyLinear), BATCHES
+
+
+def replicated() -> Made:
+    return nn.DataParallel(Small()), BATCHES
+
+
+def compiled() -> Made:
+    return torch.compile(Small()), BATCHES  # type: ignore[return-value]
+
+
+def compiled_inside() -> Made:
+    outer = Small()
+    outer.embed = torch.compile(nn.Sequential(*outer.blocks))  # type: ignore[assignment]
+    outer.blocks = nn.ModuleList()
+    return outer, BATCHES
+
+
+def each_compiled() -> Made:
+    small = Small()
+    for block in small.blocks:
+        block.compile()
+    return small, BATCHES
+
+
+def embedded(*, sparse: bool) -> Made:
+    small = Small()
+    small.embed = nn.Embedding(10, 8, sparse=sparse)
+    return small, [{"inputs": torch.arange(4)}] * 40
+
+
+sparse = partial(embedded, sparse=True)
+dense = partial(embedded, sparse=False)
+
+
+def expanded() -> Made:
+    small = Small()
+    small.head.weight = nn.Parameter(torch.ones(1).expand(1, 8))
+    return small, BATCHES
+
+
+def contiguous() -> Made:
+    small = Small()
+    small.head.weight = nn.Parameter(torch.ones(1).expand(1, 8).contiguous())
+    return small, BATCHES
+
+
+HERE = __name__
+PIN = "plan card.yaml --pin '*: offload to host'"
+STAGES = "plan p/joined.yaml --num-devices 4 --global-batch 16 --stages"
+PROFILES = f"""
+{HERE}:modle => {HERE}:model
+{HERE}:models => {HERE}:model
+no.such.module:factory => {HERE}:model
+{HERE}:no_batches => {HERE}:model
+{HERE}:numbers => {HERE}:model
+{HERE}:no_loss => {HERE}:model
+{HERE}:sized => {HERE}:sized_at_three
+{HERE}:frozen => {HERE}:partly_frozen
+{HERE}:lazy => {HERE}:model
+{HERE}:replicated => {HERE}:model
+{HERE}:compiled => {HERE}:each_compiled
+{HERE}:compiled_inside => {HERE}:each_compiled
+{HERE}:sparse => {HERE}:dense
+{HERE}:sparse => {HERE}:sparse --optimizer sgd
+{HERE}:expanded => {HERE}:contiguous
+{HERE}:model --batch-size 2 => {HERE}:model
+{HERE}:model --optimizer adan => {HERE}:model --optimizer adam
+{HERE}:model --optimizer muon => {HERE}:model --optimizer adamw
+{HERE}:model --optimizer 'adamw lr=x' => {HERE}:model --optimizer adamw
+{HERE}:model --precision autocast => {HERE}:model --precision autocast --dtype bfloat16
+{HERE}:model --allow int8 => {HERE}:model --allow int8-activations
+{HERE}:model --lora r=4,targets=iner => {HERE}:model --lora r=4,targets=inner
+{HERE}:model --lora r=4,target=inner => {HERE}:model --lora r=4,targets=inner
+{HERE}:model --quantize nf4 => {HERE}:model --quantize nf4 --lora r=16
+tiny-gpt2 --seq-len 2048 => tiny-gpt2 --seq-len 128
+"""
+COMMANDS = f"""
+plan card.yaml --clip-share 0.3 => plan card.yaml --clip-share 0.3 --clip
+plan card.yaml --allow rounding => profile {HERE}:model --on l4 --allow rounding
+plan card.yaml --seq-len 64 => plan {HERE}:model --on l4
+plan {HERE}:model => plan {HERE}:model --on rtx-4090
+plan {HERE}:model --on l4 -o - => plan {HERE}:model --on l4 -o f
+plan {HERE}:model --on l4 --seq-len 64 => plan {HERE}:model --on l4
+plan cpu.yaml --host-memory 8GiB => plan cpu.yaml --device-memory 8GiB
+plan measured.yaml --host-memory 2TiB => plan measured.yaml --host-memory 32GiB
+plan cpu.yaml --page-cache 4GiB => plan cpu.yaml
+plan card.yaml --device-memory 24 => plan card.yaml --device-memory 24GiB
+plan card.yaml --device-memory 9.5 => plan card.yaml --device-memory 9.5GiB
+plan card.yaml --pin 'layer.0: recompute' => plan card.yaml --pin 'layers.0: recompute'
+plan card.yaml --pin 'layers.0: recompte' => plan card.yaml --pin 'layers.0: recompute'
+plan card.yaml --pin layers.0 => plan card.yaml --pin 'layers.0-2: recompute'
+plan card.yaml --pin 'head: recompute' => plan card.yaml --pin 'head: swap to host'
+plan card.yaml --pin 'head: recompute' => plan card.yaml --pin 'layers.0-2: recompute'
+plan card.yaml --pin 'layers.0: shard' => plan card.yaml --pin 'layers.0: persistent'
+{PIN} --host-memory 9MiB => {PIN}
+plan card.yaml -o no/plan.yaml => plan card.yaml -o q/plan.yaml
+plan card.yaml -o . => plan card.yaml -o plan.yaml
+plan card.yaml -o card.yaml => plan card.yaml -o plan.yaml
+plan card.yaml --num-devices 2 => profile {HERE}:model --on l4 --interconnect a100-80gb
+plan p/joined.yaml --num-devices 16 --nodes 2 => plan p/joined.yaml --num-devices 16 --nodes 4
+plan p/joined.yaml --num-devices 4 --stages auto => {STAGES} auto
+{STAGES} 3 => {STAGES} auto
+{STAGES} 2 --disk-gain 5% => {STAGES} 2
+{STAGES} 2 --disk-gain 5% => plan p/joined.yaml --num-devices 4 --disk-gain 5%
+{STAGES} 2 --replicas 2 => {STAGES} 2
+show p/stages.yaml --stage 4 => show p/stages.yaml --stage 1
+export p/stages.yaml --to trl => export p/stages.yaml --to torchtitan
+show p/plan.yaml --profile card.yaml => show p/plan.yaml --profile p/own.yaml
+simulate p/plan.yaml --profile card.yaml => simulate p/plan.yaml --profile p/own.yaml
+report p/plan.yaml --profile card.yaml => report p/plan.yaml --profile p/own.yaml
+run p/plan.yaml --steps 2 --resume p/saved => run p/plan.yaml --steps 3 --resume p/saved
+run p/sgd.yaml --steps 3 --resume p/saved => run p/plan.yaml --steps 3 --resume p/saved
+run p/plan.yaml --steps 2 --resume p => run p/plan.yaml --steps 3 --resume p/saved
+run p/plan.yaml --steps 2 --save p/own.yaml => run p/plan.yaml --steps 2 --save again
+run p/plan.yaml --steps 2 --save-every 1 => run p/plan.yaml --steps 2 --save-every 1 --save every
+run p/plan.yaml --steps 1 --check --check-spills => run p/plan.yaml --steps 1 --check
+run p/plan.yaml --steps 1 --plain --verify => run p/plan.yaml --steps 1 --verify
+run p/plan.yaml --steps 1 --text no.txt => run p/plan.yaml --steps 1
+run p/plan.yaml --steps 1 --device cuda => run p/plan.yaml --steps 1 --device cpu
+run p/few.yaml --steps 4 => run p/few.yaml --steps 3
+run p/few.yaml --steps 4 => run p/plan.yaml --steps 4
+fit {HERE}:model --on cpu --columns cost => fit {HERE}:model --on cpu --columns cost --price 2.49
+fit {HERE}:model --on cpu --columns energy => fit {HERE}:model --on box.yaml --columns energy
+fit {HERE}:model --on cpu --price 1,2 => fit {HERE}:model --on cpu --price 1
+fit {HERE}:model --on cpu --beside tiny-llama => fit {HERE}:model --on cpu --beside {HERE}:dense
+fit {HERE}:model --on rtx-3090 --num-devices 16 => fit {HERE}:model --on nodes.yaml --num-devices 16
+fit deepspeed.json --on cpu => fit {HERE}:model --on cpu
+fit axolotl.yml --model {HERE}:model --on cpu => fit {HERE}:model --on cpu
+hardware show rtx-4091 => hardware show rtx-4090
+hardware probe -o no/machine.yaml => hardware show l4
+hardware search {HERE}:model => hardware search {HERE}:model --price-limit 3 --among prices.yaml
+hardware search {HERE}:model --speed 1 => hardware search {HERE}:model --speed 1 --among prices.yaml
+check => check --records-only p
+check --explain BUD01 => check --explain BUD001
+"""
+
+
+def few() -> Made:
+    return Small(), iter(BATCHES[:3])
+
+
+MADE = f"""
+profile {HERE}:model --on cpu -o p/own.yaml
+plan p/own.yaml -o p/plan.yaml
+run p/plan.yaml --steps 2 --save p/saved
+profile {HERE}:model --on cpu --optimizer sgd -o p/sgd-profile.yaml
+plan p/sgd-profile.yaml -o p/sgd.yaml
+profile {HERE}:few --on cpu -o p/few-profile.yaml
+plan p/few-profile.yaml -o p/few.yaml
+{STAGES} 2 -o p/stages.yaml
+hardware copy cpu -o box.yaml
+hardware copy rtx-3090 -o nodes.yaml
+"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fixes")
-    assert protrain(*ESTIMATE, folder=folder).returncode == 0
+    for place in ("p", "q"):
+        (folder / place).mkdir()
+    write_profile(decoder(cpu(), blocks=3), folder / "cpu.yaml")
+    write_profile(decoder(gpu(), blocks=3), folder / "card.yaml")
+    write_profile(decoder(joined(gpu()), blocks=3), folder / "p/joined.yaml")
+    write_profile(
+        replace(decoder(gpu(host_gb=64), blocks=2), method="measured"), folder / "measured.yaml"
+    )
+    (folder / "axolotl.yml").write_text("base_model: tiny-llama\nmicro_batch_size: 1\n")
+    (folder / "deepspeed.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (folder / "prices.yaml").write_text("rtx-4090: 0.35\nl4: 0.5\n")
+    with chdir(folder):
+        for command in rows(MADE):
+            succeed(command)
+    with (folder / "box.yaml").open("a") as box:
+        box.write("power_w: 300\n")
+    nodes = (folder / "nodes.yaml").read_text()
+    inter = (
+        "interconnect:\n  inter_node:\n    gather_bytes_per_s: 1.0e+10\n"
+        "    reduce_bytes_per_s: 1.0e+10\n    latency_s: 1.0e-5\n"
+    )
+    (folder / "nodes.yaml").write_text(nodes.replace("interconnect:\n", inter))
     return folder
 
 
-@pytest.mark.parametrize("name", FIXES)
-def test_a_command_succeeds_when_the_message_is_followed(
-    name: str, folder: Path, assert_says: Speaker
-) -> None:
-    refused, followed = FIXES[name]
-    found = protrain(*refused, folder=folder)
-    assert found.returncode == 2
-    assert_says(found.stderr)
-    assert "fix:" in found.stderr
-    assert protrain(*followed, folder=folder).returncode == 0
+@pytest.fixture(autouse=True)
+def inside(folder: Path) -> Iterator[None]:
+    with chdir(folder):
+        yield
+
+
+def rows(table: str) -> list[str]:
+    return table.strip().splitlines()
+
+
+def refusal(command: str) -> str:
+    code, told = run(shlex.split(command))
+    assert code == 2, told
+    assert "\n  fix: " in told
+    return told
+
+
+def succeed(command: str) -> None:
+    code, told = run(shlex.split(command))
+    assert code == 0, told
+
+
+@pytest.mark.parametrize("row", rows(PROFILES), ids=str)
+def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
+    before, after = (f"profile {each} --on cpu -o made.yaml" for each in row.split(" => "))
+    assert_says(refusal(before))
+    succeed(after)
+
+
+@pytest.mark.parametrize("row", rows(COMMANDS), ids=str)
+def test_a_command_succeeds_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
+    before, after = row.split(" => ")
+    assert_says(refusal(before))
+    succeed(after)

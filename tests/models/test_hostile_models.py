@@ -295,7 +295,6 @@ def with_weight(make: Callable[[Tensor], Tensor]) -> nn.Module:
     ("make", "problem"),
     [
         (lambda: nn.Linear(2, 2).requires_grad_(False), "the model has no trainable parameters"),
-        (lambda: nn.Sequential(nn.LazyLinear(3)), "the parameter '0.weight' has no shape yet"),
         (
             lambda: with_weight(Tensor.to_sparse),
             "the parameter 'weight' is sparse (torch.sparse_coo)",
@@ -309,7 +308,7 @@ def with_weight(make: Callable[[Tensor], Tensor]) -> nn.Module:
             "the parameter 'weight' has elements that share memory",
         ),
     ],
-    ids=["frozen", "lazy", "sparse", "class", "expanded"],
+    ids=["frozen", "sparse", "class", "expanded"],
 )
 def test_what_no_chunk_can_hold_is_refused_by_name(
     make: Callable[[], nn.Module], problem: str

@@ -4,7 +4,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,10 +179,12 @@ def test_a_rank_that_does_not_come_is_told_by_its_number(
     assert_says(ended[0].error)
 
 
-@pytest.mark.parametrize("count", [1, 2], ids=["one device", "no launcher"])
-def test_who_is_alone_shares_with_nobody(count: int, assert_says: Speaker) -> None:
+@pytest.mark.parametrize(
+    ("count", "nodes"), [(1, 1), (2, 1), (4, 2)], ids=["one device", "no launcher", "no nodes"]
+)
+def test_who_is_alone_shares_with_nobody(count: int, nodes: int, assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
-        made(0, count, SHARED)
+        made(0, count, SHARED, num_nodes=nodes)
     assert_says(caught.value)
 
 
@@ -285,6 +288,62 @@ MISUSES = {
 def test_loops_that_would_compute_something_else_are_refused(misuse: str, tmp_path: Path) -> None:
     for told in run_ranks(refusing, 2, tmp_path, misuse):
         assert told.startswith(MISUSES[misuse]), told
+
+
+def drops_one(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    model(batch(rank + 5), 0).backward()
+    optimizer.zero_grad()
+
+
+def adds_two(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    with getattr(model, "no_sync", nullcontext)():
+        model(batch(rank + 5), 0).backward()
+
+
+def clips(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """The last step before the others, which is clipped."""
+    model(batch(rank + 5), 0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert norm > 0.1
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def has_none(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    model(batch(rank + 5), 0).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    optimizer.step()
+
+
+CLIP = {"updates": "after backward"}
+FOLLOWED: dict[str, tuple[dict[str, Any], Callable[..., None]]] = {
+    "twice: zero_grad": (CLIP, drops_one),
+    "twice, early: as many micro-batches": ({"micro_batches": 2}, adds_two),
+    "replace: clip": (CLIP, clips),
+    "replace: None": (CLIP, has_none),
+}
+
+
+def following(rank: int, count: int, name: str) -> list[list[str]]:
+    """Differences from DistributedDataParallel of loops that do what messages say."""
+    options, before = FOLLOWED[name]
+
+    def play(model: nn.Module, _: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        seen = []
+        for number in range(3):
+            before(model, optimizer, rank)
+            seen.append(step(model, optimizer, number, rank))
+        return seen
+
+    return against_ddp([lambda plain: plan_of(plain, count, SHARED, **options)], play)
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_loops_compute_what_ddp_does_when_the_message_is_followed(
+    name: str, tmp_path: Path
+) -> None:
+    assert run_ranks(following, 2, tmp_path, name) == [[[]]] * 2
 
 
 def test_ranks_of_a_machine_share_its_memory_and_its_disk() -> None:

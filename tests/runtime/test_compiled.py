@@ -294,6 +294,51 @@ def test_blocks_that_are_compiled_otherwise_than_planned_are_refused(assert_says
         assert attached(model) == before
 
 
+def compile_all(model: nn.Module) -> None:
+    compile_layers(model, backend="aot_eager")
+
+
+def compile_whole(model: nn.Module) -> None:
+    model.compile(backend="eager")
+
+
+WHOLE = tried(model=replace(CATALOGUE["llama"], change=compile_whole))
+FOLLOWED: dict[str, tuple[Scenario, Scenario]] = {
+    "compiled as a whole: each block": (WHOLE, tried(model=compiled())),
+    "compiled in a plan for plain ones: profile with --compile": (
+        MISMATCHED["compiled, in a plan for plain ones"],
+        tried(model=compiled()),
+    ),
+    "compiled in a plan for plain ones: not": (
+        MISMATCHED["compiled, in a plan for plain ones"],
+        tried(blocks=False),
+    ),
+    "some: all": (MISMATCHED["some"], tried(model=compiled())),
+    "a copy of compiled blocks: prepare compiles": (
+        MISMATCHED["a copy of blocks that a script has compiled"],
+        tried(options={"check": "bitwise"}),
+    ),
+}
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_compiled_blocks_train_when_the_message_is_followed(
+    name: str, tmp_path: Path, assert_says: Speaker
+) -> None:
+    asked, followed = FOLLOWED[name]
+    if asked is WHOLE:  # which has other parameters' names
+        plan = tried(blocks=False).planned_for(build("llama"))
+        asked = replace(asked, plan=lambda _: plan)
+    assert_says(refused(asked))
+    run = followed.start(tmp_path)
+    found = followed.played(run)
+    torch.compiler.reset()
+    compiles = followed.planned_for(build("llama")).workload.compile and not followed.subject.change
+    subject = replace(followed.subject, change=compiled_here) if compiles else followed.subject
+    assert_bitwise(found, replace(followed, model=subject, options={}).plain())
+
+
 def edited(form: str) -> Plan:
     exactness, allowed = exactness_of([form]), leaves_of([form])
     exact = exactness == "bitwise"

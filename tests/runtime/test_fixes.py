@@ -1,22 +1,42 @@
 """Fixes of refusals, followed: the loop trains then, bit for bit like plain PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from protrain_plan.profiling.structure.discovery import fullest
-from protrain_runtime import full_parameters, prepare, restore
-from protrain_runtime.contract.records.plan import Offload, Plan, Recompute
-from tests.support.hostile_models import Block, Hostile, Stack, batch_of, by_torch
-from tests.support.judging import judged
+from protrain_plan.models.batches import call_model, loss_of
+from protrain_runtime import MovingAverage, full_parameters, load, prepare, record, restore, save
+from protrain_runtime.checkpoint.loading import read_extra
+from protrain_runtime.contract.records.plan import (
+    STEPPED,
+    Offload,
+    Persistent,
+    Placement,
+    Plan,
+    Recompute,
+)
+from tests.support.hostile_models import Block, Hostile, Stack, by_torch, in_order
+from tests.support.judging import is_refusal, judged
 from tests.support.messages import Speaker
-from tests.support.runtime_cases import ADAMW, CATALOGUE, assert_bitwise, decided
-from tests.support.scenario import Run, Scenario, Script, refusal
+from tests.support.odd_optimizers import TOGETHER, UNCOUNTED
+from tests.support.odd_optimizers import made as made_odd
+from tests.support.runtime_cases import (
+    ADAMW,
+    CATALOGUE,
+    Subject,
+    assert_bitwise,
+    decided,
+    one_group,
+)
+from tests.support.scenario import Loop, Run, Scenario, Script, refusal
 
 
 def skips(run: Run) -> None:
@@ -193,9 +213,165 @@ def writes_state_before(run: Run) -> None:
     run.step(1)
 
 
-def adds_a_group(run: Run) -> None:
+def gradients_of_some(run: Run) -> None:
     run.step(0)
-    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    run.loss(1).backward(inputs=[*run.model.parameters()][:3])
+    run.update()
+
+
+def others_frozen(run: Run) -> None:
+    run.step(0)
+    others = [*run.model.parameters()][3:]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    run.loss(1).backward()
+    run.update()
+    for parameter in others:
+        parameter.requires_grad_(True)
+    run.step(2)
+
+
+def returned_gradients(run: Run) -> None:
+    run.seen += torch.autograd.grad(run.loss(0), [[*run.model.parameters()][3]])
+
+
+def standing_gradient(run: Run) -> None:
+    given = [*run.model.parameters()][3]
+    for parameter in run.model.parameters():
+        parameter.requires_grad_(parameter is given)
+    run.loss(0).backward()
+    assert given.grad is not None
+    run.seen.append(given.grad.clone())
+    run.optimizer.zero_grad()
+
+
+def looks_between(run: Run) -> None:
+    run.backward(0)
+    run.seen.append(next(run.model.parameters()).detach().norm())
+    run.update()
+
+
+def looks_between_inside(run: Run) -> None:
+    run.backward(0)
+    with full_parameters(run.model):
+        run.seen.append(next(run.model.parameters()).detach().norm())
+    run.update()
+
+
+def looks_after(run: Run) -> None:
+    run.step(0)
+    with full_parameters(run.model):
+        run.seen.append(next(run.model.parameters()).detach().norm())
+
+
+def looks_before(run: Run) -> None:
+    with full_parameters(run.model):
+        run.seen.append(next(run.model.parameters()).detach().norm())
+    run.step(0)
+
+
+def trains_inside(run: Run) -> None:
+    with full_parameters(run.model):
+        run.step(0)
+
+
+def trains_behind(run: Run) -> None:
+    with full_parameters(run.model):
+        pass
+    run.step(0)
+
+
+def assigns(run: Run, *, assign: bool = True) -> None:
+    run.step(0)
+    run.model.load_state_dict(run.values(), assign=assign)
+    run.step(1)
+
+
+def loads(run: Run) -> None:
+    assigns(run, assign=False)
+
+
+def widens_a_state(run: Run) -> None:
+    run.step(0)
+    state = run.optimizer.state[next(run.model.parameters())]
+    state["exp_avg"] = state["exp_avg"].double()
+    run.step(1)
+
+
+def keeps_a_states_kind(run: Run) -> None:
+    run.step(0)
+    state = run.optimizer.state[next(run.model.parameters())]
+    state["exp_avg"] = state["exp_avg"] * 2
+    run.step(1)
+
+
+def empties_a_state(run: Run) -> None:
+    run.step(0)
+    run.optimizer.state[next(run.model.parameters())] = {}
+    run.step(1)
+
+
+def checkpoints(run: Run) -> None:
+    """What Trainers do that are told to save memory."""
+    given = run.subject.batch(0)
+    anchor = torch.zeros(1, requires_grad=True)
+    checkpoint(
+        lambda _: loss_of(call_model(run.model, given)), anchor, use_reentrant=True
+    ).backward()
+    run.update()
+
+
+def calls_plainly(run: Run) -> None:
+    run.loss(0).backward()
+    run.update()
+
+
+def cuts_short(run: Run) -> None:
+    """A backward that fails, of which a script thinks no more."""
+    run.step(0)
+    loss = run.loss(1)
+    handle = next(run.model.parameters()).register_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    run.optimizer.zero_grad()
+    run.step(2)
+
+
+def fails(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def averages_on(run: Run) -> None:
+    average = MovingAverage(run.model)
+    average.update()
+    restore(run.model)
+    average.update()
+
+
+def averages_anew(run: Run) -> None:
+    run.step(0)
+    average = MovingAverage(run.model)
+    average.update()
+    state = average.state_dict()
+    if run.planned:
+        restore(run.model)
+    again = MovingAverage(run.model)
+    again.load_state_dict(state)
+    again.update()
+    run.seen += again.state_dict()["parameters"].values()
+
+
+def average_first(run: Run) -> None:
+    with MovingAverage(run.model).applied():
+        pass
+
+
+def averaged_first(run: Run) -> None:
+    average = MovingAverage(run.model)
+    average.update()
+    with average.applied():
+        run.look(0)
 
 
 def converts(run: Run) -> None:
@@ -219,6 +395,85 @@ def freezes_late(run: Run) -> None:
     run.update()
 
 
+def records(run: Run, *, before: bool = False) -> None:
+    if run.planned and not before:
+        restore(run.model)
+    if run.planned:
+        with record(run.model):
+            run.step(0)
+
+
+def records_a_plan(run: Run) -> None:
+    records(run, before=True)
+    if not run.planned:
+        run.step(0)
+
+
+def looks_at_units(run: Run, unit: str = "layers.0") -> None:
+    with full_parameters(run.model, units=[unit]):
+        run.seen.append(run.model.get_parameter(f"{LAYER}.input_layernorm.weight").norm().detach())
+
+
+LAYER = "model.layers.0"
+
+
+def looks_at_a_layer(run: Run) -> None:
+    looks_at_units(run, LAYER)
+
+
+def saves(run: Run, own: bool = False) -> None:
+    run.step(0)
+    if run.folder is not None:
+        other = ADAMW(CATALOGUE["gpt2"].build().parameters())
+        save(run.model, run.optimizer if own else other, run.folder / "saved")
+    run.step(1)
+
+
+def saves_its_own(run: Run) -> None:
+    saves(run, own=True)
+
+
+@contextmanager
+def saved(run: Run) -> Iterator[Path]:
+    """A folder for a checkpoint."""
+    with TemporaryDirectory() as other:
+        yield (run.folder or Path(other)) / "saved"
+
+
+def loads_other_states(run: Run, *, states: bool = True) -> None:
+    other = run.subject.build(1)
+    with saved(run) as folder:
+        save(other, torch.optim.SGD(other.parameters()), folder)
+        load(run.model, run.optimizer if states else None, folder)
+    run.step(1)
+
+
+def loads_parameters(run: Run) -> None:
+    loads_other_states(run, states=False)
+
+
+def loads_another_model(run: Run, model: str = "gpt2") -> None:
+    with saved(run) as folder:
+        save(CATALOGUE[model].build(1), None, folder)
+        load(run.model, None, folder)
+    run.step(1)
+
+
+def loads_its_own(run: Run) -> None:
+    loads_another_model(run, "llama-tied")
+
+
+def saves_an_object(run: Run, extra: object = UserWarning) -> None:
+    with saved(run) as folder:
+        save(run.model, None, folder, extra={"dtype": extra})
+        run.seen.append(read_extra(folder)["dtype"])
+    run.step(1)
+
+
+def saves_a_name(run: Run) -> None:
+    saves_an_object(run, "float32")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fix:
     """A loop that is refused, and what the message says: another loop, or a plan with --clip."""
@@ -228,6 +483,7 @@ class Fix:
     micro_batches: int = 1
     clip: bool = False  # the plan, for the other loop
     clipped: bool = False  # the plan that refuses
+    states: Placement = Offload(tier="disk")  # noqa: RUF009 (frozen)
 
 
 FIXES = {
@@ -255,6 +511,28 @@ FIXES = {
     "a conversion": Fix(refused=converts, loop=converts_restored),
     "replaced gradients": Fix(refused=freezes_late, clip=True),
     "state in a step: before": Fix(refused=uses_state_inside, loop=uses_state_before),
+    "gradients of some": Fix(refused=gradients_of_some, loop=others_frozen),
+    "gradients of one": Fix(refused=returned_gradients, loop=standing_gradient, clip=True),
+    "a look at what is away": Fix(refused=looks_between, loop=looks_between_inside, clip=True),
+    "a full look before the step: --clip": Fix(refused=looks_between_inside, clip=True),
+    "a full look before the step": Fix(refused=looks_between_inside, loop=looks_after),
+    "a look before the step: --clip": Fix(refused=looks_between, clip=True, states=STEPPED),
+    "a look before the step: before": Fix(refused=looks_between, loop=looks_before, states=STEPPED),
+    "a look before the step: after": Fix(refused=looks_between, loop=looks_after, states=STEPPED),
+    "training inside": Fix(refused=trains_inside, loop=trains_behind),
+    "assigned values": Fix(refused=assigns, loop=loads),
+    "a wider state: its kind": Fix(refused=widens_a_state, loop=keeps_a_states_kind),
+    "a wider state: none": Fix(refused=widens_a_state, loop=empties_a_state),
+    "a checkpoint around the model": Fix(refused=checkpoints, loop=calls_plainly),
+    "a backward that is cut short": Fix(refused=cuts_short, clip=True),
+    "averages of a plan that has ended": Fix(refused=averages_on, loop=averages_anew),
+    "averages of nothing": Fix(refused=average_first, loop=averaged_first),
+    "a recording of no plan": Fix(refused=records, loop=records_a_plan),
+    "a unit that is not there": Fix(refused=looks_at_units, loop=looks_at_a_layer),
+    "another optimizer to save": Fix(refused=saves, loop=saves_its_own),
+    "states of another optimizer": Fix(refused=loads_other_states, loop=loads_parameters),
+    "parameters of another model": Fix(refused=loads_another_model, loop=loads_its_own),
+    "an object to save": Fix(refused=saves_an_object, loop=saves_a_name),
 }
 
 
@@ -264,20 +542,24 @@ def test_a_loop_trains_when_the_message_is_followed(
 ) -> None:
     fix = FIXES[name]
 
-    def asked(script: Script, updates: Literal["in backward", "after backward"]) -> Scenario:
+    def scripted(script: Script, updates: Literal["in backward", "after backward"]) -> Scenario:
+        late = fix.states == STEPPED and updates == "after backward"
+        states = Persistent() if late else fix.states
         return Scenario(
-            units=lambda units: decided(units, Recompute(), Offload(tier="disk")),
+            units=lambda units: decided(units, Recompute(), states),
             script=script,
             settings={"updates": updates, "micro_batches": fix.micro_batches},
         )
 
-    refused = asked(fix.refused, "after backward" if fix.clipped else "in backward")
+    refused = scripted(fix.refused, "after backward" if fix.clipped else "in backward")
     for folder in (tmp_path / "refused", tmp_path / "trained"):
         folder.mkdir()
     run = refused.start(tmp_path / "refused")
-    assert_says(refusal(lambda: refused.played(run)))
+    error = refusal(lambda: refused.played(run), Exception)
+    assert is_refusal(error), repr(error)
+    assert_says(error)
     updates: Any = "after backward" if fix.clip else "in backward"
-    asked(fix.loop or fix.refused, updates).assert_like_plain(tmp_path / "trained")
+    scripted(fix.loop or fix.refused, updates).assert_like_plain(tmp_path / "trained")
 
 
 LOOP = Scenario(units=lambda units: decided(units, Recompute(), Offload(tier="disk")))
@@ -354,6 +636,35 @@ def more_states(folder: Path, followed: bool) -> Run:
     return prepared(folder, plan=lambda _: planned)
 
 
+def from_files(folder: Path, model: Any, *, named: bool = True) -> Run:
+    save(LOOP.subject.build(), None, folder / "weights")
+    weights = folder / "weights" if named else None
+    spills = folder / "spills"
+    spills.mkdir(exist_ok=True)
+    planned, mine = prepare(
+        model, own_plan(None), optimizer=ADAMW, spill_directory=spills, weights=weights
+    )
+    return Run(LOOP.subject, planned, mine, folder=spills)
+
+
+def made_anew() -> torch.nn.Module:
+    return LOOP.subject.make().train()
+
+
+def without_values(folder: Path, followed: bool) -> Run:
+    with torch.device("meta"):
+        model = made_anew()
+    return from_files(folder, model, named=followed)
+
+
+def with_values(folder: Path, followed: bool) -> Run:
+    return from_files(folder, made_anew if followed else made_anew())
+
+
+def no_model(folder: Path, followed: bool) -> Run:
+    return from_files(folder, made_anew if followed else str)
+
+
 def own_plan(_: Any) -> Plan:
     return LOOP.planned_for(LOOP.subject.build())
 
@@ -369,6 +680,9 @@ GIVEN: dict[str, Callable[[Path, bool], Run]] = {
     "a frozen model": frozen,
     "an optimizer with a closure": closures,
     "an optimizer with more states": more_states,
+    "a model without values": without_values,
+    "weights for a model with values": with_values,
+    "a function that makes no model": no_model,
 }
 """Arguments that `prepare` refuses, and the same as the message says (`followed`)."""
 
@@ -381,6 +695,169 @@ def test_prepare_takes_what_its_message_says(
     assert_bitwise(LOOP.played(GIVEN[name](tmp_path, True)), LOOP.plain())
 
 
+def asked(states: Placement = Offload(tier="disk"), **given: Any) -> Scenario:  # noqa: B008
+    """A plan, as `prepare` is asked to carry it out."""
+    given.setdefault("units", lambda units: decided(units, Recompute(), states))
+    return Scenario(**{"script": Loop(num_steps=3), **given})
+
+
+def changed(change: Callable[[Any], object]) -> Subject:
+    return replace(CATALOGUE["llama"], change=change)
+
+
+def widens(model: Any) -> None:
+    """One weight of a block in double precision, with its products."""
+    layer = model.model.layers[1].mlp
+    layer.down_proj.double()
+    layer.down_proj.register_forward_pre_hook(lambda _, given: (given[0].double(),))
+    layer.down_proj.register_forward_hook(lambda _, __, found: found.float())
+
+
+def widens_frozen(model: Any) -> None:
+    widens(model)
+    model.model.layers[1].mlp.down_proj.requires_grad_(False)
+
+
+def shares_memory(model: Any, *, own: bool = False) -> None:
+    first, second = (model.model.layers[number].mlp for number in (0, 1))
+    memory = torch.linspace(-0.1, 0.1, 2 * first.up_proj.weight.numel())
+    memory = memory.view(2, *first.up_proj.weight.shape)
+    for number, (mlp, name) in enumerate(((first, "up_proj"), (second, "up_proj"))):
+        values = memory[0] if number == 0 else memory.flatten()[96:][: memory[0].numel()]
+        values = values.view(memory[0].shape)
+        getattr(mlp, name).weight = torch.nn.Parameter(values.clone() if own else values)
+
+
+def named(model: Any, prefix: str = "") -> list[dict[str, Any]]:
+    return [{"params": [(prefix + name, p) for name, p in model.named_parameters()]}]
+
+
+def two_kinds(model: Any, amsgrad: bool = False) -> list[dict[str, Any]]:
+    given = [*model.parameters()]
+    return [{"params": given[:3], "amsgrad": amsgrad}, {"params": given[3:], "amsgrad": True}]
+
+
+class Damped(torch.optim.SGD):
+    """Has an attribute that is no option of its groups."""
+
+    def __init__(self, params: Any, damp: float = 1.0) -> None:
+        super().__init__(params, lr=0.1)
+        self.damp = damp
+
+
+class Summing(torch.optim.SGD):
+    """Sums gradients up, beside its states or in them."""
+
+    def __init__(self, params: Any, *, inside: bool) -> None:
+        super().__init__(params, lr=0.1)
+        self.inside, self.sums = inside, dict[Any, torch.Tensor]()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            kept = self.state[parameter] if self.inside else self.sums
+            key = "sum" if self.inside else parameter
+            kept[key] = kept.get(key, torch.zeros_like(parameter)) + parameter.grad
+            parameter.sub_(kept[key], alpha=0.1)
+
+
+def sets_late(run: Run) -> None:
+    optimizer: Any = run.optimizer
+    optimizer.damp = 0.5
+    run.step(0)
+
+
+ODD = partial(made_odd, lr=1e-3)
+SHARD = Offload(tier="device")
+EARLY = Offload(tier="disk", speculate=True)
+CLIP: dict[str, Any] = {"updates": "after backward"}
+SHARING = changed(shares_memory)
+PLANS: dict[str, tuple[Scenario, Scenario]] = {
+    "a check of another name": (
+        asked(options={"check": "bits"}),
+        asked(options={"check": "bitwise"}),
+    ),
+    "a shard on one device": (asked(SHARD), asked(Persistent())),
+    "a common copy on one device": (
+        asked(Offload(tier="host", common_copy=True)),
+        asked(Offload(tier="host")),
+    ),
+    "an update in backward, with --clip": (
+        asked(STEPPED, settings=CLIP),
+        asked(Persistent(), settings=CLIP),
+    ),
+    "an update ahead of the norm, without --clip": (asked(EARLY), asked()),
+    "overlapping steps of micro-batches": (
+        asked(settings={"overlap_steps": True, "micro_batches": 2}),
+        asked(settings={"micro_batches": 2}, script=Loop(num_steps=2, micro_batches=2)),
+    ),
+    "several dtypes: one": (asked(model=changed(widens)), asked(model=changed(lambda _: None))),
+    "several dtypes: frozen": (asked(model=changed(widens)), asked(model=changed(widens_frozen))),
+    "memory that blocks share: own": (
+        asked(model=SHARING),
+        asked(model=changed(partial(shares_memory, own=True))),
+    ),
+    "memory that blocks share: persistent": (
+        asked(model=SHARING),
+        asked(Persistent(), model=SHARING),
+    ),
+    "memory that blocks share, updated in backward": (
+        asked(STEPPED, model=SHARING),
+        asked(Persistent(), model=SHARING),
+    ),
+    "names of groups: the model's": (
+        asked(groups=partial(named, prefix="my ")),
+        asked(groups=named),
+    ),
+    "names of groups: none": (asked(groups=partial(named, prefix="my ")), asked(groups=one_group)),
+    "groups of two kinds": (
+        asked(groups=two_kinds),
+        asked(groups=partial(two_kinds, amsgrad=True)),
+    ),
+    "an optimizer of all parameters in backward: persistent": (
+        asked(STEPPED, factory=partial(ODD, features=TOGETHER[0])),
+        asked(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
+    ),
+    "an optimizer of all parameters in backward: AdamW": (
+        asked(STEPPED, factory=partial(ODD, features=TOGETHER[0])),
+        asked(STEPPED),
+    ),
+    "an optimizer of whole parameters: it stays": (
+        asked(factory=torch.optim.Adafactor),
+        asked(Persistent(), factory=torch.optim.Adafactor),
+    ),
+    "an optimizer of whole parameters: AdamW": (asked(factory=torch.optim.Adafactor), asked()),
+    "an optimizer with states beside": (
+        asked(factory=partial(Summing, inside=False)),
+        asked(factory=partial(Summing, inside=True)),
+    ),
+    "an optimizer with more states later": (
+        asked(factory=partial(ODD, features=UNCOUNTED[1])),
+        asked(),
+    ),
+    "an option that was set late": (
+        replace(asked(factory=Damped), script=sets_late),
+        asked(factory=partial(Damped, damp=0.5)),
+    ),
+}
+"""What `prepare` or the first steps refuse, and the same as the message says."""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_trains_when_the_message_is_followed(
+    name: str, tmp_path: Path, assert_says: Speaker
+) -> None:
+    refused, followed = PLANS[name]
+    for folder in (tmp_path / "refused", tmp_path / "trained"):
+        folder.mkdir()
+    error = refusal(lambda: refused.played(refused.start(tmp_path / "refused")), Exception)
+    assert is_refusal(error), repr(error)
+    assert_says(error)
+    followed.assert_like_plain(tmp_path / "trained")
+
+
 def one_of_two(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
     return stack.blocks[by_torch() < 0.5](hidden)  # type: ignore[no-any-return]
 
@@ -391,11 +868,51 @@ def both(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
     return found[taken] + 0 * found[not taken]  # type: ignore[no-any-return]
 
 
-def all_run() -> Hostile:
-    return Hostile(partial(Stack, Block, 2, run=both))
+def either_order(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    for block in stack.blocks if by_torch() < 0.5 else reversed(stack.blocks):
+        hidden = block(hidden)
+    return hidden
 
 
-def test_blocks_that_take_turns_train_when_the_message_is_followed(assert_says: Speaker) -> None:
-    assert_says.refused(fullest, Stack(Block, 2, run=one_of_two), batch_of(0))
-    found = judged(all_run, plans=["mixed"], seed=3)
-    assert [(one.kind, one.text) for one in found] == [("like plain", "")]
+def skips_some(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    for number, block in enumerate(stack.blocks):
+        if number % 2 or by_torch() < 0.5:
+            hidden = block(hidden)
+    return hidden
+
+
+def keeps_tensors(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    found = in_order(stack, hidden, step)
+    stack.__dict__.setdefault("seen", []).append(found.detach())
+    return found
+
+
+def keeps_numbers(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    found = in_order(stack, hidden, step)
+    stack.__dict__.setdefault("seen", []).append(found.detach().mean().item())
+    return found
+
+
+FORWARDS = {
+    "blocks that take turns": (one_of_two, both),
+    "blocks in another order": (either_order, in_order),
+    "blocks in another order: skipped": (either_order, skips_some),
+    "tensors that add up": (keeps_tensors, keeps_numbers),
+}
+
+
+def stacked(name: str, *, followed: bool) -> Hostile:
+    return Hostile(partial(Stack, Block, 2, run=FORWARDS[name][followed]))
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_model_is_profiled_and_trains_when_the_message_is_followed(
+    name: str, assert_says: Speaker
+) -> None:
+    before, after = (
+        judged(partial(stacked, followed=followed), name, plans=["mixed"], seed=3)
+        for followed in (False, True)
+    )
+    assert [one.kind for one in before] == ["refused"]
+    assert_says(before[0].text)
+    assert [(one.kind, one.text) for one in after] == [("like plain", "")]

@@ -512,6 +512,46 @@ def test_what_no_plan_can_follow_is_refused_by_name(name: str, assert_says: Spea
         as_made(model, source="train.py:factory")
 
 
+def unpacked() -> nn.Module:
+    model = quantized_models.llama()
+    quantized_models.replace_linears(model, quantized_models.packed)
+    return quantized_models.with_adapters(model)
+
+
+def computing_in_16_bits() -> nn.Module:
+    """As a factory's model is profiled: biases are in that dtype, too."""
+    model = of_four_bits(compute_dtype=torch.bfloat16)
+    settle_quantized(model)
+    return model
+
+
+FOLLOWED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    **{name: (REFUSED[name], of_eight_bits) for name in ("outliers", "packed in every forward")},
+    **{
+        name: (REFUSED[name], of_four_bits)
+        for name in ("embedding", "storage", "quantizer", "evaluated")
+    },
+    "computing": (REFUSED["computing"], computing_in_16_bits),
+    "before it is quantised": (
+        by_another_quantizer,
+        lambda: quantized_models.with_adapters(quantized_models.llama()),
+    ),
+    "not packed yet": (unpacked, lambda: unpacked().to("cpu")),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_packed_model_trains_when_the_message_is_followed(
+    name: str, tmp_path: Path, assert_says: Speaker
+) -> None:
+    before, after = FOLLOWED[name]
+    with pytest.raises(ProtrainError) as raised:
+        refuse_parameters(before(), source="train.py:factory")
+    assert_says(raised.value)
+    subject = replace(of_kind("nf4"), make=after, change=None)
+    tried("nf4", model=subject, script=Loop(num_steps=2)).assert_like_plain(tmp_path)
+
+
 def test_a_bias_that_a_forward_would_convert_is_refused_by_name(assert_says: Speaker) -> None:
     """Conversions of a layer of 8 bits, in place: a plan has placed it."""
     model = of_kind("int8").build()

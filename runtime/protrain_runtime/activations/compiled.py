@@ -135,19 +135,20 @@ def are_compiled(blocks: Mapping[str, nn.Module]) -> bool:
     return bool(blocks) and not plain
 
 
-def compile_copy(model: nn.Module, copied: nn.Module) -> None:
-    """Compile in a plain copy what this module has compiled in the model."""
-    copies = dict(copied.named_modules())
+def backends_for_copy(model: nn.Module) -> dict[str, str]:
+    """Backends by path of what `prepare` has compiled, before it has changed the modules' code."""
+    found: dict[str, str] = {}
     for path, module in model.named_modules():
         code = module._compiled_call_impl
         if isinstance(code, CompiledBlock):
-            compile_each({path: copies[path]}, backend=code.backend)
+            found[path] = code.backend
         elif code is not None:
             raise ProtrainError(
                 f"{path} was compiled by the training script, and its plain copy would not be",
                 key="check",
                 fix="leave compiling to prepare: it compiles the blocks where the plan says so",
             )
+    return found
 
 
 def _cannot_be_compiled(name: str, error: Exception) -> ProtrainError:
@@ -188,14 +189,16 @@ def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None])
             )
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def refuse_wrapped(model: nn.Module, *, source: str | None = None) -> None:
     """ProtrainError where the model is a wrapper, which gives the parameters other names."""
     if _is_optimized(model):
-        raise ProtrainError("the model is compiled as a whole", fix=_EACH_BLOCK)
+        raise ProtrainError("the model is compiled as a whole", source=source, fix=_EACH_BLOCK)
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ProtrainError(
             f"the model is wrapped in {type(model).__name__}",
-            fix="prepare the model itself: a plan for several devices does what the wrapper does",
+            source=source,
+            fix="profile and prepare the model itself: a plan for several devices does what the"
+            " wrapper does",
         )
 
 

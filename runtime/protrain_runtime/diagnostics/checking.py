@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from protrain_runtime.activations.compiled import compile_copy, replace_code
+from protrain_runtime.activations.compiled import compile_each, replace_code
 from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
@@ -79,10 +79,17 @@ class _Tap(torch.autograd.Function):
 class Check:
     """Compares the first CHECKED_STEPS with a copy's, made before the model follows its plan."""
 
-    def __init__(self, model: nn.Module, planned: PlannedOptimizer, plan: Plan) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        planned: PlannedOptimizer,
+        plan: Plan,
+        backends: Mapping[str, str],  # of what is to be compiled, by path
+    ) -> None:
         self._model, self._planned = model, planned
         self._plain = copy.deepcopy(model)
-        compile_copy(model, self._plain)
+        for path, backend in backends.items():
+            compile_each({path: self._plain.get_submodule(path)}, backend=backend)
         switch_off_caches(self._plain, stacklevel=None)
         plain = zip(model.parameters(), self._plain.parameters(), strict=True)
         copies = dict[nn.Parameter, nn.Parameter](plain)

@@ -147,8 +147,7 @@ def check_devices(
         raise ProtrainError(
             f"the parameter '{distributed[0]}' is a DTensor: it is spread over devices already, and"
             " a chunk is made of whole parameters",
-            fix="prepare the model before it is made tensor-parallel, without it, or leave tensor"
-            " parallelism to DistributedDataParallel or FSDP",
+            fix="prepare the model without tensor parallelism, or train without a plan",
         )
 
 

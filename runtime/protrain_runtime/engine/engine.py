@@ -172,6 +172,8 @@ class Engine:
             self.before_states_move(updating=self._state.updates_in_backward)
         # What was refused until here, no rank has begun: see [Note: what is told when].
         with self._failing("a forward"):
+            if none:
+                self._state.num_backwards = 0
             if self._ranks is not None and not self._state.num_backwards and self._buffers:
                 # Every rank computes with the buffers of rank 0, from the first micro-batch on.
                 self._collect("broadcast buffers", partial(self._ranks.broadcast, self._buffers))
@@ -181,8 +183,6 @@ class Engine:
                 self._state.evaluate(0)
                 self.begin_between()
                 return
-            if none:
-                self._state.num_backwards = 0
             for chunk in () if none else self.consuming:
                 chunk.hide_consumed()
             any_may_be_last = not self.updates_in_backward and self._ranks is None

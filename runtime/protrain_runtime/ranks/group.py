@@ -382,7 +382,8 @@ def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
     if plan.group.num_devices == running:
         return running
     if running == 1:
-        fix = f"start it with torchrun --nproc-per-node {plan.group.num_devices}"
+        nodes = f"--nnodes {plan.group.num_nodes} " if plan.group.num_nodes > 1 else ""
+        fix = f"start it with torchrun {nodes}--nproc-per-node {plan.group.in_node}"
         if not _initialized():
             fix += ", and call torch.distributed.init_process_group() before prepare()"
     else:

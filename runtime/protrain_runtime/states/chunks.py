@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from protrain_runtime.contract.errors import ProtrainError
@@ -619,7 +618,9 @@ def refuse_reading(name: str) -> None:
     raise RuntimeError(
         f"the values of {name!r} are not on the device: the plan keeps them below it, or shared"
         " among the devices, between its uses. Read them inside"
-        " `with protrain_runtime.full_parameters(model):`, and write them with modify=True there"
+        " `with protrain_runtime.full_parameters(model):`, and write them with modify=True there."
+        " For gradients of some parameters (inputs=, torch.autograd.grad) call loss.backward(),"
+        " with requires_grad_(False) on the others before the forward"
     )
 
 
@@ -761,9 +762,7 @@ def refuse_parameters(model: nn.Module, *, source: str) -> None:
         )
     parameter: Any  # of classes that mypy thinks cannot exist
     for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            problem, fix = "has no shape yet", "run a batch through the model in the factory"
-        elif is_traceable_wrapper_subclass(parameter):
+        if is_traceable_wrapper_subclass(parameter):
             problem = f"is a {type(parameter).__name__}, which is made of tensors of its own"
             fix = "plan the model before its parameters are wrapped, distributed or quantised"
         elif not issubclass(type(parameter), nn.Parameter | FakeTensor):
