@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import permutations
@@ -32,7 +33,7 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure
-from protrain_runtime import OutOfMemoryError, explain_memory, record, restore
+from protrain_runtime import OutOfMemoryError, explain_memory, full_parameters, record, restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes
@@ -204,6 +205,67 @@ def test_adamw_on_the_host_takes_the_step_of_a_cpu(tmp_path: Path) -> None:
         if name in on_cpu:
             assert torch.equal(own.cpu(), on_cpu[name].detach()), name
             torch.testing.assert_close(own.cpu(), expected[name].cpu())
+
+
+# --- parameters that are views for good -----------------------------------------------------------
+
+
+def changes_between_steps(run: Run) -> None:
+    """Steps in which buffers last, and what brings parameters to other memory between them."""
+    run.step(0, 1, 2)
+    run.model.load_state_dict({k: v * 0.5 for k, v in run.model.state_dict().items()})
+    run.step(3)
+    run.backward(4, between=lambda: run.look(5))
+    run.update()
+    with full_parameters(run.model, modify=True) if run.planned else nullcontext():
+        for parameter in run.model.parameters():
+            parameter.data.mul_(0.9)
+    run.step(6, 7)
+    run.loss(8)  # without its backward
+    run.step(9)
+
+
+@pytest.mark.parametrize(
+    ("activations", "states"),
+    thinned(
+        [Keep(), Recompute(), Swap(tier="host")],
+        [HOST, Offload(tier="host", update_on_device=True), Offload(tier="disk")],
+    ),
+    ids=str,
+)
+def test_buffers_that_last_have_what_is_changed_between_steps(
+    activations: Activations, states: Placement, tmp_path: Path
+) -> None:
+    asked = on_host(activations, states, script=changes_between_steps)
+    run = asked.assert_like_plain(tmp_path)
+    assert all(chunk.lasts for chunk in run.engine._offloaded)
+
+
+def test_buffers_of_weights_that_are_read_elsewhere_do_not_last(tmp_path: Path) -> None:
+    """A penalty on weights is backwarded before the block that it is of."""
+    held: list[Tensor] = []
+
+    def penalize(model: nn.Module) -> None:
+        block = model.get_submodule("model.layers.1")
+        forward = block.forward
+
+        def penalized(*args: object, **kwargs: object) -> object:
+            outputs = forward(*args, **kwargs)
+            held.append(sum((p.square().mean() for p in block.parameters()), torch.zeros(())))
+            return outputs
+
+        block.forward = penalized
+
+    def script(run: Run) -> None:
+        for number in range(4):
+            loss = run.loss(number) + held.pop()
+            loss.backward()
+            run.seen.append(loss.detach())
+            run.update()
+
+    model = replace(CATALOGUE["llama"], change=penalize)
+    run = on_host(model=model, script=script).assert_like_plain(tmp_path)
+    assert {chunk.lasts for chunk in run.engine._offloaded} == {True, False}
 
 
 # --- state dicts in every order -------------------------------------------------------------------

@@ -318,7 +318,7 @@ ON_A_DEVICE = (
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._begin_slot",
-        line="gone = index >= self._program.num_units",
+        line="gone = index >= self._num_units",
         instead="gone = False",
         keeps="what a step holds is freed when a move of the step before it has ended",
         scenario="clipped_on_the_device_with_late_lanes",

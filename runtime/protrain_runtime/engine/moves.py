@@ -790,7 +790,7 @@ class Moves:
         `moves`: where its optimizer runs, parameters are elsewhere in each step.
         """
         piece = self._kept.get((chunk.unit, start, stop))
-        if piece is None or piece.moves != moves:
+        if piece is None or piece.moves != moves or piece.lasting is not chunk.lasting:
             states = self.plans[chunk.unit].states
             assert isinstance(states, Offload)
             home = gradient_home(states, self.program.settings, self.program.device)
