@@ -853,3 +853,26 @@ def test_a_forward_that_writes_to_a_parameter_that_leaves_is_refused(
     model.get_submodule(DOWN).register_forward_hook(write)
     leaving = Scenario(units=lambda units: decided(units, Keep(), DISK))
     assert_says(refusal(partial(leaving.prepared(model, tmp_path).loss, 0)))
+
+
+@pytest.mark.parametrize("states", [Offload(tier="host"), DISK], ids=str)
+def test_forward_hooks_that_come_after_prepare_are_part_of_their_block(
+    states: Placement, tmp_path: Path
+) -> None:
+    """A penalty on weights, and another output."""
+
+    def script(run: Run) -> None:
+        held: list[Tensor] = []
+
+        def penalize(module: nn.Module, _: object, output: Tensor) -> Tensor:
+            held.append(sum((p.square().mean() for p in module.parameters()), torch.zeros(())))
+            return output * 1.5
+
+        run.model.get_submodule("blocks.1").register_forward_hook(penalize)
+        for number in range(3):
+            loss = run.loss(number) + held.pop()
+            loss.backward()
+            run.seen.append(loss.detach())
+            run.update()
+
+    tried(script, states=states).assert_like_plain(tmp_path)

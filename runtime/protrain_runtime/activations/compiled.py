@@ -46,11 +46,22 @@ def replace_code(module: nn.Module, code: Callable[..., Any]) -> Callable[[], No
 def watch_calls(
     module: nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> Callable[[], None]:
-    """Tell `before` and `after` of the module's calls, around compiled code; returns the undo."""
+    """Tell `before` and `after` of the module's calls, around compiled code; returns the undo.
+
+    Forward hooks that code adds later run before `after`, too: they are part of the call.
+    """
     if not is_compiled_in_place(module):
         stack = ExitStack()
-        stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+        handle = module.register_forward_hook(after, with_kwargs=True)
+
+        def at_call(called: nn.Module, *given: object) -> None:
+            hooks: Any = called._forward_hooks  # an OrderedDict
+            if handle.id in hooks and next(reversed(hooks)) != handle.id:
+                hooks.move_to_end(handle.id)
+            before(called, *given)
+
+        stack.callback(module.register_forward_pre_hook(at_call, with_kwargs=True).remove)
+        stack.callback(handle.remove)
         return stack.close
     code = code_of(module)
 
