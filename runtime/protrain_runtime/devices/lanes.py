@@ -438,6 +438,15 @@ class Backend:
             ask_for_huge_pages(buffer)
         return buffer
 
+    @property
+    def resizes(self) -> bool:
+        """Whether the device is an accelerator on which PyTorch resizes storages."""
+        if not self.on_host:
+            with suppress(RuntimeError):
+                self.empty(1).untyped_storage().resize_(0)
+                return True
+        return False
+
     def empty_host(self, num_bytes: int) -> torch.Tensor:
         """A new buffer in host memory, pinned where there is an accelerator.  # uint8 [num_bytes]
 

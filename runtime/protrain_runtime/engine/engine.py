@@ -106,7 +106,7 @@ class Engine:
             self.lanes[COLLECT] = backend.lane(str(COLLECT), on_device=True, patient=True)
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
         # Those that a step has not been seen to use: see [Note: views for good].
-        self._unseen = [] if backend.on_host else list(self._offloaded)
+        self._unseen = list(self._offloaded) if backend.resizes else []
         self._stepped = [chunks[unit] for slot in program.slots for unit in slot.stepped]
         self.consuming = [*self._offloaded, *self._stepped]  # whose gradients the plan uses up
         for chunk in self.consuming:
