@@ -312,7 +312,7 @@ def empties_a_state(run: Run) -> None:
 
 
 def checkpoints(run: Run) -> None:
-    """What Trainers do that are told to save memory."""
+    """Recompute the whole model, as Trainers that save memory do."""
     given = run.subject.batch(0)
     anchor = torch.zeros(1, requires_grad=True)
     checkpoint(
@@ -842,7 +842,7 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
         asked(factory=partial(Damped, damp=0.5)),
     ),
 }
-"""What `prepare` or the first steps refuse, and the same as the message says."""
+"""Plans that `prepare` or the first steps refuse, and the same as the message says."""
 
 
 @pytest.mark.parametrize("name", PLANS)
