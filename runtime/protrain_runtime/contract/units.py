@@ -41,7 +41,7 @@ def parse_bytes(text: str) -> int:
         )
     if scale == 1 and "." in number:
         raise ProtrainError(
-            f"expected whole bytes, got {cut(text)!r}", fix="add a unit, such as GiB"
+            f"expected whole bytes, got {cut(text)!r}", fix="take a larger unit, such as GiB"
         )
     whole, _, part = number.partition(".")
     size: int = int(whole + part) * scale // 10 ** len(part)
