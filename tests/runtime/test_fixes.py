@@ -37,6 +37,7 @@ from tests.support.runtime_cases import (
     one_group,
 )
 from tests.support.scenario import Loop, Run, Scenario, Script, refusal
+from tests.support.thinning import thinned
 
 
 def skips(run: Run) -> None:
@@ -536,7 +537,7 @@ FIXES = {
 }
 
 
-@pytest.mark.parametrize("name", FIXES)
+@pytest.mark.parametrize("name", thinned([*FIXES], every=2))
 def test_a_loop_trains_when_the_message_is_followed(
     name: str, tmp_path: Path, assert_says: Speaker
 ) -> None:
