@@ -8,6 +8,8 @@ has nine matrices of 16 KiB.
 
 import sys
 
+import torch
+
 from benchmarks.outcomes import Skipped
 from benchmarks.pages import markdown_table, runs_list
 from benchmarks.runner import Cell, Document, found, main
@@ -35,6 +37,7 @@ def measured(plan: str) -> Document:
     """Calls per block and step by kind, and seconds of the launching thread and of updates."""
     if building.compiler() is None:
         raise Skipped("there is no C++ compiler for the emulated device")
+    torch.set_num_threads(1)  # of the emulated device's kernels
     counted = launching.calls(plan)
     return {"calls": counted, "rounds": [launching.seconds(plan) for _ in range(ROUNDS)]}
 
