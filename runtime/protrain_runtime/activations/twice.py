@@ -61,7 +61,7 @@ def _unpack(slot: Any) -> torch.Tensor:
     return value
 
 
-class _Full(Exception):  # noqa: N818 (no error)
+class _Full(BaseException):  # no error: a block may catch those
     """All places are filled."""
 
 

@@ -16,9 +16,9 @@ On an accelerator, parameters stay views of one buffer per group, whose memory i
 group leaves and allocated when it comes, as FSDP2 does it. What autograd saves of them is right
 again when they are back, so that nothing looks at saved tensors. A first step does without, and
 sees whose views are held beyond their slot, and who is read in backward before its slot has begun:
-their buffers are new ones each time, with places in place of saved tensors. Whoever reads a view of
-memory that has gone gets PyTorch's error, and no values. Forwards without a graph have new buffers,
-as code may keep what they hand out.
+their buffers are new ones each time, with places in place of saved tensors. A view that is first
+held in a later step is not seen: docs/reference/weaknesses.md. Forwards without a graph have new
+buffers, as code may keep what they hand out.
 """
 
 import sys
