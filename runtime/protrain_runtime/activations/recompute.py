@@ -184,10 +184,10 @@ def generators(modules: Iterable[nn.Module]) -> Iterator[object]:
 @cache
 def _kind(of: type) -> str:
     """Say of a class whether its objects are generators, or may hold some; empty: neither."""
-    if of.__module__.partition(".")[0] == "numpy":
-        numpy = sys.modules["numpy"]
-        return "generator" * issubclass(of, numpy.random.Generator | numpy.random.RandomState)
-    if issubclass(of, random.Random | torch.Generator):
+    kinds: tuple[type, ...] = (random.Random, torch.Generator)
+    if (numpy := sys.modules.get("numpy")) is not None:  # and no class is made of its ones before
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    if issubclass(of, kinds):
         return "generator"
     return "mapping" * issubclass(of, Mapping) or "container" * issubclass(of, _CONTAINERS)
 

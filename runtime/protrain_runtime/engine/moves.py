@@ -46,7 +46,13 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.devices.lanes import Backend, Buffers
-from protrain_runtime.devices.stores import CheckedHostStore, DeviceStore, HostStore, Store
+from protrain_runtime.devices.stores import (
+    CheckedHostStore,
+    DeviceStore,
+    HostStore,
+    Store,
+    copies,
+)
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, dense, flat_storage_order
 from protrain_runtime.states.kept_steps import Options
@@ -743,14 +749,8 @@ class Moves:
         """Copy bytes of these storages, `beside`, to their places in a store, or back."""
         tensors = [tensor for tensor in beside if tensor is not None]
         if type(store) is not HostStore or not tensors:
-            start = store.start_write if leaves else store.start_read
             pairs = [(s.offset, t) for s, t in zip(storages, tensors, strict=True)]
-
-            def work() -> None:
-                for offset, tensor in pairs:
-                    start(offset, tensor)
-
-            return work
+            return copies(store, pairs, writes=leaves)
         inside: list[torch.Tensor] = []
         if len(self._swap_views) > MANY_VIEWS:  # of batches that differ
             self._swap_views.clear()
@@ -790,7 +790,7 @@ class Moves:
         `moves`: where its optimizer runs, parameters are elsewhere in each step.
         """
         piece = self._kept.get((chunk.unit, start, stop))
-        if piece is None or piece.moves != moves or piece.lasting is not chunk.lasting:
+        if piece is None or piece.moves != moves:
             states = self.plans[chunk.unit].states
             assert isinstance(states, Offload)
             home = gradient_home(states, self.program.settings, self.program.device)

@@ -252,7 +252,7 @@ def bring_back(chunk: Chunk) -> None:
     if not chunk.hollow:
         return
     assert chunk.store is not None
-    chunk.last(lasts=chunk.lasts)
+    chunk.viewing.clear()
     for part in chunk.slices:
         if part.group not in chunk.hollow:
             continue

@@ -389,7 +389,7 @@ class Chunk:
     def last(self, *, lasts: bool) -> None:
         """Use buffers again from now on, or no more: who holds one has it then."""
         self.lasts = lasts
-        self.lasting = {}  # pieces that have views of the last ones look whether it is theirs
+        self.lasting.clear()
         self.viewing.clear()
 
     @property

@@ -448,16 +448,16 @@ def place_of(parameter: nn.Parameter) -> Elsewhere:
     return place
 
 
-def send_away(parameter: nn.Parameter, place: Elsewhere, *, stays: bool = False) -> None:
-    """Leave an expanded single element of the right shape, which refuses to be read.
-
-    A parameter that `stays` a view of memory which comes and goes is left one.
-    """
-    send_all_away(((parameter, place),), stay=stays)
+def send_away(parameter: nn.Parameter, place: Elsewhere) -> None:
+    """Leave an expanded single element of the right shape, which refuses to be read."""
+    send_all_away(((parameter, place),), stay=False)
 
 
 def send_all_away(places: Iterable[tuple[nn.Parameter, Elsewhere]], *, stay: bool) -> None:
-    """Do the same for several: in every step for all that are offloaded, so in one call."""
+    """Do the same for several: in every step for all that are offloaded, so in one call.
+
+    Those that `stay` views of memory which comes and goes are left such.
+    """
     for parameter, place in places:
         if _KEY in parameter.__dict__:
             come_back(parameter)

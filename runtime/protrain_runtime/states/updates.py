@@ -339,7 +339,6 @@ class Piece:
     reads: list[tuple[int, torch.Tensor]] = field(default_factory=list[tuple[int, torch.Tensor]])
     kept: KeptRanges | None = None
     stepped: tuple[list[Range], "UpdateTeam"] | None = None
-    lasting: Mapping[int, torch.Tensor] = field(init=False)  # the chunk's, when it was made
     source: Copy = field(init=False)
     target: Copy = field(init=False)
     runs: tuple[Run, ...] = field(init=False)
@@ -349,7 +348,6 @@ class Piece:
         self.runs = runs_in(self.chunk, self.start, self.stop, self.together)
         self.parts = [span for run in self.runs for span in run.spans]
         self.source = self.target = self.chunk.current
-        self.lasting = self.chunk.lasting
         if self.apart:
             assert self.chunk.spare is not None
             self.target = self.chunk.spare
