@@ -268,6 +268,74 @@ def test_buffers_of_weights_that_are_read_elsewhere_do_not_last(tmp_path: Path) 
     assert {chunk.lasts for chunk in run.engine._offloaded} == {True, False}
 
 
+def views_held(first: int, reader: str, *, in_graph: bool) -> Callable[[nn.Module], None]:
+    """A block that keeps a view of a weight from a step on, until somebody else reads it."""
+
+    def change(model: nn.Module) -> None:
+        block, steps, held = model.get_submodule("model.layers.0"), [0], list[Tensor]()
+
+        def keep(module: nn.Module, *_: object) -> None:
+            steps[0] += module.training
+            if steps[0] >= first:
+                weight = block.get_parameter("mlp.down_proj.weight")
+                held[:] = [weight.view(-1) if in_graph else weight.detach().t()]
+
+        def read(_: nn.Module, _inputs: object, outputs: Any) -> Any:
+            if not held:
+                return None
+            by = held.pop().square().mean()
+            return tuple(each * by for each in outputs) if type(outputs) is tuple else outputs * by
+
+        block.register_forward_hook(keep)
+        model.get_submodule(reader).register_forward_hook(read)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("activations", "states", "lead", "reader", "first", "in_graph"),
+    thinned(
+        [Keep(), Recompute()],
+        [HOST, Offload(tier="host", update_on_device=True), Offload(tier="disk")],
+        [1, 1000],
+        ["model.layers.1", "model.norm"],
+        [1, 3],
+        [True, False],
+        every=6,
+    ),
+    ids=str,
+)
+def test_views_that_are_held_in_any_step_have_the_values(
+    activations: Activations,
+    states: Placement,
+    lead: float,
+    reader: str,
+    first: int,
+    in_graph: bool,
+    tmp_path: Path,
+) -> None:
+    schedule = Schedule(forward_lead=lead, backward_lead=lead, swap_lead=1)
+    model = replace(CATALOGUE["llama"], change=views_held(first, reader, in_graph=in_graph))
+    asked = on_host(activations, states, schedule, model=model, script=Loop(num_steps=6))
+    run = asked.assert_like_plain(tmp_path)
+    lasting = {chunk.lasts for chunk in run.engine._offloaded}
+    assert True in lasting and (reader == "model.layers.1" or False in lasting)
+
+
+def test_buffers_last_again_when_autograd_saves_more_than_before(tmp_path: Path) -> None:
+    """Blocks whose weights are frozen at first, as in gradual unfreezing."""
+
+    def script(run: Run) -> None:
+        layers = run.model.get_submodule("model.layers")
+        for number in range(6):
+            run.model.requires_grad_(True)
+            layers.requires_grad_(number not in {0, 1, 4})
+            run.step(number)
+
+    run = on_host(model="llama", script=script).assert_like_plain(tmp_path)
+    assert all(chunk.lasts for chunk in run.engine._offloaded)
+
+
 # --- state dicts in every order -------------------------------------------------------------------
 
 

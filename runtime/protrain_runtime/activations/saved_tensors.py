@@ -17,6 +17,7 @@ from typing import NamedTuple
 from weakref import ref
 
 import torch
+from torch import nn
 
 from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.states.chunks import Chunk
@@ -170,9 +171,11 @@ class SavedTensors:
             for group, buffer in chunk.buffers.items()
             if buffer.numel()  # all that are empty have one address
         }
-        lasting = [p for p, (c, group) in self._buffers.items() if group in c.viewing]
+        lasting = {p for p, (c, group) in self._buffers.items() if group in c.viewing}
         for pointer in lasting:
             del self._buffers[pointer]
+        self._lasting = lasting
+        self._views: dict[int, list[ref[object]]] = {pointer: [] for pointer in self._buffers}
         self._swaps, self._foreign, self._own = swaps, foreign.union(lasting), own
         self._before: ByPointer = {} if handed_on is None else handed_on
         self.handed_on: ByPointer = {}
@@ -208,6 +211,12 @@ class SavedTensors:
         self._by_pointer.clear()
         return storages
 
+    def count_views(self, unit: int) -> None:
+        """Note how many views of its parameters autograd has of a unit."""
+        for pointer, views in self._views.items():
+            chunk, group = self._buffers[pointer]
+            chunk.note_saved(unit, group, sum(view() is not None for view in views))
+
     def _pack(self, tensor: torch.Tensor) -> Saved:
         if tensor.layout != torch.strided:
             return tensor.detach()  # a sparse one is of several tensors
@@ -215,10 +224,14 @@ class SavedTensors:
         pointer = storage.data_ptr()
         place = self._buffers.get(pointer)
         if place is not None:
-            return partial(_in_chunk, self._slot, *place, Geometry.of(tensor))
+            saved = partial(_in_chunk, self._slot, *place, Geometry.of(tensor))
+            if not isinstance(tensor, nn.Parameter):  # of which autograd has itself
+                self._views[pointer].append(ref(saved))
+            return saved
         if not self._swaps or pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
-            # The tensor itself would hold the graph that holds it.
-            return tensor.detach()
+            # The tensor itself would hold the graph that holds it, if it is no parameter.
+            own = pointer in self._lasting and isinstance(tensor, nn.Parameter)
+            return tensor if own else tensor.detach()
         known = self._by_pointer.get(pointer)
         swapped = None if known is None else known()
         if swapped is None:

@@ -132,13 +132,19 @@ def current_stream(device: torch.device) -> torch.Stream:
 def record_event(device: torch.device, *, timing: bool = False) -> torch.Event:
     """The moment at which the device's current stream has done what was submitted to it."""
     event = torch.Event(device=device, enable_timing=timing)
-    event.record(current_stream(device))
+    # Without a stream it would be that of the thread's current device.
+    event.record(torch._C._accelerator_getStream(device.index))
     return event
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make an accelerator the thread's current device, where CUDA makes its context."""
-    return nullcontext() if on_host(device) else torch.accelerator.device_index(device.index)
+    if on_host(device) or torch._C._accelerator_getDeviceIndex() == device.index:
+        return _AS_IT_IS
+    return torch.accelerator.device_index(device.index)
+
+
+_AS_IT_IS = nullcontext()
 
 
 def pin(device: torch.device, address: int, num_bytes: int) -> Callable[[], None]:

@@ -86,7 +86,8 @@ class Engine:
         # whose backward updates them: what code has been shown of them is written back.
         self.before_states_move: Callable[..., object] = nothing_moves
         self.refuses_views = True  # of parameters, that are held from step to step
-        self.held_views: set[int] = set()  # units of which views were held after their slot
+        self.held_views: set[int] = set()  # units of which views were held after the forward
+        self._passed_on: set[int] = set()  # units of which they were held after their slot
         self._read_early: set[int] = set()  # units that backward read before their slot
         self.gathered = ""  # what has parameters on the device, in words: `full_parameters`
         self._modified = False  # they may change there
@@ -107,6 +108,7 @@ class Engine:
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
         # Those that a step has not been seen to use: see [Note: views for good].
         self._unseen = list(self._offloaded) if backend.resizes else []
+        self._doubted: list[Chunk] = []  # of which a view may be held, since that step
         self._stepped = [chunks[unit] for slot in program.slots for unit in slot.stepped]
         self.consuming = [*self._offloaded, *self._stepped]  # whose gradients the plan uses up
         for chunk in self.consuming:
@@ -314,13 +316,32 @@ class Engine:
     def _let_last(self) -> None:
         """Let buffers last of chunks that a step has shown to be used in their slots alone."""
         boundaries = self.boundaries()
-        if not self._unseen or boundaries is None:
+        if not (self._unseen or self._doubted) or boundaries is None:
             return
         skipped = set(boundaries.skipped)
-        never = self.held_views | self._read_early
+        never = self._passed_on | self._read_early
         for chunk in [chunk for chunk in self._unseen if skipped.isdisjoint(chunk.used_by)]:
             self._unseen.remove(chunk)
             chunk.last(lasts=never.isdisjoint(chunk.used_by))
+        self._unseen += self._doubted
+        self._doubted = []
+
+    def _note_held(self, unit: int, released: Sequence[torch.Tensor], *, lasted: bool) -> None:
+        """Note that somebody holds what a slot has released, perhaps what `lasted` until now."""
+        slot = self._program.slots[self._state.slot]
+        held = [each.untyped_storage() for each in released if is_held(each)]
+        if slot.forward:
+            self._lingering += [(unit, StorageWeakRef(storage)) for storage in held]
+        if not lasted:
+            self._passed_on |= {unit} if held else set()
+            return
+        self._doubted.append(self._chunks[unit])
+        # The units to come may have changed as well: this step looks at them again.
+        for chunk in self._offloaded if slot.forward else ():
+            away = len(chunk.hollow) == len(chunk.groups)
+            if chunk.lasts and away and chunk.used_by[0] > slot.unit:
+                chunk.last(lasts=False)
+                self._unseen.append(chunk)
 
     def abort(self) -> None:
         """The model raised, on this rank perhaps alone."""
@@ -721,15 +742,11 @@ class Engine:
             chunk = self._chunks[unit]
             if slot.forward:
                 chunk.refuse_written()
-                if not self._outputs.isdisjoint(addresses(chunk.lasting.values())):
-                    chunk.last(lasts=False)  # what is handed on has it
-            released = chunk.release(chunk.every_group)
-            if slot.forward:
-                held = [
-                    StorageWeakRef(each.untyped_storage()) for each in released if is_held(each)
-                ]
-                self._lingering += [(unit, storage) for storage in held]
-            self._moves.buffers.give_up(released)
+            lasted = chunk.lasts
+            released = chunk.release(chunk.every_group, after=slot.unit, forward=slot.forward)
+            if released:
+                self._note_held(unit, released, lasted=lasted and not chunk.lasts)
+                self._moves.buffers.give_up(released)
             del released
         for number in slot.finish:
             move = self._program.moves[number]
@@ -772,6 +789,7 @@ class Engine:
         saved, self._saved = self._saved, None
         saved.__exit__()
         unit = self._program.slots[self._state.slot].unit
+        saved.count_views(unit)
         self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
         self._handed_on = saved.handed_on
 

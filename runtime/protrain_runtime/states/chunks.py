@@ -16,14 +16,16 @@ On an accelerator, parameters stay views of one buffer per group, whose memory i
 group leaves and allocated when it comes, as FSDP2 does it. What autograd saves of them is right
 again when they are back, so that nothing looks at saved tensors. A first step does without, and
 sees whose views are held beyond their slot, and who is read in backward before its slot has begun:
-their buffers are new ones each time, with places in place of saved tensors. A view that is first
-held in a later step is not seen: docs/reference/weaknesses.md. Forwards without a graph have new
-buffers, as code may keep what they hand out.
+their buffers are new ones each time, with places in place of saved tensors. It also counts the
+views that autograd has when a group leaves. Where there are more in a later step, the model may
+hold one, which would read memory that is gone: that buffer is left to whoever has it, and a next
+step is a first one again. Forwards without a graph have new buffers, as code may keep what they
+hand out.
 """
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
@@ -53,6 +55,8 @@ from protrain_runtime.states.stand_ins import (
     send_away,
 )
 from protrain_runtime.states.update_rules import StateRule, UpdateRule, UpdateRules
+
+_num_holders: Callable[[int], int] = torch._C._storage_Use_Count
 
 ALIGNMENT = HOST_ALIGNMENT_BYTES
 """Every parameter starts at a multiple of what the CPU allocator aligns tensors to, so that kernels
@@ -211,6 +215,25 @@ class Copy:
 
 
 @dataclass(slots=True)
+class Lasting:
+    """The buffer of a group that is used again: see [Note: views for good].
+
+    own    tensors that held its memory when it came, but for those of the graph
+    graph  views that autograd has
+    """
+
+    buffer: torch.Tensor  # uint8 [group's bytes]
+    own: int = 0
+    graph: int = 0
+    storage: torch.UntypedStorage = field(init=False)
+    handle: int = field(init=False)  # of the storage
+
+    def __post_init__(self) -> None:
+        self.storage = self.buffer.untyped_storage()
+        self.handle = self.storage._cdata
+
+
+@dataclass(slots=True)
 class Chunk:
     """The states first used in one unit. Without a store, its placement is persistent.
 
@@ -234,11 +257,12 @@ class Chunk:
     buffers: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     # The groups whose parameters have their shapes and hold nothing.
     hollow: set[int] = field(default_factory=set[int])
-    # See [Note: views for good]: whether buffers are used again, these, and the groups whose
-    # parameters are views of them.
+    # See [Note: views for good]: whether buffers are used again, these, the groups whose parameters
+    # are views of them, and how many views of a group autograd has after a unit's forward.
     lasts: bool = False
-    lasting: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    lasting: dict[int, Lasting] = field(default_factory=dict[int, Lasting])
     viewing: set[int] = field(default_factory=set[int])
+    saved: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     # By group, its parameters, and where they are while they are not on the device.
     places: dict[int, list[tuple[nn.Parameter, Elsewhere]]] = field(
         default_factory=dict[int, list[tuple[nn.Parameter, Elsewhere]]]
@@ -379,10 +403,11 @@ class Chunk:
         if lent or not self.lasts:
             buffer = empty(size)
         elif (known := self.lasting.get(number)) is not None:
-            buffer = known
-            buffer.untyped_storage().resize_(size)
+            buffer = known.buffer
+            known.storage.resize_(size)
         else:
-            buffer = self.lasting[number] = empty(size)
+            buffer = empty(size)
+            self.lasting[number] = Lasting(buffer)
         self.buffers[number] = buffer
         return buffer
 
@@ -400,16 +425,20 @@ class Chunk:
     def bind(self, groups: Iterable[int]) -> None:
         """Let the parameters of these groups be views of their buffers."""
         for number in groups:
-            buffer = self.buffers[number]
-            lasts = buffer is self.lasting.get(number)
-            if not (lasts and number in self.viewing):
+            buffer, lasting = self.buffers[number], self.lasting.get(number)
+            if lasting is not None and buffer is not lasting.buffer:
+                lasting = None
+            if lasting is None or number not in self.viewing:
                 self._view(number, buffer)
             elif number in self.hollow:
                 come_back(*[parameter for parameter, _ in self.places[number]])
                 for part in self.groups[number].slices:
                     self.versions[part.name] = part.parameter._version
-            if lasts:
+            else:
+                continue
+            if lasting is not None:
                 self.viewing.add(number)
+                lasting.own = _num_holders(lasting.handle) - lasting.graph
             self.hollow.discard(number)
 
     def _view(self, number: int, buffer: torch.Tensor) -> None:
@@ -444,19 +473,47 @@ class Chunk:
             values=partial(self._copy, part),
         )
 
-    def release(self, groups: Iterable[int]) -> list[torch.Tensor]:
-        """Take the buffers of these groups from the model: those that do not last are returned."""
+    def release(
+        self, groups: Collection[int], *, after: int | None = None, forward: bool = False
+    ) -> list[torch.Tensor]:
+        """Take the buffers of these groups from the model: those that do not last are returned.
+
+        `after` the slot of a unit, buffers that somebody may hold last no longer.
+        """
+        held = after is not None and self.lasts and self._is_held(after, forward=forward)
+        lasting = {} if held else self.lasting
+        if after is None:
+            for each in lasting.values():
+                each.graph = 0
         released: list[torch.Tensor] = []
         for number in groups:
             self.unbind((number,))
             buffer = self.buffers.pop(number, None)
             if buffer is None:
                 continue
-            if buffer is self.lasting.get(number):
-                buffer.untyped_storage().resize_(0)
+            if number in lasting and buffer is lasting[number].buffer:
+                lasting[number].storage.resize_(0)
             else:
                 released.append(buffer)
+        if held:
+            self.last(lasts=False)
         return released
+
+    def _is_held(self, after: int, *, forward: bool) -> bool:
+        """Whether others than the chunk and autograd may hold a buffer that lasts."""
+        for number, lasting in self.lasting.items():
+            if not forward and after == self.used_by[0]:
+                lasting.graph = 0
+            held = _num_holders(lasting.handle) - lasting.own
+            if held > (self.saved.get((after, number), 0) if forward else lasting.graph):
+                return True
+            lasting.graph = held
+        return False
+
+    def note_saved(self, unit: int, group: int, count: int) -> None:
+        """Autograd has saved so many views of a group in a unit's forward."""
+        before = [each for each in self.used_by if each < unit][-1:]
+        self.saved[unit, group] = count + sum(self.saved.get((each, group), 0) for each in before)
 
     def _copy(self, part: Slice) -> torch.Tensor:
         """The values on its device of a parameter that is away.  # part.dtype [part.shape]"""
