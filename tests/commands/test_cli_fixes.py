@@ -3,6 +3,7 @@
 Commands run in this process, as `main` runs them.
 """
 
+import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import chdir
@@ -278,10 +279,10 @@ def rows(table: str) -> list[str]:
     return table.strip().splitlines()
 
 
-def refusal(command: str) -> str:
-    code, told = run(shlex.split(command))
-    assert code == 2, told
-    assert "\n  fix: " in told
+def refusal(command: str, code: int = 2) -> str:
+    found, told = run(shlex.split(command))
+    assert found == code, told
+    assert "fix: " in told
     return told
 
 
@@ -302,3 +303,192 @@ def test_a_command_succeeds_when_the_message_is_followed(row: str, assert_says: 
     before, after = row.split(" => ")
     assert_says(refusal(before))
     succeed(after)
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+NETWORK = f"import {HERE} as here\n\ndef model():\n    return here.Small(), here.BATCHES\n"
+DEEPER = NETWORK.replace("Small()", "Small(head=here.deep)")
+CARD = f"protrain profile {HERE}:model --on l4 -o c/own.yaml"
+ALLOWED = "protrain profile tiny-llama --seq-len 64 --on l4 --allow int8-activations -o c/own.yaml"
+PLAN = "protrain plan c/own.yaml -o c/plan.yaml"
+BUDGETS = "protrain: budgets\nversion: 1\nbudgets:\n  {}\n"
+TOML = "[tool.protrain.budgets.cpu]\ndevice = '8GiB'\n"
+
+
+def deep(*_: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+
+
+Step = str | Callable[[], object]
+"""A command, with those that a message names as `...`; or a change of files."""
+
+
+def writes(path: str, text: str) -> Step:
+    return lambda: Path(path).write_text(text)
+
+
+def edits(path: str, before: str, after: str) -> Step:
+    def edit() -> None:
+        text = Path(path).read_text()
+        assert before in text
+        Path(path).write_text(text.replace(before, after, 1))
+
+    return edit
+
+
+def removes(path: str) -> Step:
+    return lambda: Path(path).unlink()
+
+
+def budgets(of: str, name: str = "budgets.yaml") -> Step:
+    return writes(name, BUDGETS.format(of))
+
+
+def linked() -> None:
+    Path("c/plan.yaml").rename("../outside.yaml")
+    Path("c/plan.yaml").symlink_to("../../outside.yaml")
+
+
+def copied() -> None:
+    Path("c/plan.yaml").unlink()
+    Path("c/plan.yaml").write_text(Path("../outside.yaml").read_text())
+
+
+Checked = tuple[list[Step], str, list[Step], str]
+"""What is done before a check that fails, and what its message says to do before the next one."""
+
+ROUNDED: list[Step] = [ALLOWED, f"{PLAN} --allow int8-activations --pin '*.layers.*: keep int8'"]
+CHECKS: dict[str, Checked] = {
+    "a unit's name": ([edits("c/plan.yaml", "name: head", "name: heads")], "c", ["..."], "c"),
+    "another number": (
+        [edits("c/plan.yaml", "step_seconds: ", "step_seconds: 1")],
+        "c",
+        ["..."],
+        "c",
+    ),
+    "another profile": (
+        [edits("c/own.yaml", "base_bytes: ", "base_bytes: 1")],
+        "c",
+        ["..."],
+        "c",
+    ),
+    "no profile": ([removes("c/own.yaml")], "c", [CARD.replace("l4", "cpu")], "c"),
+    "another model": (
+        [
+            writes("net.py", NETWORK),
+            "protrain profile net.py:model --on cpu -o c/own.yaml",
+            PLAN,
+            writes("net.py", DEEPER),
+        ],
+        "c",
+        ["..."],
+        "c",
+    ),
+    "rounding: plan without": (ROUNDED, "c", [PLAN], "c"),
+    "rounding: allow it": (
+        ROUNDED,
+        "c",
+        [writes("pyproject.toml", "[tool.protrain]\nallow = ['int8-activations']\n")],
+        "c",
+    ),
+    "another kind of device": ([], "c --on l4", [CARD, PLAN], "c --on l4"),
+    "a budget above the machine": (
+        [CARD, PLAN, budgets("l4: {device: 48GiB}")],
+        "c",
+        [budgets("l4: {device: 20GiB}")],
+        "c",
+    ),
+    "fewer plans: bring back": (
+        [removes("c/plan.yaml"), f"{PLAN.removesuffix('c/plan.yaml')}c/other.yaml"],
+        "c --expect 2",
+        [PLAN],
+        "c --expect 2",
+    ),
+    "fewer plans: --expect": ([], "c --expect 2", [], "c --expect 1"),
+    "a machine's name": (
+        [budgets("cpuu: {device: 8GiB}")],
+        "c",
+        [budgets("cpu: {device: 8GiB}")],
+        "c",
+    ),
+    "two files of budgets: one": (
+        [budgets("cpu: {device: 8GiB}"), writes("pyproject.toml", TOML)],
+        "c",
+        [removes("pyproject.toml")],
+        "c",
+    ),
+    "two files of budgets: --budgets": (
+        [budgets("cpu: {device: 8GiB}"), writes("pyproject.toml", TOML)],
+        "c",
+        [],
+        "c --budgets budgets.yaml",
+    ),
+    "a name of budgets": (
+        [budgets("cpu: {device: 8GiB}", "Budgets.yaml")],
+        "c",
+        [lambda: Path("Budgets.yaml").rename("budgets.yaml")],
+        "c",
+    ),
+    "a key of tool.protrain": (
+        [writes("pyproject.toml", "[tool.protrain]\nx = 1\n")],
+        "c",
+        [writes("pyproject.toml", "[tool.protrain]\nallow = []\n")],
+        "c",
+    ),
+    "a key that looks like it": (
+        [writes("pyproject.toml", '[tool."pr\u043etrain"]\nallow = []\n')],
+        "c",
+        [writes("pyproject.toml", "[tool.protrain]\nallow = []\n")],
+        "c",
+    ),
+    "a rule that is none": ([], "--explain SPEED", [], "--explain TIME001"),
+    "a folder without a plan": ([removes("c/plan.yaml")], "c", [PLAN], "c"),
+    "another folder": ([removes("c/plan.yaml")], "c", [], "../p"),
+    "a link that leads out: the file": ([linked], "c", [copied], "c"),
+    "a kind that looks like it": (
+        [edits("c/plan.yaml", "protrain: plan", "pr\u043etrain: plan")],
+        "c",
+        [edits("c/plan.yaml", "pr\u043etrain: plan", "protrain: plan")],
+        "c",
+    ),
+    "a kind that is none": (
+        [edits("c/plan.yaml", "protrain: plan", "protrain: plam")],
+        "c",
+        [edits("c/plan.yaml", "protrain: plam", "protrain: plan")],
+        "c",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_passes_when_the_message_is_followed(
+    name: str, tmp_path: Path, assert_says: Speaker
+) -> None:
+    steps, fails, fix, passes = CHECKS[name]
+    looks = [] if name == "another model" else ["--records-only"]  # at what builds the model
+    here = tmp_path / "here"
+    (here / "c").mkdir(parents=True)
+    for file in ("own.yaml", "plan.yaml"):
+        (here / "c" / file).write_bytes(Path("p", file).read_bytes())
+    (tmp_path / "p").symlink_to(Path("p").absolute())
+    with chdir(here):
+        taken(steps)
+        code, said = run(["check", *looks, *shlex.split(fails), "--format", "json"])
+        if code == 1:
+            found = [one.get("fix") for one in json.loads(said)["findings"]]
+            [said] = [f"fix: {fix}" for fix in found if fix]
+        assert "fix: " in said
+        assert_says(said)
+        taken(fix, said)
+        succeed(shlex.join(["check", *looks, *shlex.split(passes)]))
+
+
+def taken(steps: list[Step], said: str = "") -> None:
+    for step in steps:
+        if callable(step):
+            step()
+            continue
+        commands = said.partition("protrain ")[2] if step == "..." else step
+        for command in commands.split(" && "):
+            succeed(command.removeprefix("protrain "))
