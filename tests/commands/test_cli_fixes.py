@@ -10,12 +10,17 @@ from contextlib import chdir
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_runtime.contract.records import write_profile
+from benchmarks.zoo import ZOO
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.presets import preset_config
+from protrain_runtime.contract.records import dumps_hardware, write_profile
+from protrain_runtime.contract.records.hardware import Hardware
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder, gpu, joined
 from tests.support.record_fuzz import run
@@ -154,7 +159,14 @@ no.such.module:factory => {HERE}:model
 {HERE}:model --batch-size 2 => {HERE}:model
 {HERE}:model --optimizer adan => {HERE}:model --optimizer adam
 {HERE}:model --optimizer muon => {HERE}:model --optimizer adamw
-{HERE}:model --optimizer 'adamw lr=x' => {HERE}:model --optimizer adamw
+{HERE}:model --optimizer 'adamw lr=x' => {HERE}:model --optimizer 'adamw(lr=0.1)'
+{HERE}:model --optimizer 'adam betas=(0.0, 0.0)' => {HERE}:model --optimizer 'adam(betas=(0.0, 0.0))'
+{HERE}:model --optimizer 'adamw(lr=x)' => {HERE}:model --optimizer 'adamw(lr=0.1)'
+{HERE}:model --lora r=4,targets=zzz => {HERE}:model --lora r=4,targets=inner
+{HERE}:model --interconnect l4 => {HERE}:model --interconnect probed.yaml
+empty.json --seq-len 64 => llama.json --seq-len 64
+clip.json --batch-size 1 --seq-len 8 => clip.json --batch-size 2 --seq-len 8
+sound.json => {HERE}:model
 {HERE}:model --precision autocast => {HERE}:model --precision autocast --dtype bfloat16
 {HERE}:model --allow int8 => {HERE}:model --allow int8-activations
 {HERE}:model --lora r=4,targets=iner => {HERE}:model --lora r=4,targets=inner
@@ -219,6 +231,25 @@ hardware probe -o no/machine.yaml => hardware show l4
 hardware search {HERE}:model => hardware search {HERE}:model --price-limit 3 --among prices.yaml
 hardware search {HERE}:model --speed 1 => hardware search {HERE}:model --speed 1 --among prices.yaml
 check => check --records-only p
+profile {HERE}:model --on bare.yaml => profile {HERE}:model --on l4
+profile {HERE}:model --on npu.yaml => profile {HERE}:model --device cpu
+profile {HERE}:model --on arm.yaml => profile {HERE}:model
+profile {HERE}:model --on l4 --lora r=4,velora => profile {HERE}:model --lora r=4,velora
+profile ! --on l4 => models
+hardware show toaster => hardware show cpu
+hardware probe --device tpu => hardware show cpu
+fit other.yml --on cpu => fit axolotl.yml --model tiny-llama --seq-len 64 --on cpu
+fit both.yml --on cpu => fit axolotl.yml --model tiny-llama --seq-len 64 --on cpu
+plan p/joined.yaml --num-devices 4 --global-batch 15 --stages 2 => {STAGES} 2
+plan card.yaml --pin 'layers.0: 7' => plan card.yaml --pin 'layers.0: recompute'
+plan card.yaml --device-memory 24G => plan card.yaml --device-memory 24GB
+plan twice.yaml => plan card.yaml
+show q/moved.yaml => show q/moved.yaml --profile p/own.yaml
+run p/plan.yaml --steps 1 --device tpu => run p/plan.yaml --steps 1 --device cpu
+run p/stages.yaml --steps 1 => export p/stages.yaml --to torchtitan
+run p/stages.yaml --steps 1 => plan p/joined.yaml --num-devices 4 --stages 1 --global-batch 16
+run q/over.yaml --steps 1 => run p/plan.yaml --steps 1
+run p/plan.yaml --steps 1 --save p/own.yaml/saved => run p/plan.yaml --steps 1 --save other
 check --explain BUD01 => check --explain BUD001
 """
 
@@ -241,6 +272,15 @@ hardware copy rtx-3090 -o nodes.yaml
 """
 
 
+CPU, CARD_MACHINE = load_hardware("cpu"), load_hardware("l4")
+
+
+def on(machine: Hardware, **device: Any) -> Hardware:
+    """The machine with another device, under its name."""
+    changed = replace(machine.device, **device)
+    return replace(machine, name=changed.kind, device=changed)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fixes")
@@ -258,6 +298,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with chdir(folder):
         for command in rows(MADE):
             succeed(command)
+    over = "settings: {overlap_steps: true, micro_batches: 2, "
+    for name, text in {
+        "bare.yaml": dumps_hardware(replace(CPU, rates=None, name="bare")),
+        "npu.yaml": dumps_hardware(on(CARD_MACHINE, kind="npu")),
+        "arm.yaml": dumps_hardware(on(CPU, name="aarch64", num_threads=10**4)),
+        "probed.yaml": dumps_hardware(load_hardware("a100-80gb")),
+        "empty.json": "{}",
+        "llama.json": json.dumps(preset_config("tiny-llama")),
+        "clip.json": ZOO["clip"].source.model_config,
+        "sound.json": '{"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}',
+        "other.yml": "something: else\n",
+        "both.yml": "base_model: tiny-llama\nfinetuning_type: lora\n",
+        "twice.yaml": (folder / "card.yaml").read_text() + "hardware: {}\n",
+        "q/moved.yaml": (folder / "p/plan.yaml").read_text(),
+        "q/over.yaml": (folder / "p/plan.yaml").read_text().replace("settings: {", over),
+    }.items():
+        (folder / name).write_text(text)
     with (folder / "box.yaml").open("a") as box:
         box.write("power_w: 300\n")
     nodes = (folder / "nodes.yaml").read_text()
