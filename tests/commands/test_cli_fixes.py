@@ -160,7 +160,7 @@ no.such.module:factory => {HERE}:model
 {HERE}:model --optimizer adan => {HERE}:model --optimizer adam
 {HERE}:model --optimizer muon => {HERE}:model --optimizer adamw
 {HERE}:model --optimizer 'adamw lr=x' => {HERE}:model --optimizer 'adamw(lr=0.1)'
-{HERE}:model --optimizer 'adam betas=(0.0, 0.0)' => {HERE}:model --optimizer 'adam(betas=(0.0, 0.0))'
+{HERE}:model --optimizer 'adam betas=(0., 0.)' => {HERE}:model --optimizer 'adam(betas=(0., 0.))'
 {HERE}:model --optimizer 'adamw(lr=x)' => {HERE}:model --optimizer 'adamw(lr=0.1)'
 {HERE}:model --lora r=4,targets=zzz => {HERE}:model --lora r=4,targets=inner
 {HERE}:model --interconnect l4 => {HERE}:model --interconnect probed.yaml

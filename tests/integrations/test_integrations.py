@@ -75,9 +75,7 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def trainer(
-    name: str, folder: Path, *, optimizer: type[torch.optim.Optimizer] | None = None, **settings: Any
-) -> Trainer:
+def trainer(name: str, folder: Path, *, optimizer: Any = None, **settings: Any) -> Trainer:
     model = build(name)
     own = optimizer and optimizer(model.parameters())
     return Trainer(
@@ -263,7 +261,7 @@ def test_the_trainer_trains_when_the_message_on_its_optimizer_is_followed(
     optim: str, tmp_path: Path, assert_says: Speaker
 ) -> None:
     """Such as states in float32 of embeddings alone, which the Trainer asks bitsandbytes for."""
-    from bitsandbytes import optim as bits
+    bits: Any = pytest.importorskip("bitsandbytes").optim
 
     def planned(**settings: Any) -> Trainer:
         made = trainer("llama-tied", tmp_path, **({"max_steps": 1} | settings))

@@ -242,12 +242,10 @@ def test_lightning_trains_when_the_message_is_followed(
 ) -> None:
     """Bits under such settings are compared above."""
 
-    def fitted(given: Given) -> Module:
+    def fitted(given: Given) -> None:
         settings, made_for = given
-        made = settings.get("module", Module)()
-        planned = plan("gpt2", **made_for)
-        fit(planned, tmp_path, limit_train_batches=2, **(settings | {"module": made}))
-        return made
+        given_module = {"module": settings.get("module", Module)()}
+        fit(plan("gpt2", **made_for), tmp_path, limit_train_batches=2, **(settings | given_module))
 
     with pytest.raises(ProtrainError) as caught:
         fitted(wrong)
