@@ -413,7 +413,7 @@ def copied() -> None:
 
 
 Checked = tuple[list[Step], str, list[Step], str]
-"""What is done before a check that fails, and what its message says to do before the next one."""
+"""Steps before a check that fails, and those that its message asks for before one that passes."""
 
 ROUNDED: list[Step] = [ALLOWED, f"{PLAN} --allow int8-activations --pin '*.layers.*: keep int8'"]
 CHECKS: dict[str, Checked] = {
