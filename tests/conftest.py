@@ -18,6 +18,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Before tests' folders are added to sys.path: the command line takes those of this repository out
+# when it is imported, and processes that tests start would not find the tests' own modules.
+import protrain_plan.cli  # noqa: F401
 from tests.emulated import building
 from tests.support import long_tests
 from tests.support.messages import Speaker

@@ -151,7 +151,7 @@ def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
     for key in above:
         if key != name and looks_like(key, name, whole=True):
             problem = f"the key {key!a} is not {name}, and looks like it"
-            raise RecordError(problem, source=source, key=where, fix="write it as it looks")
+            raise RecordError(problem, source=source, key=where, fix=f"write it as {name}")
     table = above.get(name, {})
     if not isinstance(table, dict):
         raise RecordError(f"expected a table, got {cut(repr(table))}", source=source, key=where)

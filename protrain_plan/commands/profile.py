@@ -113,7 +113,8 @@ def _joined(name: str) -> "Interconnect":
         raise ProtrainError(
             f"{name} does not say what joins its devices",
             key="--interconnect",
-            fix="measure it: torchrun --nproc-per-node N --no-python protrain hardware probe",
+            fix="measure it, and name the file: torchrun --nproc-per-node N --no-python protrain"
+            " hardware probe -o FILE",
         )
     return joined
 

@@ -207,10 +207,12 @@ def _known(kind: str) -> OptimizerFactory:
 def _read(name: str) -> tuple[str, dict[str, Any]]:
     """A name and its options; ProtrainError for what is no such name."""
     found = re.fullmatch(r"([^()]+?)\s*(?:\((.*)\))?", name, re.DOTALL)
-    if found is None or len(name) > _MAX_LENGTH:
+    bare = found is not None and re.search(r"\s\w+\s*=", found[1])
+    if found is None or bare or len(name) > _MAX_LENGTH:
         raise ProtrainError(
             f"expected a name, or one with options such as adamw(lr=0.001), got {cut(name)!r}",
             key="optimizer",
+            fix="options stand in parentheses behind the name" if bare else None,
         )
     return found[1], _options(found[2], key="optimizer") if found[2] else {}
 

@@ -3,18 +3,24 @@
 Commands run in this process, as `main` runs them.
 """
 
+import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain_runtime.contract.records import write_profile
+from benchmarks.zoo import ZOO
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.models.presets import preset_config
+from protrain_runtime.contract.records import dumps_hardware, write_profile
+from protrain_runtime.contract.records.hardware import Hardware
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder, gpu, joined
 from tests.support.record_fuzz import run
@@ -153,7 +159,14 @@ no.such.module:factory => {HERE}:model
 {HERE}:model --batch-size 2 => {HERE}:model
 {HERE}:model --optimizer adan => {HERE}:model --optimizer adam
 {HERE}:model --optimizer muon => {HERE}:model --optimizer adamw
-{HERE}:model --optimizer 'adamw lr=x' => {HERE}:model --optimizer adamw
+{HERE}:model --optimizer 'adamw lr=x' => {HERE}:model --optimizer 'adamw(lr=0.1)'
+{HERE}:model --optimizer 'adam betas=(0., 0.)' => {HERE}:model --optimizer 'adam(betas=(0., 0.))'
+{HERE}:model --optimizer 'adamw(lr=x)' => {HERE}:model --optimizer 'adamw(lr=0.1)'
+{HERE}:model --lora r=4,targets=zzz => {HERE}:model --lora r=4,targets=inner
+{HERE}:model --interconnect l4 => {HERE}:model --interconnect probed.yaml
+empty.json --seq-len 64 => llama.json --seq-len 64
+clip.json --batch-size 1 --seq-len 8 => clip.json --batch-size 2 --seq-len 8
+sound.json => {HERE}:model
 {HERE}:model --precision autocast => {HERE}:model --precision autocast --dtype bfloat16
 {HERE}:model --allow int8 => {HERE}:model --allow int8-activations
 {HERE}:model --lora r=4,targets=iner => {HERE}:model --lora r=4,targets=inner
@@ -218,6 +231,25 @@ hardware probe -o no/machine.yaml => hardware show l4
 hardware search {HERE}:model => hardware search {HERE}:model --price-limit 3 --among prices.yaml
 hardware search {HERE}:model --speed 1 => hardware search {HERE}:model --speed 1 --among prices.yaml
 check => check --records-only p
+profile {HERE}:model --on bare.yaml => profile {HERE}:model --on l4
+profile {HERE}:model --on npu.yaml => profile {HERE}:model --device cpu
+profile {HERE}:model --on arm.yaml => profile {HERE}:model
+profile {HERE}:model --on l4 --lora r=4,velora => profile {HERE}:model --lora r=4,velora
+profile ! --on l4 => models
+hardware show toaster => hardware show cpu
+hardware probe --device tpu => hardware show cpu
+fit other.yml --on cpu => fit axolotl.yml --model tiny-llama --seq-len 64 --on cpu
+fit both.yml --on cpu => fit axolotl.yml --model tiny-llama --seq-len 64 --on cpu
+plan p/joined.yaml --num-devices 4 --global-batch 15 --stages 2 => {STAGES} 2
+plan card.yaml --pin 'layers.0: 7' => plan card.yaml --pin 'layers.0: recompute'
+plan card.yaml --device-memory 24G => plan card.yaml --device-memory 24GB
+plan twice.yaml => plan card.yaml
+show q/moved.yaml => show q/moved.yaml --profile p/own.yaml
+run p/plan.yaml --steps 1 --device tpu => run p/plan.yaml --steps 1 --device cpu
+run p/stages.yaml --steps 1 => export p/stages.yaml --to torchtitan
+run p/stages.yaml --steps 1 => plan p/joined.yaml --num-devices 4 --stages 1 --global-batch 16
+run q/over.yaml --steps 1 => run p/plan.yaml --steps 1
+run p/plan.yaml --steps 1 --save p/own.yaml/saved => run p/plan.yaml --steps 1 --save other
 check --explain BUD01 => check --explain BUD001
 """
 
@@ -240,6 +272,15 @@ hardware copy rtx-3090 -o nodes.yaml
 """
 
 
+CPU, CARD_MACHINE = load_hardware("cpu"), load_hardware("l4")
+
+
+def on(machine: Hardware, **device: Any) -> Hardware:
+    """The machine with another device, under its name."""
+    changed = replace(machine.device, **device)
+    return replace(machine, name=changed.kind, device=changed)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fixes")
@@ -257,6 +298,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with chdir(folder):
         for command in rows(MADE):
             succeed(command)
+    over = "settings: {overlap_steps: true, micro_batches: 2, "
+    for name, text in {
+        "bare.yaml": dumps_hardware(replace(CPU, rates=None, name="bare")),
+        "npu.yaml": dumps_hardware(on(CARD_MACHINE, kind="npu")),
+        "arm.yaml": dumps_hardware(on(CPU, name="aarch64", num_threads=10**4)),
+        "probed.yaml": dumps_hardware(load_hardware("a100-80gb")),
+        "empty.json": "{}",
+        "llama.json": json.dumps(preset_config("tiny-llama")),
+        "clip.json": ZOO["clip"].source.model_config,
+        "sound.json": '{"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}',
+        "other.yml": "something: else\n",
+        "both.yml": "base_model: tiny-llama\nfinetuning_type: lora\n",
+        "twice.yaml": (folder / "card.yaml").read_text() + "hardware: {}\n",
+        "q/moved.yaml": (folder / "p/plan.yaml").read_text(),
+        "q/over.yaml": (folder / "p/plan.yaml").read_text().replace("settings: {", over),
+    }.items():
+        (folder / name).write_text(text)
     with (folder / "box.yaml").open("a") as box:
         box.write("power_w: 300\n")
     nodes = (folder / "nodes.yaml").read_text()
@@ -278,10 +336,10 @@ def rows(table: str) -> list[str]:
     return table.strip().splitlines()
 
 
-def refusal(command: str) -> str:
-    code, told = run(shlex.split(command))
-    assert code == 2, told
-    assert "\n  fix: " in told
+def refusal(command: str, code: int = 2) -> str:
+    found, told = run(shlex.split(command))
+    assert found == code, told
+    assert "fix: " in told
     return told
 
 
@@ -302,3 +360,192 @@ def test_a_command_succeeds_when_the_message_is_followed(row: str, assert_says: 
     before, after = row.split(" => ")
     assert_says(refusal(before))
     succeed(after)
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+NETWORK = f"import {HERE} as here\n\ndef model():\n    return here.Small(), here.BATCHES\n"
+DEEPER = NETWORK.replace("Small()", "Small(head=here.deep)")
+CARD = f"protrain profile {HERE}:model --on l4 -o c/own.yaml"
+ALLOWED = "protrain profile tiny-llama --seq-len 64 --on l4 --allow int8-activations -o c/own.yaml"
+PLAN = "protrain plan c/own.yaml -o c/plan.yaml"
+BUDGETS = "protrain: budgets\nversion: 1\nbudgets:\n  {}\n"
+TOML = "[tool.protrain.budgets.cpu]\ndevice = '8GiB'\n"
+
+
+def deep(*_: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+
+
+Step = str | Callable[[], object]
+"""A command, with those that a message names as `...`; or a change of files."""
+
+
+def writes(path: str, text: str) -> Step:
+    return lambda: Path(path).write_text(text)
+
+
+def edits(path: str, before: str, after: str) -> Step:
+    def edit() -> None:
+        text = Path(path).read_text()
+        assert before in text
+        Path(path).write_text(text.replace(before, after, 1))
+
+    return edit
+
+
+def removes(path: str) -> Step:
+    return lambda: Path(path).unlink()
+
+
+def budgets(of: str, name: str = "budgets.yaml") -> Step:
+    return writes(name, BUDGETS.format(of))
+
+
+def linked() -> None:
+    Path("c/plan.yaml").rename("../outside.yaml")
+    Path("c/plan.yaml").symlink_to("../../outside.yaml")
+
+
+def copied() -> None:
+    Path("c/plan.yaml").unlink()
+    Path("c/plan.yaml").write_text(Path("../outside.yaml").read_text())
+
+
+Checked = tuple[list[Step], str, list[Step], str]
+"""Steps before a check that fails, and those that its message asks for before one that passes."""
+
+ROUNDED: list[Step] = [ALLOWED, f"{PLAN} --allow int8-activations --pin '*.layers.*: keep int8'"]
+CHECKS: dict[str, Checked] = {
+    "a unit's name": ([edits("c/plan.yaml", "name: head", "name: heads")], "c", ["..."], "c"),
+    "another number": (
+        [edits("c/plan.yaml", "step_seconds: ", "step_seconds: 1")],
+        "c",
+        ["..."],
+        "c",
+    ),
+    "another profile": (
+        [edits("c/own.yaml", "base_bytes: ", "base_bytes: 1")],
+        "c",
+        ["..."],
+        "c",
+    ),
+    "no profile": ([removes("c/own.yaml")], "c", [CARD.replace("l4", "cpu")], "c"),
+    "another model": (
+        [
+            writes("net.py", NETWORK),
+            "protrain profile net.py:model --on cpu -o c/own.yaml",
+            PLAN,
+            writes("net.py", DEEPER),
+        ],
+        "c",
+        ["..."],
+        "c",
+    ),
+    "rounding: plan without": (ROUNDED, "c", [PLAN], "c"),
+    "rounding: allow it": (
+        ROUNDED,
+        "c",
+        [writes("pyproject.toml", "[tool.protrain]\nallow = ['int8-activations']\n")],
+        "c",
+    ),
+    "another kind of device": ([], "c --on l4", [CARD, PLAN], "c --on l4"),
+    "a budget above the machine": (
+        [CARD, PLAN, budgets("l4: {device: 48GiB}")],
+        "c",
+        [budgets("l4: {device: 20GiB}")],
+        "c",
+    ),
+    "fewer plans: bring back": (
+        [removes("c/plan.yaml"), f"{PLAN.removesuffix('c/plan.yaml')}c/other.yaml"],
+        "c --expect 2",
+        [PLAN],
+        "c --expect 2",
+    ),
+    "fewer plans: --expect": ([], "c --expect 2", [], "c --expect 1"),
+    "a machine's name": (
+        [budgets("cpuu: {device: 8GiB}")],
+        "c",
+        [budgets("cpu: {device: 8GiB}")],
+        "c",
+    ),
+    "two files of budgets: one": (
+        [budgets("cpu: {device: 8GiB}"), writes("pyproject.toml", TOML)],
+        "c",
+        [removes("pyproject.toml")],
+        "c",
+    ),
+    "two files of budgets: --budgets": (
+        [budgets("cpu: {device: 8GiB}"), writes("pyproject.toml", TOML)],
+        "c",
+        [],
+        "c --budgets budgets.yaml",
+    ),
+    "a name of budgets": (
+        [budgets("cpu: {device: 8GiB}", "Budgets.yaml")],
+        "c",
+        [lambda: Path("Budgets.yaml").rename("budgets.yaml")],
+        "c",
+    ),
+    "a key of tool.protrain": (
+        [writes("pyproject.toml", "[tool.protrain]\nx = 1\n")],
+        "c",
+        [writes("pyproject.toml", "[tool.protrain]\nallow = []\n")],
+        "c",
+    ),
+    "a key that looks like it": (
+        [writes("pyproject.toml", '[tool."pr\u043etrain"]\nallow = []\n')],
+        "c",
+        [writes("pyproject.toml", "[tool.protrain]\nallow = []\n")],
+        "c",
+    ),
+    "a rule that is none": ([], "--explain SPEED", [], "--explain TIME001"),
+    "a folder without a plan": ([removes("c/plan.yaml")], "c", [PLAN], "c"),
+    "another folder": ([removes("c/plan.yaml")], "c", [], "../p"),
+    "a link that leads out: the file": ([linked], "c", [copied], "c"),
+    "a kind that looks like it": (
+        [edits("c/plan.yaml", "protrain: plan", "pr\u043etrain: plan")],
+        "c",
+        [edits("c/plan.yaml", "pr\u043etrain: plan", "protrain: plan")],
+        "c",
+    ),
+    "a kind that is none": (
+        [edits("c/plan.yaml", "protrain: plan", "protrain: plam")],
+        "c",
+        [edits("c/plan.yaml", "protrain: plam", "protrain: plan")],
+        "c",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_passes_when_the_message_is_followed(
+    name: str, tmp_path: Path, assert_says: Speaker
+) -> None:
+    steps, fails, fix, passes = CHECKS[name]
+    looks = [] if name == "another model" else ["--records-only"]  # at what builds the model
+    here = tmp_path / "here"
+    (here / "c").mkdir(parents=True)
+    for file in ("own.yaml", "plan.yaml"):
+        (here / "c" / file).write_bytes(Path("p", file).read_bytes())
+    (tmp_path / "p").symlink_to(Path("p").absolute())
+    with chdir(here):
+        taken(steps)
+        code, said = run(["check", *looks, *shlex.split(fails), "--format", "json"])
+        if code == 1:
+            found = [one.get("fix") for one in json.loads(said)["findings"]]
+            [said] = [f"fix: {fix}" for fix in found if fix]
+        assert "fix: " in said
+        assert_says(said)
+        taken(fix, said)
+        succeed(shlex.join(["check", *looks, *shlex.split(passes)]))
+
+
+def taken(steps: list[Step], said: str = "") -> None:
+    for step in steps:
+        if callable(step):
+            step()
+            continue
+        commands = said.partition("protrain ")[2] if step == "..." else step
+        for command in commands.split(" && "):
+            succeed(command.removeprefix("protrain "))

@@ -75,10 +75,13 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def trainer(name: str, folder: Path, **settings: Any) -> Trainer:
+def trainer(name: str, folder: Path, *, optimizer: Any = None, **settings: Any) -> Trainer:
+    model = build(name)
+    own = optimizer and optimizer(model.parameters())
     return Trainer(
-        build(name),
+        model,
         TrainingArguments(output_dir=str(folder), **(TRAINING | settings)),
+        optimizers=(own, None),
         train_dataset=rows(24, seed=0),
         eval_dataset=rows(8, seed=1),
     )
@@ -254,15 +257,25 @@ def test_the_trainer_under_a_plan_equals_the_trainer_bitwise(name: str, tmp_path
 
 
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "adamw_8bit", "adafactor", "adagrad"])
-def test_optimizers_that_cannot_follow_a_plan_are_refused(
+def test_the_trainer_trains_when_the_message_on_its_optimizer_is_followed(
     optim: str, tmp_path: Path, assert_says: Speaker
 ) -> None:
     """Such as states in float32 of embeddings alone, which the Trainer asks bitsandbytes for."""
-    with without_overrides():
-        made = trainer("llama-tied", tmp_path, optim=optim)
+    bits: Any = pytest.importorskip("bitsandbytes").optim
+
+    def planned(**settings: Any) -> Trainer:
+        made = trainer("llama-tied", tmp_path, **({"max_steps": 1} | settings))
         in_transformers.use_plan(made, plan("llama-tied"), spill_directory=tmp_path)
+        return made
+
+    with without_overrides():
+        made = planned(optim=optim)
         assert_says(refused(made.train))
         assert engine_of(made.model) is None
+        bits.GlobalOptimManager.get_instance().initialize()
+        made = planned(optimizer=bits.AdamW8bit if "8bit" in optim else torch.optim.AdamW)
+        made.train()
+        assert engine_of(made.model) is not None
 
 
 def test_the_trainer_evaluates_and_generates_under_a_plan(tmp_path: Path) -> None:
@@ -312,24 +325,44 @@ def test_the_trainer_saves_the_models_own_names_and_shapes(tmp_path: Path) -> No
     assert list(differences(loaded.state_dict(), expected.model.state_dict(), "loaded")) == []
 
 
-WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "clips": ({}, {"clips": False}),
-    "accumulates": ({"gradient_accumulation_steps": 4}, {}),
-    "casts": ({"bf16": True}, {}),
-    "does not cast": ({}, {"precision": "autocast"}),
-    "compiles": ({"torch_compile": True}, {}),
-    "changes dtype": ({"bf16_full_eval": True}, {}),
+Given = tuple[dict[str, Any], dict[str, Any]]
+"""Settings of a framework, and what a plan is for."""
+
+OF_AUTOCAST: dict[str, Any] = {"precision": "autocast"}
+WRONG: dict[str, tuple[Given, Given]] = {
+    "clips": (({}, {"clips": False}), ({}, {})),
+    "accumulates: plan": (
+        ({"gradient_accumulation_steps": 4}, {}),
+        ({"gradient_accumulation_steps": 4}, {"micro_batches": 4}),
+    ),
+    "accumulates: set": (({"gradient_accumulation_steps": 4}, {}), ({}, {})),
+    "casts: profile": (({"bf16": True}, {}), ({"bf16": True}, OF_AUTOCAST)),
+    "casts: set": (({"bf16": True}, {}), ({"bf16": False, "fp16": False}, {})),
+    "does not cast: set": (({}, OF_AUTOCAST), ({"bf16": True}, OF_AUTOCAST)),
+    "does not cast: profile": (({}, OF_AUTOCAST), ({}, {})),
+    "compiles": (({"torch_compile": True}, {}), ({}, {})),
+    "changes dtype": (({"bf16_full_eval": True}, {}), ({"bf16_full_eval": False}, {})),
 }
 
 
-@pytest.mark.parametrize(("settings", "planned"), WRONG.values(), ids=WRONG)
-def test_settings_of_the_trainer_that_the_plan_is_not_for_are_refused(
-    settings: dict[str, Any], planned: dict[str, Any], tmp_path: Path, assert_says: Speaker
+@pytest.mark.parametrize(("wrong", "followed"), WRONG.values(), ids=WRONG)
+def test_the_trainer_trains_when_the_message_is_followed(
+    wrong: Given, followed: Given, tmp_path: Path, assert_says: Speaker
 ) -> None:
-    file = tmp_path / "plan.yaml"
-    write_plan(plan("llama", **planned), file)
-    made = trainer("llama", tmp_path, **settings)
-    assert_says(refused(lambda: in_transformers.use_plan(made, file)))
+    """Bits under such settings are compared above."""
+
+    def planned(given: Given) -> Trainer:
+        settings, made_for = given
+        file = tmp_path / "plan.yaml"
+        write_plan(plan("llama", **made_for), file)
+        made = trainer("llama", tmp_path, **({"max_steps": 1} | settings))
+        in_transformers.use_plan(made, file, spill_directory=tmp_path)
+        return made
+
+    assert_says(refused(lambda: planned(wrong)))
+    made = planned(followed)
+    made.train()
+    assert engine_of(made.model) is not None
 
 
 # --- Accelerate -----------------------------------------------------------------------------------
@@ -449,16 +482,35 @@ def test_autocast_is_taken_off_and_the_plan_stays(tmp_path: Path) -> None:
     assert engine_of(plain) is not None
 
 
-def test_settings_of_accelerate_that_the_plan_is_not_for_are_refused(
-    tmp_path: Path, assert_says: Speaker
+WRONG_LOOPS: dict[str, tuple[Given, Given]] = {
+    "accumulates: plan": (
+        ({"gradient_accumulation_steps": 3}, {}),
+        ({"gradient_accumulation_steps": 3}, {"micro_batches": 3}),
+    ),
+    "accumulates: set": (
+        ({"gradient_accumulation_steps": 3}, {}),
+        ({"gradient_accumulation_steps": 1}, {}),
+    ),
+    "casts: set": (({"mixed_precision": "bf16"}, {}), ({"mixed_precision": "no"}, {})),
+    "casts: profile": (
+        ({"mixed_precision": "bf16"}, {}),
+        ({"mixed_precision": "bf16"}, OF_AUTOCAST),
+    ),
+    "compiles": (({"dynamo_plugin": TorchDynamoPlugin(backend="eager")}, {}), ({}, {})),
+}
+
+
+@pytest.mark.parametrize(("wrong", "followed"), WRONG_LOOPS.values(), ids=WRONG_LOOPS)
+def test_an_accelerated_loop_trains_when_the_message_is_followed(
+    wrong: Given, followed: Given, tmp_path: Path, assert_says: Speaker
 ) -> None:
-    wrong: tuple[dict[str, Any], ...] = (
-        {"gradient_accumulation_steps": 3},
-        {"mixed_precision": "bf16"},
-        {"dynamo_plugin": TorchDynamoPlugin(backend="eager")},
-    )
-    for settings in wrong:
-        assert_says(refused(partial(Loop, plan("gpt2"), tmp_path, **settings)))
+    """Bits under such settings are compared above."""
+
+    def loop(given: Given) -> Loop:
+        return Loop(plan("gpt2", **given[1]), tmp_path, **given[0])
+
+    assert_says(refused(lambda: loop(wrong)))
+    assert engine_of(loop(followed).run(epochs=1, clips=True).model) is not None
 
 
 def test_optimizers_that_are_not_of_the_model_or_were_used_are_refused(

@@ -89,6 +89,19 @@ class Losses(Module):
         self.network = self.model
         del self.model
 
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        loss: Tensor = self.network(**batch).loss
+        return loss
+
+    def validation_step(self, *_: Any) -> None:
+        pass
+
+
+class Compiled(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model)  # type: ignore[assignment]
+
 
 def fit(
     planned: Plan | None,
@@ -97,11 +110,11 @@ def fit(
     epochs: int = 1,
     checkpoint: Path | None = None,
     module: Module | None = None,
+    attribute: str = "model",
     **settings: Any,
 ) -> tuple[Module, Trainer]:
-    callbacks = (
-        [] if planned is None else [UsePlan(planned, spill_directory=folder, check="spills")]
-    )
+    given: Any = {"attribute": attribute, "spill_directory": folder, "check": "spills"}
+    callbacks = [] if planned is None else [UsePlan(planned, **given)]
     made = module or Module()
     seed_everything(0, verbose=False)
     trainer = Trainer(
@@ -194,18 +207,47 @@ def test_gradients_are_gone_when_a_batch_has_ended(tmp_path: Path) -> None:
     assert seen == [0] * 6
 
 
-def test_settings_of_lightning_that_the_plan_is_not_for_are_refused(
-    tmp_path: Path, assert_says: Speaker
+class OneOptimizer(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": [parameter]} for parameter in self.parameters()], lr=0.1)
+
+
+NORM: dict[str, Any] = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm"}
+ROUNDED: dict[str, Any] = {"precision": "bf16-mixed"}
+TWICE: dict[str, Any] = {"accumulate_grad_batches": 2}
+OF_AUTOCAST: dict[str, Any] = {"precision": "autocast"}
+Given = tuple[dict[str, Any], dict[str, Any]]
+"""Settings of `fit`, and what a plan is for."""
+
+WRONG: dict[str, tuple[Given, Given]] = {
+    "clips": ((NORM, {"clips": False}), (NORM, {})),
+    "clips by value": ((NORM | {"gradient_clip_algorithm": "value"}, {}), (NORM, {})),
+    "accumulates: plan": ((TWICE, {}), (TWICE, {"micro_batches": 2})),
+    "accumulates: set": ((TWICE, {}), ({"accumulate_grad_batches": 1}, {})),
+    "casts: set": ((ROUNDED, {}), ({"precision": "32-true"}, {})),
+    "casts: profile": ((ROUNDED, {}), (ROUNDED, OF_AUTOCAST)),
+    "does not cast: set": (({}, OF_AUTOCAST), (ROUNDED, OF_AUTOCAST)),
+    "two optimizers": (({"module": TwoOptimizers}, {}), ({"module": OneOptimizer}, {})),
+    "another attribute": (
+        ({"module": Losses}, {}),
+        ({"module": Losses, "attribute": "network"}, {}),
+    ),
+    "compiles": (({"module": Compiled}, {}), ({"module": Module}, {})),
+}
+
+
+@pytest.mark.parametrize(("wrong", "followed"), WRONG.values(), ids=WRONG)
+def test_lightning_trains_when_the_message_is_followed(
+    wrong: Given, followed: Given, tmp_path: Path, assert_says: Speaker
 ) -> None:
-    made = plan("gpt2", clips=False)
-    for settings in (
-        {"gradient_clip_val": 1.0},
-        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-        {"accumulate_grad_batches": 2},
-        {"precision": "bf16-mixed"},
-        {"module": TwoOptimizers()},
-        {"module": Losses()},
-    ):
-        with pytest.raises(ProtrainError) as caught:
-            fit(made, tmp_path, **settings)
-        assert_says(caught.value)
+    """Bits under such settings are compared above."""
+
+    def fitted(given: Given) -> None:
+        settings, made_for = given
+        given_module = {"module": settings.get("module", Module)()}
+        fit(plan("gpt2", **made_for), tmp_path, limit_train_batches=2, **(settings | given_module))
+
+    with pytest.raises(ProtrainError) as caught:
+        fitted(wrong)
+    assert_says(caught.value)
+    fitted(followed)

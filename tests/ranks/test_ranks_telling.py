@@ -299,7 +299,7 @@ CALLS: Sequence[tuple[str, Calls, Calls, str]] = (
     ("load()", load, with_another(load), "the optimizer is not the one that prepare() returned"),
     ("load()", load, lambda model, optimizer, folder: load(model, optimizer, folder / "none"), ""),
     ("load()", load, from_a_damaged_one, ""),
-    ("load()", load, where(loading, "_matched", KeyboardInterrupt(), load), "KeyboardInterrupt"),
+    ("load()", load, where(loading, "matched", KeyboardInterrupt(), load), "KeyboardInterrupt"),
     ("save()", save, with_another(save), "the optimizer is not the one that prepare() returned"),
     (
         "save()",

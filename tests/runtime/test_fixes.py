@@ -5,15 +5,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.models.batches import call_model, loss_of
-from protrain_runtime import MovingAverage, full_parameters, load, prepare, record, restore, save
+from protrain_runtime import (
+    MovingAverage,
+    full_parameters,
+    load,
+    prepare,
+    record,
+    restore,
+    save,
+    save_pretrained,
+)
 from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.contract.records.plan import (
     STEPPED,
@@ -475,6 +486,80 @@ def saves_a_name(run: Run) -> None:
     saves_an_object(run, "float32")
 
 
+def saves_beside(run: Run, *, beside: bool = True) -> None:
+    run.step(0)
+    with saved(run) as folder:
+        save(run.model, run.optimizer, folder, beside=beside and run.planned)
+    run.step(1)
+
+
+def saves_before(run: Run) -> None:
+    saves_beside(run, beside=False)
+
+
+def saves_over_others(run: Run, name: str = "") -> None:
+    """Into a folder of files that another library wrote."""
+    with saved(run) as folder:
+        folder.mkdir()
+        save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
+        save(run.model, run.optimizer, folder / name)
+    run.step(0)
+
+
+def saves_elsewhere(run: Run) -> None:
+    saves_over_others(run, "other")
+
+
+def saves_files_over_its_own(run: Run, name: str = "") -> None:
+    with saved(run) as folder:
+        save(run.model, None, folder)
+        save_pretrained(run.model, folder / name)
+    run.step(0)
+
+
+def saves_files_elsewhere(run: Run) -> None:
+    saves_files_over_its_own(run, "other")
+
+
+def loads_linked(run: Run, *, copied: bool = False) -> None:
+    """A checkpoint whose files lie elsewhere, as in a cache."""
+    run.step(0)
+    with saved(run) as folder, TemporaryDirectory() as elsewhere:
+        save(run.model, run.optimizer, folder)
+        [files] = (each for each in folder.iterdir() if each.is_dir())
+        moved = files.rename(Path(elsewhere) / files.name)
+        files.symlink_to(moved)
+        if copied:
+            folder = Path(copytree(folder, f"{folder}-copied"))
+        load(run.model, run.optimizer, folder)
+    run.step(1)
+
+
+def loads_copied(run: Run) -> None:
+    loads_linked(run, copied=True)
+
+
+def converts_inside(run: Run) -> None:
+    run.step(0)
+    with full_parameters(run.model, modify=True):
+        for parameter in run.model.parameters():
+            parameter.data = parameter.data.double()
+
+
+def averages_of_another(run: Run, model: str | None = "gpt2") -> None:
+    run.step(0)
+    average = MovingAverage(CATALOGUE[model].build() if model else run.model)
+    average.update()
+    own = MovingAverage(run.model)
+    own.load_state_dict(average.state_dict())
+    with own.applied():
+        run.look(0)
+
+
+def averages_of_its_own(run: Run) -> None:
+    averages_of_another(run, None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fix:
     """A loop that is refused, and what the message says: another loop, or a plan with --clip."""
@@ -534,6 +619,12 @@ FIXES = {
     "states of another optimizer": Fix(refused=loads_other_states, loop=loads_parameters),
     "parameters of another model": Fix(refused=loads_another_model, loop=loads_its_own),
     "an object to save": Fix(refused=saves_an_object, loop=saves_a_name),
+    "a save beside training": Fix(refused=saves_beside, loop=saves_before),
+    "a save over files of others": Fix(refused=saves_over_others, loop=saves_elsewhere),
+    "a save over its own": Fix(refused=saves_files_over_its_own, loop=saves_files_elsewhere),
+    "a checkpoint of links": Fix(refused=loads_linked, loop=loads_copied),
+    "a conversion inside": Fix(refused=converts_inside, loop=converts_restored),
+    "averages of another model": Fix(refused=averages_of_another, loop=averages_of_its_own),
 }
 
 
@@ -770,6 +861,10 @@ def sets_late(run: Run) -> None:
     run.step(0)
 
 
+def adds_a_group(run: Run) -> None:
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
 ODD = partial(made_odd, lr=1e-3)
 SHARD = Offload(tier="device")
 EARLY = Offload(tier="disk", speculate=True)
@@ -837,6 +932,10 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
     "an optimizer with more states later": (
         asked(factory=partial(ODD, features=UNCOUNTED[1])),
         asked(),
+    ),
+    "a group that was added late": (
+        asked(script=adds_a_group),
+        asked(groups=lambda model: [{"params": [each]} for each in model.parameters()]),
     ),
     "an option that was set late": (
         replace(asked(factory=Damped), script=sets_late),

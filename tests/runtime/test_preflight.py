@@ -31,21 +31,63 @@ def plan(*, device: str = "cpu") -> Plan:
     return replace(made, workload=workload, prediction=replace(made.prediction, peak_bytes=peaks))
 
 
-LITTLE: list[tuple[str, Room]] = [
-    ("cpu", Room(data_limit=180 * MIB - 1)),
-    ("cpu", Room(memory_bytes=100 * MIB, resident_bytes=50 * MIB, swap_bytes=20 * MIB)),
-    ("cpu", Room(memory_bytes=500 * MIB, disk_is_memory=True)),
-    ("cuda", Room(device_bytes=99 * MIB)),
-    ("cuda", Room(memory_bytes=29 * MIB, swap_bytes=500 * MIB)),
-    ("cpu", Room(disk_bytes=399 * MIB)),
-    ("cpu", Room(file_limit=1 * MIB)),
-]
+def smaller(**less: int) -> Plan:
+    """A plan for less memory, which has more on disk."""
+    made = plan()
+    peaks = replace(made.prediction.peak_bytes, disk=500 * MIB, **less)
+    return replace(made, prediction=replace(made.prediction, peak_bytes=peaks))
 
 
-def test_too_little_room_is_one_message(assert_says: Speaker) -> None:
-    for device, room in LITTLE:
-        use = partial(check_room, plan(device=device), room, FOLDER)
-        assert_says(refusal(use, ProtrainError))
+def cached() -> Plan:
+    return with_settings(plan(), page_cache_bytes=2**40)
+
+
+def on_card(made: Plan) -> Plan:
+    return replace(made, workload=replace(made.workload, device="cuda"))
+
+
+Use = tuple[Plan, Room]
+LITTLE_MEMORY = Room(memory_bytes=500 * MIB, disk_is_memory=True)
+LESS = smaller(device=10 * MIB)
+LITTLE: dict[str, tuple[Use, Use]] = {
+    "a limit": (
+        (plan(), Room(data_limit=180 * MIB - 1)),
+        (LESS, Room(data_limit=180 * MIB - 1)),
+    ),
+    "a machine": (
+        (plan(), Room(memory_bytes=100 * MIB, resident_bytes=50 * MIB, swap_bytes=20 * MIB)),
+        (LESS, Room(memory_bytes=100 * MIB, resident_bytes=50 * MIB, swap_bytes=20 * MIB)),
+    ),
+    "a spill directory in memory": (
+        (plan(), LITTLE_MEMORY),
+        (plan(), replace(LITTLE_MEMORY, disk_is_memory=False)),
+    ),
+    "a page cache": (
+        (cached(), Room(memory_bytes=500 * MIB)),
+        (plan(), Room(memory_bytes=500 * MIB)),
+    ),
+    "a card": (
+        (on_card(plan()), Room(device_bytes=99 * MIB)),
+        (on_card(LESS), Room(device_bytes=99 * MIB)),
+    ),
+    "pinned memory": (
+        (on_card(plan()), Room(memory_bytes=29 * MIB, swap_bytes=500 * MIB)),
+        (on_card(smaller(host=0)), Room(memory_bytes=29 * MIB, swap_bytes=500 * MIB)),
+    ),
+    "a spill directory in a card's host memory": (
+        (on_card(plan()), replace(LITTLE_MEMORY, memory_bytes=400 * MIB)),
+        (on_card(plan()), Room(memory_bytes=400 * MIB)),
+    ),
+    "a disk": ((plan(), Room(disk_bytes=399 * MIB)), (plan(), Room(disk_bytes=400 * MIB))),
+    "files": ((plan(), Room(file_limit=1 * MIB)), (plan(), Room(file_limit=400 * MIB))),
+}
+
+
+@pytest.mark.parametrize("name", LITTLE)
+def test_there_is_room_when_the_message_is_followed(name: str, assert_says: Speaker) -> None:
+    refused, followed = LITTLE[name]
+    assert_says(refusal(partial(check_room, *refused, FOLDER), ProtrainError))
+    check_room(*followed, FOLDER)
 
 
 ENOUGH: list[tuple[str, Room]] = [
@@ -64,11 +106,10 @@ def test_as_much_room_as_the_plan_takes_is_enough() -> None:
 
 def test_the_page_cache_of_a_plan_is_memory_that_has_to_be_there() -> None:
     """The room on disk, and not all that the cache might have taken."""
-    cached = with_settings(plan(device="cpu"), page_cache_bytes=2**40)
     with pytest.raises(ProtrainError) as caught:
-        check_room(cached, Room(memory_bytes=580 * MIB - 1), FOLDER)
+        check_room(cached(), Room(memory_bytes=580 * MIB - 1), FOLDER)
     assert "takes up to 580.00 MiB of this process" in str(caught.value)
-    check_room(cached, Room(memory_bytes=580 * MIB), FOLDER)
+    check_room(cached(), Room(memory_bytes=580 * MIB), FOLDER)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")

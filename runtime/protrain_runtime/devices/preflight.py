@@ -87,6 +87,10 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
     """NoRoomError or ProtrainError where `plan` takes more than there is."""
     takes = plan.prediction.peak_bytes
     in_memory = takes.disk if room.disk_is_memory or plan.settings.page_cache_bytes else 0
+    # A plan for less memory would have more on that disk.
+    on_disk = (
+        "name a spill directory on a disk" if room.disk_is_memory else "plan without --page-cache"
+    )
     if plan.workload.device == "cpu":
         process = takes.device + takes.context + takes.host
         _memory(
@@ -95,12 +99,15 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
         available = room.memory_bytes
         if available is not None:
             available += room.resident_bytes + room.swap_bytes
-        _memory("this process", process + in_memory, available, "the machine has {} left for it")
+        what = "the machine has {} left for it"
+        _memory("this process", process, available, what)
+        _memory("this process", process + in_memory, available, what, fix=on_disk)
     else:
         # What is free is free beside this process's context, which is there by now.
         _memory("the device", takes.reserved, room.device_bytes, "it has room for {}", "device")
-        pinned, what = takes.host + in_memory, "the machine has {} left for pinned memory"
-        _memory("host memory", pinned, room.memory_bytes, what, "host")
+        what = "the machine has {} left for pinned memory"
+        _memory("host memory", takes.host, room.memory_bytes, what, "host")
+        _memory("host memory", takes.host + in_memory, room.memory_bytes, what, fix=on_disk)
     if room.disk_bytes is not None and takes.disk > room.disk_bytes:
         raise ProtrainError(
             f"the plan keeps up to {format_bytes(takes.disk)} on disk, and"
@@ -130,13 +137,20 @@ def check_free(num_bytes: int, device: torch.device, what: str) -> None:
         )
 
 
-def _memory(whose: str, takes: int, there: int | None, what: str, option: str = "device") -> None:
+def _memory(
+    whose: str,
+    takes: int,
+    there: int | None,
+    what: str,
+    option: str = "device",
+    fix: str | None = None,
+) -> None:
     if there is not None and takes > there:
         raise NoRoomError(
             f"the plan takes up to {format_bytes(takes)} of {whose}, and "
             + what.format(format_bytes(there)),
             missing_bytes=takes - there,
-            fix=f"plan with a smaller --{option}-memory, and run that plan",
+            fix=fix or f"plan with a smaller --{option}-memory, and run that plan",
         )
 
 

@@ -14,6 +14,8 @@ from protrain_runtime.contract.records.profile import DType
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Check, prepare
 
+_EACH_BLOCK = "; under a plan from protrain profile --compile each block is compiled by itself"
+
 
 def loaded(plan: Plan | Path | str) -> tuple[Plan, str | None]:
     """The plan, and the file that it came from."""
@@ -41,7 +43,7 @@ def follow(
     if hasattr(model, "_orig_mod"):
         raise ProtrainError(
             "the model is compiled, and a plan acts between the blocks of one that is not",
-            fix="compile each block by itself: for block in ...: block.compile()",
+            fix=f"leave torch.compile(model) out{_EACH_BLOCK}",
         )
     _, planned = prepare(
         model,
@@ -89,8 +91,7 @@ def check_loop(
         raise ProtrainError(
             f"{name} compiles the model, and a plan counts what PyTorch keeps without compiling",
             source=source,
-            fix=f"let {name} not compile; compile each block by itself before it gets the model:"
-            " for block in ...: block.compile()",
+            fix=f"let {name} not compile{_EACH_BLOCK}",
         )
     workload = plan.workload
     planned = workload.dtype if workload.precision == "autocast" else None
