@@ -43,7 +43,7 @@ from tests.support.runtime_cases import (
     differences,
     tokens,
 )
-from tests.support.scenario import Loop, Scenario, refusal
+from tests.support.scenario import Loop, Scenario, Units, refusal
 
 NORMED = Shape(blocks=("batch norm",) * 3, between=("nothing",) * 3)
 
@@ -227,6 +227,62 @@ def test_what_is_computed_beside_a_unit_waits_for_its_slot_in_backward(
         script=Loop(num_steps=4),
         options={"lane_delay": lambda: 0.01},
     ).assert_like_plain(tmp_path)
+
+
+class Remembering(nn.Module):
+    """Remembers its weights from step to step, or computes what nobody uses."""
+
+    def __init__(self, remembers: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.held: Tensor | None = None
+        self.remembers = remembers
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.remembers:
+            self.held = self.first.weight.detach().t()
+        return x + torch.tanh(self.first(x)), torch.tanh(self.second(x))
+
+
+class WithMemory(nn.Module):
+    def __init__(self, remembers: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembering(remembers and n == 1) for n in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = [block.held for block in self.blocks if isinstance(block, Remembering)]
+        x = x * (1 + sum(each.square().mean() for each in held if each is not None))
+        for block in self.blocks:
+            x, _ = block(x)
+        return x.square().mean()
+
+
+def rows_of(number: int) -> Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
+
+
+@every_device
+@pytest.mark.parametrize("form", ["keep", *RECOMPUTED])
+def test_views_that_are_held_from_step_to_step_are_refused(form: Form, tmp_path: Path) -> None:
+    """With the way to do it; what autograd has left of a second run is no such view."""
+    activations = Keep() if form == "keep" else Recompute(form=form)
+
+    def planned(units: Units) -> Units:
+        return decided(units, activations, Offload(tier="host"))
+
+    def pinned(units: Units) -> Units:
+        held = decided(units, activations, Persistent())
+        pairs = zip(planned(units), held, strict=True)
+        return tuple(own if own.name == "blocks.1" else unit for unit, own in pairs)
+
+    model = Subject(WithMemory, rows_of)
+    asked = Scenario(model=model, units=planned, script=Loop(num_steps=3))
+    run = asked.start(tmp_path)
+    with pytest.raises(RuntimeError, match=r"from step to step .* --pin \"blocks.1: persistent"):
+        asked.played(run)
+    replace(asked, units=pinned).assert_like_plain(tmp_path / "pinned")
+    unused = Subject(partial(WithMemory, remembers=False), rows_of)
+    replace(asked, model=unused).assert_like_plain(tmp_path / "unused")
 
 
 class Scaled(nn.Module):

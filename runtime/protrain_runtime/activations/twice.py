@@ -58,7 +58,16 @@ def _unpack(slot: Any) -> torch.Tensor:
         slot.run.again()
     value: torch.Tensor = slot.value
     slot.value = None  # autograd asks once
+    slot.run.unasked -= 1
     return value
+
+
+def end_runs() -> None:
+    """Free what second runs have saved, and no backward has asked for: that of a unit is over."""
+    while _RAN:
+        run = _RAN.pop()
+        if run.unasked:
+            run.clear()
 
 
 class _Full(BaseException):  # no error: a block may catch those
@@ -75,6 +84,7 @@ class _Run:
         self, call: Callable[..., object], inputs: tuple[torch.Tensor, ...], context: Context
     ) -> None:
         self._call, self._context = call, context
+        self.unasked = 0  # places that are filled
         self._slots: list[tuple[ref[_Slot], _Kind]] = []
         # Inference tensors cannot be saved, and nobody writes to them.
         self._inputs = [each if each.is_inference() else None for each in inputs]
@@ -96,6 +106,7 @@ class _Run:
 
     def again(self) -> None:
         """Fill the places that autograd still has."""
+        _RAN.append(self)
         saved = iter(self._saved.grad_fn.saved_tensors)
         inputs = [next(saved) if each is None else each for each in self._inputs]
         places = iter(self._slots)
@@ -108,6 +119,7 @@ class _Run:
             tensor = tensor.detach() if tensor.requires_grad else tensor
             if (slot := reference()) is not None:
                 slot.value = tensor
+                self.unasked += 1
             left -= 1
             if not left:
                 raise _Full
@@ -125,6 +137,12 @@ class _Run:
                 "a block that the plan recomputes saved other tensors in backward than in forward:"
                 " it has to compute the same every time. Profile the model as it runs now"
             )
+
+    def clear(self) -> None:
+        """Empty all places."""
+        for reference, _ in self._slots:
+            if (slot := reference()) is not None:
+                slot.value = None
 
     @contextmanager
     def _as_then(self) -> Iterator[None]:
@@ -147,6 +165,10 @@ class _Run:
                 torch.set_rng_state(now)
                 for where, state in states:
                     devices.set_random_state(where, state)
+
+
+_RAN: list[_Run] = []
+"""What has run again in the backward of this unit."""
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

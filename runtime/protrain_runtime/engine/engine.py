@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain_runtime.activations.forms import around
 from protrain_runtime.activations.saved_tensors import Begun, ByPointer, SavedTensors
+from protrain_runtime.activations.twice import end_runs
 from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
 from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput
 from protrain_runtime.devices.lanes import LaneError, Ticket, WorkLane, is_held, nothing
@@ -329,12 +330,13 @@ class Engine:
     def _note_held(self, unit: int, released: Sequence[torch.Tensor], *, lasted: bool) -> None:
         """Note that somebody holds what a slot has released, perhaps what `lasted` until now."""
         slot = self._program.slots[self._state.slot]
-        held = [each.untyped_storage() for each in released if is_held(each)]
-        if slot.forward:
-            self._lingering += [(unit, StorageWeakRef(storage)) for storage in held]
         if not lasted:
+            held = [each.untyped_storage() for each in released if is_held(each)]
+            self._lingering += [(unit, StorageWeakRef(storage)) for storage in held]
             self._passed_on |= {unit} if held else set()
             return
+        # Autograd may hold it, too, and beyond backward what no loss came from: what is held from
+        # step to step is found in the next.
         self._doubted.append(self._chunks[unit])
         # The units to come may have changed as well: this step looks at them again.
         for chunk in self._offloaded if slot.forward else ():
@@ -734,6 +736,8 @@ class Engine:
             self._times.leave()
         # Before the release below: saved tensors that lie in a chunk's buffer are places by now.
         self._close_saved()
+        if not slot.forward:
+            end_runs()
         own = any(self._program.moves[number].unit == slot.unit for number in slot.finish)
         late = self._plans[slot.unit].schedule.update_late and slot.unit in self._program.updates
         if not slot.forward and (own or late):  # gradients go where moves take them

@@ -502,12 +502,13 @@ class Chunk:
     def _is_held(self, after: int, *, forward: bool) -> bool:
         """Whether others than the chunk and autograd may hold a buffer that lasts."""
         for number, lasting in self.lasting.items():
-            if not forward and after == self.used_by[0]:
-                lasting.graph = 0
             held = _num_holders(lasting.handle) - lasting.own
             if held > (self.saved.get((after, number), 0) if forward else lasting.graph):
                 return True
-            lasting.graph = held
+            if forward:
+                lasting.graph = held
+            elif after == self.used_by[0]:
+                lasting.graph = 0  # but for parts that no loss came from
         return False
 
     def note_saved(self, unit: int, group: int, count: int) -> None:
