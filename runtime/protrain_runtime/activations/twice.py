@@ -64,8 +64,8 @@ def _unpack(slot: Any) -> torch.Tensor:
 
 def end_runs() -> None:
     """Free what second runs have saved, and no backward has asked for: that of a unit is over."""
-    while _RAN:
-        run = _RAN.pop()
+    while RAN:
+        run = RAN.pop()
         if run.unasked:
             run.clear()
 
@@ -106,7 +106,7 @@ class _Run:
 
     def again(self) -> None:
         """Fill the places that autograd still has."""
-        _RAN.append(self)
+        RAN.append(self)
         saved = iter(self._saved.grad_fn.saved_tensors)
         inputs = [next(saved) if each is None else each for each in self._inputs]
         places = iter(self._slots)
@@ -167,8 +167,8 @@ class _Run:
                     devices.set_random_state(where, state)
 
 
-_RAN: list[_Run] = []
-"""What has run again in the backward of this unit."""
+RAN: list[_Run] = []
+"""Runs that backward has asked for again in this unit."""
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain_runtime.activations.forms import around
 from protrain_runtime.activations.saved_tensors import Begun, ByPointer, SavedTensors
-from protrain_runtime.activations.twice import end_runs
+from protrain_runtime.activations.twice import RAN, end_runs
 from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
 from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput
 from protrain_runtime.devices.lanes import LaneError, Ticket, WorkLane, is_held, nothing
@@ -736,7 +736,7 @@ class Engine:
             self._times.leave()
         # Before the release below: saved tensors that lie in a chunk's buffer are places by now.
         self._close_saved()
-        if not slot.forward:
+        if RAN and not slot.forward:
             end_runs()
         own = any(self._program.moves[number].unit == slot.unit for number in slot.finish)
         late = self._plans[slot.unit].schedule.update_late and slot.unit in self._program.updates
