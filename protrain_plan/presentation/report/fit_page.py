@@ -98,7 +98,8 @@ def _ways(fit: Fit) -> Iterator[_Way]:
         why += [*other_results(plan), *wear_lines(plan, fit.profile), *spared_disk(fit.solved)]
     yield _Way("plan", True, fit.step_seconds, peak, fit.is_tight, tuple(why))
     for other in fit.alternatives:
-        name = other.name + ", checkpointed" * other.checkpointing
+        name = other.name + ", sums in shards" * other.adds_shards
+        name += ", checkpointed" * other.checkpointing
         peak = other.peak_bytes
         yield _Way(name, False, other.step_seconds, peak, other.is_tight, (other.binds,))
 
