@@ -13,6 +13,7 @@ from typing import NamedTuple
 from protrain_plan.planning.questions.answers import Fit
 from protrain_plan.presentation.plans import (
     TIGHT,
+    WHOLE_SUMS,
     cell_text,
     gibibytes,
     headroom_of,
@@ -54,6 +55,7 @@ def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
     cells = [(fit, list(_ways(fit))) for fit in fits]
     every = [(fit, way) for fit, ways in cells for way in ways]
     notes = headroom_of(fits)
+    notes += [WHOLE_SUMS] * any(one.adds_shards for fit in fits for one in fit.alternatives)
     notes += [TIGHT] * any(way.tight for _, way in every)
     notes += in_words(columns)
     notes += [f"{machine.name}: {trust(machine)}" for machine in machines]
