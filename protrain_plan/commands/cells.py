@@ -80,7 +80,7 @@ class Cells:
         """Yield the questions in order, each with its answer, as soon as those before are known."""
         if self.global_batch is not None:
             best = self._best(progress, self.global_batch)
-            found = answered(best, answer, progress, planned, known, jobs=self.jobs)
+            found = answered(best, answer, progress, planning, known, jobs=self.jobs)
             yield from zip(best, found, strict=True)
             return
         estimates = Estimates(self.requests, self.machines, self.cache)
@@ -90,14 +90,21 @@ class Cells:
         share = 1 / (count + max(1, estimates.num_missing))
 
         def estimating(what: str, fraction: float) -> None:
-            progress(what, share * fraction)
+            progress(what, max(at, share * fraction))
+
+        at = 0.0
+
+        def told(answered: int, asked: Question | None) -> None:
+            nonlocal at
+            at = answered / count
+            progress(planning(asked) if asked else "estimating", at)
 
         with workers(at_once, imports=_PLANNING if estimates.num_missing else ()) as start:
             works = [
                 estimates.work(number, estimating if here else None)
                 for number in range(len(self.requests))
             ]
-            answers = pipelined(
+            yield from pipelined(
                 start,
                 works,
                 lambda number, made: self._of_groups(estimates.learnt(number, made)),
@@ -105,10 +112,8 @@ class Cells:
                 known=known,
                 at_once=at_once,
                 learn_here=here,
+                told=told,
             )
-            for done, (question, one) in enumerate(answers, 1):
-                progress(planned(question), done / count)
-                yield question, one
 
     def _best(self, progress: Progress, global_batch: int) -> list[Question]:
         from protrain_plan.planning.questions.growth import between, largest_of
@@ -219,18 +224,23 @@ def answered(
 ) -> Generator[Answer, None, None]:
     """Yield the answers in order, those that are not `known` from `jobs` processes at once.
 
-    `words` say what was asked.
+    `words` say what is asked.
     """
     before = [known(one) for one in asked]
     missing = [one for one, found in zip(asked, before, strict=True) if found is None]
-    with answers_of(answer, missing, jobs=jobs) as made:
-        for number, (one, found) in enumerate(zip(asked, before, strict=True), 1):
-            progress(words(one), number / len(asked))
+
+    def told(waiting: Sequence[Asked]) -> None:
+        if waiting:
+            progress(words(waiting[0]), 1 - len(waiting) / len(asked))
+
+    told(missing)
+    with answers_of(answer, missing, jobs=jobs, told=told) as made:
+        for found in before:
             yield next(made) if found is None else found
 
 
-def planned(question: Question) -> str:
-    """Return what was done with a question, in words."""
+def planning(question: Question) -> str:
+    """Return what is done with a question, in words."""
     workload = question.profile.workload
     where = f"{workload.batch_size} x {workload.seq_len} tokens"
-    return f"{where} on {question.profile.hardware.name}: planned"
+    return f"planning {where} on {question.profile.hardware.name}"

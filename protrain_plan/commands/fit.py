@@ -358,12 +358,12 @@ def _with_8_bits(
 ) -> "Iterator[Fit]":
     """Yield the answers beside those with 8-bit states, where plain PyTorch does not fit."""
     from protrain_plan.commands.answering import Fitting
-    from protrain_plan.commands.cells import answered, planned
+    from protrain_plan.commands.cells import answered, planning
     from protrain_plan.planning.questions.alternatives import planned as beside
 
     answer = Fitting(kept=cells.kept)
     asked = [other for fit, other in zip(fits, lighter, strict=True) if fit.verdict != "fits"]
-    others = answered(asked, answer, tell, planned, answer.known, jobs=cells.jobs)
+    others = answered(asked, answer, tell, planning, answer.known, jobs=cells.jobs)
     for fit in fits:
         found = None if fit.verdict == "fits" else next(others)
         if found is None or found.solved is None:

@@ -181,7 +181,7 @@ def fits_in_stages(
 
 def _words(asked: Staged) -> str:
     base = asked.base
-    return f"{base.group} of {base.profile.hardware.name}: planned"
+    return f"planning {base.group} of {base.profile.hardware.name}"
 
 
 def refuse_without_global_batch(

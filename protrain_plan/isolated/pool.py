@@ -78,15 +78,31 @@ def workers(at_once: int, *, imports: Iterable[str] = ()) -> Iterator[Start]:
 
 @contextmanager
 def answers_of(
-    function: Callable[[Asked], Answer], questions: Sequence[Asked], *, jobs: int | None
+    function: Callable[[Asked], Answer],
+    questions: Sequence[Asked],
+    *,
+    jobs: int | None,
+    told: Callable[[Sequence[Asked]], None] = lambda _: None,
 ) -> Iterator[Iterator[Answer]]:
-    """The answers in order, from at most `jobs` processes at once. Errors as of `workers`."""
+    """The answers in order, from at most `jobs` processes at once. Errors as of `workers`.
+
+    Those that are open yet are `told` as soon as one is answered.
+    """
     at_once = processes_at_once(len(questions), jobs)
+    waiting = dict(enumerate(questions))
+
+    def ended(number: int, answer: Answer) -> Answer:
+        waiting.pop(number, None)
+        told(tuple(waiting.values()))
+        return answer
+
     if at_once == 1:
-        yield map(function, questions)
+        yield (ended(number, function(question)) for number, question in enumerate(questions))
         return
     with workers(at_once) as start:
         futures = [start(partial(function, question)) for question in questions]
+        for number, future in enumerate(futures):
+            future.add_done_callback(partial(ended, number))
         yield (future.result() for future in futures)
 
 
@@ -99,12 +115,14 @@ def pipelined(
     known: Callable[[Asked], Answer | None] = lambda _: None,
     at_once: int,
     learn_here: bool,
+    told: Callable[[int, Asked | None], None] = lambda *_: None,
 ) -> Iterator[tuple[Asked, Answer]]:
     """Things to be learnt first, then asked; the questions in order, each with its answer.
 
     An answer comes as soon as it is known and those before are. Of what has been learnt all is
     asked before more is learnt, so that the first ones come soon; where an answer is `known`
     already, no process is asked. `learn_here`: in this process alone, beside the others' answers.
+    How many answers there are is `told` as soon as that changes, and what is asked then.
     An error is raised in the order of what it is of.
     """
     # A task is whether it is to learn, the number of what is learnt, and that of a question about
@@ -113,26 +131,36 @@ def pipelined(
     running: dict[Future[Any], tuple[bool, int, int]] = {}
     ended: dict[tuple[bool, int, int], Future[Any]] = {}
     asked: dict[int, Sequence[Asked]] = {}
+    answered = 0
+
+    def tell(*tasks: tuple[bool, int, int]) -> None:
+        asking = (asked[n][place] for learning, n, place in tasks if not learning)
+        told(answered, next(asking, None))
 
     def begin(start: Start) -> None:
         task = learning, number, place = heapq.heappop(waiting)
         work = learns[number] if learning else partial(answer, asked[number][place])
+        tell(*running.values(), task)
         running[start(work)] = task
 
     def collect() -> None:
+        nonlocal answered
         for future in [one for one in running if one.done()]:
             task = learning, number, _ = running.pop(future)
             ended[task] = future
+            answered += not learning
             if learning and future.exception() is not None:
                 waiting[:] = sorted(other for other in waiting if not other[0])  # none is told
             elif learning:
                 asked[number] = questions(number, future.result())
                 for place, question in enumerate(asked[number]):
-                    if (answered := known(question)) is None:
+                    if (before := known(question)) is None:
                         heapq.heappush(waiting, (False, number, place))
                     else:
                         ended[False, number, place] = Future()
-                        ended[False, number, place].set_result(answered)
+                        ended[False, number, place].set_result(before)
+                        answered += 1
+            tell(*running.values())
 
     def result_of(task: tuple[bool, int, int]) -> Any:
         while True:

@@ -455,6 +455,9 @@ def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:
             "peak_bytes": tiers_json(other.peak_bytes),
             "binds": other.binds,
             "lacks": list(other.lacks),
+            "reductions": "in every micro-batch"
+            if other.adds_shards
+            else "in the last micro-batch",
         }
         for other in fit.alternatives
     ]
@@ -486,8 +489,9 @@ TIGHT = (
 )
 WHOLE_SUMS = (
     "several micro-batches on several devices: gradients add up whole on each device, for FSDP2 as"
-    " with set_requires_gradient_sync(False), without which it takes less memory and more network;"
-    " so do plans with --allow rounding, where others do not fit"
+    " with set_requires_gradient_sync(False). With sums in shards every micro-batch is reduced, as"
+    " FSDP2 does by default: less memory and more network. With --allow rounding a plan may do so"
+    " where others do not fit, or FSDP2 is faster so"
 )
 NO_TOKENS = (
     "batches without tokens, such as images: tokens/s counts samples, whatever --seq-len says"
@@ -582,7 +586,7 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
         bill.add_cell(head, heading, way, spending_cells(fit.spending(fit.step_seconds), columns))
         for other in fit.alternatives:
             name = "  checkpointed" if other.checkpointing else other.name
-            name += ", tight" * other.is_tight
+            name += ", sums in shards" * other.adds_shards + ", tight" * other.is_tight
             tokens = "no"
             if other.step_seconds is not None:
                 tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"

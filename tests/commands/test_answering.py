@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PathDistribution
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from protrain_plan import kept as kept_files
 from protrain_plan.commands.answering import BestBatch, Fitting, Sweeping, ask
-from protrain_plan.commands.cells import Cells
+from protrain_plan.commands.cells import Cells, answered
 from protrain_plan.commands.option_records import BudgetOptions, WorkloadOptions
 from protrain_plan.kept import SWITCH
 from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin
@@ -336,3 +337,15 @@ def test_two_processes_at_once_keep_one_answer(folder: Path) -> None:
     assert (here / "a.yaml").read_bytes() == (here / "b.yaml").read_bytes()
     assert len(list(folder.iterdir())) == 1
     assert printed(protrain(*PLAN, "--json", folder=here))["kept"] is True
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_bar_moves_whenever_a_question_is_answered(jobs: int) -> None:
+    """A known one needs no answer, and the words name one that is open."""
+    told: list[tuple[str, float]] = []
+    words, asked = "planning {:g}".format, [2.0, 3.0, 4.0, 5.0]
+    answers = answered(asked, sqrt, lambda *one: told.append(one), words, {4.0: 2.0}.get, jobs=jobs)
+    assert list(answers) == [sqrt(number) for number in asked]
+    assert [fraction for _, fraction in told] == [0.25, 0.5, 0.75]
+    assert told[0][0] == "planning 2"
+    assert {what for what, _ in told} <= {"planning 2", "planning 3", "planning 5"}

@@ -66,9 +66,11 @@ def test_where_everything_may_stay_the_plan_says_what_it_saves(
     found = re.search(r"fits as well, and its step takes (\S+)% longer: (--pin) '(.+?)'", text)
     assert found
     assert float(found[1]) == pytest.approx(100 * longer, abs=0.051)
-    kept = printed(protrain(*arguments, found[2], found[3], "--json", folder=tmp_path))
+    kept = printed(
+        protrain(*arguments, found[2], found[3], "--json", "-o", "kept.yaml", folder=tmp_path)
+    )
     assert kept["step_seconds"] == kept["kept_seconds"] == answer["kept_seconds"]
-    less = ("plan", profile, "--device-memory", "12GB")
+    less = ("plan", profile, "--device-memory", "12GB", "-o", "less.yaml")
     assert printed(protrain(*less, "--json", folder=tmp_path))["kept_seconds"] is None
 
 

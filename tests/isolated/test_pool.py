@@ -2,10 +2,12 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing import active_children
+from pathlib import Path
 from threading import Timer
 from typing import Any
 
@@ -165,3 +167,44 @@ def test_no_process_is_idle_while_it_is_waited_for_another(seconds: tuple[float,
     assert list(asked) == [("a", "A"), ("b", "B"), ("c", "C")]
     # The third began beside the one that took longest.
     assert begun == [("A", 0), ("B", 1), ("C", 1)]
+
+
+def after_the_others(name: str, folder: Path, others: int) -> str:
+    """Answer; of the first question, when so many others are answered."""
+    while name == "first" and len(list(folder.iterdir())) < others:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    (folder / name).touch()
+    return name
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_each_answer_is_told_when_it_is_there(at_once: int, tmp_path: Path) -> None:
+    """Not when those before it are, too."""
+    names, told = ["first", "second", "third"], list[tuple[int, str | None]]()
+    work = partial(after_the_others, folder=tmp_path, others=2 * (at_once == 2))
+    with workers(at_once) as start:
+        found = pipelined(
+            start,
+            [lambda: 0] if at_once == 1 else [int],
+            lambda *_: names,
+            work,
+            at_once=at_once,
+            learn_here=True,
+            told=lambda *one: told.append(one),
+        )
+        assert [answer for _, answer in found] == names
+    numbers = [number for number, _ in told]
+    assert numbers == sorted(numbers)
+    assert set(numbers) == {0, 1, 2, 3}
+    assert (0, "first") in told
+    assert (2, "first" if at_once == 2 else "third") in told
+    for path in tmp_path.iterdir():
+        path.unlink()
+    waiting: list[tuple[str, ...]] = []
+    with answers_of(work, names, jobs=at_once, told=lambda one: waiting.append(tuple(one))) as made:
+        assert list(made) == names
+    if at_once == 2:
+        assert waiting == [("first", "third"), ("first",), ()]
+    else:
+        assert waiting == [("second", "third"), ("third",), ()]

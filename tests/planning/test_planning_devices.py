@@ -15,8 +15,9 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.answers import Objective, Question
-from protrain_plan.planning.questions.objectives import SHARDED, ask
+from protrain_plan.planning.questions.alternatives import alternatives
+from protrain_plan.planning.questions.answers import Alternative, Objective, Question
+from protrain_plan.planning.questions.objectives import SHARDED, ask, fit
 from protrain_plan.planning.questions.planner import solve_any, solve_problem
 from protrain_plan.planning.questions.shopping import fastest_batch
 from protrain_plan.planning.search.choices import plain_choices
@@ -388,6 +389,67 @@ def test_by_leave_every_micro_batch_is_reduced_where_whole_gradients_do_not_fit(
             assert numbers == [None, 0]
     one = replace(whole, settings=replace(whole.settings, micro_batches=1), allow=(ROUNDING,))
     assert one.adding_shards() is None
+
+
+@pytest.mark.parametrize("micro_batches", [2, 5])
+def test_a_shard_is_added_at_the_speed_of_the_device_s_memory(micro_batches: int) -> None:
+    rates = load_hardware("h100-sxm").rates
+    assert rates
+    seconds: dict[float, dict[str, float]] = {}
+    for speed in (rates.memory_bytes_per_s, 1e8):  # such that collectives bind
+        machine = replace(joined(gpu()), rates=replace(rates, memory_bytes_per_s=speed))
+        profile = small(machine, blocks=4)
+        asked = question(profile, within(profile, 10**12), group=FOUR, micro_batches=micro_batches)
+        settings = replace(asked.settings, reductions="in every micro-batch")
+        for one in (asked, replace(asked, settings=settings)):
+            problem = one.problem()
+            sharded = Offload(tier="device")
+            choice = tuple((0, options.numbers[1].get(sharded, 0)) for options in problem.options)
+            found = Evaluator(problem).best_schedule(choice)
+            bound = least_lane_seconds(problem)
+            assert found and bound and bound <= found.seconds
+            seconds.setdefault(speed, {})[one.settings.reductions] = found.seconds
+    fast, slow = seconds.values()
+    assert fast["in the last micro-batch"] == slow["in the last micro-batch"]
+    own = sum(unit.gradient_bytes for unit in profile.units) / 4
+    each = 3 * own / (1e8 * rates.memory_efficiency)
+    longer = slow["in every micro-batch"] - fast["in every micro-batch"]
+    assert 0.9 < longer / (micro_batches * each) <= 1  # a little is beside compute
+
+
+def test_others_that_add_shards_are_compared_with_plans_that_may_do_so() -> None:
+    profile = small(joined(gpu()), blocks=8)
+    whole = question(profile, within(profile, 10**12), group=FOUR, micro_batches=3)
+
+    def fsdp(device: int) -> Alternative:
+        problems = replace(whole, budgets=within(profile, device)).problems()
+        return next(one for one in alternatives(problems) if one.name == "FSDP2")
+
+    roomy = fsdp(10**12)
+    assert roomy.step_seconds and not roomy.adds_shards  # the last reduction alone is faster
+    most = roomy.peak_bytes.on_device
+    tight = next(one for n in range(1, 40) if (one := fsdp(most - n * most // 40)).adds_shards)
+    assert tight.step_seconds
+    assert tight.step_seconds > roomy.step_seconds
+    device = tight.peak_bytes.on_device
+    asked = replace(whole, budgets=within(profile, device), allow=(ROUNDING,))
+    found = fit(asked, effort=Effort(gap_target=GAP), compare=True)
+    seconds = [one.step_seconds for one in found.alternatives if one.step_seconds]
+    assert found.step_seconds and found.step_seconds <= min(seconds) * (1 + GAP)
+
+
+def test_the_largest_batch_is_that_with_sums_in_shards_by_leave() -> None:
+    profile = small(joined(gpu()), blocks=8)
+    whole = question(profile, within(profile, 10**12), group=FOUR, micro_batches=3)
+    whole = replace(whole, budgets=within(profile, least_bytes(whole.problem()) * 21 // 20))
+    allowed = replace(whole, allow=(ROUNDING,))
+    exact, rounded = (
+        ask(one, Objective(maximize="batch-size"), effort=Effort()) for one in (whole, allowed)
+    )
+    assert exact.largest and rounded.largest
+    assert exact.largest.workload.batch_size < rounded.largest.workload.batch_size
+    assert solved(rounded.solved).plan.settings.adds_shards
+    assert not solved(exact.solved).plan.settings.adds_shards
 
 
 def test_a_plan_holds_the_same_bytes_by_a_profile_with_forms_that_it_has_no_leave_for() -> None:

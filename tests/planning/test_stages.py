@@ -39,6 +39,7 @@ from protrain_plan.planning.stages.shapes import Shape, hop_seconds, shapes
 from protrain_plan.profiling.measured import measure_model
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import peak_bytes
+from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.hardware import Collectives, Interconnect
 from protrain_runtime.contract.records.plan import (
     Budgets,
@@ -556,3 +557,25 @@ def test_numbers_of_stages_divide_the_devices() -> None:
     assert stages_of(question) == (1, 2, 3)
     with pytest.raises(ProtrainError, match="6 devices are no equal parts of 4 stages"):
         stages_of(replace(question, stages=(4,)))
+
+
+def test_stages_reduce_every_micro_batch_by_leave() -> None:
+    """Both one stage on all devices and several stages may have sums in shards."""
+    question = StagesQuestion(
+        profiles={1: small(random.Random(0), alike=True)},
+        budgets=Budgets(device=10**9, host=4 * 10**9, disk=0),
+        settings=StepSettings(group=DeviceGroup(num_devices=4)),
+        global_batch=16,
+    )
+    least = {}
+    for allow in ((), (ROUNDING,)):
+        for device in range(400, 1400, 20):
+            budgets = Budgets(device=device * MB, host=4 * 10**9, disk=0)
+            answer = plan_stages(replace(question, budgets=budgets, allow=allow))
+            if answer.single:
+                least[allow] = device
+                plan = answer.single.plan(answer.lower_bound_seconds)
+                assert plan.settings.adds_shards == bool(allow)
+                assert answer.lower_bound_seconds <= answer.single.step_seconds
+                break
+    assert least[ROUNDING,] < least[()]

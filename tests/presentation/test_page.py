@@ -443,6 +443,7 @@ def test_hostile_names_are_shown_and_run_nothing(browser: Browser, tmp_path: Pat
     path = tmp_path / "report.html"
     path.write_text(page_text(step), encoding="utf-8")
     shown = [one_line(name) for name in NAMES]
+    shown[-1] += " and the loss"
     with opened(browser) as page:
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))

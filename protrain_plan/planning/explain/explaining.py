@@ -28,7 +28,7 @@ from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.implications import ActivationOption, StateOption
 from protrain_runtime.contract.program.memory import evaluation_bytes
-from protrain_runtime.contract.program.program import slot_words
+from protrain_runtime.contract.program.program import slot_words, unit_words
 from protrain_runtime.contract.records.decisions import WORDINGS
 from protrain_runtime.contract.records.folding import fold, runs
 from protrain_runtime.contract.records.plan import STEPPED, Keep, Persistent, Plan, StateTier
@@ -267,7 +267,7 @@ def _worth_of_slots(model: Fluid) -> Iterator[MemoryLimit]:
     rows = zip(*(phase.memory_rows for phase in model.phases), strict=True)
     worth = [_seconds_per_gib(model, sum(row.pi for row in of_phases)) for of_phases in rows]
     in_backward = [worth[2 * count - 1 - unit] for unit in range(count)]
-    names = [unit.name for unit in problem.profile.units]
+    names = [unit_words(problem.profile.units, unit) for unit in range(count)]
     for direction, seconds in (("forward", worth[:count]), ("backward", in_backward)):
         for positive, units in groupby(range(count), key=lambda unit: seconds[unit] > 0):
             if not positive:
@@ -367,29 +367,30 @@ class _Explainer:
 
     def reason(self, units: Sequence[int]) -> GroupReason:
         """The group's decisions and their reason: its middle unit is tried with every other one."""
-        names = [self.problem.profile.units[index].name for index in units]
+        names = [unit_words(self.problem.profile.units, index) for index in units]
         options, (activation, state) = self.problem.options[units[0]], self.choice[units[0]]
         chosen, placed = options.activations[activation], options.states[state]
         activations = self._others(units, "activations", options.activations, activation)
         states = self._others(units, "states", options.states, state)
         alternatives = tuple(one.alternative for one in (*activations, *states))
         many, subject = len(units) > 1, units_text(names)
+        plural = many or subject != self.problem.profile.units[units[0]].name  # with the loss
         told, again = WORDINGS[chosen.decision], WORDINGS[placed.decision]
         if placed.decision == Persistent():
             # The same with an update of its own, which is for want of room alone.
             stepped = WORDINGS[STEPPED].phrase
             states = [one for one in states if one.alternative.decision != stepped]
         if chosen.decision == Keep() and placed.decision == Persistent():
-            does = "keep their" if many else "keeps its"
+            does = "keep their" if plural else "keeps its"
             why = options.unit.runs_once if options.unit.kind == "part" else ""
             why = why or self._plain([*activations, *states], many=many)
             reason = f"{subject} {does} activations and states on the device: {why}."
         else:
             why = self._why(self._burden(chosen), activations, many=many)
-            reason = f"{subject} {told.does(many=many)}: {why}."
+            reason = f"{subject} {told.does(many=plural)}: {why}."
             if states:  # else there is nothing to place, or nowhere else to
                 why = self._why(self._burden(placed), states, many=many)
-                reason += f" {'They' if many else 'It'} {again.does(many=many)}: {why}."
+                reason += f" {'They' if plural else 'It'} {again.does(many=plural)}: {why}."
         return GroupReason(
             units=subject,
             num_units=len(units),

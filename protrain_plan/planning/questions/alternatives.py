@@ -9,6 +9,7 @@ with DDP's buckets; what other libraries hold besides is not known.
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
@@ -51,9 +52,10 @@ POLICIES = (
 )
 """Each as it is, and with every block recomputed (gradient checkpointing).
 
-FSDP2 shards all states over all devices, as ZeRO-3 does. FSDP2's CPUOffloadPolicy, and ZeRO-Offload
-(arXiv 2101.06840) with parameters below the device as well, fetch each unit for forward and for
-backward, and update all states on the host when backward has ended."""
+FSDP2 shards all states over all devices, as ZeRO-3 does. Of several micro-batches it reduces the
+gradients of every one, or of the last one alone, whichever is faster. FSDP2's CPUOffloadPolicy, and
+ZeRO-Offload (arXiv 2101.06840) with parameters below the device as well, fetch each unit for
+forward and for backward, and update all states on the host when backward has ended."""
 
 
 def bucket_bytes(profile: Profile) -> int:
@@ -76,7 +78,8 @@ def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
     fewest = problems[0]
     settings = replace(fewest.settings, updates="after backward", overlap_steps=False)
     problem = replace(fewest, settings=settings, pins=())
-    evaluators: dict[int, Evaluator] = {}  # by what is held besides
+    sharded = replace(problem, settings=replace(settings, reductions="in every micro-batch"))
+    evaluators: dict[tuple[int, bool], Evaluator] = {}  # by what is held besides, and its sums
     found: dict[Choice, Alternative] = {}
     for policy, checkpointing in itertools.product(POLICIES, (False, True)):
         several = settings.group.num_devices > 1
@@ -84,11 +87,20 @@ def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
         activations = Recompute() if checkpointing else Keep()
         choice = uniform(problem, [activations], policy.states)
         # Where no unit can take a policy, it is one that was looked at before.
-        if name and choice not in found:
-            held = bucket_bytes(problem.profile) if several and policy.buckets else 0
-            if held not in evaluators:
-                evaluators[held] = Evaluator(problem.changed(device=problem.device - held))
-            found[choice] = _alternative(name, checkpointing, evaluators[held], choice, held)
+        if not name or choice in found:
+            continue
+        held = bucket_bytes(problem.profile) if several and policy.buckets else 0
+        ways: list[Alternative] = []
+        for one in dict.fromkeys((False, sharded.settings.adds_shards and not policy.buckets)):
+            if (held, one) not in evaluators:
+                asked = sharded if one else problem
+                evaluators[held, one] = Evaluator(asked.changed(device=asked.device - held))
+            way = _alternative(name, checkpointing, evaluators[held, one], choice, held)
+            ways.append(replace(way, adds_shards=one))
+        # The faster one; where neither fits, that which lacks less.
+        found[choice] = min(
+            ways, key=lambda way: (way.step_seconds or inf, way.peak_bytes.on_device)
+        )
     return tuple(found.values())
 
 

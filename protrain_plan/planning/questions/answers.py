@@ -170,6 +170,7 @@ class Alternative:
     lacks: tuple[str, ...] = ()
     units: tuple[UnitPlan, ...] = ()  # where it fits
     is_tight: bool = False
+    adds_shards: bool = False  # reduces the gradients of every micro-batch
 
 
 Feasibility = Literal["fits", "fits with a plan", "does not fit"]

@@ -39,6 +39,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 from protrain_plan.planning.model.fitting import least_bytes
 from protrain_plan.planning.model.problem import Problem
@@ -290,9 +291,15 @@ MOST: dict[Quantity, int] = {"batch-size": 2**20, "seq-len": 2**24}
 
 
 def largest_of(question: Question, quantity: Quantity) -> Profile | None:
-    """The largest batch or sequence that fits; None where none does."""
-    group = question.group
-    return largest(question.profile, quantity, lambda one: question.problem_of(one, group))
+    """The largest batch or sequence that fits, by leave with sums in shards; None: none does."""
+    asked = filter(None, (question, question.adding_shards()))
+    found = (
+        largest(one.profile, quantity, partial(one.problem_of, group=one.group)) for one in asked
+    )
+    workloads = (one for one in found if one)
+    return max(
+        workloads, key=lambda one: getattr(one.workload, quantity.replace("-", "_")), default=None
+    )
 
 
 _Decisions = list[tuple[Activations, Placement]]

@@ -5,6 +5,7 @@ And whether a workload trains on a machine at all, how fast, and what binds (`fi
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
@@ -103,7 +104,13 @@ def ask(
     if isinstance(outcome, Infeasible):
         if sharded := question.adding_shards():
             return ask(
-                sharded, objective, effort=effort, solver=solver, progress=progress, told=told
+                sharded,
+                objective,
+                effort=effort,
+                solver=solver,
+                progress=progress,
+                told=told,
+                hints=hints,
             )
         batch, sequence = largest_of(question, "batch-size"), largest_of(question, "seq-len")
         advice = outcome.advice
@@ -283,17 +290,25 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
     """Plan the question's profile, and say what binds; with `compare`, beside alternatives.
 
     Where an alternative is faster by more than the gap that is good enough, the search begins there
-    once more.
+    once more: by leave with sums in shards, if that one has such sums.
     """
     problems = question.problems()
     answer = ask(question, Objective(), effort=effort)
     others = alternatives(problems) if compare else ()
-    if answer.solved is not None:
-        enough_s = answer.solved.plan.prediction.step_seconds / (1 + effort.gap_target)
-        faster = [one for one in others if one.step_seconds and one.step_seconds < enough_s]
-        if faster:
-            hints = [one.units for one in faster]
-            answer = ask(question, Objective(), effort=effort, hints=hints)
+    for asked in filter(None, (question, question.adding_shards())):
+        if answer.solved is None:
+            break
+        step_s, adds = answer.solved.plan.prediction.step_seconds, asked.settings.adds_shards
+        hints = [
+            one.units
+            for one in others
+            if one.adds_shards == adds
+            and (one.step_seconds or inf) < step_s / (1 + effort.gap_target)
+        ]
+        if hints:
+            again = ask(asked, Objective(), effort=effort, hints=hints)
+            if again.solved and again.solved.plan.prediction.step_seconds < step_s:
+                answer = again
     problem = problem_of(answer.solved, problems) if answer.solved else problems[0]
     found = answer.solved or answer.infeasible
     assert found is not None

@@ -22,6 +22,7 @@ from protrain_plan.planning.stages.pipelines import Pipelined, Stage, pipelined,
 from protrain_plan.planning.stages.schedule import StageSeconds, simulated
 from protrain_plan.planning.stages.shapes import Shape, shapes
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.plan import Budgets, Plan, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_seconds
@@ -64,6 +65,11 @@ class StagesQuestion:
         """Tokens of a step."""
         profile = next(iter(self.profiles.values()))
         return self.global_batch * profile.workload.seq_len
+
+    def of_reductions(self) -> "tuple[StagesQuestion, ...]":
+        """The question, and by leave the same with reductions in every micro-batch."""
+        shards = replace(self, settings=replace(self.settings, reductions="in every micro-batch"))
+        return (self, shards) if ROUNDING in self.allow else (self,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,26 +368,39 @@ def plan_stages(
 ) -> StagesAnswer:
     """The fastest step of `global_batch` sequences, by one stage and by several, and a bound."""
     effort = effort or Effort()
-    search = searched(question, effort)
-    numbers = sorted({shape.stages for shape in search.cuts})
+    searches = [searched(one, effort) for one in question.of_reductions()]
+    numbers = sorted({shape.stages for shape in searches[0].cuts})
+
+    def bound(stages: Sequence[int]) -> float:
+        return min(search.bound(stages) for search in searches)
 
     def tell(what: str) -> None:
         if progress:
-            bound = search.bound(numbers)
-            seconds = [one.step_seconds for one in search.planned.values() if one]
-            progress(what, min(seconds, default=None), bound if bound < inf else None)
+            seconds = [
+                one.step_seconds for each in searches for one in each.planned.values() if one
+            ]
+            least_s = bound(numbers)
+            progress(what, min(seconds, default=None), least_s if least_s < inf else None)
 
-    single = search.run([1], inf, tell)
+    def fastest(stages: Sequence[int], below_s: float) -> Pipelined | None:
+        best: Pipelined | None = None
+        for search in searches:
+            found = search.run(stages, min(below_s, best.step_seconds if best else inf), tell)
+            if found and (best is None or found.step_seconds < best.step_seconds):
+                best = found
+        return best
+
+    single = fastest([1], inf)
     below_s = single.step_seconds if single else inf
-    several = search.run([p for p in numbers if p > 1], below_s, tell)
+    several = fastest([p for p in numbers if p > 1], below_s)
     return StagesAnswer(
         question=question,
         single=single,
         several=several,
-        bounds={p: search.bound([p]) for p in numbers},
-        num_shapes=len(search.cuts),
-        num_planned=len(search.planned),
-        cuts=search.starts,
+        bounds={p: bound([p]) for p in numbers},
+        num_shapes=sum(len(search.cuts) for search in searches),
+        num_planned=sum(len(search.planned) for search in searches),
+        cuts=searches[0].starts,
     )
 
 
@@ -389,7 +408,9 @@ def planned_again(answer: StagesAnswer, profile: Profile, effort: Effort) -> Sta
     """The answer with its best shape planned for a better profile of the same batch."""
     best = answer.best
     assert best is not None
-    question = replace(answer.question, profiles={profile.workload.batch_size: profile})
+    settings = best.pipeline.settings
+    profiles = {profile.workload.batch_size: profile}
+    question = replace(answer.question, profiles=profiles, settings=settings)
     search, stages = Search(question, [best.shape], effort), best.shape.stages
     found = search.run([stages], inf, lambda _: None)
     least_s = min(answer.bounds[stages], search.bound([stages]))

@@ -305,7 +305,7 @@ class Lanes:
         """The least step with so many units of each kind; inf: their bytes do not fit."""
         for number, row in enumerate(self._ones):
             self._highs.changeRowBounds(row, counts[number // 2], counts[number // 2])
-        room = 1.0 - (self.base + buffers) / self.problem.device
+        room = 1.0 - (self.base + buffers) / max(1, self.problem.device)
         for row in self._memory:
             self._highs.changeRowBounds(row, -inf, room)
         self._highs.changeRowBounds(self._compute, -inf, -around_s)

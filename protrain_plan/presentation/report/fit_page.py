@@ -13,6 +13,7 @@ from typing import NamedTuple
 from protrain_plan.planning.questions.answers import Fit
 from protrain_plan.presentation.plans import (
     TIGHT,
+    WHOLE_SUMS,
     cell_text,
     gibibytes,
     headroom_of,
@@ -54,6 +55,7 @@ def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
     cells = [(fit, list(_ways(fit))) for fit in fits]
     every = [(fit, way) for fit, ways in cells for way in ways]
     notes = headroom_of(fits)
+    notes += [WHOLE_SUMS] * any(one.adds_shards for fit in fits for one in fit.alternatives)
     notes += [TIGHT] * any(way.tight for _, way in every)
     notes += in_words(columns)
     notes += [f"{machine.name}: {trust(machine)}" for machine in machines]
@@ -98,7 +100,8 @@ def _ways(fit: Fit) -> Iterator[_Way]:
         why += [*other_results(plan), *wear_lines(plan, fit.profile), *spared_disk(fit.solved)]
     yield _Way("plan", True, fit.step_seconds, peak, fit.is_tight, tuple(why))
     for other in fit.alternatives:
-        name = other.name + ", checkpointed" * other.checkpointing
+        name = other.name + ", sums in shards" * other.adds_shards
+        name += ", checkpointed" * other.checkpointing
         peak = other.peak_bytes
         yield _Way(name, False, other.step_seconds, peak, other.is_tight, (other.binds,))
 

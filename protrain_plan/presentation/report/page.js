@@ -77,7 +77,7 @@
     forward: "forward", backward: "backward", buffers: "parameters", activations: "activations",
     gradients: "gradients", states: "optimizer states", update: "update",
   };
-  const does = (bars, i) => DOES[bars.kind[i]](units[bars.unit[i]].name);
+  const does = (bars, i) => DOES[bars.kind[i]](units[bars.unit[i]].words);
 
   // The decisions of one family are shades of its colour.
   const family = (text) => {
@@ -281,7 +281,7 @@
         class: `${name}${other ? " dim" : ""}`, "data-c": colour,
         x: round(left), y: top, width: round(wide), height: size, rx: wide > 6 ? 2 : 0,
       }));
-      const label = bars.kind[i] === "update on the device" ? "update" : units[bars.unit[i]].name;
+      const label = bars.kind[i] === "update on the device" ? "update" : units[bars.unit[i]].words;
       const room = Math.floor((Math.min(right, width - RIGHT) - Math.max(left, LEFT) - 8) / 6);
       if (size > 12 && room >= Math.min(label.length, 6) && !other) {
         const light = colour === "update" || colour === "states" || colour === "backward" ? " light" : "";

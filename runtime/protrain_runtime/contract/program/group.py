@@ -228,6 +228,10 @@ def _rings(
     if kind == "all-gather":
         return [gathered]
     rings = [reduced]
+    if settings.adds_shards and (rates := hardware.rates):
+        # The shard is added to that of the micro-batches before: two are read, and one is written.
+        bytes_per_s = rates.memory_bytes_per_s * rates.memory_efficiency
+        rings.append((0.0, 3 / shards / bytes_per_s))
     if replicas > 1:
         far = min(replicas, settings.group.num_nodes)
         at_once = min(shards, in_node) if far > 1 else 1
