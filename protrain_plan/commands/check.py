@@ -33,7 +33,7 @@ class CheckOptions:
         typer.Option(help="Limits per machine; default: budgets.yaml or pyproject.toml here."),
     ] = None
     output_format: Annotated[
-        str, typer.Option("--format", help="text, json, junit, sarif or github (annotations).")
+        str, typer.Option("--format", help="text, json or github (annotations).")
     ] = "text"
     records_only: Annotated[
         bool, typer.Option("--records-only", help="Look at no model: no torch, no source code.")

@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-from xmlschema import XMLSchema
 
 from protrain_plan.checking.budgets import MachineBudget, find_limits
 from protrain_plan.checking.looking import look_away
@@ -318,7 +316,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("output_format", ["text", "json", "junit", "sarif", "github"])
+@pytest.mark.parametrize("output_format", ["text", "json", "github"])
 def test_every_format_says_the_same(
     output_format: str, repository: Path, assert_golden: AssertGolden
 ) -> None:
@@ -337,27 +335,9 @@ def test_text_is_right_at_80_columns_and_without_colours(repository: Path) -> No
     assert [line.rstrip() for line in plain.splitlines()] == piped.stdout.splitlines()
 
 
-def golden(form: str) -> str:
-    return (ROOT / f"tests/golden/check.{form}").read_text(encoding="utf-8")
-
-
-def test_json_and_junit_are_read_by_programs() -> None:
-    data = json.loads(golden("json"))
+def test_json_is_read_by_programs() -> None:
+    data = json.loads((ROOT / "tests/golden/check.json").read_text(encoding="utf-8"))
     assert (data["exit_code"], data["passed"], data["failed"], data["skipped"]) == (1, 21, 1, 2)
-    schema = XMLSchema(FORMATS / "junit.xsd")
-    assert [str(error) for error in schema.iter_errors(golden("junit"))] == []
-    assert not schema.is_valid(golden("junit").replace("classname=", "class="))
-
-
-def test_sarif_is_what_its_readers_take() -> None:
-    found = json.loads(golden("sarif"))
-    schema = json.loads((FORMATS / "sarif.schema.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(found, schema, cls=jsonschema.Draft202012Validator)
-    run = found["runs"][0]
-    rules = run["tool"]["driver"]["rules"]
-    for result in run["results"]:
-        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
 
 
 def test_code_hosts_find_the_files_from_the_repository_s_root(repository: Path) -> None:
@@ -370,9 +350,6 @@ def test_code_hosts_find_the_files_from_the_repository_s_root(repository: Path) 
         return protrain(*arguments, folder=folder, GITHUB_WORKSPACE=str(repository)).stdout
 
     assert "::notice file=all plans/over/plan.yaml,line=1," in told("github")
-    [result] = json.loads(told("sarif"))["runs"][0]["results"]
-    place = result["locations"][0]["physicalLocation"]["artifactLocation"]
-    assert place == {"uri": "all%20plans/over/plan.yaml"}
 
 
 def test_strict_fails_what_cannot_be_checked(tmp_path: Path) -> None:

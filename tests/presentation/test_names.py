@@ -12,14 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote_to_bytes
-from xml.etree import ElementTree as ET
 
-import jsonschema
 import pyte
 import pytest
 from rich.console import Console, Group, RenderableType
-from xmlschema import XMLSchema
 
 from protrain_plan.checking.diffing import plan_diff
 from protrain_plan.checking.rules import RULES, Failed, Finding, Passed, Report, Skipped
@@ -27,7 +23,7 @@ from protrain_plan.cli import main
 from protrain_plan.commands import output
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.presentation.checks.diffs import diff_markdown, diff_text, error_markdown
-from protrain_plan.presentation.checks.reports import github, junit, plain_data, sarif, text
+from protrain_plan.presentation.checks.reports import github, plain_data, text
 from protrain_plan.presentation.plans import infeasible_text
 from protrain_plan.presentation.profiles import (
     machine_text,
@@ -233,37 +229,6 @@ def test_json_says_names_exactly_in_ascii(capsys: pytest.CaptureFixture[str]) ->
 
 
 # --- formats of reports ---------------------------------------------------------------------------
-
-
-def test_junit_is_valid_whatever_the_names() -> None:
-    document = junit(REPORT)
-    assert_safe(document)
-    assert [str(e) for e in XMLSchema(FORMATS / "junit.xsd").iter_errors(document)] == []
-    suites = ET.fromstring(document)
-    assert [suite.attrib["name"] for suite in suites] == [one_line(name) for name in FILES]
-    assert {element.tag for element in suites.iter()} == {
-        *("testsuites", "testsuite", "testcase", "failure", "skipped", "system-out")
-    }
-    failures = [failure.attrib["message"] for failure in suites.iter("failure")]
-    assert failures[::2] == [f"{one_line(name)} is too large" for name in FILES]
-
-
-def test_sarif_is_valid_whatever_the_names(tmp_path: Path) -> None:
-    log = json.loads(json.dumps(sarif(REPORT, root=Path())))
-    schema = json.loads((FORMATS / "sarif.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(log, schema, cls=jsonschema.Draft202012Validator)
-    results = log["runs"][0]["results"]
-    told = [finding.plan for finding in REPORT.findings if not isinstance(finding.verdict, Passed)]
-    for result, name in zip(results, told, strict=True):
-        [location] = result["locations"]
-        uri = location["physicalLocation"]["artifactLocation"]["uri"]
-        assert re.fullmatch(r"(?:[A-Za-z0-9._~/-]|%[0-9A-F]{2})+", uri)
-        assert unquote_to_bytes(uri) == bytes(Path(name))
-        message = result["message"]["text"]
-        assert_safe(message)
-        # Neither links nor arguments (3.11.5 and 3.11.6 of the standard).
-        assert not re.search(r"(?<!\\)\](?=\()", message)
-        assert not re.search(r"(?<!\{)(?:\{\{)*\{[0-9]+\}", message)
 
 
 REGISTERED = {"error", "warning", "notice", "debug", "group", "endgroup", "add-mask"} | {

@@ -371,8 +371,6 @@ show plan.yaml --json
 simulate plan.yaml --trace trace.json
 check plan.yaml --records-only --budgets budgets.yaml
 check . --records-only --format json --strict
-check . --records-only --format junit --strict
-check . --records-only --format sarif --strict
 check . --records-only --format github --strict
 check . --records-only --format text --strict
 check plan.yaml --records-only --budgets budgets.toml --on machine.yaml

@@ -2,21 +2,17 @@
 
 import itertools
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unicodedata import category
-from urllib.parse import quote
-from xml.etree import ElementTree as ET
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
-from protrain_plan.checking.rules import RULES, Failed, Finding, Passed, Report, Rule, Skipped
+from protrain_plan.checking.rules import Failed, Finding, Passed, Report, Rule, Skipped
 from protrain_plan.presentation.terminal import Table, Text
-from protrain_runtime.contract import __version__
 from protrain_runtime.contract.escaping import lines, one_line
 
 VERDICTS: dict[str, type[Passed] | type[Failed] | type[Skipped]] = {
@@ -142,102 +138,6 @@ def plain_data(report: Report) -> dict[str, Any]:
     }
 
 
-def junit(report: Report) -> str:
-    """JUnit XML, which GitLab, Jenkins and others show: a suite per plan, a case per rule."""
-    # In the name: what else there is of the files' numbers, one reader or the other refuses here.
-    name = f"protrain check: {counted(report)}"
-    suites = ET.Element("testsuites", {"name": name} | _counts(report.findings))
-    del suites.attrib["skipped"]  # Jenkins' xunit plugin refuses it here
-    for plan, found in itertools.groupby(report.findings, key=lambda finding: finding.plan):
-        findings = tuple(found)
-        plan = one_line(plan)  # XML cannot hold control characters, not even as references
-        suite = ET.SubElement(suites, "testsuite", {"name": plan} | _counts(findings))
-        for finding in findings:
-            name = one_line(title(finding))
-            case = ET.SubElement(suite, "testcase", classname=plan, name=name)
-            match finding.verdict:
-                case Failed(problem=problem):
-                    failure = ET.SubElement(
-                        case, "failure", message=one_line(problem), type=finding.rule.code
-                    )
-                    failure.text = f"{plan}:{finding.line}: {lines(with_fix(finding))}"
-                case Skipped(reason=reason):
-                    ET.SubElement(case, "skipped", message=one_line(reason))
-                case _:
-                    ET.SubElement(case, "system-out").text = one_line(said(finding))
-    ET.indent(suites)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(suites, encoding="unicode")
-
-
-def _counts(findings: Sequence[Finding]) -> dict[str, str]:
-    failed, skipped = (
-        sum(isinstance(finding.verdict, kind) for finding in findings) for kind in (Failed, Skipped)
-    )
-    counts = {"tests": len(findings), "failures": failed, "errors": 0, "skipped": skipped}
-    return {name: str(count) for name, count in counts.items()}
-
-
-SCHEMA = (
-    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-)
-
-
-def sarif(report: Report, *, root: Path) -> dict[str, Any]:
-    """SARIF 2.1.0 (OASIS), which code hosts show beside the lines of a pull request.
-
-    All rules, and a result for each one that failed or could not be checked. Files are counted
-    from the repository's root, as code hosts take them.
-    """
-    driver = {
-        "name": "protrain check",
-        "version": __version__,
-        "rules": [
-            {
-                "id": rule.code,
-                "shortDescription": {"text": f"{rule.title}."},
-                "fullDescription": {"text": rule.explanation},
-            }
-            for rule in RULES.values()
-        ],
-    }
-    results: list[dict[str, Any]] = []
-    for finding in _not_passed(report):
-        failed = isinstance(finding.verdict, Failed)
-        path = Path(counted_from(root, finding.plan))
-        # By its bytes, as the system has it.
-        uri = path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))
-        place = {"artifactLocation": {"uri": uri}, "region": {"startLine": finding.line}}
-        # Nothing in a message is a link or stands for an argument (3.11.5 and 3.11.6 there).
-        # Other brackets stay as they are: not all readers take the escapes away.
-        message = lines(f"{title(finding)}: {with_fix(finding)}")
-        if "](" in message:
-            message = re.sub(r"([\\\[\]])", r"\\\1", message)
-        if re.search(r"\{[0-9]+\}", message):
-            message = message.replace("{", "{{").replace("}", "}}")
-        results.append(
-            {
-                "ruleId": finding.rule.code,
-                "ruleIndex": list(RULES).index(finding.rule.code),
-                "kind": "fail" if failed else "notApplicable",
-                "level": "error" if failed else "none",
-                "message": {"text": message},
-                "locations": [{"physicalLocation": place}],
-            }
-        )
-    run = {
-        "tool": {"driver": driver},
-        "results": results,
-        "columnKind": "unicodeCodePoints",
-        "properties": {
-            "filesSeen": report.num_seen,
-            "recordsChecked": report.num_records,
-            "plansChecked": report.num_plans,
-            "filesFailed": report.num_failed,
-        },
-    }
-    return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
-
-
 def github(report: Report, *, root: Path) -> str:
     """Annotations, which a workflow of GitHub Actions shows beside the files.
 
@@ -276,8 +176,6 @@ Format = Callable[[Report, Path], RenderableType | str | dict[str, Any]]
 FORMATS: dict[str, Format] = {
     "text": lambda report, _: text(report),
     "json": lambda report, _: plain_data(report),
-    "junit": lambda report, _: junit(report),
-    "sarif": lambda report, root: sarif(report, root=root),
     "github": lambda report, root: github(report, root=root),
 }
 """Formats by name: functions of a report and the folder that its files are counted from.

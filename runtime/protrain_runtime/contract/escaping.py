@@ -2,7 +2,7 @@
 
 A name may hold anything: escapes of a terminal, an override of the reading direction, a line break
 and a command for the job in whose log it is printed. Every text for people goes through here once,
-on its way into its format; what programs read (JSON, paths in annotations and in SARIF) keeps names
+on its way into its format; what programs read (JSON, paths in annotations) keeps names
 as they are, in that format's own escapes.
 """
 
