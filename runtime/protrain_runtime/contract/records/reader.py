@@ -99,7 +99,7 @@ def headed(value: Node, kind: str, expected: int = VERSION) -> Node:
         raise values["version"].error(problem, "update protrain-plan")
     if version < expected:
         problem = f"expected version {expected}, got {version}"
-        fix = f"make the {kind} again, or run plans/convert.py of a clone" if version > 0 else None
+        fix = f"make the {kind} again" if version > 0 else None
         raise values["version"].error(problem, fix)
     return value
 

@@ -12,7 +12,7 @@ their own names, in their own order. What differs from the dataclasses:
   `names: model.layers.0-11` instead of `name: model.layers.0`.
 - A unit whose parameters are used by itself alone has no `used_by`.
 
-Files of earlier versions are refused; `plans/convert.py` rewrites those of version 2.
+Files of earlier versions are refused.
 """
 
 from dataclasses import MISSING, dataclass, fields
