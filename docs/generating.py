@@ -57,9 +57,8 @@ Four kinds of YAML files are read: what a machine offers, what a model costs on 
 budgets for [`protrain check`](../checks.md). They are read strictly: an unknown key, a missing one
 or a value of another kind is an error that names file, line and key. Every file begins with
 `protrain: KIND` and its version: 3, or 1 for budgets. Records of earlier versions are made again. A
-size is a whole number of bytes or a text such as `1.5GiB`. What machines cost is a list without such
-a head, for one command:
-[Choose a machine](../how-to/choose-a-machine.md).
+size is a whole number of bytes or a text such as `1.5GiB`. What machines cost is a list without
+such a head, for one command: [Choose a machine](../how-to/choose-a-machine.md).
 
 The lists are made from the JSON Schemas in `schemas/` and the texts from the code that reads the
 files. Editors check a file as it is written when its first line is
