@@ -10,7 +10,7 @@ MOST = {
     "E": {"python": 650, "torch": 145, "lanes": 0},
     "S": {"python": 413, "torch": 236, "lanes": 0},
     "O": {"python": 282, "torch": 112, "lanes": 40},
-    "D": {"python": 536, "torch": 192, "lanes": 0},
+    "D": {"python": 496, "torch": 154, "lanes": 0},
     "F": {"python": 603, "torch": 335, "lanes": 40},
 }
 """Per block and step, by plan (`launching.PLANS`): functions of Python and of torch that the thread

@@ -835,8 +835,9 @@ class Moves:
             gradient = chunk.gradients.get(part.name)
             if gradient is not None:
                 # Kept, so that a parameter in several pieces is copied once at most.
-                gradient = chunk.gradients[part.name] = dense(gradient, part.stride)
-                flat = flat_storage_order(gradient)
+                if gradient.stride() != part.stride:
+                    gradient = chunk.gradients[part.name] = dense(gradient, part.stride)
+                flat = gradient.as_strided((part.numel,), (1,))
                 gradients[part.name] = flat if high - low == part.numel else flat[low:high]
 
         team = None if on_device and not self.backend.on_host else self._team

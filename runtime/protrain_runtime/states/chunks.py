@@ -78,10 +78,10 @@ class Slice:
     dtype: torch.dtype
     trainable: bool
     first: int = 0  # of a rank's part of a parameter: the element at which it begins
+    numel: int = field(init=False)
 
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", self.shape.numel())
 
     @property
     def num_bytes(self) -> int:
