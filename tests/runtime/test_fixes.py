@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.models.batches import call_model, loss_of
@@ -34,8 +35,22 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Recompute,
 )
-from tests.support.hostile_models import Block, Hostile, Stack, by_torch, in_order
-from tests.support.judging import is_refusal, judged
+from tests.support.hostile_models import (
+    Block,
+    Hostile,
+    Make,
+    Stack,
+    Through,
+    by_torch,
+    chosen,
+    counts_forwards,
+    does,
+    in_order,
+    reads_blocks,
+    scales_input,
+    stack,
+)
+from tests.support.judging import PlanName, is_refusal, judged
 from tests.support.messages import Speaker
 from tests.support.odd_optimizers import TOGETHER, UNCOUNTED
 from tests.support.odd_optimizers import made as made_odd
@@ -993,24 +1008,112 @@ def keeps_numbers(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
     return found
 
 
-FORWARDS = {
-    "blocks that take turns": (one_of_two, both),
-    "blocks in another order": (either_order, in_order),
-    "blocks in another order: skipped": (either_order, skips_some),
-    "tensors that add up": (keeps_tensors, keeps_numbers),
+def differentiates(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    found = in_order(stack, hidden, step)
+    (force,) = torch.autograd.grad(found.square().mean(), hidden, create_graph=True)
+    return found + force
+
+
+def writes_saved(block: Any, hidden: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+    """Writes to what it has saved for a graph that nobody differentiates."""
+    inner = block.inner(block.norm(hidden))
+    kept = inner.exp()
+    block.__dict__["total"] = kept.sum()
+    (kept.detach().clone() if copy else kept.detach()).mul_(2)
+    return hidden + block.outer(F.gelu(inner))  # type: ignore[no-any-return]
+
+
+def scales(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * 0.9 + block.halved(hidden)  # type: ignore[no-any-return]
+
+
+def writes_weight(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        block.inner.weight.mul_(0.999)
+    return Block.forward(block, hidden)
+
+
+def gives_weight(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    return in_order(stack, hidden, step) + 1e-3 * stack.blocks[1].norm.weight
+
+
+def loss_of_logits(
+    stack: Any, hidden: torch.Tensor, tokens: torch.Tensor, *, use: str = ""
+) -> torch.Tensor:
+    """In float32; `use` says what else is done with logits."""
+    logits = stack.head(hidden)[:, :-1].flatten(0, 1)
+    wide = logits.float()
+    if use == "written before":
+        logits.detach().mul_(2)
+    if use == "read in C++":
+        with torch._C.DisableTorchFunction():
+            wide.mean()
+    loss = F.cross_entropy(wide, tokens[:, 1:].flatten())
+    if use == "written after":
+        logits.detach().mul_(2)
+    return loss + 1e-3 * wide.square().mean() if use == "twice" else loss
+
+
+def in_bfloat16(use: str = "") -> torch.nn.Module:
+    return Stack(depth=2, ends=partial(loss_of_logits, use=use)).bfloat16()
+
+
+def run_by(run: Through) -> Make:
+    return stack(depth=2, run=run)
+
+
+Followed = tuple[Hostile, Hostile, PlanName]
+
+
+def changes(before: Make, now: Make, plan: PlanName = "offloaded") -> Followed:
+    """A model that changes when it has been profiled, and is profiled anew."""
+    return Hostile(now, before=before), Hostile(now), plan
+
+
+def mends(before: Make, now: Make, plan: PlanName = "mixed") -> Followed:
+    """A model that is changed as the message says."""
+    return Hostile(before), Hostile(now), plan
+
+
+MODELS = {
+    "blocks that take turns": mends(run_by(one_of_two), run_by(both)),
+    "blocks in another order": mends(run_by(either_order), run_by(in_order)),
+    "blocks in another order: skipped": mends(run_by(either_order), run_by(skips_some)),
+    "tensors that add up": mends(run_by(keeps_tensors), run_by(keeps_numbers)),
+    "what was saved is written": mends(
+        stack(does(writes_saved)), stack(does(partial(writes_saved, copy=True)))
+    ),
+    "a gradient in the forward": mends(run_by(differentiates), run_by(in_order)),
+    "an input is written": changes(stack(does(scales)), stack(does(scales_input)), "recomputed"),
+    "not the same twice": changes(
+        stack(does(Block.forward, calls=int)),
+        stack(does(counts_forwards, calls=int)),
+        "recomputed",
+    ),
+    "a block runs twice": changes(stack(), stack(run=chosen(lambda _: (0, 1, 1, 2, 3)))),
+    "blocks are moved": changes(stack(), stack(run=chosen(lambda _: (0, 2, 1, 3)))),
+    "a weight is written": changes(stack(does(Block.forward)), stack(does(writes_weight))),
+    "a weight is read elsewhere": changes(run_by(in_order), run_by(gives_weight)),
+    "a gradient that comes late": changes(
+        partial(reads_blocks, 9), partial(reads_blocks, 1), "stepped"
+    ),
+    **{
+        f"logits: {use}": changes(in_bfloat16, partial(in_bfloat16, use), "in place")
+        for use in ("twice", "written before", "written after", "read in C++")
+    },
 }
 
 
-def stacked(name: str, *, followed: bool) -> Hostile:
-    return Hostile(partial(Stack, Block, 2, run=FORWARDS[name][followed]))
+def found(name: str, *, followed: bool) -> Hostile:
+    return MODELS[name][followed]
 
 
-@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_profiled_and_trains_when_the_message_is_followed(
     name: str, assert_says: Speaker
 ) -> None:
     before, after = (
-        judged(partial(stacked, followed=followed), name, plans=["mixed"], seed=3)
+        judged(partial(found, followed=followed), name, plans=[MODELS[name][2]], seed=3)
         for followed in (False, True)
     )
     assert [one.kind for one in before] == ["refused"]
