@@ -417,7 +417,7 @@ def is_refusal(error: Exception) -> bool:
     where = traceback.extract_tb(error.__traceback__)[-1]
     own = any(part in where.filename for part in ("/protrain_plan/", "/protrain_runtime/"))
     line = linecache.getline(where.filename, where.lineno or 0).strip()
-    return type(error) is RuntimeError and own and line.startswith("raise ")
+    return isinstance(error, RuntimeError) and own and line.startswith("raise ")
 
 
 def first_line(error: Exception) -> str:
