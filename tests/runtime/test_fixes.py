@@ -1,6 +1,9 @@
 """Fixes of refusals, followed: the loop trains then, bit for bit like plain PyTorch."""
 
+import fcntl
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -555,6 +558,87 @@ def loads_copied(run: Run) -> None:
     loads_linked(run, copied=True)
 
 
+def cut(content: bytes) -> bytes:
+    return content[:-3]
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def loads_damaged(
+    run: Run,
+    *,
+    damage: Callable[[bytes], bytes] = cut,
+    file: str = "*/*.safetensors",
+    whole: bool = False,
+) -> None:
+    run.step(0)
+    with saved(run) as folder:
+        save(run.model, run.optimizer, folder)
+        damaged = Path(copytree(folder, f"{folder}-damaged"))
+        for path in damaged.glob(file):
+            path.write_bytes(damage(path.read_bytes()))
+        load(run.model, run.optimizer, folder if whole else damaged)
+    run.step(1)
+
+
+def loads_whole(run: Run) -> None:
+    loads_damaged(run, whole=True)
+
+
+def loads_nothing(run: Run, *, named: bool = False) -> None:
+    with saved(run) as folder:
+        save(run.model, run.optimizer, folder / "own")
+        load(run.model, run.optimizer, folder / "own" if named else folder)
+    run.step(1)
+
+
+def loads_named(run: Run) -> None:
+    loads_nothing(run, named=True)
+
+
+def saves_meanwhile(run: Run, *, elsewhere: bool = False) -> None:
+    """While another process saves into the folder: the lock is on its descriptor."""
+    run.step(0)
+    with saved(run) as folder:
+        folder.mkdir()
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        save(run.model, run.optimizer, folder / "other" if elsewhere else folder)
+        os.close(descriptor)
+    run.step(1)
+
+
+def saves_meanwhile_elsewhere(run: Run) -> None:
+    saves_meanwhile(run, elsewhere=True)
+
+
+def saves_plainly(run: Run, own: bool = False) -> None:
+    """The plan has ended; nothing but the parameters says which model an optimizer is of."""
+    run.step(0)
+    if run.folder is not None:
+        restore(run.model)
+        other = ADAMW(CATALOGUE["gpt2"].build().parameters())
+        save(run.model, run.optimizer if own else other, run.folder / "saved")
+
+
+def saves_its_own_plainly(run: Run) -> None:
+    saves_plainly(run, own=True)
+
+
+def saves_files_of_a_layer(run: Run, *, own: bool = False) -> None:
+    """A module that no library has files for."""
+    run.step(0)
+    with saved(run) as folder:
+        layer = torch.nn.Linear(2, 2)
+        save(layer, None, folder) if own else save_pretrained(layer, folder)
+
+
+def saves_a_layer(run: Run) -> None:
+    saves_files_of_a_layer(run, own=True)
+
+
 def converts_inside(run: Run) -> None:
     run.step(0)
     with full_parameters(run.model, modify=True):
@@ -640,6 +724,19 @@ FIXES = {
     "a save over its own": Fix(refused=saves_files_over_its_own, loop=saves_files_elsewhere),
     "a checkpoint of links": Fix(refused=loads_linked, loop=loads_copied),
     "a conversion inside": Fix(refused=converts_inside, loop=converts_restored),
+    "a damaged checkpoint": Fix(refused=loads_damaged, loop=loads_whole),
+    "a damaged index": Fix(refused=partial(loads_damaged, file="*.safetensors*"), loop=loads_whole),
+    "a damaged parameter": Fix(
+        refused=partial(loads_damaged, damage=flipped, file="*/model-*"), loop=loads_whole
+    ),
+    "a folder without a checkpoint": Fix(refused=loads_nothing, loop=loads_named),
+    "a folder that another process saves to": Fix(
+        refused=saves_meanwhile, loop=saves_meanwhile_elsewhere
+    ),
+    "an optimizer of another model, plainly": Fix(
+        refused=saves_plainly, loop=saves_its_own_plainly
+    ),
+    "files of a module": Fix(refused=saves_files_of_a_layer, loop=saves_a_layer),
     "averages of another model": Fix(refused=averages_of_another, loop=averages_of_its_own),
 }
 
@@ -769,6 +866,15 @@ def with_values(folder: Path, followed: bool) -> Run:
     return from_files(folder, made_anew if followed else made_anew())
 
 
+def compiled(folder: Path, followed: bool) -> Run:
+    """Blocks that the script has compiled, for a plan of blocks that are not."""
+    model = LOOP.subject.build()
+    if not followed:
+        for layer in model.model.layers:
+            layer.compile()
+    return prepared(folder, model, plan=own_plan)
+
+
 def no_model(folder: Path, followed: bool) -> Run:
     return from_files(folder, made_anew if followed else str)
 
@@ -791,6 +897,7 @@ GIVEN: dict[str, Callable[[Path, bool], Run]] = {
     "a model without values": without_values,
     "weights for a model with values": with_values,
     "a function that makes no model": no_model,
+    "compiled blocks": compiled,
 }
 """Arguments that `prepare` refuses, and the same as the message says (`followed`)."""
 
@@ -1015,6 +1122,13 @@ def differentiates(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
     return found + force
 
 
+def in_a_thread(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    with ThreadPoolExecutor(1, "blocks") as pool:
+        for block in stack.blocks:
+            hidden = pool.submit(block, hidden).result()
+    return hidden
+
+
 def writes_saved(block: Any, hidden: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
     """Writes to what it has saved for a graph that nobody differentiates."""
     inner = block.inner(block.norm(hidden))
@@ -1090,6 +1204,11 @@ MODELS = {
     "what was saved is written": mends(
         stack(does(writes_saved), ends=dropped),
         stack(does(partial(writes_saved, copy=True)), ends=dropped),
+    ),
+    "blocks in another thread": (
+        Hostile(run_by(in_a_thread), before=run_by(in_order)),
+        Hostile(run_by(in_order)),
+        "mixed",
     ),
     "a gradient in the forward": mends(run_by(differentiates), run_by(in_order)),
     "an input is written": changes(stack(does(scales)), stack(does(scales_input)), "recomputed"),
