@@ -875,6 +875,17 @@ def compiled(folder: Path, followed: bool) -> Run:
     return prepared(folder, model, plan=own_plan)
 
 
+def kernels(folder: Path, followed: bool, *, deterministic: bool) -> Run:
+    """A plan for a card with kernels of one kind, and PyTorch with those of one kind."""
+    plan = own_plan(None)
+    on_card = replace(plan.workload, device="cuda", deterministic=deterministic)
+    torch.use_deterministic_algorithms(deterministic == followed)
+    try:
+        return prepared(folder, plan=lambda _: replace(plan, workload=on_card))
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
 def no_model(folder: Path, followed: bool) -> Run:
     return from_files(folder, made_anew if followed else str)
 
@@ -898,6 +909,8 @@ GIVEN: dict[str, Callable[[Path, bool], Run]] = {
     "weights for a model with values": with_values,
     "a function that makes no model": no_model,
     "compiled blocks": compiled,
+    "deterministic kernels": partial(kernels, deterministic=True),
+    "the usual kernels": partial(kernels, deterministic=False),
 }
 """Arguments that `prepare` refuses, and the same as the message says (`followed`)."""
 
@@ -990,6 +1003,19 @@ def adds_a_group(run: Run) -> None:
 
 ODD = partial(made_odd, lr=1e-3)
 SHARD = Offload(tier="device")
+
+
+def of_masters(states: Placement, **given: Any) -> Scenario:
+    """A plan for float32 copies, as of `--precision master`."""
+    scenario = asked(states, **given)
+
+    def planned(model: Any) -> Plan:
+        plan = scenario.planned_for(model)
+        return replace(plan, workload=replace(plan.workload, precision="master"))
+
+    return replace(scenario, plan=planned)
+
+
 EARLY = Offload(tier="disk", speculate=True)
 CLIP: dict[str, Any] = {"updates": "after backward"}
 SHARING = changed(shares_memory)
@@ -1055,6 +1081,14 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
     "an optimizer with more states later": (
         asked(factory=partial(ODD, features=UNCOUNTED[1])),
         asked(),
+    ),
+    "master weights: pure": (
+        of_masters(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
+        asked(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
+    ),
+    "master weights: AdamW": (
+        of_masters(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
+        of_masters(Persistent()),
     ),
     "a group that was added late": (
         asked(script=adds_a_group),
