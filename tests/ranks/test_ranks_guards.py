@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from protrain_runtime import load, prepare, restore, save
+from protrain_runtime import full_parameters, load, prepare, restore, save
 from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
@@ -364,8 +363,11 @@ def for_one(rank: int, count: int) -> None:
 
 
 def in_another_call(rank: int, count: int) -> None:
-    model, optimizer = made(rank, count, SHARED)
-    (restore if rank else partial(load, optimizer=optimizer, directory="saved"))(model)
+    model, _ = made(rank, count, SHARED)
+    if rank == 1:
+        restore(model)
+    with full_parameters(model):
+        pass
 
 
 def given_up(rank: int, count: int) -> None:
