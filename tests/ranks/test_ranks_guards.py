@@ -398,7 +398,7 @@ DIFFERENT: dict[str, tuple[Callable[[int, int], None], Callable[[int, int], None
     "the same calls": (in_another_call, None),
     "given up: anew": (given_up, begun_anew),
 }
-"""What ranks are refused, and what they do before the loop that they have in common."""
+"""Uses that ranks are refused, and the call before the loop that they then have in common."""
 
 
 def mending(rank: int, count: int, name: str) -> tuple[str, list[list[str]]]:
