@@ -370,6 +370,11 @@ def in_another_call(rank: int, count: int) -> None:
         pass
 
 
+def wrapped(rank: int, count: int) -> None:
+    model, _ = made(rank, count, SHARED)
+    nn.parallel.DistributedDataParallel(model)
+
+
 def given_up(rank: int, count: int) -> None:
     """Rank 1 fails in a forward, and both prepare once more."""
     model, optimizer = made(rank, count, SHARED, limit_s=4)
@@ -396,6 +401,7 @@ DIFFERENT: dict[str, tuple[Callable[[int, int], None], Callable[[int, int], None
     "the same optimizer": (another_optimizer, None),
     "a plan for two": (for_one, None),
     "the same calls": (in_another_call, None),
+    "a wrapper: a plan for two": (wrapped, None),
     "given up: anew": (given_up, begun_anew),
 }
 """Uses that ranks are refused, and the call before the loop that they then have in common."""
@@ -405,7 +411,7 @@ def mending(rank: int, count: int, name: str) -> tuple[str, list[list[str]]]:
     refused, before = DIFFERENT[name]
     try:
         refused(rank, count)
-    except ProtrainError as error:
+    except (ProtrainError, RuntimeError) as error:
         said = str(error)
     if before is not None:
         before(rank, count)
