@@ -4,6 +4,7 @@ Commands run in this process, as `main` runs them.
 """
 
 import json
+import random
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import chdir
@@ -22,7 +23,7 @@ from protrain_plan.models.presets import preset_config
 from protrain_runtime.contract.records import dumps_hardware, write_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from tests.support.messages import Speaker
-from tests.support.planning_cases import cpu, decoder, gpu, joined
+from tests.support.planning_cases import cpu, decoder, gpu, joined, with_copies
 from tests.support.record_fuzz import run
 
 Made = tuple[nn.Module, object]
@@ -174,6 +175,7 @@ sound.json => {HERE}:model
 {HERE}:model --quantize nf4 => {HERE}:model --quantize nf4 --lora r=16
 tiny-gpt2 --seq-len 2048 => tiny-gpt2 --seq-len 128
 """
+INT8 = "plan some.yaml --allow int8-activations"
 COMMANDS = f"""
 plan card.yaml --clip-share 0.3 => plan card.yaml --clip-share 0.3 --clip
 plan card.yaml --allow rounding => profile {HERE}:model --on l4 --allow rounding
@@ -188,6 +190,9 @@ plan card.yaml --device-memory 24 => plan card.yaml --device-memory 24GiB
 plan card.yaml --device-memory 9.5 => plan card.yaml --device-memory 9.5GiB
 plan card.yaml --pin 'layer.0: recompute' => plan card.yaml --pin 'layers.0: recompute'
 plan card.yaml --pin 'layers.0: recompte' => plan card.yaml --pin 'layers.0: recompute'
+plan card.yaml --pin 'layers.0: keep int8' => plan card.yaml --pin 'layers.0: recompute'
+plan some.yaml --pin 'layers.0: keep int8' => {INT8} --pin 'layers.0: keep int8'
+{INT8} --pin 'layers.*: keep int8' => {INT8} --pin 'layers.0: keep int8'
 plan card.yaml --pin layers.0 => plan card.yaml --pin 'layers.0-2: recompute'
 plan card.yaml --pin 'head: recompute' => plan card.yaml --pin 'head: swap to host'
 plan card.yaml --pin 'head: recompute' => plan card.yaml --pin 'layers.0-2: recompute'
@@ -292,6 +297,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_profile(
         replace(decoder(gpu(host_gb=64), blocks=2), method="measured"), folder / "measured.yaml"
     )
+    copies = with_copies(decoder(gpu(), blocks=2), random.Random(0))
+    some = [
+        unit if unit.name == "layers.0" else replace(unit, forms=unit.forms[:1])
+        for unit in copies.units
+    ]
+    write_profile(replace(copies, units=tuple(some)), folder / "some.yaml")
     (folder / "axolotl.yml").write_text("base_model: tiny-llama\nmicro_batch_size: 1\n")
     (folder / "deepspeed.json").write_text('{"zero_optimization": {"stage": 3}}')
     (folder / "prices.yaml").write_text("rtx-4090: 0.35\nl4: 0.5\n")

@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from protrain_runtime import load, prepare, save
+from protrain_runtime import full_parameters, load, prepare, restore, save
 from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
@@ -27,6 +28,8 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Schedule,
 )
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.lanes import LaneError
 from protrain_runtime.devices.preflight import Room, for_each
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.messages import Speaker
@@ -344,6 +347,84 @@ def test_loops_compute_what_ddp_does_when_the_message_is_followed(
     name: str, tmp_path: Path
 ) -> None:
     assert run_ranks(following, 2, tmp_path, name) == [[[]]] * 2
+
+
+def another_plan(rank: int, count: int) -> None:
+    made(rank, count, (SHARED, (Persistent(),))[rank])
+
+
+def another_optimizer(rank: int, count: int) -> None:
+    model = built(rank)
+    prepare(model, plan_of(model, count, SHARED), optimizer=(ADAMW, torch.optim.SGD)[rank])
+
+
+def for_one(rank: int, count: int) -> None:
+    made(rank, 1, (Persistent(),))
+
+
+def in_another_call(rank: int, count: int) -> None:
+    model, _ = made(rank, count, SHARED)
+    if rank == 1:
+        restore(model)
+    with full_parameters(model):
+        pass
+
+
+def wrapped(rank: int, count: int) -> None:
+    model, _ = made(rank, count, SHARED)
+    nn.parallel.DistributedDataParallel(model)
+
+
+def given_up(rank: int, count: int) -> None:
+    """Rank 1 fails in a forward, and both prepare once more."""
+    model, optimizer = made(rank, count, SHARED, limit_s=4)
+    if rank == 1:
+        model.get_submodule("blocks.1").register_forward_hook(lambda *_: 1 / 0)
+    with suppress(ZeroDivisionError, ProtrainError, LaneError):
+        step(model, optimizer, 0, rank)
+        step(model, optimizer, 1, rank)
+    made(rank, count, SHARED)
+
+
+def begun_anew(rank: int, count: int) -> None:
+    """Destroy the process group, and initialize it anew, when all have heard."""
+    base = dist.distributed_c10d._get_default_store()
+    base.set(f"heard {rank}", "1")
+    base.wait([f"heard {other}" for other in range(count)])
+    dist.destroy_process_group()
+    library, store = devices.collectives(device()), PrefixStore("anew", base)
+    dist.init_process_group(library, store=store, rank=rank, world_size=count)
+
+
+DIFFERENT: dict[str, tuple[Callable[[int, int], None], Callable[[int, int], None] | None]] = {
+    "the same plan": (another_plan, None),
+    "the same optimizer": (another_optimizer, None),
+    "a plan for two": (for_one, None),
+    "the same calls": (in_another_call, None),
+    "a wrapper: a plan for two": (wrapped, None),
+    "given up: anew": (given_up, begun_anew),
+}
+"""Uses that ranks are refused, and the call before the loop that they then have in common."""
+
+
+def mending(rank: int, count: int, name: str) -> tuple[str, list[list[str]]]:
+    refused, before = DIFFERENT[name]
+    try:
+        refused(rank, count)
+    except (ProtrainError, RuntimeError) as error:
+        said = str(error)
+    if before is not None:
+        before(rank, count)
+    return said, following(rank, count, "replace: clip")
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_train_as_ddp_when_all_do_what_the_message_says(
+    name: str, tmp_path: Path, assert_says: Speaker
+) -> None:
+    said, differences = zip(*run_ranks(mending, 2, tmp_path, name), strict=True)
+    assert_says([re.sub(r"sha256:\w+", "sha256:...", one) for one in said])
+    assert differences == ([[]], [[]])
 
 
 def test_ranks_of_a_machine_share_its_memory_and_its_disk() -> None:

@@ -1,6 +1,9 @@
 """Fixes of refusals, followed: the loop trains then, bit for bit like plain PyTorch."""
 
+import fcntl
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +15,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from protrain_plan.models.batches import call_model, loss_of
@@ -34,8 +38,23 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     Recompute,
 )
-from tests.support.hostile_models import Block, Hostile, Stack, by_torch, in_order
-from tests.support.judging import is_refusal, judged
+from tests.support.hostile_models import (
+    Block,
+    Hostile,
+    Make,
+    Stack,
+    Through,
+    by_torch,
+    chosen,
+    counts_forwards,
+    does,
+    in_order,
+    next_token,
+    reads_blocks,
+    scales_input,
+    stack,
+)
+from tests.support.judging import PlanName, is_refusal, judged
 from tests.support.messages import Speaker
 from tests.support.odd_optimizers import TOGETHER, UNCOUNTED
 from tests.support.odd_optimizers import made as made_odd
@@ -539,6 +558,87 @@ def loads_copied(run: Run) -> None:
     loads_linked(run, copied=True)
 
 
+def cut(content: bytes) -> bytes:
+    return content[:-3]
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def loads_damaged(
+    run: Run,
+    *,
+    damage: Callable[[bytes], bytes] = cut,
+    file: str = "*/*.safetensors",
+    whole: bool = False,
+) -> None:
+    run.step(0)
+    with saved(run) as folder:
+        save(run.model, run.optimizer, folder)
+        damaged = Path(copytree(folder, f"{folder}-damaged"))
+        for path in damaged.glob(file):
+            path.write_bytes(damage(path.read_bytes()))
+        load(run.model, run.optimizer, folder if whole else damaged)
+    run.step(1)
+
+
+def loads_whole(run: Run) -> None:
+    loads_damaged(run, whole=True)
+
+
+def loads_nothing(run: Run, *, named: bool = False) -> None:
+    with saved(run) as folder:
+        save(run.model, run.optimizer, folder / "own")
+        load(run.model, run.optimizer, folder / "own" if named else folder)
+    run.step(1)
+
+
+def loads_named(run: Run) -> None:
+    loads_nothing(run, named=True)
+
+
+def saves_meanwhile(run: Run, *, elsewhere: bool = False) -> None:
+    """While another process saves into the folder: the lock is on its descriptor."""
+    run.step(0)
+    with saved(run) as folder:
+        folder.mkdir()
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        save(run.model, run.optimizer, folder / "other" if elsewhere else folder)
+        os.close(descriptor)
+    run.step(1)
+
+
+def saves_meanwhile_elsewhere(run: Run) -> None:
+    saves_meanwhile(run, elsewhere=True)
+
+
+def saves_plainly(run: Run, own: bool = False) -> None:
+    """The plan has ended; nothing but the parameters says which model an optimizer is of."""
+    run.step(0)
+    if run.folder is not None:
+        restore(run.model)
+        other = ADAMW(CATALOGUE["gpt2"].build().parameters())
+        save(run.model, run.optimizer if own else other, run.folder / "saved")
+
+
+def saves_its_own_plainly(run: Run) -> None:
+    saves_plainly(run, own=True)
+
+
+def saves_files_of_a_layer(run: Run, *, own: bool = False) -> None:
+    """A module that no library has files for."""
+    run.step(0)
+    with saved(run) as folder:
+        layer = torch.nn.Linear(2, 2)
+        save(layer, None, folder) if own else save_pretrained(layer, folder)
+
+
+def saves_a_layer(run: Run) -> None:
+    saves_files_of_a_layer(run, own=True)
+
+
 def converts_inside(run: Run) -> None:
     run.step(0)
     with full_parameters(run.model, modify=True):
@@ -624,6 +724,19 @@ FIXES = {
     "a save over its own": Fix(refused=saves_files_over_its_own, loop=saves_files_elsewhere),
     "a checkpoint of links": Fix(refused=loads_linked, loop=loads_copied),
     "a conversion inside": Fix(refused=converts_inside, loop=converts_restored),
+    "a damaged checkpoint": Fix(refused=loads_damaged, loop=loads_whole),
+    "a damaged index": Fix(refused=partial(loads_damaged, file="*.safetensors*"), loop=loads_whole),
+    "a damaged parameter": Fix(
+        refused=partial(loads_damaged, damage=flipped, file="*/model-*"), loop=loads_whole
+    ),
+    "a folder without a checkpoint": Fix(refused=loads_nothing, loop=loads_named),
+    "a folder that another process saves to": Fix(
+        refused=saves_meanwhile, loop=saves_meanwhile_elsewhere
+    ),
+    "an optimizer of another model, plainly": Fix(
+        refused=saves_plainly, loop=saves_its_own_plainly
+    ),
+    "files of a module": Fix(refused=saves_files_of_a_layer, loop=saves_a_layer),
     "averages of another model": Fix(refused=averages_of_another, loop=averages_of_its_own),
 }
 
@@ -753,6 +866,26 @@ def with_values(folder: Path, followed: bool) -> Run:
     return from_files(folder, made_anew if followed else made_anew())
 
 
+def compiled(folder: Path, followed: bool) -> Run:
+    """Blocks that the script has compiled, for a plan of blocks that are not."""
+    model: Any = LOOP.subject.build()
+    if not followed:
+        for layer in model.model.layers:
+            layer.compile()
+    return prepared(folder, model, plan=own_plan)
+
+
+def kernels(folder: Path, followed: bool, *, deterministic: bool) -> Run:
+    """A plan for a card with kernels of one kind, and PyTorch with those of one kind."""
+    plan = own_plan(None)
+    on_card = replace(plan.workload, device="cuda", deterministic=deterministic)
+    torch.use_deterministic_algorithms(deterministic == followed)
+    try:
+        return prepared(folder, plan=lambda _: replace(plan, workload=on_card))
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
 def no_model(folder: Path, followed: bool) -> Run:
     return from_files(folder, made_anew if followed else str)
 
@@ -775,6 +908,9 @@ GIVEN: dict[str, Callable[[Path, bool], Run]] = {
     "a model without values": without_values,
     "weights for a model with values": with_values,
     "a function that makes no model": no_model,
+    "compiled blocks": compiled,
+    "deterministic kernels": partial(kernels, deterministic=True),
+    "the usual kernels": partial(kernels, deterministic=False),
 }
 """Arguments that `prepare` refuses, and the same as the message says (`followed`)."""
 
@@ -867,6 +1003,19 @@ def adds_a_group(run: Run) -> None:
 
 ODD = partial(made_odd, lr=1e-3)
 SHARD = Offload(tier="device")
+
+
+def of_masters(states: Placement, **given: Any) -> Scenario:
+    """A plan for float32 copies, as of `--precision master`."""
+    scenario = asked(states, **given)
+
+    def planned(model: Any) -> Plan:
+        plan = scenario.planned_for(model)
+        return replace(plan, workload=replace(plan.workload, precision="master"))
+
+    return replace(scenario, plan=planned)
+
+
 EARLY = Offload(tier="disk", speculate=True)
 CLIP: dict[str, Any] = {"updates": "after backward"}
 SHARING = changed(shares_memory)
@@ -933,6 +1082,14 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
         asked(factory=partial(ODD, features=UNCOUNTED[1])),
         asked(),
     ),
+    "master weights: pure": (
+        of_masters(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
+        asked(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
+    ),
+    "master weights: AdamW": (
+        of_masters(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
+        of_masters(Persistent()),
+    ),
     "a group that was added late": (
         asked(script=adds_a_group),
         asked(groups=lambda model: [{"params": [each]} for each in model.parameters()]),
@@ -993,24 +1150,137 @@ def keeps_numbers(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
     return found
 
 
-FORWARDS = {
-    "blocks that take turns": (one_of_two, both),
-    "blocks in another order": (either_order, in_order),
-    "blocks in another order: skipped": (either_order, skips_some),
-    "tensors that add up": (keeps_tensors, keeps_numbers),
+def differentiates(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    found = in_order(stack, hidden, step)
+    (force,) = torch.autograd.grad(found.square().mean(), hidden, create_graph=True)
+    return found + force
+
+
+def in_a_thread(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    with ThreadPoolExecutor(1, "blocks") as pool:
+        for block in stack.blocks:
+            hidden = pool.submit(block, hidden).result()
+    return hidden
+
+
+def writes_saved(block: Any, hidden: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+    """Writes to what it has saved for a graph that nobody differentiates."""
+    inner = block.inner(block.norm(hidden))
+    kept = inner.exp()
+    block.__dict__["total"] = kept.sum()
+    (kept.detach().clone() if copy else kept.detach()).mul_(2)
+    return hidden + block.outer(F.gelu(inner))  # type: ignore[no-any-return]
+
+
+def dropped(stack: Any, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    for block in stack.blocks:
+        del block.__dict__["total"]
+    return next_token(stack, hidden, tokens)
+
+
+def scales(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * 0.9 + block.halved(hidden)  # type: ignore[no-any-return]
+
+
+def writes_weight(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        block.inner.weight.mul_(0.999)
+    return Block.forward(block, hidden)
+
+
+def gives_weight(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
+    return in_order(stack, hidden, step) + 1e-3 * stack.blocks[1].norm.weight  # type: ignore[no-any-return]
+
+
+def loss_of_logits(
+    stack: Any, hidden: torch.Tensor, tokens: torch.Tensor, *, use: str = ""
+) -> torch.Tensor:
+    """In float32; `use` says what else is done with logits."""
+    logits = stack.head(hidden)[:, :-1].flatten(0, 1)
+    wide = logits.float()
+    if use == "written before":
+        logits.detach().mul_(2)
+    if use == "read in C++":
+        with torch._C.DisableTorchFunction():
+            wide.mean()
+    loss = F.cross_entropy(wide, tokens[:, 1:].flatten())
+    if use == "written after":
+        logits.detach().mul_(2)
+    return loss + 1e-3 * wide.square().mean() if use == "twice" else loss
+
+
+def in_bfloat16(use: str = "") -> torch.nn.Module:
+    return Stack(depth=2, ends=partial(loss_of_logits, use=use)).bfloat16()
+
+
+def run_by(run: Through) -> Make:
+    return stack(depth=2, run=run)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A model that is refused, the same as the message says, and the plan that refuses it."""
+
+    refused: Hostile
+    mended: Hostile
+    plan: PlanName
+
+
+def changes(before: Make, now: Make, plan: PlanName = "offloaded") -> Followed:
+    """A model that changes when it has been profiled, and is profiled anew."""
+    return Followed(Hostile(now, before=before), Hostile(now), plan)
+
+
+def mends(before: Make, now: Make, plan: PlanName = "mixed") -> Followed:
+    """A model that is changed as the message says."""
+    return Followed(Hostile(before), Hostile(now), plan)
+
+
+MODELS = {
+    "blocks that take turns": mends(run_by(one_of_two), run_by(both)),
+    "blocks in another order": mends(run_by(either_order), run_by(in_order)),
+    "blocks in another order: skipped": mends(run_by(either_order), run_by(skips_some)),
+    "tensors that add up": mends(run_by(keeps_tensors), run_by(keeps_numbers)),
+    "what was saved is written": mends(
+        stack(does(writes_saved), ends=dropped),
+        stack(does(partial(writes_saved, copy=True)), ends=dropped),
+    ),
+    "blocks in another thread": Followed(
+        Hostile(run_by(in_a_thread), before=run_by(in_order)),
+        Hostile(run_by(in_order)),
+        "mixed",
+    ),
+    "a gradient in the forward": mends(run_by(differentiates), run_by(in_order)),
+    "an input is written": changes(stack(does(scales)), stack(does(scales_input)), "recomputed"),
+    "not the same twice": changes(
+        stack(does(Block.forward, calls=int)),
+        stack(does(counts_forwards, calls=int)),
+        "recomputed",
+    ),
+    "a block runs twice": changes(stack(), stack(run=chosen(lambda _: (0, 1, 1, 2, 3)))),
+    "blocks are moved": changes(stack(), stack(run=chosen(lambda _: (0, 2, 1, 3)))),
+    "a weight is written": changes(stack(does(Block.forward)), stack(does(writes_weight))),
+    "a weight is read elsewhere": changes(run_by(in_order), run_by(gives_weight)),
+    "a gradient that comes late": changes(
+        partial(reads_blocks, 9), partial(reads_blocks, 1), "stepped"
+    ),
+    **{
+        f"logits: {use}": changes(in_bfloat16, partial(in_bfloat16, use), "in place")
+        for use in ("twice", "written before", "written after", "read in C++")
+    },
 }
 
 
-def stacked(name: str, *, followed: bool) -> Hostile:
-    return Hostile(partial(Stack, Block, 2, run=FORWARDS[name][followed]))
+def found(name: str, *, followed: bool) -> Hostile:
+    return MODELS[name].mended if followed else MODELS[name].refused
 
 
-@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_profiled_and_trains_when_the_message_is_followed(
     name: str, assert_says: Speaker
 ) -> None:
     before, after = (
-        judged(partial(stacked, followed=followed), name, plans=["mixed"], seed=3)
+        judged(partial(found, followed=followed), name, plans=[MODELS[name].plan], seed=3)
         for followed in (False, True)
     )
     assert [one.kind for one in before] == ["refused"]

@@ -695,8 +695,11 @@ def test_who_asks_for_logits_in_the_forward_gets_them() -> None:
 
 
 def test_logits_are_refused_after_the_forward() -> None:
-    """The head may have left the device by then, or have been updated."""
+    """The head may have left the device, or been updated; in an evaluation they are there."""
     model = Asking()
+    whole = model(**batch())["logits"]
+    with around("8 tiles"), torch.no_grad():
+        assert torch.equal(model(**batch())["logits"], whole)
     with around("8 tiles"):
         output = model(**batch())
     assert output["logits"].shape == (*TOKENS, CLASSES)

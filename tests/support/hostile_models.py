@@ -55,6 +55,7 @@ class Hostile:
     above       bytes that a predicted peak may stand above the measured one; None: any
     above_slots the same of every slot
     optimizer   whose states the profile counts; `factory` where its own would not take the model
+    before      the model that is profiled, where it has changed since
     """
 
     make: Make
@@ -71,6 +72,7 @@ class Hostile:
     batch: Callable[[int], Batch] = batch_of
     workload: Workload = WORKLOAD
     seed: int = 0
+    before: Make | None = None
 
     def build(self) -> nn.Module:
         """The same model every time, in train mode."""

@@ -32,6 +32,7 @@ from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.plan import (
+    STEPPED,
     Keep,
     Offload,
     Persistent,
@@ -64,7 +65,18 @@ NUM_STEPS = 6
 """The last is measured, and is an odd one: steps that take turns are not all the profiled one."""
 PIECE_BYTES = 1 << 15
 
-PlanName = Literal["kept", "offloaded", "recomputed", "mixed", "lite", "mlp", "attn", "swap lite"]
+PlanName = Literal[
+    "kept",
+    "offloaded",
+    "recomputed",
+    "mixed",
+    "lite",
+    "mlp",
+    "attn",
+    "swap lite",
+    "stepped",
+    "in place",
+]
 PLANS: tuple[PlanName, ...] = ("kept", "offloaded", "recomputed", "mixed")
 
 
@@ -168,7 +180,10 @@ class Judge:
             return
         del again
         try:
-            self.profile = profile = profiled(self._subject, self._folder)
+            self.profile = profile = profiled(
+                replace(self._subject, make=self._subject.before or self._subject.make),
+                self._folder,
+            )
         except Exception as error:  # noqa: BLE001
             yield _told("profile", error)
             return
@@ -244,6 +259,11 @@ class Judge:
             case "swap lite":
                 swapped = SwapInput(tier="disk", form="lite")
                 return without_freedom(decided(units, swapped, Persistent()))
+            case "stepped":
+                return without_freedom(decided(units, Keep(), STEPPED))
+            case "in place":
+                kept = decided(units, Keep(), Persistent())
+                return (*kept[:-1], replace(kept[-1], activations=Keep(form="in place")))
             case "mixed":
                 rng = random.Random(self._seed)
                 return without_freedom(mixed(units, rng, "disk", stepped=not self._waits))
@@ -397,7 +417,7 @@ def is_refusal(error: Exception) -> bool:
     where = traceback.extract_tb(error.__traceback__)[-1]
     own = any(part in where.filename for part in ("/protrain_plan/", "/protrain_runtime/"))
     line = linecache.getline(where.filename, where.lineno or 0).strip()
-    return type(error) is RuntimeError and own and line.startswith("raise ")
+    return isinstance(error, RuntimeError) and own and line.startswith("raise ")
 
 
 def first_line(error: Exception) -> str:

@@ -332,10 +332,14 @@ def _cannot(
         )
     elif unit.unit.kind == "part" and not isinstance(decision, Persistent | Offload):
         problem = f"{name} cannot take {phrase!r}: it is a part between blocks, not a block"
-    elif isinstance(decision, Activations) and FORMS[decision.form].leave and not takers:
+    elif (
+        isinstance(decision, Activations)
+        and (leave := FORMS[decision.form].leave)
+        and leave not in implied.profile.allowed
+    ):
         problem = (
             f"{name} cannot take {phrase!r}: it changes what training computes, and is profiled and"
-            f" planned with --allow {FORMS[decision.form].leave} alone"
+            f" planned with --allow {leave} alone"
         )
     elif unit.unit.runs_once and isinstance(decision, Recompute | SwapInput):
         problem = f"{name} cannot take {phrase!r}: {unit.unit.runs_once}"

@@ -102,6 +102,7 @@ def _with_leave(profile: Profile, allow: Sequence[str]) -> Profile:
             replace(unit, forms=tuple(cost for cost in unit.forms if cost.form in allowed))
             for unit in profile.units
         ),
+        allowed=tuple(leave for leave in profile.allowed if leave in allow),
     )
 
 

@@ -90,7 +90,7 @@ class SwappedStorage:
         if self._saved is not None and self._saved._version != self._version:
             raise RuntimeError(
                 "an activation was written in place after it was saved for backward, and the plan"
-                " swaps it: profile the model as it runs now"
+                " swaps it: write to a clone() of it"
             )
 
     def held_elsewhere(self) -> bool:

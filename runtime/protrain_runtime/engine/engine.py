@@ -249,7 +249,8 @@ class Engine:
             return
         raise RuntimeError(
             f"the forward asks for gradients itself (torch.autograd.grad) through {plan.name!r},"
-            " and the plan has taken away what this needs. Profile the model as it runs now"
+            " and the plan has taken away what this needs: leave that out of the forward, or train"
+            " without a plan"
         )
 
     def end_forward(self) -> None:
