@@ -322,18 +322,26 @@ def test_views_that_are_held_in_any_step_have_the_values(
     assert True in lasting and (reader == "model.layers.1" or False in lasting)
 
 
-def test_buffers_last_again_when_autograd_saves_more_than_before(tmp_path: Path) -> None:
-    """Blocks whose weights are frozen at first, as in gradual unfreezing."""
+def unfreezes(run: Run) -> None:
+    """Steps in some of which the blocks' weights are frozen."""
+    layers = run.model.get_submodule("model.layers")
+    for number in range(6):
+        run.model.requires_grad_(True)
+        layers.requires_grad_(number not in {0, 1, 4})
+        run.step(number)
 
-    def script(run: Run) -> None:
-        layers = run.model.get_submodule("model.layers")
-        for number in range(6):
-            run.model.requires_grad_(True)
-            layers.requires_grad_(number not in {0, 1, 4})
-            run.step(number)
 
-    run = on_host(model="llama", script=script).assert_like_plain(tmp_path)
+def test_buffers_last_again_when_others_are_trained(tmp_path: Path) -> None:
+    run = on_host(model="llama", script=unfreezes).assert_like_plain(tmp_path)
     assert all(chunk.lasts for chunk in run.engine._offloaded)
+
+
+@pytest.mark.parametrize("first", [3, 5])
+def test_views_that_are_held_where_autograd_saves_less_have_the_values(
+    first: int, tmp_path: Path
+) -> None:
+    model = replace(CATALOGUE["llama"], change=views_held(first, "model.norm", in_graph=False))
+    on_host(model=model, script=unfreezes).assert_like_plain(tmp_path)
 
 
 # --- state dicts in every order -------------------------------------------------------------------

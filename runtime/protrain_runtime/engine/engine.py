@@ -7,7 +7,7 @@ submit what it produced. A forward without a graph has a pass of its own (`evalu
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -109,7 +109,7 @@ class Engine:
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
         # Those that a step has not been seen to use: see [Note: views for good].
         self._unseen = list(self._offloaded) if backend.resizes else []
-        self._doubted: list[Chunk] = []  # of which a view may be held, since that step
+        self._trained: list[bool] = []  # see `UnchangedModel`
         self._stepped = [chunks[unit] for slot in program.slots for unit in slot.stepped]
         self.consuming = [*self._offloaded, *self._stepped]  # whose gradients the plan uses up
         for chunk in self.consuming:
@@ -164,8 +164,10 @@ class Engine:
             self.end_updates()
         if training:
             self.outside("a training step began")
+            trained = self._trained
             if (unchanged := self.unchanged()) is not None:
                 unchanged.check()
+                trained = unchanged.trained
         if self._state.slot >= 0:
             self._give_up()  # the last forward had no backward, or was cut short
         self._state.settle("a second forward began" if training else "the model was evaluated")
@@ -186,6 +188,9 @@ class Engine:
                 self._state.evaluate(0)
                 self.begin_between()
                 return
+            if trained != self._trained:
+                self._trained = trained
+                self._look_again(self._offloaded)
             for chunk in () if none else self.consuming:
                 chunk.hide_consumed()
             any_may_be_last = not self.updates_in_backward and self._ranks is None
@@ -318,15 +323,13 @@ class Engine:
     def _let_last(self) -> None:
         """Let buffers last of chunks that a step has shown to be used in their slots alone."""
         boundaries = self.boundaries()
-        if not (self._unseen or self._doubted) or boundaries is None:
+        if not self._unseen or boundaries is None:
             return
         skipped = set(boundaries.skipped)
         never = self._passed_on | self._read_early
         for chunk in [chunk for chunk in self._unseen if skipped.isdisjoint(chunk.used_by)]:
             self._unseen.remove(chunk)
             chunk.last(lasts=never.isdisjoint(chunk.used_by))
-        self._unseen += self._doubted
-        self._doubted = []
 
     def _note_held(self, unit: int, released: Sequence[torch.Tensor], *, lasted: bool) -> None:
         """Note that somebody holds what a slot has released, perhaps what `lasted` until now."""
@@ -338,11 +341,13 @@ class Engine:
             return
         # Autograd may hold it, too, and beyond backward what no loss came from: what is held from
         # step to step is found in the next.
-        self._doubted.append(self._chunks[unit])
-        # The units to come may have changed as well: this step looks at them again.
-        for chunk in self._offloaded if slot.forward else ():
-            away = len(chunk.hollow) == len(chunk.groups)
-            if chunk.lasts and away and chunk.used_by[0] > slot.unit:
+        if slot.forward:  # the units to come may have changed as well
+            self._look_again(chunk for chunk in self._offloaded if chunk.used_by[0] > slot.unit)
+
+    def _look_again(self, chunks: Iterable[Chunk]) -> None:
+        """Let this step show who holds views of chunks that it has not used yet."""
+        for chunk in chunks:
+            if chunk.lasts and len(chunk.hollow) == len(chunk.groups):
                 chunk.last(lasts=False)
                 self._unseen.append(chunk)
 

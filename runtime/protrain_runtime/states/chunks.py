@@ -17,9 +17,10 @@ group leaves and allocated when it comes, as FSDP2 does it. What autograd saves 
 again when they are back, so that nothing looks at saved tensors. A first step does without, and
 sees whose views are held beyond their slot, and who is read in backward before its slot has begun:
 their buffers are new ones each time, with places in place of saved tensors. It also counts the
-views that autograd has when a group leaves. Where there are more in a later step, the model may
-hold one, which would read memory that is gone: that buffer is left to whoever has it, and a next
-step is a first one again. Forwards without a graph have new buffers, as code may keep what they
+views that autograd has when a group leaves. Where others are trained, the next step is a first one
+again. Where there are more views or fewer for any other reason, the model may hold one, which would
+read memory that is gone: that buffer is left to whoever has it, and those of its chunk are new ones
+from then on. Forwards without a graph have new buffers, as code may keep what they
 hand out.
 """
 
@@ -503,7 +504,9 @@ class Chunk:
         """Whether others than the chunk and autograd may hold a buffer that lasts."""
         for number, lasting in self.lasting.items():
             held = _num_holders(lasting.handle) - lasting.own
-            if held > (self.saved.get((after, number), 0) if forward else lasting.graph):
+            if forward and held > 0 and held != self.saved.get((after, number), 0):
+                return True
+            if not forward and held > lasting.graph:
                 return True
             if forward:
                 lasting.graph = held
