@@ -268,23 +268,33 @@ def test_buffers_of_weights_that_are_read_elsewhere_do_not_last(tmp_path: Path) 
     assert {chunk.lasts for chunk in run.engine._offloaded} == {True, False}
 
 
-def views_held(first: int, reader: str, *, in_graph: bool) -> Callable[[nn.Module], None]:
-    """A block that keeps a view of a weight from a step on, until somebody else reads it."""
+def views_held(
+    first: int, reader: str, *, in_graph: bool, instead: bool = False
+) -> Callable[[nn.Module], None]:
+    """A block that keeps a view of a weight from a step on, until somebody else reads it.
+
+    `instead` of a view that autograd has kept until then.
+    """
 
     def change(model: nn.Module) -> None:
         block, steps, held = model.get_submodule("model.layers.0"), [0], list[Tensor]()
 
-        def keep(module: nn.Module, *_: object) -> None:
+        def scaled(outputs: Any, by: Tensor) -> Any:
+            return tuple(each * by for each in outputs) if type(outputs) is tuple else outputs * by
+
+        def keep(module: nn.Module, _: object, outputs: Any) -> Any:
             steps[0] += module.training
+            weight = block.get_parameter("mlp.down_proj.weight")
             if steps[0] >= first:
-                weight = block.get_parameter("mlp.down_proj.weight")
-                held[:] = [weight.view(-1) if in_graph else weight.detach().t()]
+                held[:] = [weight.view(-1) if in_graph else weight.detach()]
+            elif instead:
+                return scaled(outputs, weight.t().square().mean())
+            return None
 
         def read(_: nn.Module, _inputs: object, outputs: Any) -> Any:
             if not held:
                 return None
-            by = held.pop().square().mean()
-            return tuple(each * by for each in outputs) if type(outputs) is tuple else outputs * by
+            return scaled(outputs, held.pop().square().mean())
 
         block.register_forward_hook(keep)
         model.get_submodule(reader).register_forward_hook(read)
@@ -342,6 +352,9 @@ def test_views_that_are_held_where_autograd_saves_less_have_the_values(
 ) -> None:
     model = replace(CATALOGUE["llama"], change=views_held(first, "model.norm", in_graph=False))
     on_host(model=model, script=unfreezes).assert_like_plain(tmp_path)
+    change = views_held(first, "model.norm", in_graph=False, instead=True)
+    model = replace(CATALOGUE["llama"], change=change)
+    on_host(model=model, script=Loop(num_steps=6)).assert_like_plain(tmp_path / "instead")
 
 
 # --- state dicts in every order -------------------------------------------------------------------

@@ -107,6 +107,8 @@ class SwappedStorage:
         return held
 
 
+_storage_of: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
 ByPointer = dict[int, ref[SwappedStorage]]
 """By data pointer; the saved tensors own the records."""
 
@@ -166,17 +168,11 @@ class SavedTensors:
     ) -> None:
         self._slot = slot
         self._buffers = {
-            buffer.untyped_storage().data_ptr(): (chunk, group)
+            _storage_of(buffer): (chunk, group)
             for chunk in chunks
             for group, buffer in chunk.buffers.items()
-            if buffer.numel()  # all that are empty have one address
         }
-        lasting = {p for p, (c, group) in self._buffers.items() if group in c.viewing}
-        for pointer in lasting:
-            del self._buffers[pointer]
-        self._lasting = lasting
-        self._views: dict[int, list[ref[object]]] = {pointer: [] for pointer in self._buffers}
-        self._swaps, self._foreign, self._own = swaps, foreign.union(lasting), own
+        self._swaps, self._foreign, self._own = swaps, foreign, own
         self._before: ByPointer = {} if handed_on is None else handed_on
         self.handed_on: ByPointer = {}
         # What autograd lets go of within the forward (the graph of what is detached) is gone here,
@@ -211,27 +207,20 @@ class SavedTensors:
         self._by_pointer.clear()
         return storages
 
-    def count_views(self, unit: int) -> None:
-        """Note how many views of its parameters autograd has of a unit."""
-        for pointer, views in self._views.items():
-            chunk, group = self._buffers[pointer]
-            chunk.note_saved(unit, group, sum(view() is not None for view in views))
-
     def _pack(self, tensor: torch.Tensor) -> Saved:
         if tensor.layout != torch.strided:
             return tensor.detach()  # a sparse one is of several tensors
+        place = self._buffers.get(_storage_of(tensor)) if self._buffers else None
+        if place is not None:
+            if issubclass(type(tensor), nn.Parameter) and place[1] in place[0].viewing:
+                return tensor
+            return partial(_in_chunk, self._slot, *place, Geometry.of(tensor))
+        if not self._swaps:
+            return tensor.detach()  # the tensor itself would hold the graph that holds it
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
-        place = self._buffers.get(pointer)
-        if place is not None:
-            saved = partial(_in_chunk, self._slot, *place, Geometry.of(tensor))
-            if not isinstance(tensor, nn.Parameter):  # of which autograd has itself
-                self._views[pointer].append(ref(saved))
-            return saved
-        if not self._swaps or pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
-            # The tensor itself would hold the graph that holds it, if it is no parameter.
-            own = pointer in self._lasting and isinstance(tensor, nn.Parameter)
-            return tensor if own else tensor.detach()
+        if pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
+            return tensor.detach()
         known = self._by_pointer.get(pointer)
         swapped = None if known is None else known()
         if swapped is None:

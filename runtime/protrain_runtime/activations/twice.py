@@ -54,10 +54,11 @@ class _Slot:
 
 
 def _unpack(slot: Any) -> torch.Tensor:
-    if slot.value is None:
+    value: torch.Tensor | None = slot.value
+    while value is None:  # another model's backward, in another thread, may end runs meanwhile
         slot.run.again()
-    value: torch.Tensor = slot.value
-    slot.value = None  # autograd asks once
+        value = slot.value
+    slot.value = None  # autograd asks once, mostly
     slot.run.unasked -= 1
     return value
 

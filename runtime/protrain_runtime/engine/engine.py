@@ -7,7 +7,7 @@ submit what it produced. A forward without a graph has a pass of its own (`evalu
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -109,7 +109,6 @@ class Engine:
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
         # Those that a step has not been seen to use: see [Note: views for good].
         self._unseen = list(self._offloaded) if backend.resizes else []
-        self._trained: list[bool] = []  # see `UnchangedModel`
         self._stepped = [chunks[unit] for slot in program.slots for unit in slot.stepped]
         self.consuming = [*self._offloaded, *self._stepped]  # whose gradients the plan uses up
         for chunk in self.consuming:
@@ -164,10 +163,8 @@ class Engine:
             self.end_updates()
         if training:
             self.outside("a training step began")
-            trained = self._trained
             if (unchanged := self.unchanged()) is not None:
                 unchanged.check()
-                trained = unchanged.trained
         if self._state.slot >= 0:
             self._give_up()  # the last forward had no backward, or was cut short
         self._state.settle("a second forward began" if training else "the model was evaluated")
@@ -188,9 +185,6 @@ class Engine:
                 self._state.evaluate(0)
                 self.begin_between()
                 return
-            if trained != self._trained:
-                self._trained = trained
-                self._look_again(self._offloaded)
             for chunk in () if none else self.consuming:
                 chunk.hide_consumed()
             any_may_be_last = not self.updates_in_backward and self._ranks is None
@@ -331,25 +325,12 @@ class Engine:
             self._unseen.remove(chunk)
             chunk.last(lasts=never.isdisjoint(chunk.used_by))
 
-    def _note_held(self, unit: int, released: Sequence[torch.Tensor], *, lasted: bool) -> None:
-        """Note that somebody holds what a slot has released, perhaps what `lasted` until now."""
-        slot = self._program.slots[self._state.slot]
-        if not lasted:
-            held = [each.untyped_storage() for each in released if is_held(each)]
-            self._lingering += [(unit, StorageWeakRef(storage)) for storage in held]
-            self._passed_on |= {unit} if held else set()
-            return
-        # Autograd may hold it, too, and beyond backward what no loss came from: what is held from
-        # step to step is found in the next.
-        if slot.forward:  # the units to come may have changed as well
-            self._look_again(chunk for chunk in self._offloaded if chunk.used_by[0] > slot.unit)
-
-    def _look_again(self, chunks: Iterable[Chunk]) -> None:
-        """Let this step show who holds views of chunks that it has not used yet."""
-        for chunk in chunks:
-            if chunk.lasts and len(chunk.hollow) == len(chunk.groups):
-                chunk.last(lasts=False)
-                self._unseen.append(chunk)
+    def _note_held(self, unit: int, released: Sequence[torch.Tensor]) -> None:
+        """Note that the model holds what a slot has released."""
+        held = [each.untyped_storage() for each in released if is_held(each)]
+        self._lingering += [(unit, StorageWeakRef(storage)) for storage in held]
+        if held:
+            self._passed_on.add(unit)
 
     def abort(self) -> None:
         """The model raised, on this rank perhaps alone."""
@@ -707,7 +688,7 @@ class Engine:
         plan, reads = self._plans[slot.unit], self._reads[slot.unit]
         swaps = isinstance(plan.activations, Swap | SwapInput)
         # Autograd saves what leaves the device.
-        if slot.forward and (swaps or any(chunk.saves_places for chunk in reads)):
+        if slot.forward and (swaps or reads):
             own = addresses([inputs[place] for place in plan.own_inputs if place < len(inputs)])
             foreign = self._shared | (addresses(inputs) - own)
             begin = partial(
@@ -752,10 +733,9 @@ class Engine:
             chunk = self._chunks[unit]
             if slot.forward:
                 chunk.refuse_written()
-            lasted = chunk.lasts
-            released = chunk.release(chunk.every_group, after=slot.unit, forward=slot.forward)
+            released = chunk.release(chunk.every_group, looks=chunk.lasts)
             if released:
-                self._note_held(unit, released, lasted=lasted and not chunk.lasts)
+                self._note_held(unit, released)
                 self._moves.buffers.give_up(released)
             del released
         for number in slot.finish:
@@ -799,7 +779,6 @@ class Engine:
         saved, self._saved = self._saved, None
         saved.__exit__()
         unit = self._program.slots[self._state.slot].unit
-        saved.count_views(unit)
         self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
         self._handed_on = saved.handed_on
 

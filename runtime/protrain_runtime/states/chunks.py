@@ -13,15 +13,12 @@ Parameters that no chunk can hold as they are, are refused by name, or left on t
 
 [Note: views for good]
 On an accelerator, parameters stay views of one buffer per group, whose memory is freed when the
-group leaves and allocated when it comes, as FSDP2 does it. What autograd saves of them is right
-again when they are back, so that nothing looks at saved tensors. A first step does without, and
-sees whose views are held beyond their slot, and who is read in backward before its slot has begun:
-their buffers are new ones each time, with places in place of saved tensors. It also counts the
-views that autograd has when a group leaves. Where others are trained, the next step is a first one
-again. Where there are more views or fewer for any other reason, the model may hold one, which would
-read memory that is gone: that buffer is left to whoever has it, and those of its chunk are new ones
-from then on. Forwards without a graph have new buffers, as code may keep what they
-hand out.
+group leaves and allocated when it comes, as FSDP2 does it. Of what autograd saves of them, it has
+the parameters themselves and places of views, so that nobody holds a buffer that has left: where a
+tensor does, it is the model's, and would read memory that is gone. Such buffers are left to whoever
+has them, and those of the chunk are new ones from then on. So are those of a first step, which sees
+who is read in backward before its slot has begun. Forwards without a graph have new buffers, as
+code may keep what they hand out.
 """
 
 import sys
@@ -219,13 +216,11 @@ class Copy:
 class Lasting:
     """The buffer of a group that is used again: see [Note: views for good].
 
-    own    tensors that held its memory when it came, but for those of the graph
-    graph  views that autograd has
+    `own` tensors held its memory when it came: the parameters, and those of kept updates.
     """
 
     buffer: torch.Tensor  # uint8 [group's bytes]
     own: int = 0
-    graph: int = 0
     storage: torch.UntypedStorage = field(init=False)
     handle: int = field(init=False)  # of the storage
 
@@ -258,12 +253,11 @@ class Chunk:
     buffers: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     # The groups whose parameters have their shapes and hold nothing.
     hollow: set[int] = field(default_factory=set[int])
-    # See [Note: views for good]: whether buffers are used again, these, the groups whose parameters
-    # are views of them, and how many views of a group autograd has after a unit's forward.
+    # See [Note: views for good]: whether buffers are used again, these, and the groups whose
+    # parameters are views of them.
     lasts: bool = False
     lasting: dict[int, Lasting] = field(default_factory=dict[int, Lasting])
     viewing: set[int] = field(default_factory=set[int])
-    saved: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     # By group, its parameters, and where they are while they are not on the device.
     places: dict[int, list[tuple[nn.Parameter, Elsewhere]]] = field(
         default_factory=dict[int, list[tuple[nn.Parameter, Elsewhere]]]
@@ -418,11 +412,6 @@ class Chunk:
         self.lasting.clear()
         self.viewing.clear()
 
-    @property
-    def saves_places(self) -> bool:
-        """Whether what autograd saves of these parameters may have gone when backward reads it."""
-        return len(self.viewing) < len(self.groups)
-
     def bind(self, groups: Iterable[int]) -> None:
         """Let the parameters of these groups be views of their buffers."""
         for number in groups:
@@ -439,7 +428,7 @@ class Chunk:
                 continue
             if lasting is not None:
                 self.viewing.add(number)
-                lasting.own = _num_holders(lasting.handle) - lasting.graph
+                lasting.own = _num_holders(lasting.handle)
             self.hollow.discard(number)
 
     def _view(self, number: int, buffer: torch.Tensor) -> None:
@@ -474,18 +463,14 @@ class Chunk:
             values=partial(self._copy, part),
         )
 
-    def release(
-        self, groups: Collection[int], *, after: int | None = None, forward: bool = False
-    ) -> list[torch.Tensor]:
+    def release(self, groups: Collection[int], *, looks: bool = False) -> list[torch.Tensor]:
         """Take the buffers of these groups from the model: those that do not last are returned.
 
-        `after` the slot of a unit, buffers that somebody may hold last no longer.
+        With `looks`, those that somebody holds last no longer.
         """
-        held = after is not None and self.lasts and self._is_held(after, forward=forward)
-        lasting = {} if held else self.lasting
-        if after is None:
-            for each in lasting.values():
-                each.graph = 0
+        lasting = self.lasting
+        if looks and any(_num_holders(one.handle) > one.own for one in lasting.values()):
+            lasting = {}
         released: list[torch.Tensor] = []
         for number in groups:
             self.unbind((number,))
@@ -496,28 +481,9 @@ class Chunk:
                 lasting[number].storage.resize_(0)
             else:
                 released.append(buffer)
-        if held:
+        if lasting is not self.lasting:
             self.last(lasts=False)
         return released
-
-    def _is_held(self, after: int, *, forward: bool) -> bool:
-        """Whether others than the chunk and autograd may hold a buffer that lasts."""
-        for number, lasting in self.lasting.items():
-            held = _num_holders(lasting.handle) - lasting.own
-            if forward and held > 0 and held != self.saved.get((after, number), 0):
-                return True
-            if not forward and held > lasting.graph:
-                return True
-            if forward:
-                lasting.graph = held
-            elif after == self.used_by[0]:
-                lasting.graph = 0  # but for parts that no loss came from
-        return False
-
-    def note_saved(self, unit: int, group: int, count: int) -> None:
-        """Autograd has saved so many views of a group in a unit's forward."""
-        before = [each for each in self.used_by if each < unit][-1:]
-        self.saved[unit, group] = count + sum(self.saved.get((each, group), 0) for each in before)
 
     def _copy(self, part: Slice) -> torch.Tensor:
         """The values on its device of a parameter that is away.  # part.dtype [part.shape]"""

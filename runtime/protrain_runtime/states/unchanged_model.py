@@ -68,7 +68,6 @@ class UnchangedModel:
     """Compares the model's parameters with those that the plan has placed."""
 
     def __init__(self, model: nn.Module, chunks: Sequence[Chunk]) -> None:
-        self.trained: list[bool] = []  # of the parameters, in the step that was last begun
         parts = {part.parameter: part for chunk in chunks for part in chunk.slices}
         self._places = [
             (module._parameters, name, parts[parameter])
@@ -99,4 +98,3 @@ class UnchangedModel:
                 else:
                     continue
                 raise RuntimeError(f"{part.name!r} {what}{_BY}{_FIX}")
-            self.trained = [part.parameter.requires_grad for _, _, part in self._places]
