@@ -66,8 +66,8 @@ def _unpack(slot: Any) -> torch.Tensor:
 def end_runs() -> None:
     """Free what second runs have saved, and no backward has asked for: that of a unit is over."""
     while RAN:
-        run = RAN.pop()
-        if run.unasked:
+        run = RAN.pop()()
+        if run is not None and run.unasked:
             run.clear()
 
 
@@ -107,7 +107,7 @@ class _Run:
 
     def again(self) -> None:
         """Fill the places that autograd still has."""
-        RAN.append(self)
+        RAN.append(ref(self))
         saved = iter(self._saved.grad_fn.saved_tensors)
         inputs = [next(saved) if each is None else each for each in self._inputs]
         places = iter(self._slots)
@@ -168,7 +168,7 @@ class _Run:
                     devices.set_random_state(where, state)
 
 
-RAN: list[_Run] = []
+RAN: list[ref[_Run]] = []
 """Runs that backward has asked for again in this unit."""
 
 
