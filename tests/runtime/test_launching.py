@@ -9,8 +9,8 @@ from tests.support import launching
 MOST = {
     "E": {"python": 648, "torch": 143, "lanes": 0},
     "S": {"python": 409, "torch": 236, "lanes": 0},
-    "O": {"python": 381, "torch": 208, "lanes": 40},
-    "D": {"python": 594, "torch": 250, "lanes": 0},
+    "O": {"python": 375, "torch": 204, "lanes": 40},
+    "D": {"python": 588, "torch": 247, "lanes": 0},
     "F": {"python": 626, "torch": 380, "lanes": 40},
 }
 """Per block and step, by plan (`launching.PLANS`): functions of Python and of torch that the thread

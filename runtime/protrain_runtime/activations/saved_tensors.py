@@ -212,6 +212,7 @@ class SavedTensors:
             return tensor.detach()  # a sparse one is of several tensors
         place = self._buffers.get(_storage_of(tensor)) if self._buffers else None
         if place is not None:
+            # Asked of its class, since parameters have an `isinstance` of their own.
             if issubclass(type(tensor), nn.Parameter) and place[1] in place[0].viewing:
                 return tensor
             return partial(_in_chunk, self._slot, *place, Geometry.of(tensor))

@@ -689,8 +689,10 @@ class Engine:
         swaps = isinstance(plan.activations, Swap | SwapInput)
         # Autograd saves what leaves the device.
         if slot.forward and (swaps or reads):
-            own = addresses([inputs[place] for place in plan.own_inputs if place < len(inputs)])
-            foreign = self._shared | (addresses(inputs) - own)
+            own = foreign = frozenset[int]()
+            if swaps:
+                own = addresses([inputs[place] for place in plan.own_inputs if place < len(inputs)])
+                foreign = self._shared | (addresses(inputs) - own)
             begin = partial(
                 _while_alive, WeakMethod(self.begin_backward), lambda _: None, slot.unit
             )

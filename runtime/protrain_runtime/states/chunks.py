@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, ChunkSize, pieces_in
 from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
+from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.quantized import refuse_quantized
@@ -53,8 +54,6 @@ from protrain_runtime.states.stand_ins import (
     send_away,
 )
 from protrain_runtime.states.update_rules import StateRule, UpdateRule, UpdateRules
-
-_num_holders: Callable[[int], int] = torch._C._storage_Use_Count
 
 ALIGNMENT = HOST_ALIGNMENT_BYTES
 """Every parameter starts at a multiple of what the CPU allocator aligns tensors to, so that kernels
@@ -212,21 +211,11 @@ class Copy:
         return [layout for layout in self.states if part.name in layout.starts]
 
 
-@dataclass(slots=True)
-class Lasting:
-    """The buffer of a group that is used again: see [Note: views for good].
-
-    `own` tensors held its memory when it came: the parameters, and those of kept updates.
-    """
+class Lasting(NamedTuple):
+    """The buffer of a group that is used again: see [Note: views for good]."""
 
     buffer: torch.Tensor  # uint8 [group's bytes]
-    own: int = 0
-    storage: torch.UntypedStorage = field(init=False)
-    handle: int = field(init=False)  # of the storage
-
-    def __post_init__(self) -> None:
-        self.storage = self.buffer.untyped_storage()
-        self.handle = self.storage._cdata
+    storage: torch.UntypedStorage
 
 
 @dataclass(slots=True)
@@ -253,11 +242,12 @@ class Chunk:
     buffers: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     # The groups whose parameters have their shapes and hold nothing.
     hollow: set[int] = field(default_factory=set[int])
-    # See [Note: views for good]: whether buffers are used again, these, and the groups whose
-    # parameters are views of them.
+    # See [Note: views for good]: whether buffers are used again, these, the groups whose parameters
+    # are views of them, and how many tensors held each when it came: parameters and kept updates.
     lasts: bool = False
     lasting: dict[int, Lasting] = field(default_factory=dict[int, Lasting])
     viewing: set[int] = field(default_factory=set[int])
+    holders: dict[int, int] = field(default_factory=dict[int, int])
     # By group, its parameters, and where they are while they are not on the device.
     places: dict[int, list[tuple[nn.Parameter, Elsewhere]]] = field(
         default_factory=dict[int, list[tuple[nn.Parameter, Elsewhere]]]
@@ -402,7 +392,7 @@ class Chunk:
             known.storage.resize_(size)
         else:
             buffer = empty(size)
-            self.lasting[number] = Lasting(buffer)
+            self.lasting[number] = Lasting(buffer, buffer.untyped_storage())
         self.buffers[number] = buffer
         return buffer
 
@@ -416,9 +406,8 @@ class Chunk:
         """Let the parameters of these groups be views of their buffers."""
         for number in groups:
             buffer, lasting = self.buffers[number], self.lasting.get(number)
-            if lasting is not None and buffer is not lasting.buffer:
-                lasting = None
-            if lasting is None or number not in self.viewing:
+            lasts = lasting is not None and buffer is lasting.buffer
+            if not (lasts and number in self.viewing):
                 self._view(number, buffer)
             elif number in self.hollow:
                 come_back(*[parameter for parameter, _ in self.places[number]])
@@ -426,9 +415,9 @@ class Chunk:
                     self.versions[part.name] = part.parameter._version
             else:
                 continue
-            if lasting is not None:
+            if lasting is not None and lasts:
                 self.viewing.add(number)
-                lasting.own = _num_holders(lasting.handle)
+                self.holders[number] = num_holders(lasting.storage)
             self.hollow.discard(number)
 
     def _view(self, number: int, buffer: torch.Tensor) -> None:
@@ -468,20 +457,22 @@ class Chunk:
 
         With `looks`, those that somebody holds last no longer.
         """
-        lasting = self.lasting
-        if looks and any(_num_holders(one.handle) > one.own for one in lasting.values()):
-            lasting = {}
+        held = looks and any(
+            num_holders(lasting.storage) > self.holders.get(number, sys.maxsize)
+            for number, lasting in self.lasting.items()
+        )
         released: list[torch.Tensor] = []
         for number in groups:
             self.unbind((number,))
             buffer = self.buffers.pop(number, None)
             if buffer is None:
                 continue
-            if number in lasting and buffer is lasting[number].buffer:
-                lasting[number].storage.resize_(0)
+            lasting = self.lasting.get(number)
+            if lasting is not None and buffer is lasting.buffer and not held:
+                lasting.storage.resize_(0)
             else:
                 released.append(buffer)
-        if lasting is not self.lasting:
+        if held:
             self.last(lasts=False)
         return released
 
