@@ -244,6 +244,14 @@ def writes_state_before(run: Run) -> None:
     run.step(1)
 
 
+def differentiable_gradients(run: Run) -> None:
+    for number in range(3):
+        loss = run.loss(number)
+        loss.backward(create_graph=True)
+        run.seen.append(loss.detach())
+        run.update()
+
+
 def gradients_of_some(run: Run) -> None:
     run.step(0)
     run.loss(1).backward(inputs=[*run.model.parameters()][:3])
@@ -697,6 +705,9 @@ FIXES = {
     "a conversion": Fix(refused=converts, loop=converts_restored),
     "replaced gradients": Fix(refused=freezes_late, clip=True),
     "state in a step: before": Fix(refused=uses_state_inside, loop=uses_state_before),
+    "gradients with a graph": Fix(
+        refused=differentiable_gradients, loop=lambda run: run.step(0, 1, 2)
+    ),
     "gradients of some": Fix(refused=gradients_of_some, loop=others_frozen),
     "gradients of one": Fix(refused=returned_gradients, loop=standing_gradient, clip=True),
     "a look at what is away": Fix(refused=looks_between, loop=looks_between_inside, clip=True),
@@ -1250,6 +1261,7 @@ MODELS = {
         Hostile(run_by(in_order)),
         "mixed",
     ),
+    "blocks in another thread from the start": mends(run_by(in_a_thread), run_by(in_order)),
     "a gradient in the forward": mends(run_by(differentiates), run_by(in_order)),
     "an input is written": changes(stack(does(scales)), stack(does(scales_input)), "recomputed"),
     "not the same twice": changes(

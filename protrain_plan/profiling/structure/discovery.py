@@ -13,6 +13,7 @@ import hashlib
 import random
 import re
 import sys
+import threading
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -206,6 +207,7 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         self.asks = self.by_values = False
         self._paths = {module: path for path, module in model.named_modules()}
         self._clock = 0
+        self._thread = threading.get_ident()
         self._begun: dict[nn.Module, list[int]] = defaultdict(list)
         self._inside: list[str] = []  # the paths of the modules that run
         # Parameters by the storage they live in; several may share a flat one. An identity, not
@@ -221,6 +223,12 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
 
     def begin(self, module: nn.Module, *_: object) -> None:
         """A module's forward begins: a hook of every module."""
+        if threading.get_ident() != self._thread:
+            raise ProtrainError(
+                f"{self._paths[module]} was called in thread '{threading.current_thread().name}'"
+                " while the model's forward runs in another: a plan moves what one thread uses",
+                fix="call blocks in the thread that calls the model",
+            )
         self._begun[module].append(self._tick())
         self._inside.append(self._paths[module])
         whereabouts.in_module(self._inside[-1])

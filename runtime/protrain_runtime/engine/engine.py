@@ -286,9 +286,11 @@ class Engine:
             if held and self.refuses_views:
                 name = self._plans[held[0]].name
                 raise RuntimeError(
-                    f"the model keeps a view of parameters of {name!r} from step to step (in an"
-                    " attribute or a list), and the plan takes them off the device, so that it"
-                    f' would have old values: keep none, or plan with --pin "{name}: persistent"'
+                    f"a view of parameters of {name!r} is kept from step to step (in an attribute,"
+                    " a list, the graph of an output that is kept, or that of gradients), and the"
+                    " plan takes them off the device, so that it would have old values: keep none,"
+                    " detach() outputs, leave create_graph=True out, or plan with"
+                    f' --pin "{name}: persistent"'
                 )
             self._let_last()
             self._state.end_backward()
