@@ -43,7 +43,7 @@ def in_form(block: Block, form: Form) -> Block:
     return cast(Block, code_in_form(form, block, nn.Module()))
 
 
-def trained(block: Block, parameters: list[Tensor], after: Block) -> list[Tensor]:
+def trained(block: Block, parameters: list[Tensor], after: Block = torch.sin) -> list[Tensor]:
     """The loss and all gradients of the block with `after` behind it, and the random state."""
     torch.manual_seed(5)
     given = hidden()
@@ -366,6 +366,38 @@ def test_a_second_backward_and_another_computation_are_refused(assert_says: Spea
     with pytest.raises(RuntimeError) as caught:
         loss.backward()
     assert_says(caught.value)
+
+
+class Squares(torch.autograd.Function):
+    """Reads what it has saved once, or twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.times = times
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        factor = sum(ctx.saved_tensors[0] for _ in range(ctx.times)) * (2 / ctx.times)
+        return gradient * factor, None
+
+
+def test_a_function_of_a_block_in_parts_reads_what_it_saved_once(assert_says: Speaker) -> None:
+    """As the refusal says; in a block that is recomputed as a whole it may read it twice."""
+    inner, parameters = transformer(kernel)
+
+    def gradients(times: int, form: Form | None) -> list[Tensor]:
+        def block(given: Tensor) -> Tensor:
+            return Squares.apply(inner(given), times)  # type: ignore[no-any-return,no-untyped-call]
+
+        return trained(in_form(block, form) if form else block, parameters)
+
+    with pytest.raises(RuntimeError) as caught:
+        gradients(2, "lite")
+    assert_says(caught.value)
+    for times, form in ((1, "lite"), (2, "full")):
+        assert all(map(torch.equal, gradients(times, form), gradients(times, None)))
 
 
 # --- compiled blocks, and what profiles say -------------------------------------------------------

@@ -326,7 +326,9 @@ class _Replaying(_Mode):
         if self._outputs is None:
             raise RuntimeError(
                 "a block that is recomputed in part was recomputed before its forward had ended, or"
-                " a second time: what it keeps is there for one backward"
+                " a second time: what it keeps is there for one backward. Call backward() once"
+                " after the forward, and read ctx.saved_tensors once in functions of your own; or"
+                ' plan with --pin "BLOCK: recompute"'
             )
         outputs, self._outputs = self._outputs, None
         saved, self._saved = self._saved, None
