@@ -1,7 +1,9 @@
 """When each move of a programme starts and ends, with a profile's durations.
 
 An event-driven run: compute and every lane progress at a rate that depends on what else runs (see
-`rates`). Between events all rates are constant, so the result is exact for this model.
+`rates`). Between events all rates are constant, so the result is exact for this model. The thread
+that launches an accelerator's work has a clock of its own: it runs ahead, and the device waits for
+it where it does not.
 
 Where steps overlap, they run until one leaves to the next what it found itself: that step repeats.
 """
@@ -10,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import add
 from typing import Literal
 
 from protrain_plan.simulation.rates import rates
@@ -100,40 +103,35 @@ def _work(program: BoundProgram) -> list[float]:
 
 def slot_seconds(program: BoundProgram) -> list[float]:
     """Compute seconds of every slot, recomputation and updates in backward included."""
-    options = program.activations
+    costs = [option.cost for option in program.activations]
     return [
-        (options[slot.unit].forward_s if slot.forward else options[slot.unit].backward_s)
+        (costs[slot.unit].forward_s if slot.forward else costs[slot.unit].backward_s)
         + sum(program.states[unit].device_s for unit in slot.stepped)
         for slot in program.slots
     ]
 
 
-def occupied_seconds(program: BoundProgram) -> list[float]:
-    """Seconds of every slot with its moves, and of the device's update.
+def occupied_seconds(program: BoundProgram) -> tuple[list[float], list[float]]:
+    """Seconds of every slot, and of the device's update: of compute, and of who launches it.
 
-    One thread launches compute, submits moves and ends them (counted where a move is submitted:
-    its end is seen at a later boundary). An accelerator computes meanwhile, and a slot takes the
-    longer of both: an update in backward is launched in about the time of a move. A processor
-    computes in that thread.
+    One thread launches an accelerator's work, submits moves and ends them (counted where a move is
+    submitted: its end is seen at a later boundary); an update in backward is launched in about the
+    time of a move. A processor computes in that thread, so that nothing is launched.
     """
-    hardware, costs = program.profile.hardware, [option.cost for option in program.activations]
+    move_s, costs = program.profile.hardware.move_s, [each.cost for each in program.activations]
     update_s = device_update_seconds(program) if program.updating else 0.0
     computing = [*slot_seconds(program), update_s]
-    launching = computing
-    if is_accelerator(hardware.device.kind):
-        launching = [
-            costs[slot.unit].forward_launch_s
-            if slot.forward
-            else costs[slot.unit].backward_launch_s + len(slot.stepped) * hardware.move_s
-            for slot in program.slots
-        ]
-        launching.append(0.0)
-    handled = [len(slot.submit) + len(slot.finish) for slot in program.slots]
-    handled.append(len(program.last))
-    return [
-        max(device, host + count * hardware.move_s)
-        for device, host, count in zip(computing, launching, handled, strict=True)
+    handling = [move_s * (len(slot.submit) + len(slot.finish)) for slot in program.slots]
+    handling.append(move_s * len(program.last))
+    if not is_accelerator(program.device):
+        return list(map(add, computing, handling)), [0.0] * len(computing)
+    launching = [
+        costs[slot.unit].forward_launch_s
+        if slot.forward
+        else costs[slot.unit].backward_launch_s + len(slot.stepped) * move_s
+        for slot in program.slots
     ]
+    return computing, list(map(add, [*launching, 0.0], handling))
 
 
 def device_update_seconds(program: BoundProgram) -> float:
@@ -223,7 +221,8 @@ class _Simulation:
         self.first = 0  # the number of the running step's first move
         # What a step does not wait for at its end, counted from its first move.
         self.runs_on = program.running_on
-        self.compute_work = occupied_seconds(program)
+        self.compute_work, self.launch_work = occupied_seconds(program)
+        self.launched = 0.0  # when the thread that launches has launched the last slot
         self.lanes = sorted({move.lane for move in moves}, key=str)
         numbers = {lane: number for number, lane in enumerate(self.lanes)}
         self.lane_of = [numbers[move.lane] for move in moves]
@@ -295,6 +294,7 @@ class _Simulation:
 
     def _step(self) -> None:
         """From the first slot to the end of the last move, but for what runs on."""
+        self.launched = self.now
         for index, slot in enumerate(self.program.slots):
             if slot.drained_before and self.first:
                 self._wait(slot.drained_before, index, "drain", before=True)
@@ -304,7 +304,7 @@ class _Simulation:
                 self._submit(slot.submit)
             if slot.ready:
                 self._wait(slot.ready, index, "fetch")
-            self._compute(self.compute_work[index])
+            self._compute(index)
             if slot.finish:
                 self._submit(slot.finish)
         if self.program.reduced:
@@ -315,8 +315,9 @@ class _Simulation:
             others = self.program.speculative.union(self.program.last)
             before = [number for number in moves if number not in others]
             self._wait(before, len(self.program.slots), "drain")
+            self.launched = max(self.launched, self.now)
             self._submit(self.program.last)
-        self._compute(self.compute_work[-1])
+        self._compute(-1)
         ends = [number for number in moves if number not in self.runs_on]
         self._wait(ends if self.runs_on else moves, len(self.program.slots) + 1, "end")
 
@@ -368,13 +369,17 @@ class _Simulation:
             awaited = [first + number for number in moves] if first else moves
             self.waited.append((slot, reason, awaited, self.now - since))
 
-    def _compute(self, seconds: float) -> None:
-        start, left = self.now, seconds
+    def _compute(self, slot: int) -> None:
+        """The device computes what has been launched: no slot ends before its last launch."""
+        start, left = self.now, self.compute_work[slot]
         while left > 0:
             left = self._advance(left)
+        self.launched += self.launch_work[slot]
+        while self.now < self.launched:
+            self._advance(None, self.launched)
         self.spent.append((start, self.now))
 
-    def _advance(self, compute_left: float | None) -> float:
+    def _advance(self, compute_left: float | None, until: float = _NEVER) -> float:
         """To the next event; returns the compute work that is left then."""
         known = self.waiting_rates if compute_left is None else self.computing_rates
         found = known.get(self.bits)
@@ -386,7 +391,7 @@ class _Simulation:
             found = known[self.bits] = compute, tuple(zip(running, of_lanes, strict=True))
         compute, lanes = found
         left = self.left
-        step = _NEVER if compute_left is None else compute_left / compute
+        step = until - self.now if compute_left is None else compute_left / compute
         for lane, rate in lanes:
             until_end = left[lane] / rate
             if until_end < step:

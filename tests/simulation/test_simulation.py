@@ -225,7 +225,7 @@ def test_what_the_runtime_itself_costs_is_time_of_compute_and_of_the_update_lane
     assert found["update 0 @3 [0:500000000]"] == [13, 13.75]
 
 
-def test_a_slot_of_an_accelerator_takes_the_longer_of_computing_and_launching() -> None:
+def test_an_accelerator_waits_where_its_launches_fall_behind() -> None:
     """Half a second of launches in forward and 2.5 in backward, and a second for each move."""
     profile = two_units(replace(machine(), move_s=1.0))
     units = []
@@ -233,10 +233,12 @@ def test_a_slot_of_an_accelerator_takes_the_longer_of_computing_and_launching() 
         each = (replace(cost, forward_launch_s=0.5, backward_launch_s=2.5) for cost in one.forms)
         units.append(replace(one, forms=tuple(each)))
     found = times(program_of(OFFLOADED, PLAIN, profile=replace(profile, units=tuple(units))))
-    assert found["forward 0"] == [1, 2.5]  # launches and a fetch, longer than the device's second
-    assert found["forward 1"] == [2.5, 3.5]  # as long as it computes
-    assert found["backward 1"] == [3.5, 6]
-    assert found["backward 0"] == [7, 12.5]  # with a fetch, gradients and an update
+    # By the thread: a fetch and the launches of forward 0 until 1.5, of forward 1 until 2, of
+    # backward 1 until 4.5, and of backward 0, with a fetch, gradients and an update, until 10.
+    assert found["forward 0"] == [1, 2]  # after its fetch
+    assert found["forward 1"] == [2, 3]  # as long as it computes: the thread is ahead
+    assert found["backward 1"] == [3, 5]
+    assert found["backward 0"] == [6, 10]
 
 
 @pytest.mark.parametrize(("lead", "period"), [(1, 9.2), (0, 10.2)])

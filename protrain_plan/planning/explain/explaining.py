@@ -28,7 +28,7 @@ from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.implications import ActivationOption, StateOption
 from protrain_runtime.contract.program.memory import evaluation_bytes
-from protrain_runtime.contract.program.program import slot_words, unit_words
+from protrain_runtime.contract.program.program import LAUNCHES, slot_words, unit_words
 from protrain_runtime.contract.records.decisions import WORDINGS
 from protrain_runtime.contract.records.folding import fold, runs
 from protrain_runtime.contract.records.plan import STEPPED, Keep, Persistent, Plan, StateTier
@@ -65,7 +65,7 @@ Kind = Literal["activations", "states"]
 class LaneLimit:
     """A lane's share of the step's time. See [Note: shares]."""
 
-    resource: str  # "compute", "update", or a lane: "fetch host"
+    resource: str  # "compute", "launch", "update", or a lane: "fetch host"
     share: float
 
 
@@ -314,6 +314,8 @@ def _shares(model: Fluid) -> dict[str, float]:
                 lane = lanes.get(variable.name)
             elif kind.startswith("compute_"):  # of which updates on the device take turns
                 lane = "compute" if variable.name in decisions else lanes.get(variable.name)
+            elif kind == "launches" and variable.name in decisions:
+                lane = LAUNCHES
             elif "updates_" in kind and variable.name in decisions:
                 lane = "update on device" if kind.startswith("device_") else "update"
             elif kind.startswith("tail_"):
@@ -439,7 +441,8 @@ class _Explainer:
         seconds = self.problem.lane_seconds
         if isinstance(option, ActivationOption):
             moved = seconds.moved_activations(option)
-            return _Burden(option.forward_s + option.backward_s, sum(moved.values()), 0.0)
+            computed = option.cost.forward_s + option.cost.backward_s
+            return _Burden(computed, sum(moved.values()), 0.0)
         moved_s, update_s = sum(seconds.moved_states(option).values()), option.update_s
         if option.updated_on_device:  # beside compute, in turns
             return _Burden(update_s, moved_s, 0.0)

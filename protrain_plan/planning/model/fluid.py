@@ -48,6 +48,7 @@ from protrain_plan.planning.model.decision_model import EQ, GE, LE, DecisionMode
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.simulation.rates import contention, crossing, rates
 from protrain_runtime.contract.program.program import NETWORK, UPDATE_ON_DEVICE, UPDATES, Way
+from protrain_runtime.contract.records.hardware import is_accelerator
 
 
 class Chain(NamedTuple):
@@ -128,6 +129,7 @@ class ForwardBackward:
         self._add_balances()
         self._add_lanes()
         self._add_compute()
+        self._add_launches()
         if updating:
             self._add_chains()
         self._add_limits(static)
@@ -345,8 +347,8 @@ class ForwardBackward:
         seconds: list[Terms] = [[] for _ in range(self.last + 1)]
         for unit, activation, x in self.model.each_activation():
             forward, backward = self.window_of[unit], self.window_of[self.model.end - 1 - unit]
-            seconds[forward].append((x, activation.forward_s / self.second_unit))
-            seconds[backward].append((x, activation.backward_s / self.second_unit))
+            seconds[forward].append((x, activation.cost.forward_s / self.second_unit))
+            seconds[backward].append((x, activation.cost.backward_s / self.second_unit))
         for _, state, y in self.model.each_state():
             if state.device_s and self.updating:
                 step = self.window_of[state.step_slot]
@@ -391,6 +393,15 @@ class ForwardBackward:
                 ]
                 row = f"beside_together_{name}_{self.name(t)}"
                 self.row(row, [*terms, (self.compute[t], -1.0)], LE)
+
+    def _add_launches(self) -> None:
+        """One thread launches all of the phase, during stalls and compute."""
+        launches = [
+            (x, (option.cost.forward_launch_s + option.cost.backward_launch_s) / self.second_unit)
+            for _, option, x in self.model.each_activation()
+        ]
+        if is_accelerator(self.hardware.device.kind):
+            self.row("launches", [*launches, *((v, -f) for v, f in self.seconds())], LE)
 
     def _add_chains(self) -> None:
         """Updates run in the order of backward, and a piece is read, updated, then written."""
@@ -601,7 +612,7 @@ class Fluid(DecisionModel):
         self.windows = windows(problem.count, window)
         self.window_of = {t: w for w, slots in enumerate(self.windows) for t in slots}
         self.second_unit = sum(
-            min(o.forward_s + o.backward_s for o in options.activations)
+            min(o.cost.forward_s + o.cost.backward_s for o in options.activations)
             for options in problem.options
         )
         static = self.add_memory()

@@ -29,7 +29,7 @@ from protrain_runtime.contract.program.implications import (
     tier_staging_bytes,
 )
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import COMPUTE, NETWORK, UPDATES, Lane, Way
+from protrain_runtime.contract.program.program import COMPUTE, LAUNCHES, NETWORK, UPDATES, Lane, Way
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms
 from protrain_runtime.contract.records.hardware import Hardware, Tier, TierName, is_accelerator
@@ -176,7 +176,7 @@ class Network(NamedTuple):
 
 
 Work = dict[Way | Lane | str, float]
-"""Seconds by the way of lanes, `COMPUTE`, or the lane of states."""
+"""Seconds by the way of lanes, `COMPUTE`, `LAUNCHES`, or the lane of states."""
 
 
 class LaneSeconds:
@@ -195,7 +195,7 @@ class LaneSeconds:
         self.scatters = self.times if settings.adds_shards else 1.0
         self.network = Network.of(hardware, settings)
         self.per_byte: dict[Way, float] = {}
-        self.lanes: list[Way | Lane | str] = [COMPUTE, UPDATES, NETWORK]
+        self.lanes: list[Way | Lane | str] = [COMPUTE, LAUNCHES, UPDATES, NETWORK]
         for tier in hardware.tiers:
             name, link = tier.name, tier.link
             self.per_byte[Way(name, True)] = 1 / link.read_bytes_per_s
@@ -214,10 +214,12 @@ class LaneSeconds:
 
     def of_activations(self, option: ActivationOption, *, last: bool) -> Work:
         """Seconds of each lane for a decision; `last` where its backward is the first."""
-        both = option.forward_s + option.backward_s
-        first = (self.times - 1) * both + option.forward_s + option.backward_s * last
+        cost = option.cost
+        both = cost.forward_s + cost.backward_s
+        first = (self.times - 1) * both + cost.forward_s + cost.backward_s * last
         first *= not self.overlap
         seconds: Work = {COMPUTE: self.times * both, UPDATES: first}
+        seconds[LAUNCHES] = self.times * (cost.forward_launch_s + cost.backward_launch_s)
         seconds |= {lane: first for lane in self.lanes if isinstance(lane, Lane)}
         return seconds | self.moved_activations(option)
 
@@ -395,7 +397,7 @@ class Problem:
     def compute_seconds(self) -> float:
         """The least compute of any plan, over all micro-batches: a bound that needs no search."""
         both = (
-            min(option.forward_s + option.backward_s for option in options.activations)
+            min(o.cost.forward_s + o.cost.backward_s for o in options.activations)
             for options in self.options
         )
         return self.settings.micro_batches * sum(both) * (1 - SAFE)

@@ -185,7 +185,7 @@ class Pacer:
                     unit, unit, True, out.bytes, 0, out.pieces, out.held_pieces, (go,), False
                 ),
             )
-        compute = ((unit, option.forward_s), (served, option.backward_s))
+        compute = ((unit, option.cost.forward_s), (served, option.cost.backward_s))
         return _Option(compute, arrivals, departures, None)
 
     def _of_states(self, unit: int, option: StateOption) -> _Option:

@@ -202,11 +202,7 @@ class Pipeline:
 def _sums(units: Sequence[Unit], forward: float, backward: float) -> list[float]:
     """Sums over the units up to each of the least `forward` F + `backward` B of their forms."""
     least = (
-        min(
-            forward * max(cost.forward_s, cost.forward_launch_s)
-            + backward * max(cost.backward_s, cost.backward_launch_s)
-            for cost in unit.forms
-        )
+        min(forward * cost.forward_s + backward * cost.backward_s for cost in unit.forms)
         for unit in units
     )
     return list(accumulate(least, initial=0.0))

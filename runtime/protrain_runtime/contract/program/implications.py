@@ -148,14 +148,6 @@ class ActivationOption:
     swap_out: Leaving | None = None
     tier_bytes: dict[TierName, int] = field(default_factory=dict[TierName, int])
 
-    @property
-    def forward_s(self) -> float:
-        return max(self.cost.forward_s, self.cost.forward_launch_s)
-
-    @property
-    def backward_s(self) -> float:
-        return max(self.cost.backward_s, self.cost.backward_launch_s)
-
 
 @dataclass(frozen=True, slots=True)
 class StateOption:

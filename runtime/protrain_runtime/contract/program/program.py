@@ -102,6 +102,9 @@ tenth."""
 COMPUTE = "compute"
 """Name of the lane on which slots run; moves have the others."""
 
+LAUNCHES = "launch"
+"""Name of the thread that launches an accelerator's work, where its seconds are counted."""
+
 
 class Way(NamedTuple):
     """A resource of lanes: a direction of a link, the device, the host's optimizer, the network."""
