@@ -79,8 +79,8 @@ def check(
 ) -> None:
     """Hold plans against budgets, their profiles and the models that they were made for.
 
-    --records-only is safe on anything: it parses and never executes. Without it the model's code
-    runs with your rights, as pytest runs tests.
+    check --records-only is safe on anything: it parses and never executes. check and profile run
+    the model's code with your rights, as pytest does.
 
     Exit codes: 0 all rules hold, 1 one does not, 2 a mistake in the input, 3 one does not and no
     other plan of the workload fits the budget.
