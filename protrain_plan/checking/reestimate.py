@@ -8,19 +8,19 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from multiprocessing import active_children
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.isolated.pool import processes_at_once
-from protrain_plan.isolated.process import EndedError, Limits, Tell, import_before, run
+from protrain_plan.isolated.process import EndedError, Limits, Tell, run, start_server
 from protrain_plan.isolated.user_frame import user_frame_of
 from protrain_plan.models.presets import parse_config, preset_names, read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
@@ -32,8 +32,11 @@ from protrain_runtime.contract.records.profile import Profile, Workload
 from protrain_runtime.contract.units import format_bytes
 
 _MAX_REASON = 1000
-_MEND = "mend the model, or its configuration"
-_OF_TRANSFORMERS = ["transformers.modeling_utils", "transformers.models.auto.modeling_auto"]
+_IMPORTS = (
+    *("protrain_plan.profiling.estimated", "protrain_plan.models.sources"),
+    *("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
+)
+"""Imports before a model's code; the last two for one of transformers."""
 _SUBSTITUTES = {False: "cpu", True: "h100-sxm"}
 """Machines of the catalogue that lend their rates to one whose own are not known, by whether it has
 an accelerator."""
@@ -51,7 +54,7 @@ class Broken:
     """Reason why a model whose source is here cannot be built or estimated."""
 
     reason: str
-    fix: str = _MEND
+    fix: str = "mend the model, or its configuration"
 
 
 Estimate = Profile | Broken | Unavailable
@@ -255,19 +258,14 @@ class Reestimates:
         What is found waits for the calls.
         """
         asked: dict[EstimateRequest, list[Profile]] = {}
-        imported = ["protrain_plan.profiling.estimated", "protrain_plan.models.sources"]
-        for profile in profiles:
-            if profile.workload.model_config:
-                imported += [
-                    "transformers.modeling_utils",
-                    "transformers.models.auto.modeling_auto",
-                ]
+        there = [profile for profile in profiles if missing(profile.workload) is None]
+        for profile in there:
             with suppress(ProtrainError):  # told when it is looked at
-                if missing(profile.workload) is None and (question := _question(profile)):
+                if question := _question(profile):
                     asked.setdefault(question, []).append(profile)
-        import_before(imported)
-        if not asked:
-            return
+        if there:
+            of_transformers = any(profile.workload.model_config for profile in there)
+            start_server(_IMPORTS[: None if of_transformers else 2])
 
         def look(profiles: Iterable[Profile]) -> None:
             for profile in profiles:
@@ -277,12 +275,12 @@ class Reestimates:
                 ):
                     today.profile(profile.hardware)
 
-        with ThreadPoolExecutor(processes_at_once(len(asked))) as pool:
+        # Its threads are daemons: an interrupted check does not wait for them.
+        with ThreadPool(processes_at_once(max(len(asked), 1))) as pool:
             try:
-                for number, _ in enumerate(pool.map(look, asked.values())):
+                for number, _ in enumerate(pool.imap(look, asked.values())):
                     progress("looking at models", number / len(asked))
-            except BaseException:  # threads wait for what does not come any more
-                pool.shutdown(wait=False, cancel_futures=True)
+            except BaseException:
                 for process in active_children():
                     process.kill()
                 raise
@@ -349,7 +347,7 @@ class Reestimates:
         elif _lacks_memory(reason):
             fix = self._more_memory
         else:
-            fix = _MEND
+            return Broken(reason=reason)
         return Broken(reason=reason, fix=fix)
 
 

@@ -2,7 +2,7 @@
 
 Without limits the process is fresh: it has this one's terminal and libraries, and none of its
 memory. With limits it is forked from a server of `multiprocessing`, which imports once what is
-named to `import_before`; it has no input and no output, and its process group is killed when it has
+named to `start_server`; it has no input and no output, and its process group is killed when it has
 answered or exceeded them. This is no sandbox: either has the user's rights.
 """
 
@@ -13,10 +13,10 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -63,9 +63,12 @@ class EndedError(ProtrainError):
         self.code, self.limit = code, limit
 
 
-def import_before(modules: Iterable[str]) -> None:
-    """Make the server import what is there of these modules, if it has not started yet."""
-    get_context("forkserver").set_forkserver_preload([*modules])
+def start_server(imports: Iterable[str]) -> None:
+    """Start the server, which imports what is there of these modules; it ends with this thread."""
+    names = ["protrain_plan.isolated.server", *imports]
+    get_context("forkserver").set_forkserver_preload(names)
+    with _starting_quietly():
+        forkserver.ensure_running()
 
 
 def run(
@@ -85,8 +88,8 @@ def run(
         process = context.Process(
             target=_work, args=(work, theirs, dump.name, limits, dict(os.environ))
         )
-        with theirs, nullcontext() if limits else _sigint_blocked():
-            _start(process, name)
+        with theirs:
+            _start(process, name, forked=limits is not None)
         try:
             return _followed(process, ours, Path(dump.name), limits, name, hear)
         except BaseException as error:
@@ -103,34 +106,41 @@ def run(
             process.join()
 
 
-_starting = threading.Lock()
+def _start(process: BaseProcess, name: str, *, forked: bool) -> None:
+    try:
+        with _starting_quietly():
+            if forked:
+                forkserver.ensure_running()
+            else:
+                process.start()
+        if forked:
+            process.start()  # waits for the server's imports
+    except (OSError, EOFError) as error:  # an import ended the server
+        raise EndedError(f"{name} cannot be started: {error!r}") from None
 
 
-def _start(process: BaseProcess, name: str) -> None:
-    """Start the process, or the server first: no library is one of the working directory's name."""
-    variable = "PYTHONSAFEPATH"
-    with _starting:
-        before = os.environ.get(variable)
-        os.environ[variable] = "1"
-        try:
-            process.start()
-        except (OSError, EOFError) as error:  # an import ended the server
-            raise EndedError(f"{name} cannot be started: {error!r}") from None
-        finally:
-            del os.environ[variable]
-            if before is not None:
-                os.environ[variable] = before
+_lock = threading.Lock()
 
 
 @contextmanager
-def _sigint_blocked() -> Any:
-    """A process that starts inside meets Ctrl-C as soon as it can clean up, and not before."""
-    resource_tracker.ensure_running()  # it would let the signal through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _starting_quietly() -> Iterator[None]:
+    """A process that starts inside takes no file of the working directory for a library.
+
+    Ctrl-C reaches it when it can clean up, and not before.
+    """
+    variable = "PYTHONSAFEPATH"
+    with _lock:
+        resource_tracker.ensure_running()  # it would let the signal through
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = os.environ.get(variable)
+        os.environ[variable] = "1"
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+            del os.environ[variable]
+            if before is not None:
+                os.environ[variable] = before
 
 
 def _followed(

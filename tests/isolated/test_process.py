@@ -110,9 +110,9 @@ def test_what_a_process_starts_ends_with_it(tmp_path: Path) -> None:
 
 
 START = """
-from protrain_plan.isolated.process import Limits, import_before, run
+from protrain_plan.isolated.process import Limits, start_server, run
 if __name__ == "__main__":
-    import_before(["cProfile"])
+    start_server(["cProfile"])
     assert run(callable) and run(callable, limits=Limits(seconds=60, memory=2**30))
 """
 
