@@ -100,8 +100,9 @@ def run(
             if limits is None:
                 process.join(_GRACE_S)
             else:
+                assert process.pid
                 with suppress(OSError):
-                    os.killpg(process.pid or 0, signal.SIGKILL)
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
 
@@ -154,19 +155,22 @@ def _followed(
     began = time.monotonic()
     while True:
         code = process.exitcode  # before all that it said is read
+        message: tuple[str, Any] = "", None
         try:
             if said.poll(_POLL_S if code is None else 0):
-                kind, content = said.recv()
-                if kind == "answer":
-                    return content
-                if kind == "told":
-                    hear(content)
-                    continue
-                failed = OutOfMemoryError if kind == "out of memory" else ProtrainError
-                raise failed(content.pop("message"), **content)
+                message = said.recv()
         except (EOFError, OSError):
             process.join(_GRACE_S)
             code = process.exitcode
+        kind, content = message
+        if kind == "answer":
+            return content
+        if kind == "told":
+            hear(content)
+            continue
+        if kind:
+            failed = OutOfMemoryError if kind == "out of memory" else ProtrainError
+            raise failed(content.pop("message"), **content)
         if code is not None:
             raise _death(code, name, dump)
         if limits is not None and time.monotonic() - began > limits.seconds:
@@ -190,9 +194,9 @@ def _place(dump: Path) -> Place:
 
 
 def _send(process: BaseProcess, number: signal.Signals) -> None:
-    if process.exitcode is None:
+    if process.exitcode is None and process.pid:
         with suppress(OSError):
-            os.kill(process.pid or 0, number)
+            os.kill(process.pid, number)
 
 
 # --- the other side -------------------------------------------------------------------------------

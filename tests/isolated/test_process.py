@@ -84,6 +84,14 @@ def test_an_end_without_an_answer_is_told_with_its_code(runs: Callable[..., Any]
     assert caught.value.line == dies.__code__.co_firstlineno + 1
 
 
+def test_an_error_of_the_listener_is_raised(runs: Callable[..., Any]) -> None:
+    def hear(_: object) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        runs(partial(answers, 1), hear=hear)
+
+
 def test_a_process_has_no_more_time_than_it_is_given() -> None:
     with pytest.raises(EndedError, match="its process was not done after 2 s") as caught:
         run(sleeps, limits=LIMITS)
