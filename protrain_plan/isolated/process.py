@@ -155,14 +155,14 @@ def _followed(
     began = time.monotonic()
     while True:
         code = process.exitcode  # before all that it said is read
-        message: tuple[str, Any] = "", None
+        received: tuple[str, Any] = "", None
         try:
             if said.poll(_POLL_S if code is None else 0):
-                message = said.recv()
+                received = said.recv()
         except (EOFError, OSError):
             process.join(_GRACE_S)
             code = process.exitcode
-        kind, content = message
+        kind, content = received
         if kind == "answer":
             return content
         if kind == "told":
