@@ -14,13 +14,12 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 
 def _leave_repository_out() -> None:
-    """Import nothing from the repository that the command is run in, before anything is imported.
+    """Import nothing from the repository that the command is run in, wherever PYTHONPATH leads.
 
-    Entries of PYTHONPATH lead there, an empty one too, and those of packages that are installed in
-    development mode: they are for models' code alone, in `PROTRAIN_MODEL_PATH`. What runs this
-    program stays: its Python's folders, and those of this package where it is the repository's.
+    What runs this program stays: its Python's folders, and this package's where it is the
+    repository's.
     """
-    here = repository = os.path.realpath(os.getcwd())
+    here = repository = os.path.realpath(".")
     while not os.path.exists(f"{repository}/.git"):
         above = os.path.dirname(repository)
         if above == repository:
@@ -32,20 +31,16 @@ def _leave_repository_out() -> None:
     if "site" in sys.modules:  # imported already, as os is
         site = sys.modules["site"]
         stay.update(map(os.path.realpath, [*site.getsitepackages(), site.getusersitepackages()]))
-    python, inside = os.path.dirname(os.path.realpath(os.__file__)), f"{repository}/"
-    kept, models = [], os.environ.get("PROTRAIN_MODEL_PATH", "").split(os.pathsep)
-    for entry in sys.path:
+    python = os.path.dirname(os.path.realpath(os.__file__))
+    for entry in list(sys.path):
         real = os.path.realpath(entry)
-        if real in stay or not f"{real}/".startswith(inside) or f"{real}/".startswith(python):
-            kept.append(entry)
-        elif real not in models:
-            models.append(real)
-    sys.path[:] = kept
-    if any(models):
-        os.environ["PROTRAIN_MODEL_PATH"] = os.pathsep.join(filter(None, models))
+        is_inside = f"{real}/".startswith(f"{repository}/")
+        if is_inside and real not in stay and not f"{real}/".startswith(python):
+            sys.path.remove(entry)
 
 
-_leave_repository_out()
+if "--records-only" in sys.argv:  # which is safe on anything
+    _leave_repository_out()
 
 gc.disable()  # until all is imported: nothing of that is garbage
 
@@ -85,7 +80,7 @@ from protrain_plan.commands.output import (
     print_error,
     print_text,
 )
-from protrain_plan.isolated.containment import INTERRUPTED
+from protrain_plan.isolated.ending import INTERRUPTED
 from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import ProtrainError

@@ -8,8 +8,7 @@ another folder of the same name: then nothing is kept.
 [Note: who is believed] An entry is data: it is read as strictly as any record, and has a checksum
 over its name and its content, so that a damaged or renamed one is made anew. The checksum is no
 secret: whoever may write to the folder may write answers. So the folder has to be the user's alone,
-outside the working directory and its repository; and a process in which strangers' code has run
-neither reads nor writes.
+outside the working directory and its repository.
 """
 
 import hashlib
@@ -72,10 +71,6 @@ class Kept:
     def is_off(self) -> bool:
         """Whether nothing is read or written."""
         return self._folder is None or self._installed is None
-
-    def close(self) -> None:
-        """Neither read nor write from now on: a stranger's code runs."""
-        self._folder = None
 
     def _entry(self, question: str) -> tuple[Path, str] | None:
         """Where an answer is kept, and its name. See [Note: what the name holds]."""

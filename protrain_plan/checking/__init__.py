@@ -3,7 +3,7 @@
 plan_files       a plan with its profile, found in files
 budgets          what each machine may be taken of, from pyproject.toml or budgets.yaml
 plan_on_machine  the machines that a plan is checked on, their limits, and what it takes there
-looking          the model as its source is today, in processes of their own with limits, several
+reestimate       the model as its source is today, in processes of their own with limits, several
                  at once (they import torch, and only when asked)
 rules            small functions with codes, their verdicts, and the report of all on all plans;
                  their docstrings are what `--explain` prints

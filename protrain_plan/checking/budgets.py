@@ -31,9 +31,9 @@ from protrain_runtime.contract.records.reader import headed
 from protrain_runtime.contract.records.schema import MAX_LIST, STEPS
 from protrain_runtime.contract.records.tree import (
     Node,
+    as_seen,
     did_you_mean,
     listed,
-    looks_like,
     parsed_toml,
     root,
 )
@@ -149,7 +149,7 @@ def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
     """The table called so, empty where there is none."""
     name = where.rpartition(".")[2]
     for key in above:
-        if key != name and looks_like(key, name, whole=True):
+        if key != name and as_seen(key).strip() == name:
             problem = f"the key {key!a} is not {name}, and looks like it"
             raise RecordError(problem, source=source, key=where, fix=f"write it as {name}")
     table = above.get(name, {})

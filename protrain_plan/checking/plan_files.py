@@ -31,10 +31,10 @@ from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.reader import kind_of
 from protrain_runtime.contract.records.tree import (
     Node,
+    as_seen,
     did_you_mean,
     documents,
     listed,
-    looks_like,
     root,
 )
 from protrain_runtime.contract.units import format_bytes
@@ -315,8 +315,8 @@ def _speaks_of_us(path: Path) -> bool:
         text = content.decode()
     except UnicodeDecodeError:
         text = content.decode("latin-1")
-    return looks_like(text, _KEY) or (
-        "\\" in text and looks_like(_ESCAPE.sub(_unescaped, text), _KEY)
+    return _KEY in as_seen(text) or (
+        "\\" in text and _KEY in as_seen(_ESCAPE.sub(_unescaped, text))
     )
 
 
@@ -337,7 +337,7 @@ def _is_ours(document: yaml.Node) -> bool:
         if isinstance(node, yaml.SequenceNode):
             waiting += node.value
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode) and looks_like(key.value, _KEY, whole=True):
+            if isinstance(key, yaml.ScalarNode) and as_seen(key.value).strip() == _KEY:
                 return True
             if key.value == "<<":
                 waiting.append(value)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth
-from protrain_plan.checking.looking import Broken, Today, Unavailable
 from protrain_plan.checking.plan_files import Case
+from protrain_plan.checking.reestimate import Broken, Today, Unavailable
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.problem import misfit as problem_misfit

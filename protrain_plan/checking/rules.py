@@ -14,7 +14,6 @@ from typing import Any, TypeVar, get_args
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth_in_words
-from protrain_plan.checking.looking import Broken, Look, Unavailable
 from protrain_plan.checking.plan_files import Case, Files, line_of, opened, search
 from protrain_plan.checking.plan_on_machine import (
     Limit,
@@ -24,6 +23,7 @@ from protrain_plan.checking.plan_on_machine import (
     misfit,
     predicted,
 )
+from protrain_plan.checking.reestimate import Broken, Look, Unavailable
 from protrain_plan.hardware.catalogue import hardware_names
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.stages.pipelines import problems_of
@@ -313,22 +313,24 @@ def fpr001(model: Model) -> Verdict:
         return Failed(problem=problem, key="workload", fix=today.fix)
     grown = model.growth
     estimated = model.profile.method == "estimated"
+    found = today.profile(case.profile.hardware) if estimated or model.changed else None
     if model.changed:
         keys = today.changed_keys
         problem = f"the configuration changed ({', '.join(keys)})" if keys else "the model changed"
         if grown:
             problem += f": {growth_in_words(grown)}"
-        elif estimated:
+        elif isinstance(found, Broken):
+            problem += f", and can no longer be estimated: {found.reason}"
+        elif isinstance(found, Profile):
             problem += ", and takes as many bytes as before"
     elif grown:
         problem = f"the same model takes other bytes than were estimated: {growth_in_words(grown)}"
+    elif isinstance(found, Broken):
+        problem = f"the model can no longer be estimated: {found.reason}"
+        return Failed(problem=problem, key="workload", fix=found.fix)
+    elif isinstance(found, Unavailable):
+        return Skipped(reason=found.reason)
     else:
-        found = today.profile(case.profile.hardware) if estimated else None
-        if isinstance(found, Broken):
-            problem = f"the model can no longer be estimated: {found.reason}"
-            return Failed(problem=problem, key="workload", fix=found.fix)
-        if isinstance(found, Unavailable):
-            return Skipped(reason=found.reason)
         return Passed(found=case.profile.model_fingerprint)
     commands = f"{profile_command(case)} && {plan_command(case, case.plan.budgets)}"
     fix = f"profile and plan it again, and commit both: {commands}"

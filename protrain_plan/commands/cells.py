@@ -66,10 +66,8 @@ class Cells:
 
     @property
     def kept(self) -> AnswerCache:
-        """Answers of before. None where code that is no installed library's runs here."""
-        asked = [one for each in self.requests for one in (each, each.of_beside()) if one]
-        is_own = any(request.question() is None for request in asked)
-        return AnswerCache(off=self.cache.is_off or is_own)
+        """Cached answers."""
+        return AnswerCache(off=self.cache.is_off)
 
     def answers(
         self,

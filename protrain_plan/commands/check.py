@@ -12,7 +12,7 @@ from protrain_plan.commands.options import JsonOption, NoCacheOption, choice, si
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.checking.looking import Looking
+    from protrain_plan.checking.reestimate import Reestimates
 
 DEFAULT = Path("plans")
 
@@ -55,16 +55,16 @@ class CheckOptions:
         str | None, typer.Option(metavar="CODE", help="Say what a rule is about, and check none.")
     ] = None
 
-    def looking(self) -> "Looking":
+    def reestimates(self) -> "Reestimates":
         """Return what looks at models; ProtrainError for limits that are none."""
-        from protrain_plan.checking.looking import Looking
+        from protrain_plan.checking.reestimate import Reestimates
         from protrain_plan.profiling.estimate_cache import EstimateCache
 
         if not 0 < self.time_limit < math.inf:
             raise ProtrainError(f"expected seconds, got {self.time_limit:g}", key="--time-limit")
         memory = size("--model-memory", self.model_memory, 0)
         cache = EstimateCache(off=self.no_cache or self.records_only)
-        return Looking(seconds=self.time_limit, memory=memory, cache=cache)
+        return Reestimates(seconds=self.time_limit, memory=memory, cache=cache)
 
 
 @with_records
@@ -79,8 +79,8 @@ def check(
 ) -> None:
     """Hold plans against budgets, their profiles and the models that they were made for.
 
-    A model's code runs in a process of its own, with what the user may do. Where nobody has read
-    it, --records-only runs none.
+    check --records-only is safe on anything: it parses and never executes. check and profile run
+    the model's code with your rights, as pytest does.
 
     Exit codes: 0 all rules hold, 1 one does not, 2 a mistake in the input, 3 one does not and no
     other plan of the workload fits the budget.
@@ -89,7 +89,7 @@ def check(
     | protrain check plans --format github | protrain check --explain MEM001
     """
     from protrain_plan.checking.budgets import find_limits
-    from protrain_plan.checking.looking import look_away
+    from protrain_plan.checking.reestimate import look_away
     from protrain_plan.checking.rules import check as checked
     from protrain_plan.checking.rules import explained
     from protrain_plan.commands import output
@@ -104,9 +104,9 @@ def check(
     if not plans and not DEFAULT.is_dir():
         problem = "there is no folder plans/ here"
         raise ProtrainError(problem, fix="name plans, or folders with plans")
-    away, looking = options.records_only, options.looking()
+    away, look = options.records_only, options.reestimates()
     limits = find_limits(options.budgets)
-    with output.progress(quiet=form != "text") as tell, looking.open() as look:
+    with output.progress(quiet=form != "text") as tell:
         report = checked(
             plans or [DEFAULT],
             look=look_away if away else look,
@@ -117,11 +117,6 @@ def check(
             strict=options.strict,
             expect=options.expect,
             progress=tell,
-        )
-    if "nothing" in look.containments:
-        output.print_beside(
-            "warning: this system cannot hold the processes that a model's code starts: some may"
-            " outlive this check"
         )
     root = Path(os.environ.get("GITHUB_WORKSPACE", ""))  # where an action's paths count from
     output.print_any(FORMATS[form](report, root))

@@ -23,7 +23,7 @@ from rich.console import Console, Group, RenderableType
 
 from protrain_plan.presentation.terminal import Text
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.escaping import as_printed, in_json, lines, one_line
+from protrain_runtime.contract.escaping import as_printed, lines, one_line
 from protrain_runtime.contract.units import format_seconds
 
 # No emoji: `package.module:factory: ...` is a message, not a picture of a factory.
@@ -147,12 +147,12 @@ def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:
 
 def print_json(data: object) -> None:
     """Print plain data as one JSON object."""
-    print_text(in_json(json.dumps(data, indent=2)))
+    print_text(json.dumps(data, indent=2))
 
 
 def print_json_line(data: object) -> None:
     """Print plain data as one JSON object in a line: what is one of several, when it is known."""
-    print_text(in_json(json.dumps(data)))
+    print_text(json.dumps(data))
 
 
 def print_any(result: RenderableType | str | dict[str, Any]) -> None:

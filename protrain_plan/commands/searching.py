@@ -202,7 +202,7 @@ def _staged(
     found = staged_on(
         request, listed, groups, budgets, settings, global_batch, numbers, cache, report
     )
-    staging = Staging(kept=AnswerCache(off=cache.is_off or request.question() is None))
+    staging = Staging(kept=AnswerCache(off=cache.is_off))
     for one, asked in zip(within, found, strict=True):
         yield Variation(
             name=one.name,

@@ -46,7 +46,7 @@ class ProbeCache(Kept):
                 )
             )
             return
-        self.close()
+        self._folder = None  # nothing is kept
         self._question = ""
 
     def machine(self) -> Hardware | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from protrain_plan.garbage import collected_seldom
-from protrain_plan.isolated.containment import end_with
+from protrain_plan.isolated.ending import end_with_parent
 from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -57,9 +57,7 @@ def workers(at_once: int, *, imports: Iterable[str] = ()) -> Iterator[Start]:
     if at_once == 1:
         yield _here
         return
-    pool = ProcessPoolExecutor(
-        at_once, get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
-    )
+    pool = ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_begin)
     try:
         if names := tuple(imports):
             for _ in range(at_once):
@@ -196,8 +194,8 @@ def _here(work: Callable[[], Answer]) -> "Future[Answer]":
     return future
 
 
-def _begin(parent: int) -> None:
-    end_with(parent)
+def _begin() -> None:
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # silently, where the other one says why
     quiet_libraries()
 

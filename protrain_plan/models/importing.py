@@ -3,19 +3,12 @@
 import difflib
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from protrain_runtime.contract.errors import ProtrainError
-
-
-def models_path() -> list[str]:
-    """Folders that are searched for models' code alone (see `protrain_plan.cli`)."""
-    told = os.environ.get("PROTRAIN_MODEL_PATH", "").split(os.pathsep)
-    return [str(Path(folder).resolve()) for folder in told if folder]
 
 
 def imported(name: str) -> Callable[..., Any]:
@@ -25,8 +18,6 @@ def imported(name: str) -> Callable[..., Any]:
     """
     module_name, _, attribute = name.rpartition(":")
     is_file = module_name.endswith(".py")
-    for folder in reversed(models_path()):
-        _search_first(Path(folder))
     try:
         if is_file:
             path = Path(module_name)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from protrain_plan.checking.budgets import MachineBudget, find_limits
-from protrain_plan.checking.looking import look_away
+from protrain_plan.checking.reestimate import look_away
 from protrain_plan.checking.rules import RULES, Failed, Passed, Report, Skipped, check
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_hardware, write_hardware

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from plans.make import PAGE, PAIRS, Pair, page
-from protrain_plan.checking.looking import Look, look_away
 from protrain_plan.checking.plan_files import opened, read_files
+from protrain_plan.checking.reestimate import Look, look_away
 from protrain_plan.checking.rules import Failed, Skipped, check, plan_command, profile_command
 from protrain_runtime.contract.records import read_plan
 from protrain_runtime.contract.units import exact_bytes

@@ -9,7 +9,7 @@ import pytest
 
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth
-from protrain_plan.checking.looking import Broken, Today
+from protrain_plan.checking.reestimate import Broken, Today
 from protrain_plan.checking.rules import Failed, Finding, Passed, Report, Skipped, check
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source

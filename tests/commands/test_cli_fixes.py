@@ -505,7 +505,7 @@ CHECKS: dict[str, Checked] = {
         "c",
     ),
     "a key that looks like it": (
-        [writes("pyproject.toml", '[tool."pr\u043etrain"]\nallow = []\n')],
+        [writes("pyproject.toml", '[tool."Protrain"]\nallow = []\n')],
         "c",
         [writes("pyproject.toml", "[tool.protrain]\nallow = []\n")],
         "c",
@@ -515,9 +515,9 @@ CHECKS: dict[str, Checked] = {
     "another folder": ([removes("c/plan.yaml")], "c", [], "../p"),
     "a link that leads out: the file": ([linked], "c", [copied], "c"),
     "a kind that looks like it": (
-        [edits("c/plan.yaml", "protrain: plan", "pr\u043etrain: plan")],
+        [edits("c/plan.yaml", "protrain: plan", "Protrain: plan")],
         "c",
-        [edits("c/plan.yaml", "pr\u043etrain: plan", "protrain: plan")],
+        [edits("c/plan.yaml", "Protrain: plan", "protrain: plan")],
         "c",
     ),
     "a kind that is none": (

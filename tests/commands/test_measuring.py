@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.isolated.culprit import explained
+from protrain_plan.isolated.user_frame import explained
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import REHEARSING, Place
 from protrain_runtime.contract.errors import ProtrainError

@@ -216,12 +216,12 @@ for command in sys.argv[1:]:
 ours = {name for name in sys.modules if name.startswith(("protrain_plan", "protrain_runtime"))}
 commands = (
     *("check", "fit", "machines", "option_records", "options", "output", "plan", "plans"),
-    *("profile", "run", "searching"),
+    *("profile", "run", "searching", "staging", "trainer_files"),
 )
 light = (
     *("commands", "cli", "garbage"),
     *("presentation", "presentation.terminal"),
-    *("isolated", "isolated.quiet"),
+    *("isolated", "isolated.ending", "isolated.quiet"),
 )
 allowed = {"protrain_plan", "protrain_runtime", "protrain_runtime.contract"}
 allowed |= {f"protrain_runtime.contract.{name}" for name in ("errors", "escaping", "units")}

@@ -4,24 +4,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from protrain_plan.checking.looking import (
+from protrain_plan.checking.plan_files import search
+from protrain_plan.checking.plan_on_machine import predicted
+from protrain_plan.checking.reestimate import (
     Broken,
     Estimate,
     Today,
     Unavailable,
-    looked_at,
     missing,
-    not_estimated,
-    said,
-    unknown,
+    reestimated,
 )
-from protrain_plan.checking.plan_files import search
-from protrain_plan.checking.plan_on_machine import predicted
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
-from protrain_plan.profiling.tally import loads_tally
-from protrain_runtime.contract.errors import ProtrainError
+from protrain_plan.profiling.tally import Tally
 from protrain_runtime.contract.records import write_plan, write_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
@@ -95,29 +90,18 @@ def look(profile: Profile) -> Today | Broken | Unavailable:
     """Build the profiled model from its source in this process, which has PyTorch already."""
     if (reason := missing(profile.workload)) is not None:
         return Unavailable(reason=reason)
-    said_of_it: list[Any] = []
-    try:
-        text = looked_at(profile, None, None, said_of_it.append)
-    except Exception as error:  # noqa: BLE001 (a model's own code may fail in any way)
-        if not said_of_it:
-            return Broken(reason=said(error))
-        text = None
+    told: list[tuple[str, tuple[str, ...]]] = []
+    found = reestimated(profile, None, None, told.append)
+    if not told:
+        assert isinstance(found, Broken)
+        return found
 
     @cache
     def estimate(hardware: Hardware) -> Estimate:
-        try:
-            known = text if hardware == profile.hardware else None
-            found = known or looked_at(profile, None, hardware, lambda _: None)
-        except Exception as error:  # noqa: BLE001
-            return not_estimated(
-                Broken(reason=said(error)),
-                profile,
-                refused=isinstance(error, ProtrainError),
-                unknown=unknown(hardware),
-            )
-        return replace(loads_tally(str(found)).profile, hardware=hardware)
+        again = found if hardware == profile.hardware else None
+        made = again or reestimated(profile, None, hardware, lambda _: None)
+        assert made is not None
+        return replace(made.profile, hardware=hardware) if isinstance(made, Tally) else made
 
-    [told] = said_of_it
-    return Today(
-        model_fingerprint=told["fingerprint"], changed_keys=told["changed"], profile=estimate
-    )
+    [(fingerprint, changed)] = told
+    return Today(model_fingerprint=fingerprint, changed_keys=changed, profile=estimate)

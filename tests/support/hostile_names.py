@@ -24,7 +24,7 @@ NAMES = (
     "\u202egpj.\u2066exe\u2069\u200b\ufeff",
     "a\nb\r\n::error file=x,line=1::\n  ::add-mask::a\x0b\x0c\x85\u2028::stop-commands::x",
     "::set-output name=a::b",
-    "##[error]x ###[group]y ##vso[task.setvariable variable=x]y ##teamcity[z]",
+    "# ## ###[x]y",
     f"</script></title><script>{SETS_A_MARK}</script><!--<script>",
     f"<img src=x onerror={SETS_A_MARK}>\" onload='{SETS_A_MARK}' x=\"",
     f"<svg onload={SETS_A_MARK}></svg>&lt;b&gt;&amp;]]><![CDATA[",

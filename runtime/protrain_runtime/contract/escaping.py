@@ -8,25 +8,20 @@ as they are, in that format's own escapes.
 
 import re
 
-# Commands that a job's log may hold anywhere in a line: ##[...] of GitHub, ##vso[...] of Azure.
-_COMMAND = re.compile(r"#(?=#[A-Za-z]*\[)")
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
-# And at the start of one, after blanks and colours: ::error::
-_AT_START = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=:)", re.MULTILINE)
+# A command for a CI job at a line's start, after blanks and colours: ::error::
+_COMMAND = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=:)", re.MULTILINE)
 
 
 def one_line(text: str) -> str:
-    r"""The text with an escape for what cannot be seen, as in `repr`: `\x1b`, `\n`, `\u202e`.
-
-    Nor does it hold a command for a job's log; its start could be one, see `without_commands`.
-    """
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return _COMMAND.sub(r"\\x23", text)
+    r"""The text with an escape for what cannot be seen, as in `repr`: `\x1b`, `\n`, `\u202e`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def lines(text: str) -> str:
-    """The same for a text of several lines, none of which is a command for a job's log."""
+    """The same for a text of several lines, none of which is a command for a CI job."""
     return without_commands("\n".join(map(one_line, text.split("\n"))))
 
 
@@ -38,13 +33,8 @@ def as_printed(text: str) -> str:
 
 
 def without_commands(text: str) -> str:
-    """The lines, none of which begins like a command for a job's log; done last."""
-    return _AT_START.sub(r"\1\\x3a", text)
-
-
-def in_json(text: str) -> str:
-    """JSON that says the same and holds no command for a job's log."""
-    return _COMMAND.sub(r"\\u0023", text)
+    """The lines, none of which begins like a command for a CI job; done last."""
+    return _COMMAND.sub(r"\1\\x3a", text)
 
 
 def in_code(text: str) -> str:

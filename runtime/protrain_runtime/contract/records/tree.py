@@ -23,7 +23,6 @@ import yaml
 from yaml.composer import ComposerError
 
 from protrain_runtime.contract.errors import MAX_SHOWN, RecordError, cut
-from protrain_runtime.contract.records.files import MAX_FILE_BYTES
 
 _MAP, _SEQ, _STR, _INT, _FLOAT, _BOOL, _NULL = (
     f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")
@@ -414,37 +413,11 @@ _IGNORABLE = re.compile(
 )
 """Characters that may be shown as nothing (Unicode's Default_Ignorable_Code_Point), some letters;
 and the Braille pattern without dots."""
-_ALIKE = str.maketrans(
-    "\u0440\u03c1\u0433\u043e\u03bf\u0442\u03c4\u0430\u03b1\u0456\u03b9\u0131\u043f\u03b7\u0578\u057c01l|",
-    "pproottaaiiinnnnoiii",
-)
-"""Letters that look like others of `protrain`: Cyrillic, Greek, Armenian ones; digits."""
 
 
-def looks_like(text: str, word: str, *, whole: bool = False) -> bool:
-    """Whether a word of ASCII letters stands in a text as people see it, or is the `whole` of it.
-
-    Without capitals, letters' variants, marks on letters and what is not seen. A letter of another
-    script may look like any, as long as half of the word's own are there.
-    """
-    plain, word = text.lower(), word.translate(_ALIKE)
-    if not text.isascii():
-        plain = unicodedata.normalize("NFKD", _IGNORABLE.sub("", text)).casefold()
-        plain = _MARKS.sub("", plain)
-    plain = plain.translate(_ALIKE)
-    if plain.isascii() or len(plain) > MAX_FILE_BYTES:  # no record is as large
-        return plain.strip() == word if whole else word in plain
-    alike = "".join(f"[{letter}\x80-\U0010ffff]" for letter in word)
-    places = re.finditer(f"(?=.{{0,{len(word) // 2}}}[{word}])(?=({alike}))", plain)
-    return any(
-        2 * sum(map(str.__eq__, found[1], word)) >= len(word)
-        for found in places
-        if not whole or plain.strip() == found[1]
-    )
-
-
-_MARKS = re.compile("[\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]")
-"""Marks on letters, which stand for themselves in the form NFKD."""
+def as_seen(text: str) -> str:
+    """The text as people see it, without capitals."""
+    return text.lower() if text.isascii() else _IGNORABLE.sub("", text).casefold()
 
 
 def refused_character(text: str, *, but: str = "") -> str:

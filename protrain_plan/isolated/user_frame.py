@@ -1,4 +1,4 @@
-"""Whose line it is: errors of a model's code as one message, with a file of the user's."""
+"""Blame the user's own frame: errors of a model's code as one message, with a line of theirs."""
 
 import os
 import re
@@ -17,6 +17,8 @@ _MOST_CALLS = 12
 
 Line = tuple[str, int]
 """A file, as Python names it, and a line of it."""
+Place = tuple[str | None, int | None]
+"""A file of the user's and a line of it; (None, None) if unknown."""
 
 
 @contextmanager
@@ -47,7 +49,7 @@ def explained(
                 fix="the model is not at fault: please report it, with the model and these calls: "
                 + " < ".join(calls),
             ) from error
-        source, number = culprit(lines)
+        source, number = user_frame(lines)
         if isinstance(error, SystemExit):
             what = f"ended the program: sys.exit({said})"
         message, mend = f"the model's code {what}", "mend what raised it; "
@@ -64,15 +66,15 @@ def explained(
         ) from error
 
 
-def culprit_of(error: BaseException) -> tuple[str | None, int | None]:
-    """The `culprit` that raised an error."""
-    return culprit(_lines_of(error))
+def user_frame_of(error: BaseException) -> Place:
+    """The `user_frame` that raised an error."""
+    return user_frame(_lines_of(error))
 
 
-def culprit_in(dump: str) -> tuple[str | None, int | None]:
-    """The `culprit` in a stack that Python wrote after a signal."""
+def user_frame_in(dump: str) -> Place:
+    """The `user_frame` in a stack that Python wrote after a signal."""
     lines = re.findall(r'^  File "(.+)", line ([0-9]{1,9}) in ', dump, re.MULTILINE)
-    return culprit((file, int(line)) for file, line in lines)
+    return user_frame((file, int(line)) for file, line in lines)
 
 
 def _lines_of(error: BaseException) -> list[Line]:
@@ -81,7 +83,7 @@ def _lines_of(error: BaseException) -> list[Line]:
     return found[::-1]
 
 
-def culprit(lines: Iterable[Line]) -> tuple[str | None, int | None]:
+def user_frame(lines: Iterable[Line]) -> Place:
     """The first of the lines in a file of the user's, else in a library with models.
 
     (None, None) where all are PyTorch's, Python's or ours.

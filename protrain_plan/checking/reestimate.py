@@ -1,0 +1,370 @@
+"""The model as its source is today: what it is, and what it costs by an estimate without a device.
+
+Its code runs with the user's rights, in a process of its own with limits; PyTorch is imported there
+alone. All records were read before it runs.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from multiprocessing import active_children
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.isolated.pool import processes_at_once
+from protrain_plan.isolated.process import EndedError, Limits, Tell, run, start_server
+from protrain_plan.isolated.user_frame import user_frame_of
+from protrain_plan.models.presets import parse_config, preset_names, read_config
+from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
+from protrain_plan.profiling.tally import Tally
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.files import leads_out, refuse_outside
+from protrain_runtime.contract.records.hardware import Hardware, is_accelerator
+from protrain_runtime.contract.records.profile import Profile, Workload
+from protrain_runtime.contract.units import format_bytes
+
+_MAX_REASON = 1000
+_IMPORTS = (
+    *("protrain_plan.profiling.estimated", "protrain_plan.models.sources"),
+    *("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
+)
+"""Imports before a model's code; the last two for one of transformers."""
+_SUBSTITUTES = {False: "cpu", True: "h100-sxm"}
+"""Machines of the catalogue that lend their rates to one whose own are not known, by whether it has
+an accelerator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unavailable:
+    """Reason why a model, or its estimate, cannot be had here: something is not installed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """Reason why a model whose source is here cannot be built or estimated."""
+
+    reason: str
+    fix: str = "mend the model, or its configuration"
+
+
+Estimate = Profile | Broken | Unavailable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Today:
+    """A workload's model, built from its source as that is now; `profile` estimates it.
+
+    `changed_keys` are those of the configuration that differ from the profiled one.
+    """
+
+    model_fingerprint: str
+    changed_keys: tuple[str, ...]
+    profile: Callable[[Hardware], Estimate] = field(repr=False)
+
+
+Look = Callable[[Profile], Today | Broken | Unavailable]
+
+
+def look_away(profile: Profile) -> Unavailable:  # noqa: ARG001 (the signature of `look`)
+    """No model is looked at: the records alone are checked."""
+    return Unavailable(reason="models are not looked at (--records-only)")
+
+
+def _not_estimated(error: BaseException, profile: Profile, machine: Hardware) -> Estimate:
+    """Return what a missing estimate means.
+
+    A model that was measured may be one that cannot be estimated, and says so; one that was
+    estimated can be again, on every machine whose operators are known.
+    """
+    from protrain_plan.profiling.estimated import refuse_unknown
+
+    reason = f"no estimate: {said(error)}"
+    try:
+        refuse_unknown(machine)
+    except ProtrainError:
+        return Unavailable(reason=reason)
+    if isinstance(error, ProtrainError) and profile.method == "measured":
+        return Unavailable(reason=reason)
+    return Broken(reason=reason)
+
+
+def changed_keys(recorded: str, now: str) -> tuple[str, ...]:
+    """The keys in which two configurations, as JSON, differ."""
+    if recorded == now:
+        return ()
+    before, after = (json.loads(text) if text else {} for text in (recorded, now))
+    keys = {**before, **after}
+    return tuple(key for key in keys if before.get(key) != after.get(key))
+
+
+def missing(workload: Workload) -> str | None:
+    """Say what is missing to build the model. Imports nothing of it."""
+    name = workload.model
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    if not workload.model_config:  # a factory's
+        module = name.rpartition(":")[0]
+        if module.endswith(".py"):
+            return None if Path(module).is_file() else f"{name}: there is no such file here"
+        package = module.partition(".")[0]
+        if PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:
+            return f"{name}: there is no module {package!r} here"
+    elif find_spec("transformers") is None:
+        return "transformers is not installed"
+    return None
+
+
+def _is_here(name: str) -> bool:
+    """Return whether the configuration called so can be read anew; factories have none.
+
+    A file that is not the repository's is nobody's to change: what was recorded counts.
+    """
+    return name in preset_names() or (os.path.exists(name) and leads_out(name) is None)  # noqa: PTH110
+
+
+def said(error: BaseException) -> str:
+    """Return an error's words on one line, with the user's line that raised it, without the fix."""
+    if isinstance(error, ProtrainError):
+        words = str(ProtrainError(error.message, source=error.source, key=error.key))
+        return " ".join(words.split())
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        words = f"its code ended the program: sys.exit({error.code!r})"
+    return f"{' '.join(words.split())[:_MAX_REASON]}{_at(*user_frame_of(error))}"
+
+
+def _at(source: str | None, line: int | None) -> str:
+    return f" (at {source}:{line})" if source else ""
+
+
+def _is_asked_for(profile: Profile, fingerprint: str, changed: Iterable[str]) -> bool:
+    """Return whether rules ask for an estimate of a model that is now this one."""
+    changes = fingerprint != profile.model_fingerprint or bool(changed)
+    return changes or profile.method == "estimated"
+
+
+def reestimated(
+    profile: Profile, config: str | None, on: Hardware | None, tell: Tell
+) -> Tally | Estimate | None:
+    """Build a profiled model from its source as that is now; tell its fingerprint, changed keys.
+
+    The answer is its tally on a machine, or on the profile's if rules ask for one. Runs the model's
+    code; without weights where its kind allows that. A preset and a configuration's file are read
+    anew; where the file is gone, the configuration in the record is built with today's code; with
+    `config`, as JSON, that one is. Paths and modules count from the working directory.
+    """
+    workload, machine = profile.workload, on or profile.hardware
+    names = ("dtype", "seed", "precision", "adapter", "quantize")
+    options: dict[str, Any] = {name: getattr(workload, name) for name in names}
+    if config is None:
+        config = "" if _is_here(workload.model) else workload.model_config
+    try:
+        from protrain_plan.models.sources import load_source
+        from protrain_plan.profiling.estimated import tallies
+        from protrain_runtime.diagnostics.matching import model_fingerprint
+
+        source = load_source(workload.model, model_config=config)
+        fingerprint = model_fingerprint(source.build(device="meta", **options))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a model's code may fail in any way)
+        return Broken(reason=said(error))
+    changed = changed_keys(workload.model_config, source.model_config)
+    tell((fingerprint, changed))
+    if on is None and not _is_asked_for(profile, fingerprint, changed):
+        return None
+    try:
+        (found,) = tallies(
+            source,
+            batch_size=workload.batch_size,
+            seq_len=workload.seq_len,
+            compile=workload.compile,
+            optimizer=profile.optimizer.name,
+            allow=profile.allowed,
+            machines=[_rated(machine)],
+            **options,
+        )
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return _not_estimated(error, profile, machine)
+    return found
+
+
+def _rated(machine: Hardware) -> Hardware:
+    """Bytes do not depend on rates: those of any machine do where its own are not known."""
+    substitute = _SUBSTITUTES[is_accelerator(machine.device.kind)]
+    return replace(machine, rates=machine.rates or load_hardware(substitute).rates)
+
+
+# --- from here ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Known:
+    """Answers of a model's process; `broken` is why it says no more."""
+
+    fingerprint: str | None = None
+    changed_keys: tuple[str, ...] = ()
+    tally: Tally | None = None
+    estimates: dict[Hardware, Estimate] = field(default_factory=dict)
+    broken: Broken | Unavailable | None = None
+
+
+class Reestimates:
+    """A `Look` from here at processes of their own.
+
+    Each may take so many seconds, and so many bytes of memory. Answers about models whose code is
+    that of installed libraries are cached.
+    """
+
+    def __init__(self, *, seconds: float, memory: int, cache: EstimateCache) -> None:
+        self._cache, self._known = cache, dict[EstimateRequest, _Known]()
+        self._limits = Limits(seconds=seconds, memory=memory)
+
+    def __call__(self, profile: Profile) -> Today | Broken | Unavailable:
+        if (reason := missing(profile.workload)) is not None:
+            return Unavailable(reason=reason)
+        try:
+            question = _question(profile)
+        except ProtrainError as error:
+            return Broken(reason=said(error))
+        known = _Known()
+        if question is not None:
+            known = self._known.setdefault(question, known)
+            known.fingerprint = known.fingerprint or self._cache.fingerprint(question)
+        if known.fingerprint is None and known.broken is None:
+            self._look(profile, question, known)
+        if known.fingerprint is None:
+            assert known.broken is not None
+            return known.broken
+        return Today(
+            model_fingerprint=known.fingerprint,
+            changed_keys=known.changed_keys
+            if question is None
+            else changed_keys(profile.workload.model_config, question.workload.model_config),
+            profile=partial(self._profile, profile, question, known),
+        )
+
+    def prepare(self, profiles: Iterable[Profile], progress: Callable[[str, float], None]) -> None:
+        """Look at models of installed libraries' code, several at once, each question once.
+
+        What is found waits for the calls.
+        """
+        asked: dict[EstimateRequest, list[Profile]] = {}
+        there = [profile for profile in profiles if missing(profile.workload) is None]
+        for profile in there:
+            with suppress(ProtrainError):  # told when it is looked at
+                if question := _question(profile):
+                    asked.setdefault(question, []).append(profile)
+        if there:
+            of_transformers = any(profile.workload.model_config for profile in there)
+            start_server(_IMPORTS[: None if of_transformers else 2])
+
+        def look(profiles: Iterable[Profile]) -> None:
+            for profile in profiles:
+                today = self(profile)
+                if isinstance(today, Today) and _is_asked_for(
+                    profile, today.model_fingerprint, today.changed_keys
+                ):
+                    today.profile(profile.hardware)
+
+        # Its threads are daemons: an interrupted check does not wait for them.
+        with ThreadPool(processes_at_once(max(len(asked), 1))) as pool:
+            try:
+                for number, _ in enumerate(pool.imap(look, asked.values())):
+                    progress("looking at models", number / len(asked))
+            except BaseException:
+                for process in active_children():
+                    process.kill()
+                raise
+
+    def _profile(
+        self, profile: Profile, question: EstimateRequest | None, known: _Known, on: Hardware
+    ) -> Estimate:
+        if profile.beside is not None:
+            return Unavailable(reason="estimates beside a frozen model are not made again")
+        if on not in known.estimates:
+            tally = known.tally or (self._cache.tally(question) if question else None)
+            kind = on.device.kind
+            if tally and is_accelerator(kind) and tally.profile.workload.device == kind:
+                known.estimates[on] = replace(tally.on(_rated(on)), hardware=on)
+            elif known.broken is None:
+                self._look(profile, question, known, on)
+        found = known.estimates.get(on) or known.broken
+        assert found is not None
+        return found
+
+    def _look(
+        self,
+        profile: Profile,
+        question: EstimateRequest | None,
+        known: _Known,
+        on: Hardware | None = None,
+    ) -> None:
+        """Run the model's code, and note what it says."""
+
+        def hear(told: tuple[str, tuple[str, ...]]) -> None:
+            known.fingerprint, known.changed_keys = told
+
+        machine = on or profile.hardware
+        config = None if question is None else question.workload.model_config
+        try:
+            work = partial(reestimated, profile, config, on)
+            found = run(work, limits=self._limits, hear=hear)
+        except ProtrainError as error:
+            known.broken = self._broken(error)
+            return
+        if isinstance(found, Tally):
+            known.tally = found
+            known.estimates[machine] = replace(found.profile, hardware=machine, method="estimated")
+        elif isinstance(found, Broken) and _lacks_memory(found.reason):
+            found = replace(found, fix=self._more_memory)
+        if known.fingerprint is None:
+            known.broken = found
+        elif isinstance(found, Broken | Unavailable):
+            known.estimates[machine] = found
+        if question is not None and known.fingerprint is not None:
+            self._cache.keep_fingerprint(question, known.fingerprint)
+            if isinstance(found, Tally):
+                self._cache.keep_tally(question, found)
+
+    @property
+    def _more_memory(self) -> str:
+        return f"--model-memory, if it needs more than {format_bytes(self._limits.memory)}"
+
+    def _broken(self, error: ProtrainError) -> Broken:
+        """The end of a process as a line of a report, with what mends it."""
+        reason = f"{error.message}{_at(error.source, error.line)}"
+        if isinstance(error, EndedError) and error.limit == "seconds":
+            fix = f"--time-limit, if it needs more than {self._limits.seconds:g} s"
+        elif _lacks_memory(reason):
+            fix = self._more_memory
+        else:
+            return Broken(reason=reason)
+        return Broken(reason=reason, fix=fix)
+
+
+def _lacks_memory(reason: str) -> bool:
+    return "MemoryError" in reason or "allocate memory" in reason
+
+
+def _question(profile: Profile) -> EstimateRequest | None:
+    """Return the question about a model whose code is the libraries' alone; None for others.
+
+    ProtrainError where a file holds no configuration.
+    """
+    workload = profile.workload
+    if _is_here(workload.model) or not workload.model_config:
+        if workload.model not in preset_names():
+            refuse_outside(workload.model.partition(":")[0])
+        config = read_config(workload.model)
+    else:
+        config = parse_config(workload.model_config, where=workload.model)
+    return EstimateRequest.of(workload, profile.optimizer.name, config, profile.allowed)
