@@ -81,8 +81,7 @@ class FileOptions:
                 key="--model",
                 fix="name the factory in the place of the file, with options for the rest",
             )
-        file = read_trainer_file(model, given=_given(context))
-        return replace(file, options={"model": self.named} | file.options) if self.named else file
+        return read_trainer_file(model, given=_given(context), model=self.named)
 
 
 def _given(context: typer.Context) -> list[str]:

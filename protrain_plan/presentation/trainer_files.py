@@ -127,9 +127,8 @@ def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
         ("decided by the plan", [key for key, value in file.decided.items() if value]),
     ):
         lines += [f"  {said}: {', '.join(keys)}"] if keys else []
-    sharded = [key for key in file.format.shards if file.decided.get(key)]
-    if sharded and "num_devices" not in (*file.options, *file.given):
-        lines.append(f"  {sharded[0]} is of several devices: --num-devices says how many")
+    if file.shards and "num_devices" not in (*file.options, *file.given):
+        lines.append(f"  {file.shards[0]} is of several devices: --num-devices says how many")
     for one in advised:
         if one.changes or one.under_plan:
             lines.append(f"in {name}, for {one.cell}{', under the plan' * one.under_plan}:")
