@@ -54,6 +54,8 @@ def advice(
         batch, micro_batches = _smaller(batch * micro_batches, largest)
     rows, odd = divmod(batch, file.sequences_per_row)
     wanted = {"batch_size": rows, "accumulate": micro_batches} if rows and not odd else {}
+    if wanted and plan is not None and micro_batches > 1:
+        wanted["global_batch"] = rows * micro_batches * plan.settings.group.num_devices
     changes = [
         Change(key=key, now=file.value_of(key), new=value)
         for fact, value in wanted.items()
