@@ -245,8 +245,8 @@ def _not_understood(path: str, keys: list[str]) -> ProtrainError:
 def _fix(fact: str) -> str | None:
     """The fix of a value that no option says."""
     option = _FACTS[fact][1]
-    said = f"say it with {flag(option)}" if option in _OPTIONS else None
-    return _TABLES["fixes"].get(fact, said)
+    fix: str | None = _TABLES["fixes"].get(fact)
+    return fix or (f"say it with {flag(option)}" if option in _OPTIONS else None)
 
 
 # Options of facts
@@ -372,7 +372,7 @@ def _plain(node: Node) -> Any:
     """The value as a trainer's own parser has it; what JSON has not as a text."""
     endless = {"NaN": ".nan", "Infinity": ".inf", "-Infinity": "-.inf"}
     try:
-        value = yaml.constructor.SafeConstructor().construct_object(node.node, deep=True)  # type: ignore[no-untyped-call]
+        value = yaml.constructor.SafeConstructor().construct_object(node.node, deep=True)
         return json.loads(json.dumps(value, default=str), parse_constant=endless.get)
     except (ValueError, TypeError, RecursionError, yaml.YAMLError):
         raise node.error("a value that cannot be read") from None

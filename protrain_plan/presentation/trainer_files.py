@@ -10,7 +10,7 @@ from protrain_plan.presentation.terminal import Text
 from protrain_runtime.contract.records.plan import Keep, Persistent, Plan, Recompute
 
 if TYPE_CHECKING:
-    from protrain_plan.models.trainer_files import Switch, TrainerFile
+    from protrain_plan.models.trainer_files import TrainerFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def _smaller(sequences: int, largest: int | None) -> tuple[int, int]:
     return (sizes[-1], sequences // sizes[-1]) if sizes else (0, 0)
 
 
-def _switched(file: "TrainerFile", switch: "Switch", *, on: bool) -> list[Change]:
+def _switched(file: "TrainerFile", switch: Any, *, on: bool) -> list[Change]:
     key = next((key for key in switch.keys if file.decided.get(key) is not None), switch.keys[0])
     now = file.decided.get(key)
     new = switch.on if on else switch.off

@@ -647,7 +647,7 @@ def test_what_the_command_line_says_is_not_asked_of_a_file(tmp_path: Path) -> No
         (V1 | {"global_batch_size": 16}, "global_batch_size"),
         (V1 | {"optim_config": {"name": "muon", "wd": 0.1}}, "optim_config.name"),
         (V1 | {"kernel_config": {"name": "auto, liger_kernel"}}, "kernel_config.name"),
-        (V1 | {"dist_config": {"name": "deepspeed"}}, "dist_config.name"),
+        (V1 | {"dist_config": {"name": "fsdpturbo"}}, "dist_config.name"),
         (LORA | {"quantization_bit": 4, "double_quantization": False}, "double_quantization"),
         (SINGLE_DEVICE | {"tokenizer": {"max_seq_len": None}}, "tokenizer.max_seq_len"),
         (QLORA_ARGUMENTS | {"use_bnb_nested_quant": None}, "use_bnb_nested_quant"),
