@@ -349,7 +349,7 @@ def plan(
     | protrain plan llama-3.2-1b --on rtx-4090 --global-batch 32 -o plans/mine
     | protrain plan profile.yaml --pareto
     | protrain plan llama-3.1-8b --on cluster.yaml --num-devices 16 --global-batch 128 --stages auto
-    | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size
+    | protrain plan llama-3.2-1b --on rtx-4090 --maximize batch-size
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
     from rich.console import Group

@@ -504,7 +504,7 @@ def test_front_falls_in_time_as_memory_grows() -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_the_largest_batch_has_a_plan_and_one_more_has_none(several: bool) -> None:
+def test_the_largest_batch_is_planned(several: bool) -> None:
     machine, group = (joined(gpu(), library_bytes=50 * MB), TWO) if several else (cpu(), ALONE)
     profile = small(machine, blocks=3)
     asked = question(profile, within(profile, 2000 * MB), group=group)
