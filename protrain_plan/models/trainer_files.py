@@ -22,7 +22,10 @@ from protrain_runtime.contract.records.adapters import ALL_LINEAR, Lora
 from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.tree import Node, listed, parsed_json, root
 
-_TABLES: dict[str, Any] = yaml.safe_load(read_text(Path(__file__).with_name("trainers.yaml")))
+_TABLES: dict[str, Any] = yaml.load(
+    read_text(Path(__file__).with_name("trainers.yaml")),
+    Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # an eighth of the time
+)
 _FACTS = {fact: (*row.split(maxsplit=2), "") for fact, row in _TABLES["facts"].items()}
 _PLACEHOLDER = re.compile(r"auto|.*(\$\{|\{\{).*", re.S)  # a trainer or a template fills it
 
