@@ -132,9 +132,9 @@ class ObjectiveOptions:
         )
 
     def largest(
-        self, question: "Question", path: str, estimated: "Callable[[int], Profile] | None"
+        self, question: "Question", path: str, estimated: "Callable[[int], Question] | None"
     ) -> "Question":
-        """The question for the largest size that fits, `estimated` at that size.
+        """The question about the largest size that fits, `estimated` at that size.
 
         Sizes in proportion say where to look: from one that is estimated the next is nearer, until
         two say the same. A profile in a file has one size alone: ProtrainError for another one,
@@ -158,7 +158,7 @@ class ObjectiveOptions:
                     key="--maximize",
                     fix=f"profile it, and plan that: {own}{profile_command(asked, path)}",
                 )
-            question = known[size] = replace(question, profile=estimated(size))
+            question = known[size] = estimated(size)
         here = size_of(question.profile.workload, quantity)
         return known[here if size is None else min(size, here)]
 
@@ -424,22 +424,27 @@ def plan(
         record, settings, kept = estimate(model)
         if not is_factory(named):  # whose batches are its own
 
-            def estimated(size: int) -> "Profile":
+            def estimated(largest: int) -> Question:
                 if wanted.maximize == "seq-len":
-                    return estimate(replace(model, seq_len=size))[0]
-                return estimate(replace(model, batch_size=size))[0]
+                    return about(estimate(replace(model, seq_len=largest))[0])
+                return about(estimate(replace(model, batch_size=largest))[0])
 
     budgets.refuse_host_memory([record.hardware])
     group = devices.on(record.hardware)
-    question = Question(
-        profile=record,
-        settings=step.on(settings, group),
-        replicas=group.replica_counts if devices.replicas is None else (),
-        budgets=budgets.of(record, group),
-        allow=leaves_named(allow),
-        pins=fixed.read(),
-    )
-    question = wanted.largest(question, profile if model.on is None else "profile.yaml", estimated)
+    pins = fixed.read()
+
+    def about(record: "Profile") -> Question:
+        return Question(
+            profile=record,
+            settings=step.on(settings, group),
+            replicas=group.replica_counts if devices.replicas is None else (),
+            budgets=budgets.of(record, group),
+            allow=leaves_named(allow),
+            pins=pins,
+        )
+
+    place = profile if model.on is None else "profile.yaml"
+    question = wanted.largest(about(record), place, estimated)
     record = question.profile
     if search.lp is not None:
         Fluid(question.problem()).write_lp(lp)
@@ -457,8 +462,8 @@ def plan(
     if wanted.maximize is not None and answer.solved is not None:
         asked = record.workload
         data |= {"batch_size": asked.batch_size, "seq_len": asked.seq_len}
-        size = f"{asked.batch_size} sequences of {asked.seq_len} tokens"
-        text = Group(f"the largest that fits: {size}", "", text)
+        found = f"{asked.batch_size} sequences of {asked.seq_len} tokens"
+        text = Group(f"the largest that fits: {found}", "", text)
     if file is not None:
         advised = advice_of_answer(file, answer, settings.micro_batches)
         data |= file_json(file, advised)
