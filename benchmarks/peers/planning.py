@@ -14,6 +14,7 @@ from benchmarks.peers.limits import Limit
 from benchmarks.peers.work import Work
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.answers import Objective, Question
+from protrain_plan.planning.questions.growth import in_proportion, largest_of
 from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.questions.planner import Solver
 from protrain_plan.planning.search.improving import Effort
@@ -98,7 +99,7 @@ def plan(
 ) -> dict[str, Any]:
     """Plan a profile for a limit (0: all of the device), and write the plan.
 
-    With `maximize_batch`, for the largest batch that fits, grown in proportion.
+    With `maximize_batch`, for the largest batch that fits, in proportion: training shows.
     """
     record = read_profile(profile)
     tiers = {tier.name: tier.capacity_bytes for tier in record.hardware.tiers}
@@ -110,8 +111,9 @@ def plan(
             disk=tiers.get("disk", 0) if disk else 0,
         ),
     )
-    objective = Objective(maximize="batch-size" if maximize_batch else None)
-    answer = ask(question, objective, effort=Effort(time_limit_s=TIME_LIMIT_S), solver=solver)
+    if maximize_batch and (size := largest_of(question, "batch-size")):
+        question = replace(question, profile=in_proportion(record, "batch-size", size))
+    answer = ask(question, Objective(), effort=Effort(time_limit_s=TIME_LIMIT_S), solver=solver)
     if answer.solved is None:
         assert answer.infeasible is not None, "without a front there is a plan or a reason"
         missing = format_bytes(answer.infeasible.shortfall_bytes)

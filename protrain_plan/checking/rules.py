@@ -332,7 +332,8 @@ def fpr001(model: Model) -> Verdict:
         return Skipped(reason=found.reason)
     else:
         return Passed(found=case.profile.model_fingerprint)
-    commands = f"{profile_command(case)} && {plan_command(case, case.plan.budgets)}"
+    again = profile_command(case.profile, str(case.profile_path))
+    commands = f"{again} && {plan_command(case, case.plan.budgets)}"
     fix = f"profile and plan it again, and commit both: {commands}"
     return Failed(problem=problem, key="model_fingerprint", fix=fix, growth=grown)
 
@@ -598,9 +599,8 @@ def plan_command(case: Case, budgets: Budgets, *, stages: str | None = None) -> 
     return records.command("plan", str(case.profile_path), [*words, "-o", str(case.path)])
 
 
-def profile_command(case: Case) -> str:
-    """`protrain profile` as the profile was asked for."""
-    profile, path = case.profile, str(case.profile_path)
+def profile_command(profile: Profile, path: str) -> str:
+    """`protrain profile` as the profile in a file was asked for."""
     on = None
     if profile.method == "estimated":
         known = profile.hardware.name in hardware_names()

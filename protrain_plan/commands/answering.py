@@ -110,7 +110,7 @@ def ask(
     for point in found.front:
         if told is not None:
             told(point)
-    problems = replace(question, profile=found.largest or question.profile).problems()
+    problems = question.problems()
     program = None
     if found.solved is not None:
         problem = problem_of(found.solved, problems)

@@ -144,8 +144,7 @@ class Cells:
         for request, place, group, part in cells:
             question = self._question(known[request, 1][place], group)
             if (most := kept.number("largest", question)) is None:
-                found = largest_of(question, "batch-size")
-                most = found.workload.batch_size if found else 0
+                most = largest_of(question, "batch-size") or 0
                 kept.keep_number(most, "largest", question)
             # What fits is known in proportion alone: one more is looked at.
             open_to_it = divisors(part)

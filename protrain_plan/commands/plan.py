@@ -1,6 +1,8 @@
 """`protrain plan`: the fastest plan for a profile."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,7 +112,7 @@ class ObjectiveOptions:
     ] = False
     points: PointsOption = 8
 
-    def objective(self) -> "Objective":
+    def objective(self, global_batch: int | None) -> "Objective":
         """ProtrainError where two things are asked for."""
         from protrain_plan.planning.questions.answers import Objective
 
@@ -118,16 +120,47 @@ class ObjectiveOptions:
             "--max-slowdown": self.max_slowdown is not None,
             "--maximize": self.maximize is not None,
             "--pareto": self.pareto,
+            "--global-batch": global_batch is not None and self.maximize is not None,
         }
         options = [option for option, is_asked in asked.items() if is_asked]
         if len(options) > 1:
             raise ProtrainError(f"{options[0]} and {options[1]} ask for different things")
-        wanted = None if self.maximize is None else choice("--maximize", self.maximize, QUANTITIES)
+        if self.maximize is not None:
+            choice("--maximize", self.maximize, QUANTITIES)
         return Objective(
-            max_slowdown=self.max_slowdown,
-            maximize=wanted,
-            pareto_points=self.points if self.pareto else None,
+            max_slowdown=self.max_slowdown, pareto_points=self.points if self.pareto else None
         )
+
+    def largest(
+        self, question: "Question", path: str, estimated: "Callable[[int], Question] | None"
+    ) -> "Question":
+        """The question about the largest size that fits, `estimated` at that size.
+
+        Sizes in proportion say where to look: from one that is estimated the next is nearer, until
+        two say the same. A profile in a file has one size alone: ProtrainError for another one,
+        with the command that profiles it.
+        """
+        from protrain_plan.checking.rules import profile_command
+        from protrain_plan.planning.questions.growth import largest_of, size_of, sized
+
+        if self.maximize is None:
+            return question
+        quantity = choice("--maximize", self.maximize, QUANTITIES)
+        record = question.profile
+        known = {size_of(record.workload, quantity): question}
+        while (size := largest_of(question, quantity)) is not None and size not in known:
+            if estimated is None:
+                asked = replace(record, workload=sized(record.workload, quantity, size))
+                own = "" if record.workload.model_config else "give its batches that size, then: "
+                raise ProtrainError(
+                    f"the largest {quantity} that fits is about {size}, if bytes grow in"
+                    " proportion; a plan for it takes a profile of that size",
+                    key="--maximize",
+                    fix=f"profile it, and plan that: {own}{profile_command(asked, path)}",
+                )
+            question = known[size] = estimated(size)
+        here = size_of(question.profile.workload, quantity)
+        return known[here if size is None else min(size, here)]
 
 
 @option_record
@@ -316,12 +349,13 @@ def plan(
     | protrain plan llama-3.2-1b --on rtx-4090 --global-batch 32 -o plans/mine
     | protrain plan profile.yaml --pareto
     | protrain plan llama-3.1-8b --on cluster.yaml --num-devices 16 --global-batch 128 --stages auto
-    | protrain plan profile.yaml --device-memory 24GiB --maximize batch-size
+    | protrain plan llama-3.2-1b --on rtx-4090 --maximize batch-size
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
     from rich.console import Group
 
     from protrain_plan.commands.output import destination, print_beside, show
+    from protrain_plan.models.presets import is_factory
     from protrain_plan.planning.model.fluid import Fluid
     from protrain_plan.planning.questions.answers import Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
@@ -349,7 +383,7 @@ def plan(
         lp = destination(search.lp, option="--lp", inputs=(*read, output))
     if beside is not None:
         destination(beside, inputs=read[:-1])
-    objective, settings = wanted.objective(), step.settings()
+    objective, settings = wanted.objective(model.global_batch), step.settings()
     if staged.stages is not None:
         others = (*given(fixed), *given(wanted), *given(search), *["--beside"] * bool(beside_it))
         for unused in (option for option in others if option != "--explain"):
@@ -372,30 +406,46 @@ def plan(
             as_json=as_json,
         )
         return
+    estimated = None
     if model.on is None:
         record, kept = _read(profile, leaves_named(allow)), AnswerCache(off=model.no_cache)
     else:
-        record, settings, kept = _estimated(
+        estimate = partial(
+            _estimated,
             named,
-            model,
-            workload,
-            budgets,
-            devices,
-            settings,
+            workload=workload,
+            budgets=budgets,
+            devices=devices,
+            settings=settings,
             allow=allow,
             beside=beside_it,
             as_json=as_json,
         )
+        record, settings, kept = estimate(model)
+        if not is_factory(named):  # whose batches are its own
+
+            def estimated(largest: int) -> Question:
+                if wanted.maximize == "seq-len":
+                    return about(estimate(replace(model, seq_len=largest))[0])
+                return about(estimate(replace(model, batch_size=largest))[0])
+
     budgets.refuse_host_memory([record.hardware])
     group = devices.on(record.hardware)
-    question = Question(
-        profile=record,
-        settings=step.on(settings, group),
-        replicas=group.replica_counts if devices.replicas is None else (),
-        budgets=budgets.of(record, group),
-        allow=leaves_named(allow),
-        pins=fixed.read(),
-    )
+    pins = fixed.read()
+
+    def about(record: "Profile") -> Question:
+        return Question(
+            profile=record,
+            settings=step.on(settings, group),
+            replicas=group.replica_counts if devices.replicas is None else (),
+            budgets=budgets.of(record, group),
+            allow=leaves_named(allow),
+            pins=pins,
+        )
+
+    place = profile if model.on is None else "profile.yaml"
+    question = wanted.largest(about(record), place, estimated)
+    record = question.profile
     if search.lp is not None:
         Fluid(question.problem()).write_lp(lp)
     answer = search.ask(question, objective, kept, as_json=as_json)
@@ -409,6 +459,11 @@ def plan(
     written = output if beside is None else beside
     data = answer_json(answer, explanation)
     text = answer_text(answer, explanation, *dict.fromkeys((written, output)))
+    if wanted.maximize is not None and answer.solved is not None:
+        asked = record.workload
+        data |= {"batch_size": asked.batch_size, "seq_len": asked.seq_len}
+        found = f"{asked.batch_size} sequences of {asked.seq_len} tokens"
+        text = Group(f"the largest that fits: {found}", "", text)
     if file is not None:
         advised = advice_of_answer(file, answer, settings.micro_batches)
         data |= file_json(file, advised)
@@ -444,11 +499,11 @@ def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
 def _estimated(
     name: str,
     model: ModelOptions,
+    *,
     workload: WorkloadOptions,
     budgets: BudgetOptions,
     devices: GroupOptions,
     settings: "StepSettings",
-    *,
     allow: list[str] | None,
     beside: str,
     as_json: bool,

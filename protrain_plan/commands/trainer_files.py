@@ -67,7 +67,7 @@ class FileOptions:
 
         is_file = False
         if Path(model).suffix.lower() in (".yaml", ".yml", ".json"):  # others need no reader
-            from protrain_plan.models.trainer_files import is_trainer_file, read_trainer_file
+            from protrain_plan.models.trainer_files import TrainerFile, is_trainer_file
 
             is_file = is_trainer_file(model)
         if not is_file:
@@ -81,8 +81,7 @@ class FileOptions:
                 key="--model",
                 fix="name the factory in the place of the file, with options for the rest",
             )
-        file = read_trainer_file(model, given=_given(context))
-        return replace(file, options={"model": self.named} | file.options) if self.named else file
+        return TrainerFile(model, given=_given(context), model=self.named)
 
 
 def _given(context: typer.Context) -> list[str]:

@@ -323,10 +323,6 @@ def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str
         }
     if answer.seconds_without_pins is not None:
         data["seconds_without_pins"] = answer.seconds_without_pins
-    if answer.largest is not None:
-        data["batch_size"] = answer.profile.workload.batch_size
-        data["seq_len"] = answer.profile.workload.seq_len
-        data["growth"] = "in proportion"
     if answer.least_memory is not None:
         keys = ("fastest_seconds", "limit_seconds", "lower_bound_bytes")
         data |= {key: getattr(answer.least_memory, key) for key in keys}
@@ -359,12 +355,7 @@ def answer_text(
     assert answer.solved is not None
     if answer.front:
         return Group(_front_text(answer), *map(Text, headroom))
-    head: list[str] = []
-    workload, step_s = answer.profile.workload, answer.solved.plan.prediction.step_seconds
-    if answer.largest is not None:
-        size = f"{workload.batch_size} sequences of {workload.seq_len} tokens"
-        grown = "growth in proportion; profile this size before you rely on it"
-        head = [f"the largest that fits: {size} ({grown})", ""]
+    step_s = answer.solved.plan.prediction.step_seconds
     notes = report_in_words(answer.report, answer.solved.plan) if answer.report is not None else []
     notes += headroom
     notes += spared_disk(answer.solved)
@@ -390,7 +381,7 @@ def answer_text(
 
         notes += ["", *explained(explanation)]
     solved = solved_text(answer.solved, answer.profile, *paths)
-    return Group(*map(Text, head), solved, *map(Text, notes))
+    return Group(solved, *map(Text, notes))
 
 
 def point_text(point: "Point") -> str:

@@ -10,7 +10,7 @@ from protrain_plan.presentation.terminal import Text
 from protrain_runtime.contract.records.plan import Keep, Persistent, Plan, Recompute
 
 if TYPE_CHECKING:
-    from protrain_plan.models.trainer_files import Switch, TrainerFile
+    from protrain_plan.models.trainer_files import TrainerFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,8 @@ def advice(
         batch, micro_batches = _smaller(batch * micro_batches, largest)
     rows, odd = divmod(batch, file.sequences_per_row)
     wanted = {"batch_size": rows, "accumulate": micro_batches} if rows and not odd else {}
+    if wanted and plan is not None and micro_batches > 1:
+        wanted["global_batch"] = rows * micro_batches * plan.settings.group.num_devices
     changes = [
         Change(key=key, now=file.value_of(key), new=value)
         for fact, value in wanted.items()
@@ -81,7 +83,7 @@ def _smaller(sequences: int, largest: int | None) -> tuple[int, int]:
     return (sizes[-1], sequences // sizes[-1]) if sizes else (0, 0)
 
 
-def _switched(file: "TrainerFile", switch: "Switch", *, on: bool) -> list[Change]:
+def _switched(file: "TrainerFile", switch: Any, *, on: bool) -> list[Change]:
     key = next((key for key in switch.keys if file.decided.get(key) is not None), switch.keys[0])
     now = file.decided.get(key)
     new = switch.on if on else switch.off
@@ -127,9 +129,8 @@ def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
         ("decided by the plan", [key for key, value in file.decided.items() if value]),
     ):
         lines += [f"  {said}: {', '.join(keys)}"] if keys else []
-    sharded = [key for key in file.format.shards if file.decided.get(key)]
-    if sharded and "num_devices" not in (*file.options, *file.given):
-        lines.append(f"  {sharded[0]} is of several devices: --num-devices says how many")
+    if file.shards and "num_devices" not in (*file.options, *file.given):
+        lines.append(f"  {file.shards[0]} is of several devices: --num-devices says how many")
     for one in advised:
         if one.changes or one.under_plan:
             lines.append(f"in {name}, for {one.cell}{', under the plan' * one.under_plan}:")

@@ -72,7 +72,9 @@ def test_the_commands_that_made_them_are_told(pair: Pair, monkeypatch: pytest.Mo
     case = opened(read_files(Path("plans") / pair.name / "plan.yaml"))
     assert case is not None
     profiled, planned = pair.commands
-    assert options(profile_command(case)) == {"--batch-size": "1"} | options(profiled)
+    assert options(profile_command(case.profile, str(case.profile_path))) == {
+        "--batch-size": "1"
+    } | options(profiled)
     device = exact_bytes(case.plan.budgets.device)
     again = options(plan_command(case, case.plan.budgets))
     again["--tight"] = ""  # a budget that is given is taken as it is

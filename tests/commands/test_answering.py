@@ -23,7 +23,7 @@ from protrain_plan.kept import SWITCH
 from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.answers import Answer, Fit, Objective, Point, Question
-from protrain_plan.planning.questions.growth import grown
+from protrain_plan.planning.questions.growth import in_proportion
 from protrain_plan.planning.questions.kept_answers import AnswerCache
 from protrain_plan.planning.questions.planner import Solver
 from protrain_plan.planning.questions.shopping import with_resource
@@ -105,12 +105,11 @@ def as_planned(answer: Any) -> Any:
         (SEVERAL, FASTEST),
         (replace(ASKED, pins=(parse_pin("layers.1: recompute"),)), FASTEST),
         (SMALL, Objective(max_slowdown=1.5)),
-        (ASKED, Objective(maximize="batch-size")),
         (ASKED, Objective(pareto_points=3)),
         (NONE, FASTEST),
         (NONE, Objective(pareto_points=3)),
     ],
-    ids=["fastest", "replicas", "pins", "least", "largest", "front", "none", "no front"],
+    ids=["fastest", "replicas", "pins", "least", "front", "none", "no front"],
 )
 def test_a_kept_answer_is_the_planned_one(question: Question, objective: Objective) -> None:
     points: list[list[Point]] = [[], []]
@@ -147,7 +146,8 @@ def test_a_kept_line_of_a_sweep_is_the_planned_one() -> None:
 
 
 def test_the_best_of_some_batches_is_known() -> None:
-    questions = [replace(ASKED, profile=grown(PROFILE, batch_size=size)) for size in (1, 2)]
+    profiles = [in_proportion(PROFILE, "batch-size", size) for size in (1, 2)]
+    questions = [replace(ASKED, profile=profile) for profile in profiles]
     best = BestBatch(kept=AnswerCache())
     assert best.known(questions) is None
     assert best.known(questions[:1]) is None

@@ -15,7 +15,7 @@ import pytest
 from protrain_plan.commands.option_records import StepOptions
 from protrain_plan.planning.questions.planner import MOVING_GAIN
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records import read_plan, write_hardware, write_profile
+from protrain_runtime.contract.records import read_plan, read_profile, write_hardware, write_profile
 from protrain_runtime.contract.records.plan import Recompute, Swap
 from protrain_runtime.contract.units import format_bytes
 from tests.support.commands import PROTRAIN, printed
@@ -181,13 +181,39 @@ def test_least_memory_for_a_speed(small: Path, tmp_path: Path) -> None:
     assert answer["lower_bound_bytes"] <= peak["device"] + peak["context"]
 
 
-def test_the_largest_batch_says_how_it_is_known(profile: Path, tmp_path: Path) -> None:
-    arguments = ("plan", profile, "--device-memory", "12GiB", "--maximize", "batch-size")
-    answer = printed(protrain(*arguments, "--json", folder=tmp_path))
-    assert answer["growth"] == "in proportion"
-    assert answer["batch_size"] == read_plan(tmp_path / "plan.yaml").workload.batch_size > 1
-    text = protrain(*arguments, folder=tmp_path).stdout
-    assert text.startswith(f"the largest that fits: {answer['batch_size']} sequences of 1024")
+def test_the_largest_that_fits_is_estimated_at_its_size(tmp_path: Path) -> None:
+    """One more does not fit, and a plan is for an estimate of its own size."""
+    asked = (
+        *("plan", "tiny-llama", "--on", "rtx-4090", "--seq-len", 128, "-o", "plan.yaml"),
+        *("--device-memory", "700MiB", "--host-memory", "64MiB", "--disk", "0B"),
+    )
+    largest = (*asked, "--maximize", "batch-size")
+    answer = printed(protrain(*largest, "--json", folder=tmp_path))
+    size = answer["batch_size"]
+    assert read_plan(tmp_path / "plan.yaml").workload.batch_size == size > 1
+    assert read_profile(tmp_path / "profile.yaml").workload.batch_size == size
+    text = protrain(*largest, folder=tmp_path).stdout
+    assert text.startswith(f"the largest that fits: {size} sequences of 128 tokens")
+    more = protrain(*asked, "--batch-size", size + 1, folder=tmp_path)
+    assert more.returncode == 3
+
+
+def test_a_profile_has_one_size_and_says_how_to_get_another(tmp_path: Path) -> None:
+    """The fix, followed until a profile is of the largest size, is a plan."""
+    asked = ("profile", "tiny-llama", "--on", "rtx-4090", "--seq-len", 128, "-o", "profile.yaml")
+    printed(protrain(*asked, "--json", folder=tmp_path))
+    arguments = ("plan", "profile.yaml", "--device-memory", "700MiB", "--maximize", "batch-size")
+    for _ in range(6):
+        found = protrain(*arguments, folder=tmp_path)
+        if found.returncode == 0:
+            break
+        assert found.returncode == 2
+        assert "if bytes grow in proportion" in found.stderr
+        fix = found.stderr.replace("\n", " ").split("plan that: protrain ")[1]
+        assert protrain(*fix.split(), folder=tmp_path).returncode == 0
+    size = read_profile(tmp_path / "profile.yaml").workload.batch_size
+    assert size > 1
+    assert found.stdout.startswith(f"the largest that fits: {size} sequences of 128 tokens")
 
 
 def test_an_explanation_is_in_words(profile: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from protrain_plan.models.trainer_files import (
     FORMATS,
     TrainerFile,
     is_trainer_file,
-    read_trainer_file,
 )
 from protrain_runtime.contract.errors import ProtrainError
 from tests.support.messages import Speaker
@@ -92,6 +91,21 @@ SINGLE_DEVICE: dict[str, Any] = {
     "enable_activation_checkpointing": True,
     "profiler": {"enabled": False, "wait_steps": 5},
 }
+V1: dict[str, Any] = {
+    "model": "Qwen/Qwen3-4B",
+    "model_class": "llm",
+    "kernel_config": {"name": "auto"},
+    "dist_config": {"name": "fsdp2", "dcp_path": None},
+    "train_dataset": "data/v1_sft_demo.yaml",
+    "micro_batch_size": 1,
+    "cutoff_len": 2048,
+    "learning_rate": 1e-4,
+}
+V1_QLORA = V1 | {
+    "peft_config": {"name": "lora", "r": 16, "lora_alpha": 32, "target_modules": "all"},
+    "quant_config": {"name": "bnb", "quantization_bit": 4},
+    "mp_shard_size": 2,
+}
 ARGUMENTS = {
     "model_name_or_path": "meta-llama/Llama-3.2-1B",
     "max_length": 1024,
@@ -130,7 +144,7 @@ def written(folder: Path, content: object, name: str = "trainer.yaml") -> str:
 
 
 def read(folder: Path, content: dict[str, Any], *given: str, **changed: Any) -> TrainerFile:
-    return read_trainer_file(written(folder, content | changed), given=given)
+    return TrainerFile(written(folder, content | changed), given=given)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +197,25 @@ def read(folder: Path, content: dict[str, Any], *given: str, **changed: Any) -> 
             " --optimizer adamw",
         ),
         (
+            "LLaMA-Factory v1",
+            V1,
+            "qwen3-4b --seq-len 2048 --batch-size 1 --accumulate 1 --dtype bfloat16"
+            " --precision master --optimizer adamw --clip",
+        ),
+        (
+            "LLaMA-Factory v1",
+            V1 | {"dist_config": None},
+            "qwen3-4b --seq-len 2048 --batch-size 1 --accumulate 1 --dtype float32"
+            " --precision pure --optimizer adamw --clip",
+        ),
+        (
+            "LLaMA-Factory v1",
+            V1_QLORA,
+            "qwen3-4b --seq-len 2048 --batch-size 1 --accumulate 1 --num-devices 2"
+            " --dtype bfloat16 --precision pure --lora r=16,dropout=0.05 --quantize nf4"
+            " --optimizer adamw --clip",
+        ),
+        (
             "TRL",
             ARGUMENTS,
             "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
@@ -223,7 +256,7 @@ def test_a_file_becomes_the_options_of_a_command(
     for name in ("trainer.yaml", "trainer.json"):
         path = written(tmp_path, content, name)
         assert is_trainer_file(path)
-        file = read_trainer_file(path)
+        file = TrainerFile(path)
         assert (file.format.name, file.command) == (trainer, command)
 
 
@@ -256,6 +289,12 @@ def test_inner_keys_are_told_one_by_one_unless_the_whole_is(tmp_path: Path) -> N
         (ARGUMENTS, {"fsdp": [], "fsdp_config": {"xla": False}}, "precision", "autocast"),
         (QLORA, {"max_grad_norm": "1e-1"}, "clip", True),
         (LORA, {"quantization_bit": 8, "quantization_method": "bitsandbytes"}, "quantize", "int8"),
+        (LORA, {"ray_num_workers": 4}, "num_devices", 4),
+        (LORA, {"per_gpu_train_batch_size": 4}, "batch_size", 4),
+        (
+            *(ARGUMENTS, {"optim": "adafactor"}, "optimizer"),
+            "transformers.optimization:Adafactor(lr=0.001,relative_step=False,scale_parameter=False)",
+        ),
     ],
 )
 def test_values_are_read_as_the_trainer_reads_them(
@@ -350,6 +389,15 @@ ON: dict[str, dict[str, Any]] = {
         "ac_mode": "selective",
         "unheard_of": "on",
     },
+    "llama-factory-v1": {
+        "model_class": "cls",
+        "batching_strategy": "dynamic_batching",
+        "pref_loss": "orpo",
+        "cp_size": 2,
+        "mp_replicate_size": 2,
+        "peft_config": {"name": "lora", "adapter_name_or_path": "a"},
+        "quant_config": {"name": "bnb", "unheard_of": 1},
+    },
     "trl": {
         "num_generations": 8,
         "max_completion_length": 512,
@@ -361,11 +409,22 @@ ON: dict[str, dict[str, Any]] = {
         "torch_compile": True,
         "assistant_only_loss": True,
         "reward_model_path": "a/b",
+        "optim_args": "momentum=0.9",
+        "torch_empty_cache_steps": 4,
+        "use_cache": True,
+        "full_determinism": True,
+        "accelerator_config": {"split_batches": True},
         "unheard_of": 0.5,
     },
 }
 """Keys by trainer, of which memory or time of a step depends, or nothing is known."""
-FILES = {"axolotl": QLORA, "llama-factory": LORA, "torchtune": SINGLE_DEVICE, "trl": ARGUMENTS}
+FILES = {
+    "axolotl": QLORA,
+    "llama-factory": LORA,
+    "llama-factory-v1": V1,
+    "torchtune": SINGLE_DEVICE,
+    "trl": ARGUMENTS,
+}
 
 
 @pytest.mark.parametrize(
@@ -437,12 +496,12 @@ def test_a_method_that_is_not_planned_is_answered_as_its_fix_says(
     content: dict[str, Any], changed: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ProtrainError) as caught:
-        read_trainer_file(written(tmp_path, content))
+        TrainerFile(written(tmp_path, content))
     assert caught.value.fix is not None
     assert "remove from a copy" not in caught.value.fix
     assert any(words in caught.value.fix for words in ("is not planned", "the answer is", "it is"))
     kept = {key: value for key, value in (content | changed).items() if value is not None}
-    assert read_trainer_file(written(tmp_path, kept)).options["model"]
+    assert TrainerFile(written(tmp_path, kept)).options["model"]
 
 
 def test_a_frozen_method_is_answered_as_its_fix_says(tmp_path: Path) -> None:
@@ -531,11 +590,6 @@ def test_a_reference_that_no_file_names_is_asked_for(
         ({"train_micro_batch_size_per_gpu": "auto"}, "of DeepSpeed"),
         ({"compute_environment": "LOCAL_MACHINE", "num_processes": 8}, "of accelerate"),
         ({"distributed_type": "FSDP", "mixed_precision": "bf16"}, "of accelerate"),
-        (
-            {"model": "a/b", "model_class": "llm", "cutoff_len": 8, "micro_batch_size": 1},
-            "of LLaMA-Factory's v1",
-        ),
-        ({"model": "a/b", "peft_config": {"name": "lora"}, "template": "a"}, "v1"),
     ],
 )
 def test_other_files_are_known_for_what_they_are(
@@ -545,7 +599,7 @@ def test_other_files_are_known_for_what_they_are(
         path = written(tmp_path, content, name)
         assert is_trainer_file(path)
         with pytest.raises(ProtrainError, match=what) as caught:
-            read_trainer_file(path)
+            TrainerFile(path)
         assert caught.value.fix
 
 
@@ -588,7 +642,12 @@ def test_what_the_command_line_says_is_not_asked_of_a_file(tmp_path: Path) -> No
         ),
         ({"zero_optimization": {"stage": 3}}, None),
         ({"distributed_type": "FSDP"}, None),
-        ({"model": "a/b", "model_class": "llm"}, None),
+        ({"model": "a/b", "model_class": "llm"}, "model"),
+        (V1 | {"template": "qwen"}, "template"),
+        (V1 | {"global_batch_size": 16}, "global_batch_size"),
+        (V1 | {"optim_config": {"name": "muon", "wd": 0.1}}, "optim_config.name"),
+        (V1 | {"kernel_config": {"name": "auto, liger_kernel"}}, "kernel_config.name"),
+        (V1 | {"dist_config": {"name": "fsdpturbo"}}, "dist_config.name"),
         (LORA | {"quantization_bit": 4, "double_quantization": False}, "double_quantization"),
         (SINGLE_DEVICE | {"tokenizer": {"max_seq_len": None}}, "tokenizer.max_seq_len"),
         (QLORA_ARGUMENTS | {"use_bnb_nested_quant": None}, "use_bnb_nested_quant"),
@@ -606,7 +665,7 @@ def test_what_the_command_line_says_is_not_asked_of_a_file(tmp_path: Path) -> No
 def test_what_cannot_be_said_is_one_error(
     content: Any, key: str | None, tmp_path: Path, assert_says: Speaker
 ) -> None:
-    error = assert_says.refused(read_trainer_file, written(tmp_path, content))
+    error = assert_says.refused(TrainerFile, written(tmp_path, content))
     assert error.key == key
     assert error.source == str(tmp_path / "trainer.yaml")
 
@@ -648,7 +707,7 @@ def test_a_value_of_another_type_is_refused_where_an_option_answers_it_too(
 
 def test_json_is_read_as_json(tmp_path: Path, assert_says: Speaker) -> None:
     path = written(tmp_path, '{"base_model": "gpt2", "bf16": true,}', "trainer.json")
-    assert_says.refused(read_trainer_file, path)
+    assert_says.refused(TrainerFile, path)
 
 
 def test_a_configuration_of_a_model_is_no_file_of_a_trainer(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from protrain_plan.planning.questions.allowance import (
 )
 from protrain_plan.planning.questions.alternatives import alternatives
 from protrain_plan.planning.questions.answers import Alternative, Objective, Question
-from protrain_plan.planning.questions.growth import grown
+from protrain_plan.planning.questions.growth import in_proportion
 from protrain_plan.planning.questions.objectives import ask, fit
 from protrain_plan.planning.questions.planner import solve_any
 from protrain_plan.planning.questions.shopping import divisors, fastest_batch
@@ -99,7 +99,7 @@ def test_the_fastest_micro_batch_is_that_of_planning_all(device: int) -> None:
     questions = [
         replace(
             asked,
-            profile=grown(asked.profile, batch_size=size),
+            profile=in_proportion(asked.profile, "batch-size", size),
             settings=replace(asked.settings, micro_batches=8 // size),
         )
         for asked in [question(device=device)]
@@ -122,7 +122,7 @@ def test_a_batch_is_found_that_fits_only_where_no_gradients_add_up() -> None:
         light = small(joined(gpu()), kept=1 * MB, pieces=5)
         return replace(
             one,
-            profile=grown(light, batch_size=size),
+            profile=in_proportion(light, "batch-size", size),
             settings=replace(one.settings, micro_batches=4 // size),
         )
 

@@ -16,6 +16,7 @@ from protrain_plan.planning.model.options import Pin, parse_pin, pinned_options
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.answers import Objective
+from protrain_plan.planning.questions.growth import in_proportion, largest_of
 from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.questions.planner import MOVING_GAIN, plan, solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, baseline
@@ -507,10 +508,19 @@ def test_the_largest_batch_is_planned(several: bool) -> None:
     machine, group = (joined(gpu(), library_bytes=50 * MB), TWO) if several else (cpu(), ALONE)
     profile = small(machine, blocks=3)
     asked = question(profile, within(profile, 2000 * MB), group=group)
-    answer = ask(asked, Objective(maximize="batch-size"), effort=Effort())
-    found = solved(answer.solved).plan
-    assert answer.largest is not None
-    assert found.workload.batch_size == answer.largest.workload.batch_size > 1
+    largest = largest_of(asked, "batch-size")
+    assert largest is not None
+    assert largest > 1
+    more, most = (
+        ask(
+            replace(asked, profile=in_proportion(profile, "batch-size", size)),
+            Objective(),
+            effort=Effort(),
+        )
+        for size in (largest + 1, largest)
+    )
+    assert more.infeasible is not None
+    found = solved(most.solved).plan
     # A library's memory stands beside the context.
     context = profile.hardware.device.context_bytes + several * 50 * MB
     assert (found.group, found.prediction.peak_bytes.context) == (group, context)

@@ -17,6 +17,7 @@ from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.alternatives import alternatives
 from protrain_plan.planning.questions.answers import Alternative, Objective, Question
+from protrain_plan.planning.questions.growth import in_proportion, largest_of
 from protrain_plan.planning.questions.objectives import SHARDED, ask, fit
 from protrain_plan.planning.questions.planner import solve_any, solve_problem
 from protrain_plan.planning.questions.shopping import fastest_batch
@@ -335,11 +336,11 @@ def test_other_questions_choose_replicas_too() -> None:
 
 
 def test_the_largest_batch_is_that_of_the_fewest_replicas() -> None:
-    asked, objective = asked_of("little memory"), Objective(maximize="batch-size")
+    asked = asked_of("little memory")
     few = replace(asked, replicas=(1,))
-    answers = [ask(one, objective, effort=Effort(gap_target=0.05)) for one in (asked, few)]
-    assert all(answer.solved and answer.largest for answer in answers)
-    assert len({answer.profile.workload.batch_size for answer in answers}) == 1
+    found = {largest_of(one, "batch-size") for one in (asked, few)}
+    assert len(found) == 1
+    assert None not in found
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -443,13 +444,12 @@ def test_the_largest_batch_is_that_with_sums_in_shards_by_leave() -> None:
     whole = question(profile, within(profile, 10**12), group=FOUR, micro_batches=3)
     whole = replace(whole, budgets=within(profile, least_bytes(whole.problem()) * 21 // 20))
     allowed = replace(whole, allow=(ROUNDING,))
-    exact, rounded = (
-        ask(one, Objective(maximize="batch-size"), effort=Effort()) for one in (whole, allowed)
-    )
-    assert exact.largest and rounded.largest
-    assert exact.largest.workload.batch_size < rounded.largest.workload.batch_size
-    assert solved(rounded.solved).plan.settings.adds_shards
-    assert not solved(exact.solved).plan.settings.adds_shards
+    exact, rounded = (largest_of(one, "batch-size") for one in (whole, allowed))
+    assert exact and rounded
+    assert exact < rounded
+    larger = replace(allowed, profile=in_proportion(profile, "batch-size", rounded))
+    answer = ask(larger, Objective(), effort=Effort())
+    assert solved(answer.solved).plan.settings.adds_shards
 
 
 def test_a_plan_holds_the_same_bytes_by_a_profile_with_forms_that_it_has_no_leave_for() -> None:

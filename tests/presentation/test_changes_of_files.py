@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from protrain_plan.models.trainer_files import read_trainer_file
+from protrain_plan.models.trainer_files import TrainerFile
 from protrain_plan.presentation.trainer_files import Advice, advice, file_text
 from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Plan, Recompute
 from tests.support.checking_cases import offloading
 
 AXOLOTL = "base_model: gpt2\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\nbf16: true\n"
 LLAMA_FACTORY = "model_name_or_path: gpt2\nfinetuning_type: full\nbf16: true\n"
-OPTIMIZER = {AXOLOTL: "optimizer: adamw_torch\n", LLAMA_FACTORY: ""}
+V1 = "model: gpt2\nmodel_class: llm\nmicro_batch_size: 8\nbf16: true\n"
+OPTIMIZER = {V1: "", AXOLOTL: "optimizer: adamw_torch\n", LLAMA_FACTORY: ""}
 
 
 def plan_of(recomputed: int, *, offloaded: bool = False) -> Plan:
@@ -38,7 +39,7 @@ def asked(
 ) -> tuple[Advice, list[str]]:
     path = folder / "mine.yaml"
     path.write_text(text + OPTIMIZER[text[: text.index("bf16")] + "bf16: true\n"])
-    file = read_trainer_file(str(path))
+    file = TrainerFile(str(path))
     found = advice(
         file,
         "a cell",
@@ -114,6 +115,13 @@ def test_what_no_file_says_is_for_the_plan(tmp_path: Path) -> None:
         "  gradient_accumulation_steps: 1 -> 2",
         "  disable_gradient_checkpointing: (not set) -> true",
     ]
+
+
+def test_a_file_without_accumulation_says_it_by_its_global_batch(tmp_path: Path) -> None:
+    found, _ = asked(tmp_path, V1, plan_of(0), batch=4)
+    assert changed(found)[:2] == [("micro_batch_size", 8, 4), ("global_batch_size", None, 8)]
+    found, _ = asked(tmp_path, V1, plan_of(0), batch=8)
+    assert "global_batch_size" not in [key for key, _, _ in changed(found)]
 
 
 def test_where_no_plan_fits_the_largest_batch_is_named(tmp_path: Path) -> None:

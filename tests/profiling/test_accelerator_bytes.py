@@ -14,7 +14,7 @@ from protrain_plan.models.building import kernels
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible
-from protrain_plan.planning.questions.growth import grown
+from protrain_plan.planning.questions.growth import in_proportion
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.presentation.plans import tiers_json
 from protrain_plan.profiling.estimated import estimate
@@ -196,11 +196,11 @@ def plain_bytes(profile: Profile) -> int:
 
 def test_what_libraries_keep_does_not_grow_with_the_batch() -> None:
     small = with_holes(0, fixed_bytes=64 * MB)
-    large = grown(small, batch_size=8)
+    large = in_proportion(small, "batch-size", 8)
     assert large.fixed_bytes == small.fixed_bytes
     assert large.base_bytes > small.base_bytes
     one, eight = (plain_bytes(each) for each in (small, large))
-    bare = plain_bytes(grown(with_holes(0), batch_size=8))
+    bare = plain_bytes(in_proportion(with_holes(0), "batch-size", 8))
     assert eight == bare + 64 * MB
     assert one < eight
 

@@ -40,7 +40,6 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.growth import grown
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.activations.forms import around, wrap_forward
@@ -983,28 +982,6 @@ def test_estimates_have_the_forms_that_round() -> None:
     assert last.cost("8 tiles").kept_bytes < last.cost("in place").kept_bytes
     exact = estimate(source, **sizes, hardware=machine)
     assert not any("tile" in cost.form for unit in exact.units for cost in unit.forms)
-
-
-@pytest.mark.slow
-def test_a_profile_that_is_grown_or_shrunk_promises_no_less_than_one_of_that_size() -> None:
-    """Between these sizes a tile grows from 16 rows to 32: more than in proportion."""
-    found = {
-        seq_len: estimate(
-            load_source("tiny-llama"),
-            hardware=load_hardware("h200"),
-            batch_size=1,
-            seq_len=seq_len,
-            dtype="bfloat16",
-        )
-        for seq_len in (240, 256)
-    }
-    assert [tile_rows(seq_len, 320) for seq_len in found] == [16, 32]
-    for seq_len, other in ((240, 256), (256, 240)):
-        promised = grown(found[seq_len], seq_len=other).units[-1].cost("in place")
-        needed = found[other].units[-1].cost("in place")
-        assert promised.forward_peak_bytes >= needed.forward_peak_bytes
-        in_backward = needed.kept_bytes + needed.backward_peak_bytes
-        assert promised.kept_bytes + promised.backward_peak_bytes >= in_backward
 
 
 def test_others_are_refused_with_the_reason(profile: Profile) -> None:

@@ -96,12 +96,10 @@ class Objective:
     """The aim; at most one of these, and none for the fastest step.
 
     max_slowdown    least device memory for a step of this many times the fastest
-    maximize        the largest batch or sequence that fits
     pareto_points   the front of memory against time, over so many budgets
     """
 
     max_slowdown: float | None = None
-    maximize: Quantity | None = None
     pareto_points: int | None = None
 
 
@@ -109,8 +107,8 @@ class Objective:
 class Answer:
     """A plan, a front of plans (`solved` is the fastest), or why there is none.
 
-    `profile` is the one that was planned for: with `maximize`, grown to `largest`; of several
-    devices, one's part (see `profile_of_rank`). `kept_seconds` is the step that keeps everything on
+    `profile` is the one that was planned for: of several devices, one's part (see
+    `profile_of_rank`). `kept_seconds` is the step that keeps everything on
     the device, where it fits. `headroom_bytes` of the device are left free.
     """
 
@@ -119,7 +117,6 @@ class Answer:
     solved: Solved | None = None
     infeasible: Infeasible | None = None
     least_memory: "LeastMemory | None" = None
-    largest: Profile | None = None
     front: "tuple[Point, ...]" = ()
     seconds_without_pins: float | None = None
     kept_seconds: float | None = None

@@ -1,4 +1,4 @@
-"""Objectives of users: the fastest step, the least memory for a speed, the largest batch, a front.
+"""Objectives of users: the fastest step, the least memory for a speed, a front.
 
 And whether a workload trains on a machine at all, how fast, and what binds (`fit`).
 """
@@ -67,15 +67,9 @@ def ask(
     The search for the fastest step begins with `hints`, too. Of a front, each point is `told` as
     soon as it is known.
     """
-    found_largest = None
-    if objective.maximize:
-        found_largest = largest_of(question, objective.maximize)
-        if found_largest:
-            question = replace(question, profile=found_largest)
     problems, budgets = question.problems(), question.budgets
     answer = Answer(
         profile=problems[0].profile,
-        largest=found_largest,
         headroom_bytes=left_free_bytes(question.profile, budgets),
     )
     outcome: Solved | Infeasible
@@ -123,14 +117,14 @@ def ask(
             if one := largest_of(replace(question, settings=settings), "batch-size"):
                 advice = (
                     *advice,
-                    f"with one micro-batch per update, up to {one.workload.batch_size} sequences on"
+                    f"with one micro-batch per update, up to {one} sequences on"
                     " each device fit: of several, gradients add up whole on each device",
                 )
         outcome = replace(
             outcome,
             advice=advice,
-            largest_batch_size=batch.workload.batch_size if batch else None,
-            largest_seq_len=sequence.workload.seq_len if sequence else None,
+            largest_batch_size=batch,
+            largest_seq_len=sequence,
         )
         return replace(answer, infeasible=outcome)
     if question.pins and objective == Objective():

@@ -35,7 +35,7 @@ from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.allowance import headroom_bytes, left_free_bytes
 from protrain_plan.planning.questions.answers import Fit, Question
 from protrain_plan.planning.questions.disk import solve_sparing
-from protrain_plan.planning.questions.growth import grown
+from protrain_plan.planning.questions.growth import in_proportion
 from protrain_plan.planning.questions.objectives import fit_of
 from protrain_plan.planning.questions.planner import Hint, problem_of, proven
 from protrain_plan.planning.search.improving import Effort
@@ -163,7 +163,7 @@ def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator
     device memory   the next of `device_sizes`, with the speed as it is
     disk            twice as fast: two drives, of which each has half of the bytes
     micro-batches   four times as many for each update
-    batch           twice as many sequences, grown in proportion (see `growth.grown`)
+    batch           twice as many sequences, in proportion (see `growth.in_proportion`)
     """
     profile, budgets, settings = question.profile, question.budgets, question.settings
     tiers = {tier.name: tier for tier in profile.hardware.tiers}
@@ -214,7 +214,7 @@ def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator
     yield Variation(
         name="batch",
         words=f"batches of {2 * size} in place of {size} (bytes and seconds in proportion)",
-        question=replace(question, profile=grown(profile, batch_size=2 * size)),
+        question=replace(question, profile=in_proportion(profile, "batch-size", 2 * size)),
     )
 
 
