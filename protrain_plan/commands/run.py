@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -205,41 +205,39 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         case = opened(read_files(plan))
         return case.profile if case else None
 
-    with ExitStack() as started:
-        who: Launched | None = None
-        if int(os.environ.get("WORLD_SIZE", "1")) != 1:  # by a launcher, with other ranks
-            from protrain_runtime.ranks.group import launched
+    who: Launched | None = None
+    if int(os.environ.get("WORLD_SIZE", "1")) != 1:  # by a launcher, with other ranks
+        from protrain_runtime.ranks.group import launched
 
-            who = launched()
-            started.enter_context(who.together("protrain run"))
-        record = read_plan(plan)
-        refuse_pipeline(record)
-        options.refuse(record)
-        target = None
-        if options.recording is not None:
-            read = (plan, plan.parent / "profile.yaml", record.workload.model, options.text)
-            target = destination(options.recording, option="--record", inputs=read)
-        options.limit_memory()
-        # All is loaded before what was freed is returned, as in the process that measured.
-        import protrain_plan.commands.training  # noqa: F401
-        from protrain_runtime.devices.memory_meter import return_freed_memory
+        who = launched()
+    record = read_plan(plan)
+    refuse_pipeline(record)
+    options.refuse(record)
+    target = None
+    if options.recording is not None:
+        read = (plan, plan.parent / "profile.yaml", record.workload.model, options.text)
+        target = destination(options.recording, option="--record", inputs=read)
+    options.limit_memory()
+    # All is loaded before what was freed is returned, as in the process that measured.
+    import protrain_plan.commands.training  # noqa: F401
+    from protrain_runtime.devices.memory_meter import return_freed_memory
 
-        if not is_accelerator(record.workload.device):
-            return_freed_memory()
-        rank = 0
-        if who is not None:
-            rank = who.rank
-            names = ("steps", "plain", "verify", "save", "save_every", "resume")
-            told = {f"--{n.replace('_', '-')}": str(getattr(options, n)) for n in names}
-            told |= {"--check": str(options.asked), "--record": str(options.recording)}
-            who.agree("protrain run", {"plan": fingerprint(record), **told})
-        with (
-            nullcontext() if who is None else who.joined(record.workload.device),
-            progress(quiet=as_json, threaded=False, rank=rank) as report,
-        ):
-            train = partial(options.trained, record, report, rank=rank, profile=beside)
-            result = train(plain=options.plain)
-            reference = train(plain=True, compared=True) if options.verify else None
+    if not is_accelerator(record.workload.device):
+        return_freed_memory()
+    rank = 0
+    if who is not None:
+        rank = who.rank
+        names = ("steps", "plain", "verify", "save", "save_every", "resume")
+        told = {f"--{n.replace('_', '-')}": str(getattr(options, n)) for n in names}
+        told |= {"--check": str(options.asked), "--record": str(options.recording)}
+        who.agree("protrain run", {"plan": fingerprint(record), **told})
+    with (
+        nullcontext() if who is None else who.joined(record.workload.device),
+        progress(quiet=as_json, threaded=False, rank=rank) as report,
+    ):
+        train = partial(options.trained, record, report, rank=rank, profile=beside)
+        result = train(plain=options.plain)
+        reference = train(plain=True, compared=True) if options.verify else None
     if rank > 0:  # one speaks for all
         return
     overruns = options.overruns(record, result, beside)

@@ -210,7 +210,6 @@ def prepare(
                 if values is not None:
                     facts["weights"] = values.facts()
                 ranks.connect(facts, group=plan.group, device=device)
-                undo.append(ranks.meeting.close)
             cached = plan.settings.page_cache_bytes > 0
             stores = Stores(backend, directory, checked=check == "spills", cached=cached)
             undo.append(stores.close)
@@ -333,14 +332,12 @@ def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Un
     own: Undo = []
     last: Undo = []
     try:
-        with ranks.meeting.telling("prepare()") if ranks is not None else nullcontext():
+        with ranks.meeting.reporting("prepare()") if ranks is not None else nullcontext():
             yield undo, own, last
         for each in last:
             each()
     except BaseException:
         undo_all([*own, *undo])
-        if ranks is not None:
-            ranks.meeting.close()
         raise
 
 
@@ -486,8 +483,6 @@ def _attach(
         for lane in lanes:
             lane.close()
         stores.close()
-        if ranks is not None:
-            ranks.meeting.close()
 
     # A model that is dropped without `restore` frees its threads and files all the same. What does
     # it refers neither to the model nor to its engine.

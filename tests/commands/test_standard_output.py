@@ -60,7 +60,7 @@ def test_every_file_can_be_standard_output(what: str, folder: Path) -> None:
         assert found.stdout == (folder / "file").read_text(encoding="utf-8")
         where = "to standard output" if name == "-" else name
         said = named.stdout.replace("wrote file", f"wrote {where}")
-        took = re.compile(r",\s[0-9.]+ m?s\)")  # to solve it
+        took = re.compile(r",\s[0-9.]+\sm?s\)")  # to solve it
         assert took.sub("", found.stderr) == took.sub("", said)
 
 

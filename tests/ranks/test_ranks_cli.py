@@ -48,10 +48,10 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "plan.yaml"
 
 
-def torchrun(*arguments: str, folder: Path) -> str:
+def started(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
+    return subprocess.run(
         [*command, *arguments],
         cwd=folder,
         env=environment,
@@ -60,6 +60,10 @@ def torchrun(*arguments: str, folder: Path) -> str:
         timeout=240,
         check=False,
     )
+
+
+def torchrun(*arguments: str, folder: Path) -> str:
+    done = started(*arguments, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -80,3 +84,27 @@ def test_the_example_continues_where_it_ended(plan_file: Path, tmp_path: Path) -
     assert [line.split(":")[0] for line in (first + second).splitlines()] == [
         f"step {number}" for number in range(10)
     ]
+
+
+FAILS_IN_A_STEP = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch.distributed as dist
+from tests.support.routed_model import SHARED, batch, made, step
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model, optimizer = made(rank, 2, SHARED, limit_s=3600)
+step(model, optimizer, 0, rank)
+if rank == 1:
+    model.get_submodule("blocks.1").register_forward_hook(lambda *_: 1 / 0)
+step(model, optimizer, 1, rank)
+"""
+
+
+def test_the_launcher_ends_the_peers_of_a_rank_that_failed(tmp_path: Path) -> None:
+    """Long before their limit of waits."""
+    (tmp_path / "fails.py").write_text(FAILS_IN_A_STEP)
+    done = started(str(tmp_path / "fails.py"), folder=tmp_path)
+    assert done.returncode != 0
+    assert "ZeroDivisionError: division by zero" in done.stderr

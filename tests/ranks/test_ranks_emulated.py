@@ -5,8 +5,6 @@ random. No rank's device is the one that is current in its threads.
 """
 
 import threading
-import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_runtime import prepare
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Offload, Persistent, Swap
 from protrain_runtime.devices.lanes import StreamTicket
-from tests.support import routed_model
 from tests.support.cards import host_waits
 from tests.support.ranks_cases import ranks_on_emulated, run_ranks
 from tests.support.ranks_loops import (
@@ -100,42 +95,6 @@ def test_steps_wait_for_the_device_no_more_often_than_ddps(tmp_path: Path) -> No
     for plain, *planned in run_ranks(waits, 2, tmp_path):
         for each in planned:
             assert each <= plain
-
-
-def hanging(rank: int, count: int) -> tuple[list[str], str]:
-    """Words to rank 0 while a collective waits in a stream, and by the next one."""
-    places = (Persistent(), Offload(tier="device"))
-    model, optimizer = routed_model.made(rank, count, places, limit_s=2)
-    routed_model.step(model, optimizer, 0, rank)
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["rank 0 was told"])
-        return [], ""
-    tokens = routed_model.batch(1)
-    with warnings.catch_warnings(record=True) as told:
-        model(tokens, 0)  # submits what waits, and goes on
-        for _ in range(100):
-            if told:
-                break
-            time.sleep(0.1)
-    store.set("rank 0 was told", "1")
-    try:
-        model(tokens, 0)
-    except ProtrainError as error:
-        return [str(warning.message) for warning in told], str(error)
-    return [], "nothing was raised"
-
-
-@pytest.mark.slow
-def test_who_is_missing_is_said_while_a_collective_waits_in_a_stream(tmp_path: Path) -> None:
-    (told, raised), _ = run_ranks(hanging, 2, tmp_path)
-    waited = (
-        "rank 0 of 2 waited for the others for 2 s, and all of them run: one hangs, or has taken"
-        " another path"
-    )
-    again = "see what that rank said last; start all ranks again, from a checkpoint"
-    assert told == [f"{waited}; {again}"]
-    assert raised.split("'collect': ")[-1] == f"{waited}\n  fix: {again}"
 
 
 @pytest.mark.slow

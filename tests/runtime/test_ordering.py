@@ -528,10 +528,8 @@ NONE_OF_THE_TABLE = {
     "step_times.StepTimes.timed.run": "when a recorded move began and ended",
     "updates._helpers": "threads' start",
     "saving.save": "ranks wait for the files of the save before",
-    "group._end": "ends what a group waits in",
     "prepared.meet": "as HostStore.write waits, for what other ranks write; no scenario shows it",
     "stores.CheckedHostStore.write": "only with checked spills: what is summed has arrived",
-    "telling.Meeting._run": "between two looks at who asks",
     "spill_file._Requests.run": "test_any_reads_and_writes_agree_with_memory fails without it",
     "spill_file._Transfer.wait": "what `run` waits with",
 }

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from protrain_runtime.activations.forms import around
 from protrain_runtime.activations.saved_tensors import Begun, ByPointer, SavedTensors
 from protrain_runtime.activations.twice import RAN, end_runs
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
 from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput
 from protrain_runtime.devices.lanes import LaneError, Ticket, WorkLane, is_held, nothing
@@ -341,7 +342,8 @@ class Engine:
         try:
             if self._ranks is not None:
                 self._state.cut_short = True
-                self._ranks.tell_end(sys.exception(), "a forward")
+                if (error := sys.exception()) is not None:
+                    self._ranks.report_end(error, "a forward")
         finally:
             self._give_up()
 
@@ -349,7 +351,7 @@ class Engine:
         """Backward raised, what is not known yet."""
         if self._ranks is not None:
             self._state.cut_short = True
-            self._ranks.meeting.doubt("a backward")
+            self._ranks.report_end(ProtrainError("see what that rank says"), "a backward")
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
@@ -359,7 +361,7 @@ class Engine:
         except BaseException as error:
             if self._ranks is not None:
                 self._state.cut_short = True
-                self._ranks.tell_end(error, what)
+                self._ranks.report_end(error, what)
             raise
 
     def _give_up(self) -> None:
@@ -519,9 +521,9 @@ class Engine:
         with self._failing("optimizer.step()"):
             yield
 
-    def telling(self, what: str) -> AbstractContextManager[None]:
+    def together(self, what: str) -> AbstractContextManager[None]:
         """A part for all ranks: it ends well on all of them or on none."""
-        return nullcontext() if self._ranks is None else self._ranks.meeting.telling(what)
+        return nullcontext() if self._ranks is None else self._ranks.meeting.reporting(what)
 
     def begin_update(self, *, same_options: bool) -> None:
         """Let the updates start that waited, those ahead of the norm again with other options."""

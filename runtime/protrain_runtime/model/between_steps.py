@@ -52,7 +52,7 @@ class FullParameters:
     def __enter__(self) -> Self:
         if self._engine is None or not self._chunks:
             return self
-        with self._engine.telling("full_parameters()"):
+        with self._engine.together("full_parameters()"):
             self._engine.settle("full_parameters() was entered", outside=True)
             check_free(self.num_bytes, device_of(self._model), "the parameters")
         what = ", modify=True" if self._modify else ""

@@ -65,7 +65,7 @@ def together(model: nn.Module, what: str) -> AbstractContextManager[None]:
     prepared = prepared_of(model)
     if prepared is None or prepared.ranks is None:
         return nullcontext()
-    return prepared.ranks.meeting.telling(what, limit_s=CHECKPOINT_LIMIT_S)
+    return prepared.ranks.meeting.reporting(what, limit_s=CHECKPOINT_LIMIT_S)
 
 
 def meet(ranks: Ranks, what: str) -> None:
@@ -232,7 +232,7 @@ def writing_together(chunks: Sequence[Chunk], what: str) -> Iterator[None]:
     if ranks is None:
         yield
         return
-    with ranks.meeting.telling(what):
+    with ranks.meeting.reporting(what):
         meet(ranks, what)
         yield
 

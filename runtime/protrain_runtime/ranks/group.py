@@ -1,15 +1,11 @@
-"""This rank among the others: the groups that collectives run in, agreement, and who is missing.
+"""This rank among the others: the groups that collectives run in, and what ranks agree on.
 
 Every rank runs the same programme, so that all of them meet in the same collectives in the same
-order. A rank that does not come makes the others wait. A rank that fails tells them why (see
-`telling`), and a thread of each ends the collective that it waits in. Collectives have a time limit
-besides, and who fails in one asks at the ranks' store who is still there: that thread answers. On
-accelerators a collective is submitted to a stream, and nothing fails where it was: the thread looks
-how long collectives take, and says who is missing before the library of collectives ends the
-process.
+order. A rank that does not come makes the others wait, up to a time limit. A rank that fails says
+why at the ranks' store (see `failure`).
 
 Ranks that a launcher started come together at their store first, before anything can go wrong on
-one of them alone: a file that a node lacks is told like what fails later.
+one of them alone.
 """
 
 import ctypes
@@ -17,14 +13,10 @@ import gc
 import os
 import threading
 import time
-import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from threading import Thread
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,18 +29,7 @@ from protrain_runtime.contract.records.plan import DeviceGroup, Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import PATIENCE_S
 from protrain_runtime.devices.memory_meter import borrowing
-from protrain_runtime.ranks.telling import (
-    ANSWER_S,
-    START_AGAIN,
-    Meeting,
-    RanksError,
-    abandoned,
-    known,
-    known_error,
-)
-
-GRACE_S = 1.0
-"""A collective that began before another rank failed may end well; it has so long."""
+from protrain_runtime.ranks.failure import START_AGAIN, Meeting, RanksError, abandoned, known
 
 CHECKPOINT_LIMIT_S = 3600.0
 """Seconds that a rank may take longer than another one to write its part of a checkpoint."""
@@ -88,22 +69,14 @@ class Ranks:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.num_shards, self.shard, self.on_stream = 1, 0, False
         self.in_node = 0, 1
-        self._under_way: deque[tuple[torch.Event, float]] = deque()  # on the stream, since when
-        self._waits: dict[int, tuple[float, tuple[dist.ProcessGroup, ...]]] = {}  # by thread
-        self._asked = False  # of one that did not end in time
-        self._late = ""  # what was said of it
         self._limit_s = limit_s
         self._checkpoints: dist.ProcessGroup | None = None
-        self._world = dist.group.WORLD
-        self._groups: tuple[dist.ProcessGroup, ...] = ()
         self._members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         own = PrefixStore(f"protrain/{'-'.join(map(str, self._members))}", _get_default_store())
         # Every rank calls `prepare` as often as the others, whatever came of it.
         serial = own.add(f"calls/{self.rank}", 1)
         store = PrefixStore(str(serial), own)
         self.meeting = Meeting(store, self.rank, self.count, limit_s=limit_s)
-        self.meeting.look = self._look
-        _connected.add(self)
 
     def connect(
         self, facts: Mapping[str, str], *, group: DeviceGroup, device: torch.device
@@ -111,12 +84,6 @@ class Ranks:
         """Make groups for collectives. RanksError where not all ranks have the same `facts`."""
         library = devices.collectives(device)
         what = "prepare()"
-        _of_this_world()
-        given_up_here = _given_up_of.get(self._members, "")
-        given_up = next(filter(None, self.meeting.meet(what, given_up_here)), "")
-        if given_up:
-            anew = "destroy the process group and initialize it anew, on all ranks"
-            raise known(RanksError(given_up, fix=f"{anew}, or start all ranks again"))
         fixes = _ALIKE.items()
         self.meeting.agree(
             what, facts, lambda name: next(fix for kind, fix in fixes if kind in name or not kind)
@@ -137,47 +104,10 @@ class Ranks:
         if 1 < self.num_shards < self.count:
             self._sharing = made(range(first, first + self.num_shards))
             self._replicas = made(range(self.shard, self.count, self.num_shards))
-        self._groups = tuple(
-            {id(g): g for g in (self._all, self._sharing, self._replicas)}.values()
-        )
 
-    def tell_end(self, error: BaseException | None, what: str) -> None:
-        """Tell that this rank cannot go on; RanksError where another failed before."""
-        if error is not None:
-            self.meeting.explain(error)
-            self.meeting.tell(error, what, final=True)
-
-    def _look(self) -> None:
-        """End a collective that waits for a failed rank; say once who is missing in a late one."""
-        if self._under_way:
-            with devices.current(self.device):  # this thread's own is the first one
-                while self._under_way and self._under_way[0][0].query():
-                    self._under_way.popleft()
-        now = time.monotonic()
-        if not self._asked and self._under_way and now - self._under_way[0][1] > self._limit_s:
-            self._asked = True
-            # Not in the thread that answers others who ask.
-            Thread(target=self._say_late, name="protrain asks", daemon=True).start()
-        failure = self.meeting.failure
-        if failure is None or self._world is not dist.group.WORLD:  # destroyed, and its groups
-            return
-        if self._under_way and now - max(self._under_way[0][1], failure[1]) > GRACE_S:
-            self._give_up(self._groups)
-        for since, groups in list(self._waits.values()):
-            if now - max(since, failure[1]) > GRACE_S:
-                self._give_up(groups)
-
-    def _give_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._note_given_up()
-        for group in groups:
-            if id(group) not in _ended:
-                _end(group)
-
-    def _note_given_up(self) -> None:
-        if self._world is _world[0]:  # not where all was begun anew meanwhile
-            _given_up_of[self._members] = (
-                "these ranks' collectives were given up when one of them failed"
-            )
+    def report_end(self, error: BaseException, what: str) -> None:
+        """Report that this rank cannot go on."""
+        self.meeting.report(error, what, final=True)
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place."""
@@ -232,59 +162,29 @@ class Ranks:
         return self._checkpoints
 
     @contextmanager
-    def waiting(self, groups: Sequence[dist.ProcessGroup], limit_s: float) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """Where ranks wait for each other's part of a checkpoint."""
+        with self._collective(CHECKPOINT_LIMIT_S):
+            yield
+
+    @contextmanager
+    def _collective(self, limit_s: float | None = None) -> Iterator[None]:
         """Where ranks wait in collectives: RanksError, with the reason, for RuntimeError."""
-        me, since = threading.get_ident(), time.monotonic()
-        self._waits[me] = since, tuple(groups)
+        since = time.monotonic()
         try:
             yield
         except RanksError:
             raise
         except RuntimeError as error:
-            self._note_given_up()
-            raise self._why(limit_s, in_time=time.monotonic() - since < limit_s) from error
-        finally:
-            del self._waits[me]
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Return `waiting` for a checkpoint's group: a save beside training is not given up."""
-        inside = threading.get_ident() in self.meeting.phases
-        with self.waiting((self.checkpoint_group(),) if inside else (), CHECKPOINT_LIMIT_S):
-            yield
-
-    @contextmanager
-    def _collective(self) -> Iterator[None]:
-        """`meeting`, of what may be on a stream when it is left."""
-        if self._late:
-            raise RanksError(self._late, fix=START_AGAIN)
-        self.meeting.refuse_lost()
-        with self.waiting(self._groups, self._limit_s):
-            yield
-        if self.on_stream:
-            self._under_way.append((devices.record_event(self.device), time.monotonic()))
-
-    def _say_late(self) -> None:
-        self._late = self._why(self._limit_s).message
-        warnings.warn(f"{self._late}; {START_AGAIN}", RuntimeWarning, stacklevel=1)
-
-    def _why(self, limit_s: float, *, in_time: bool = False) -> RanksError:
-        """Say what made a collective fail: who failed before it (`in_time`), or who is missing."""
-        meeting = self.meeting
-        try:
-            absent = [] if meeting.failure else meeting.missing(patient=in_time)
-        except RuntimeError:
-            return abandoned(self.rank, self.count)
-        if meeting.failure is not None:
-            return meeting.failure[0].error(self.rank, self.count)
-        if absent:
-            return meeting.tell_missing(absent)
-        return RanksError(
-            f"rank {self.rank} of {self.count} waited for the others"
-            f"{'' if in_time else f' for {limit_s:g} s'}, and all of them run: one hangs, or has"
-            " taken another path",
-            fix=START_AGAIN,
-        )
+            self.meeting.refuse_lost()
+            limit_s = self._limit_s if limit_s is None else limit_s
+            late = time.monotonic() - since >= limit_s
+            message = (
+                f"rank {self.rank} of {self.count} waited for the others"
+                f"{f' for {limit_s:g} s' if late else ''}: one of them ended, hangs, or has taken"
+                " another path"
+            )
+            raise known(RanksError(message, fix=START_AGAIN)) from error
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:
@@ -296,10 +196,7 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
-_given_up_of: dict[tuple[int, ...], str] = {}  # by members: why their groups are of no use
-_ended: set[int] = set()  # groups of which the collectives were ended, by identity
 _world: list[dist.ProcessGroup | None] = [None]  # in which they were made
-_connected: WeakSet["Ranks"] = WeakSet()
 
 _ALIKE = {
     "version": "install the same versions on every node",
@@ -313,8 +210,6 @@ def _of_this_world() -> None:
     """Forget the groups of a world that is gone."""
     if _world[0] is not dist.group.WORLD:
         _groups.clear()
-        _given_up_of.clear()
-        _ended.clear()
         _world[0] = dist.group.WORLD
 
 
@@ -323,11 +218,9 @@ def leave() -> None:
 
     Gloo ends a group's threads when nobody has it any more, and what they hold needs Python to be
     freed. A group that is kept until the interpreter ends could still run one then; and a model
-    that only a cycle keeps has ranks that answer, and groups, until the collector comes by.
+    that only a cycle keeps has groups until the collector comes by.
     """
     gc.collect()
-    for ranks in list(_connected):
-        ranks.meeting.close()
     _groups.clear()
     _of_this_world()
 
@@ -344,26 +237,6 @@ def _group(members: tuple[int, ...], backend: str, limit_s: float) -> dist.Proce
             use_local_synchronization=True,
         )
     return _groups[key]
-
-
-def _end(group: dist.ProcessGroup) -> None:
-    """Let the collectives of a group fail, on this rank and where its peers wait for it."""
-    _ended.add(id(group))
-    if dist.get_backend(group) != "gloo":
-        with suppress(RuntimeError):  # what fails has ended
-            group.abort()
-        return
-    # Gloo cannot abort. A receive that comes too late closes all connections of its group; where
-    # the peer has closed its own it fails at once, and others may still be waited for.
-    nothing = torch.empty(1, dtype=torch.uint8)
-    for peer in range(1, group.size()):
-        with suppress(RuntimeError):
-            source = (group.rank() + peer) % group.size()
-            group.recv([nothing], source, _NO_TAG).wait(timedelta(milliseconds=1))
-
-
-_NO_TAG = 0x7C0FFEE
-"""Nobody sends under it."""
 
 
 def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None:
@@ -413,36 +286,12 @@ class Launched:
         self._meeting: Meeting | None = None
         if store is not None:
             own = PrefixStore("protrain/launched", store)
-            self._meeting = Meeting(own, rank, count, limit_s=JOIN_S, holds_others=True)
+            self._meeting = Meeting(own, rank, count, limit_s=JOIN_S)
 
     def agree(self, what: str, facts: Mapping[str, str]) -> None:
         """RanksError where a rank does not come, or was called with other `facts`."""
         if self._meeting is not None:
             self._meeting.agree(what, facts, lambda _: "start all ranks with the same command")
-
-    @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Tell the others what fails inside; they say who failed, in one line."""
-        if self._meeting is None:
-            yield
-            return
-        try:
-            with self._meeting.telling(what, final=True):
-                yield
-        except Exception as error:
-            if (cause := known_error(error)) is not None:
-                raise ProtrainError(cause.message) from None
-            # PyTorch's own collectives may have failed because another rank did, which tells soon.
-            end = time.monotonic() + ANSWER_S
-            waits = isinstance(error, RuntimeError)
-            while waits and self._meeting.lost is None and time.monotonic() < end:
-                time.sleep(0.05)
-            lost = self._meeting.lost if waits else None
-            if lost is not None and lost[0].rank != self.rank:
-                raise ProtrainError(lost[0].error(self.rank, self.count).message) from None
-            raise
-        finally:
-            self._meeting.close()
 
     @contextmanager
     def joined(self, device: str) -> Iterator[None]:

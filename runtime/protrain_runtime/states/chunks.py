@@ -657,9 +657,8 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
     if chunk.sharding is not None:
         what, ranks = "parameters" if layout is None else "optimizer states", chunk.sharding.ranks
         # What is gathered is on the host before the ranks part, or a failure was told.
-        with ranks.meeting.telling(f"a gather of {what}", final=True):
+        with ranks.meeting.reporting(f"a gather of {what}", final=True):
             whole = chunk.sharding.gather(chunk, part, layout).cpu()
-            ranks.meeting.refuse_lost()
         # A copy: on a CPU `whole` is a view of all that was gathered with it.
         return flat_storage_order(whole).clone().as_strided(part.shape, part.stride)
     dtype = part.dtype if layout is None else layout.dtype

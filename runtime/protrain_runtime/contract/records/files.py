@@ -1,17 +1,13 @@
 """Files that are whole at every moment: the old one or the new one, never a part of either.
 
-[Note: leftovers] A new file is written under the name `.NAME.PID.tmp` beside the old one and then
-takes its place in one step. A writer that is killed in between leaves that temporary file; the
-next writer of NAME removes it if no process with that id is alive, and if it is a file of the same
-user. Something else of that name is left alone: the new file then has a random part in its name.
+A new file is written as `.NAME.XXXXXXXX.tmp` beside the old one, and then takes its place in one
+step. A writer that is killed in between leaves that temporary file.
 """
 
-import errno
 import os
 import re
 import shlex
 import stat
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,8 +16,6 @@ from protrain_runtime.contract.units import format_bytes
 
 MAX_FILE_BYTES = 2 * 2**20
 """The largest file of a record: a hundred times the largest known, and a second to read."""
-
-_lock = threading.Lock()  # threads of one process would share a temporary name
 
 
 def read_text(path: str | Path, *, most_bytes: int = MAX_FILE_BYTES) -> str:
@@ -119,8 +113,7 @@ def replace_text(path: str | Path, text: str) -> None:
             fix = f"mkdir -p {shlex.quote(str(Path(path).parent))}"
             problem = "the directory of this file does not exist"
             raise RecordError(problem, source=str(path), fix=fix)
-        with _lock:
-            _replace(target, content)
+        _replace(target, content)
     except UnicodeEncodeError as error:
         problem = f"is no text: {error.object[error.start]!a} at {error.start}"
         raise RecordError(problem, source=str(path)) from None
@@ -185,79 +178,24 @@ def _written_into(path: str | Path, content: bytes) -> bool:
 
 
 def _replace(target: Path, content: bytes) -> None:
-    """Write a file beside `target` and let it take its place. See [Note: leftovers]."""
-    # All names are looked up in this directory, whatever its own name leads to meanwhile.
-    directory = os.open(target.parent, _DIRECTORY)
+    """Write a file beside `target` and let it take its place."""
+    old = target.stat() if target.exists() else None
+    temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
+    created = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(temporary, created, 0o600 if old else 0o666)
     try:
-        _sweep(target, directory)
-        old, descriptor = _regular(target.name, directory), None
-        temporary = f".{target.name}.{os.getpid()}.tmp"
-        while descriptor is None:
-            try:
-                mode = 0o600 if old else 0o666
-                descriptor = os.open(temporary, _NEW_FILE, mode, dir_fd=directory)
-            except FileExistsError:  # no leftover, which would be swept: made to be in the way
-                temporary = f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                if old is not None:  # its owner, as far as the system lets us, and permissions
-                    for owner in (old.st_uid, -1):
-                        new = os.fstat(descriptor)
-                        if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
-                            with suppress(PermissionError):
-                                os.fchown(descriptor, owner, old.st_gid)
-                    # Last: a new owner takes permissions away.
-                    os.fchmod(descriptor, old.st_mode & 0o777)
-                os.fsync(descriptor)  # before the name: a crash must not leave a name without bytes
-            _regular(target.name, directory)
-            os.replace(temporary, target.name, src_dir_fd=directory, dst_dir_fd=directory)
-        except BaseException:  # an interruption too
-            with suppress(OSError):
-                os.unlink(temporary, dir_fd=directory)
-            raise
-    finally:
-        os.close(directory)
-
-
-_DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-def _regular(name: str, directory: int) -> os.stat_result | None:
-    """The file of that name, None where there is none; OSError for what must not be replaced."""
-    try:
-        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(found.st_mode):  # it has taken the name meanwhile; or links in a circle
-        raise OSError(errno.EEXIST, "this is no regular file")
-    return found
-
-
-def _sweep(target: Path, directory: int) -> None:
-    """Remove what killed writers of `target` have left. See [Note: leftovers]."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.([0-9]{{1,9}})(\.[0-9a-f]{{8}})?\.tmp")
-    with suppress(OSError):  # a directory in which one may write, and not look
-        for leftover in target.parent.iterdir():
-            match = name.fullmatch(leftover.name)
-            if match is None or _is_writing(int(match[1])):
-                continue
-            with suppress(OSError):  # someone else's file, or someone else has swept it
-                found = os.stat(leftover.name, dir_fd=directory, follow_symlinks=False)
-                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                    os.unlink(leftover.name, dir_fd=directory)
-
-
-def _is_writing(pid: int) -> bool:
-    if pid == os.getpid():
-        return False  # the lock is held: a process before had our number
-    try:
-        os.kill(pid, 0)  # signal 0 only asks
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)  # others: alive, and someone else's
-    return True
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            if old is not None:
+                with suppress(PermissionError):
+                    os.fchown(descriptor, old.st_uid, old.st_gid)
+                os.fchmod(descriptor, old.st_mode & 0o777)  # last: a new owner takes it away
+            os.fsync(descriptor)  # before the name: a crash must not leave a name without bytes
+        temporary.replace(target)
+    except BaseException:  # an interruption too
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _reason(error: OSError | ValueError) -> str:

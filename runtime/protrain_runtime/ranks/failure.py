@@ -1,0 +1,214 @@
+"""Propagate a rank's failure to the others: meetings at the ranks' store.
+
+[Note: failures] Ranks go from meeting to meeting; collectives lie in between. `prepare`, `load` and
+`save` end with one: a rank that fails on its way says so under the number of the next meeting, and
+all others fail there, too, with their models as before; the call may be made again. A failure in
+the middle of a step is final: the others read it before their next forward or step, or when a
+collective of theirs fails. Until then they wait, at most for the time limit: `torchrun` ends them
+as soon as the failed process has ended. What no rank has begun yet is not reported: a loop may
+catch such an error, mend what it complains of and go on in step with the others.
+"""
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from protrain_runtime.contract.errors import ProtrainError
+
+READ_S = 3.0
+"""How long a rank that fails waits for the others to read it, before its process may end."""
+
+START_AGAIN = "see what that rank said last; start all ranks again, from a checkpoint"
+
+_LONGEST_NAP_S = 0.05  # between two looks of a rank that waits in a meeting
+_LONGEST_REASON = 500  # characters
+_LOST = "lost"
+
+
+class RanksError(ProtrainError, RuntimeError):
+    """Another rank failed, did not come, or disagrees. `known`: the others know of it."""
+
+    known = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A rank's report of its failure."""
+
+    rank: int
+    what: str  # the call that failed
+    why: str
+    fix: str | None
+
+    def error(self) -> RanksError:
+        """Make the error that another rank raises."""
+        message = f"rank {self.rank} failed in {self.what}: {self.why}"
+        return known(RanksError(message, fix=self.fix))
+
+
+def known(error: RanksError) -> RanksError:
+    """The error, of which the others know: it is not reported again."""
+    error.known = True
+    return error
+
+
+def known_error(error: BaseException | None) -> RanksError | None:
+    """Return the error that came from the others, also where it ended work on a lane."""
+    while error is not None and not (isinstance(error, RanksError) and error.known):
+        error = error.__cause__
+    return error
+
+
+def abandoned(rank: int, count: int) -> RanksError:
+    """Make the error for a store that is gone."""
+    message = (
+        f"rank {rank} of {count} waited for the others, and their meeting place is gone: the rank"
+        " that keeps it (rank 0, or the launcher) has ended"
+    )
+    return known(RanksError(message, fix=START_AGAIN))
+
+
+class Meeting:
+    """A place at the store where `count` ranks bring each other values, and report failures."""
+
+    def __init__(self, store: Store, rank: int, count: int, *, limit_s: float) -> None:
+        self.rank, self.count, self.limit_s = rank, count, limit_s
+        self._store = store
+        self._number = 0  # of the next meeting
+        self._lost: Report | None = None  # for good
+        self._last = 0  # the error that was reported last, by identity
+        self.phases: dict[int, str] = {}  # by thread: what it is in
+
+    @property
+    def lost(self) -> Report | None:
+        """The failure that nobody goes on from; RuntimeError where the store is gone."""
+        if self._lost is None and self._store.check([_LOST]):
+            self._lost = Report(**json.loads(self._store.get(_LOST)))
+        return self._lost
+
+    def refuse_lost(self) -> None:
+        """RanksError where a rank cannot go on."""
+        try:
+            lost = self.lost
+        except RuntimeError as error:
+            raise abandoned(self.rank, self.count) from error
+        if lost is not None:
+            raise lost.error()
+
+    @contextmanager
+    def reporting(
+        self, what: str, *, final: bool = False, limit_s: float | None = None
+    ) -> Iterator[None]:
+        """Report an exception that leaves this part; unless it is `final`, ranks meet then."""
+        me = threading.get_ident()
+        outer = self.phases.get(me)
+        self.phases[me] = outer or what
+        if outer is None:
+            self._last = 0
+        try:
+            yield
+            if not final and outer is None:
+                self.meet(what, limit_s=limit_s)
+        except BaseException as error:
+            self.report(error, outer or what, final=final)
+            raise
+        finally:
+            if outer is None:
+                self.phases.pop(me, None)
+
+    def report(self, error: BaseException, what: str, *, final: bool) -> None:
+        """Report an error to the others, unless they know it."""
+        if known_error(error) is not None or self._last == id(error):
+            return
+        self._last = id(error)
+        kind, text = type(error).__name__, (str(error).splitlines() or [""])[0][:_LONGEST_REASON]
+        why, fix = f"{kind}: {text}" if text else kind, None
+        if isinstance(error, ProtrainError):
+            why, fix = text, error.fix
+        key = _LOST if final else f"failed/{self._number}"
+        with suppress(RuntimeError):  # the store is gone, and the others with it
+            report = asdict(Report(self.rank, what, why, fix))
+            first = Report(**json.loads(self._store.compare_set(key, "", json.dumps(report))))
+            if final:
+                self._lost = first
+                return
+            self._number += 1
+            # They read it before this process may end, and the store with it.
+            end = time.monotonic() + READ_S
+            others = self.count - 1 - (first.rank != self.rank)
+            while self._store.add(f"read/{key}", 0) < others and time.monotonic() < end:
+                time.sleep(_LONGEST_NAP_S)
+
+    def _hear(self, number: int) -> None:
+        """RanksError where a failure was reported under this number, or for good."""
+        if (lost := self.lost) is not None:
+            raise lost.error()
+        key = f"failed/{number}"
+        if self._store.check([key]):
+            report = Report(**json.loads(self._store.get(key)))
+            self._store.add(f"read/{key}", 1)
+            self._number = number + 1
+            raise report.error()
+
+    def meet(self, what: str, mine: object = None, *, limit_s: float | None = None) -> list[Any]:
+        """Return what every rank has brought; RanksError if one fails, is late or elsewhere."""
+        limit_s = self.limit_s if limit_s is None else limit_s
+        number = self._number
+        keys = [f"{number}/{rank}" for rank in range(self.count)]
+        try:
+            if (lost := self.lost) is not None:
+                raise lost.error()
+            self._store.set(keys[self.rank], pickle.dumps((what, mine)))  # type: ignore[arg-type]
+            self._number += 1
+            end, nap = time.monotonic() + limit_s, 0.001
+            while not self._store.check(keys):
+                # One that had come here, and failed while it waited, says so under the next number.
+                self._hear(number)
+                self._hear(number + 1)
+                if time.monotonic() > end:
+                    raise self._late(keys, what, limit_s)
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP_S)
+            found = [pickle.loads(self._store.get(key)) for key in keys]  # noqa: S301 (our ranks')
+            if number:  # who has come to this one has read the one before
+                self._store.delete_key(f"{number - 1}/{self.rank}")
+        except RanksError:
+            raise
+        except RuntimeError as error:
+            raise abandoned(self.rank, self.count) from error
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != found[0][0]:
+                raise known(
+                    RanksError(
+                        f"rank {rank} is in {theirs}, and rank 0 in {found[0][0]}",
+                        fix="let every rank go through the same calls in the same order",
+                    )
+                )
+        return [brought for _, brought in found]
+
+    def _late(self, keys: list[str], what: str, limit_s: float) -> RanksError:
+        missing = next((n for n, key in enumerate(keys) if not self._store.check([key])), 0)
+        calls = "calls prepare() once per model" if what == "prepare()" else f"calls {what}"
+        return RanksError(
+            f"rank {missing} of {self.count} did not come to {what} within {limit_s:g} s",
+            fix=f"see what that rank says; every rank {calls}, in the same order",
+        )
+
+    def agree(self, what: str, facts: Mapping[str, str], fix: Callable[[str], str]) -> None:
+        """RanksError, on all ranks, where one has another fact than rank 0; `fix` mends a fact."""
+        first, *others = self.meet(what, dict(facts))
+        for rank, other in enumerate(others, start=1):
+            for name, value in first.items():
+                if other.get(name) != value:
+                    found = other.get(name)
+                    message = f"rank {rank} has another {name} than rank 0: {found} instead of"
+                    with suppress(RanksError):  # all have read it before the store may end
+                        self.meet(what, limit_s=READ_S)
+                    raise known(RanksError(f"{message} {value}", fix=fix(name)))
