@@ -14,9 +14,9 @@ from torch import nn
 from protrain_runtime import prepare, save
 from protrain_runtime.checkpoint.index import Saved
 from protrain_runtime.contract.records.plan import DeviceGroup, Keep, Offload, Persistent, Plan
-from tests.checkpoint.test_weights import PACKINGS, base, packed_with_adapters
 from tests.support import quantized_models
 from tests.support.plan_settings import with_settings
+from tests.support.quantized_models import PACKINGS, base, packed_with_adapters
 from tests.support.ranks_cases import end_ranks, ranks_on_every_device_at_night, run_ranks
 from tests.support.runtime_cases import CATALOGUE, Subject, copied, decided, differences, plan_for
 

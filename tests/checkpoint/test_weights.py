@@ -1,7 +1,6 @@
 """A model that has never been whole in memory trains as one that was built, loaded and prepared."""
 
 import importlib.util
-import itertools
 import json
 import os
 import random
@@ -36,6 +35,7 @@ from tests.support.cards import every_device
 from tests.support.faults import descriptors, file_limit
 from tests.support.forked import CONTEXT
 from tests.support.messages import Speaker
+from tests.support.quantized_models import PACKINGS, base, packed_with_adapters
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -418,31 +418,6 @@ def test_joined_sums_are_those_of_joined_bytes() -> None:
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"
 )
-PACKINGS: dict[str, tuple[Any, ...]] = {
-    "nf4": (quantized_models.packed,),
-    "int8": (quantized_models.packed_in_8_bits,),
-    "fp4 and int8": (quantized_models.FP4, quantized_models.packed_in_8_bits),
-}
-
-
-def base(dtype: torch.dtype) -> Any:
-    """A model whose numbers have a dtype, in float32; the tables that it computes are exact."""
-    with seeded(7):
-        model = quantized_models.llama()
-    model.load_state_dict({name: value.to(dtype) for name, value in model.state_dict().items()})
-    return model
-
-
-def packed_with_adapters(
-    kinds: Sequence[Any], make: Callable[[], Any], moves: Sequence[str] = ()
-) -> nn.Module:
-    """A model packed with the kinds in turn, and adapters of the same numbers every time."""
-    model, in_turn = make(), itertools.cycle(kinds)
-    quantized_models.replace_linears(model, lambda linear: next(in_turn)(linear))
-    for place in moves:
-        model = model.to(place)
-    with seeded(5):
-        return quantized_models.with_adapters(model).train()
 
 
 @pytest.mark.parametrize("kept_in", ["float32", "base"])

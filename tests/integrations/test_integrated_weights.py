@@ -80,7 +80,7 @@ def in_lightning(model: nn.Module, weights: Path | None, folder: Path) -> nn.Mod
     from lightning.pytorch import Trainer as LightningTrainer
 
     from protrain_runtime.integrations.lightning import UsePlan
-    from tests.integrations.test_lightning import Module
+    from tests.support.lightning_module import Module
 
     module = Module(NAME)
     module.model = model

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
 from protrain_runtime import restore
@@ -19,19 +18,19 @@ from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.model.prepared import engine_of
 from tests.support.integration_cases import (
     CLIPPED,
-    eight_bits,
     plan,
     rows,
     without_overrides,
 )
 from tests.support.messages import Speaker
-from tests.support.runtime_cases import assert_bitwise, build, differences, outcome
+from tests.support.runtime_cases import assert_bitwise, differences, outcome
 
 pytest.importorskip("lightning", reason="PyTorch Lightning is not installed: pip install lightning")
 
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 
 from protrain_runtime.integrations.lightning import UsePlan
+from tests.support.lightning_module import Module
 
 
 @pytest.fixture(autouse=True)
@@ -42,36 +41,6 @@ def quiet() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     yield
     logger.setLevel(level)
-
-
-class Module(LightningModule):
-    """A language model as Lightning's documentation would write it."""
-
-    def __init__(
-        self, name: str = "gpt2", *, seed: int = 0, fused: bool = True, bits: int = 32
-    ) -> None:
-        super().__init__()
-        self.model = build(name, seed=seed)
-        self.fused, self.bits = fused, bits
-        self.seen: list[Tensor] = []
-
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        self.seen.append(loss.detach())
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
-        self.seen.append(self.model(**batch).loss)
-
-    def configure_optimizers(self) -> Any:
-        if self.bits == 8:
-            optimizer = eight_bits(self.parameters())
-        else:
-            optimizer = torch.optim.AdamW(
-                self.parameters(), lr=1e-3, fused=self.fused, foreach=False
-            )
-        schedule = LinearLR(optimizer, 0.1, total_iters=8)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class TwoOptimizers(Module):

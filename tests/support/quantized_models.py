@@ -2,7 +2,7 @@
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -97,3 +97,30 @@ dora_factory = factory(packed, packed_in_8_bits, use_dora=True, lora_dropout=0.1
 def plain_factory() -> tuple[nn.Module, Iterable[Batch]]:
     """The model as it is, for `--lora` and `--quantize`."""
     return llama(), batches()
+
+
+PACKINGS: dict[str, tuple[Any, ...]] = {
+    "nf4": (packed,),
+    "int8": (packed_in_8_bits,),
+    "fp4 and int8": (FP4, packed_in_8_bits),
+}
+
+
+def base(dtype: torch.dtype) -> Any:
+    """A model whose numbers have a dtype, in float32; the tables that it computes are exact."""
+    with seeded(7):
+        model = llama()
+    model.load_state_dict({name: value.to(dtype) for name, value in model.state_dict().items()})
+    return model
+
+
+def packed_with_adapters(
+    kinds: Sequence[Any], make: Callable[[], Any], moves: Sequence[str] = ()
+) -> nn.Module:
+    """A model packed with the kinds in turn, and adapters of the same numbers every time."""
+    model, in_turn = make(), itertools.cycle(kinds)
+    replace_linears(model, lambda linear: next(in_turn)(linear))
+    for place in moves:
+        model = model.to(place)
+    with seeded(5):
+        return with_adapters(model).train()
