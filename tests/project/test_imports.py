@@ -3,7 +3,9 @@
 import ast
 import json
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +140,27 @@ def may_use_torch(module: str) -> bool:
 
 def test_every_room_is_there() -> None:
     assert {room(module_name(file)) for file in FILES} == FLOOR.keys()
+
+
+def budgets() -> dict[str, int]:
+    """The most lines of each row of rooms, as CONTRIBUTING.md has them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| (`.+?) \|.*\| ([\d,]+) \|$", text, re.MULTILINE)
+    return {re.sub(r" \(.*\)", "", rooms): int(most.replace(",", "")) for rooms, most in rows}
+
+
+def test_every_room_keeps_its_budget_of_lines() -> None:
+    lines: Counter[str] = Counter()
+    for file in ROOT.glob("protrain_plan/**/*"), ROOT.glob("runtime/**/*"):
+        for path in file:
+            if path.suffix in (".py", ".js", ".css", ".html"):
+                lines[room(module_name(path))] += len(path.read_text(encoding="utf-8").splitlines())
+    found: Counter[str] = Counter()
+    for rooms in budgets():
+        for name in re.findall(r"`(.+?)`", rooms):
+            found[rooms] += sum(n for one, n in lines.items() if f"{one}/".startswith(f"{name}/"))
+    assert sum(lines.values()) - sum(found.values()) < 200  # of packages themselves
+    assert {rooms: n for rooms, n in found.items() if n > budgets()[rooms]} == {}
 
 
 @pytest.mark.parametrize(
