@@ -395,13 +395,20 @@ class ForwardBackward:
                 self.row(row, [*terms, (self.compute[t], -1.0)], LE)
 
     def _add_launches(self) -> None:
-        """One thread launches all of the phase, during stalls and compute."""
+        """One thread launches all of the phase, during stalls and compute.
+
+        Nothing is added where the device is slower at its least than that thread at its most.
+        """
+        costs = [[o.cost for o in options.activations] for options in self.problem.options]
+        most = sum(max(c.forward_launch_s + c.backward_launch_s for c in unit) for unit in costs)
+        least = sum(min(c.forward_s + c.backward_s for c in unit) for unit in costs)
+        if most <= least or not is_accelerator(self.hardware.device.kind):
+            return
         launches = [
             (x, (option.cost.forward_launch_s + option.cost.backward_launch_s) / self.second_unit)
             for _, option, x in self.model.each_activation()
         ]
-        if is_accelerator(self.hardware.device.kind):
-            self.row("launches", [*launches, *((v, -f) for v, f in self.seconds())], LE)
+        self.row("launches", [*launches, *((v, -f) for v, f in self.seconds())], LE)
 
     def _add_chains(self) -> None:
         """Updates run in the order of backward, and a piece is read, updated, then written."""

@@ -190,6 +190,7 @@ class LaneSeconds:
     def __init__(self, hardware: Hardware, settings: StepSettings) -> None:
         self.times = float(settings.micro_batches)
         self.overlap = settings.overlap_steps
+        self.launches = is_accelerator(hardware.device.kind)  # in a thread beside compute
         # Of several devices, only the last micro-batch moves gradients, but for sums of shards.
         self.spills = self.times if settings.group.num_devices == 1 else 1.0
         self.scatters = self.times if settings.adds_shards else 1.0
@@ -219,7 +220,8 @@ class LaneSeconds:
         first = (self.times - 1) * both + cost.forward_s + cost.backward_s * last
         first *= not self.overlap
         seconds: Work = {COMPUTE: self.times * both, UPDATES: first}
-        seconds[LAUNCHES] = self.times * (cost.forward_launch_s + cost.backward_launch_s)
+        if self.launches:
+            seconds[LAUNCHES] = self.times * (cost.forward_launch_s + cost.backward_launch_s)
         seconds |= {lane: first for lane in self.lanes if isinstance(lane, Lane)}
         return seconds | self.moved_activations(option)
 

@@ -171,9 +171,11 @@ class Engine:
         self._state.settle("a second forward began" if training else "the model was evaluated")
         none = training and self._no_gradients()
         if training:
+            if not none:
+                bring_foreign(self._chunks)
             self._refuse_micro_batch(0 if none else self._state.num_backwards)
             self.before_states_move(updating=self._state.updates_in_backward)
-        # What was refused until here, no rank has begun: see [Note: what is told when].
+        # What was refused until here, no rank has begun: see `ranks.failure`.
         with self._failing("a forward"):
             if none:
                 self._state.num_backwards = 0
@@ -422,7 +424,6 @@ class Engine:
                 "a forward or backward was cut short on this rank, and the others have gone on:"
                 " start all ranks again, from a checkpoint"
             )
-        bring_foreign(self._chunks)
         for chunk in self._offloaded:
             chunk.forget_dropped()
         count = self._state.micro_batches

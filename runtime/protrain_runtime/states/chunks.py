@@ -618,15 +618,14 @@ def bring_foreign(chunks: Iterable[Chunk]) -> None:
     What stands in `.grad` of a parameter that is not its own leads to another one's place: all are
     read before any place is written.
     """
-    foreign: list[tuple[nn.Parameter, torch.Tensor]] = []
-    for chunk in chunks:
-        for part in chunk.slices:
-            with plainly():
-                gradient = part.parameter.grad
-            if isinstance(gradient, OffloadedGradient):
-                own = chunk.offloaded_gradients.get(part.name)
-                if gradient.stored is not own:
-                    foreign.append((part.parameter, gradient.clone()))
+    with plainly():
+        found = [(chunk, part, part.parameter.grad) for chunk in chunks for part in chunk.slices]
+    foreign = [
+        (part.parameter, gradient.clone())
+        for chunk, part, gradient in found
+        if isinstance(gradient, OffloadedGradient)
+        and gradient.stored is not chunk.offloaded_gradients.get(part.name)
+    ]
     for parameter, values in foreign:
         parameter.grad = values
 
