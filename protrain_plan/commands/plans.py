@@ -232,7 +232,7 @@ def _is_plan(text: str | RecordError) -> bool:
 
 def export(
     plan: PlanArgument,
-    to: Annotated[str, typer.Option(help="fsdp2 (Accelerate), trl, torchtitan or megatron.")],
+    to: Annotated[str, typer.Option(help="fsdp2 (Accelerate) or trl.")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -245,8 +245,7 @@ def export(
 ) -> None:
     """Write another tool's nearest configuration, and list what it cannot express.
 
-    torchtitan and megatron have pipeline stages, and refuse a plan with adapters; the others refuse
-    one with stages.
+    No plan with pipeline stages can be exported.
 
     Example: protrain export plan.yaml --to fsdp2 -o fsdp2.yaml
     """
