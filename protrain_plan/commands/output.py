@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,13 @@ def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:
 
 
 def print_json(data: object) -> None:
-    """Print plain data as one JSON object."""
-    print_text(json.dumps(data, indent=2))
+    """Print plain data, and records inside, as one JSON object."""
+    print_text(json.dumps(data, indent=2, default=asdict))
 
 
 def print_json_line(data: object) -> None:
     """Print plain data as one JSON object in a line: what is one of several, when it is known."""
-    print_text(json.dumps(data))
+    print_text(json.dumps(data, default=asdict))
 
 
 def print_any(result: RenderableType | str | dict[str, Any]) -> None:
