@@ -226,7 +226,7 @@ def fit(
 
     from protrain_plan.commands.output import (
         destination,
-        print_json_line,
+        print_json,
         print_rendered,
         progress,
     )
@@ -266,7 +266,7 @@ def fit(
 
     def known(row: "dict[str, Any]", advice: "Sequence[Advice]" = ()) -> None:
         if as_json:
-            print_json_line(row | (file_json(file, advice) if file else {}))
+            print_json(row | (file_json(file, advice) if file else {}), indent=None)
         advised.extend(advice)
 
     # Answers that are known wait for no import but those of what is printed.

@@ -167,10 +167,6 @@ class ObjectiveOptions:
 class PlannedStepOptions(StepOptions):
     """Options of a step, with those that only a plan decides."""
 
-    overlap: Annotated[
-        bool,
-        typer.Option(help="Let updates run on into the next step's forward where that is faster."),
-    ] = True
     page_cache: Annotated[
         str | None,
         typer.Option(
@@ -184,7 +180,6 @@ class PlannedStepOptions(StepOptions):
         return replace(
             settings,
             group=group,
-            overlap_steps=self.overlap,
             page_cache_bytes=size("--page-cache", self.page_cache, 0) // group.in_node,
         )
 

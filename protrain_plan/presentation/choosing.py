@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from protrain_plan.planning.questions.answers import Fit
     from protrain_plan.planning.questions.shopping import Found, Tried
 
-BAR = 20
-"""Characters of the fastest line's bar."""
-
-Helps = Sequence[Sequence["Tried"]]
-"""Changes of each cell."""
-
 
 def _reached_json(fit: "Fit | None") -> dict[str, Any]:
     if fit is None:
@@ -87,12 +81,12 @@ def sweep_text(
         fastest = max(point["tokens_per_second"] or 0.0 for point in line)
         binds: list[Text] = []
         for point in line:
-            value, tokens, peak = _value(resource, point["value"]), point["tokens_per_second"], None
-            speed, drawn = "no", Text("")
+            value, tokens = _value(resource, point["value"]), point["tokens_per_second"]
             if tokens:
-                speed, drawn = f"{tokens:,.0f}", bar(BAR * tokens / fastest)
-                peak = point["peak_bytes"]
-            table.add_row(value, speed, *gibibytes(peak), drawn)
+                drawn, sizes = bar(20 * tokens / fastest), gibibytes(point["peak_bytes"])
+                table.add_row(value, f"{tokens:,.0f}", *sizes, drawn)
+            else:
+                table.add_row(value, "no", "-", "-", "-", "")
             binds.append(Text(f"  {value}: {point['binds']}"))
             left[point["hardware"]] = point["headroom_bytes"]
         told = Text("what makes up the step, or what is missing:")
@@ -129,7 +123,10 @@ def _ranked(helps: Sequence["Tried"]) -> list["Tried"]:
 
 
 def helps_text(
-    fits: Sequence["Fit"], helps: Helps, *paths: Path, columns: Sequence[str] = ()
+    fits: Sequence["Fit"],
+    helps: Sequence[Sequence["Tried"]],
+    *paths: Path,
+    columns: Sequence[str] = (),
 ) -> RenderableType:
     """Return what `protrain fit --what-helps` prints: `fit`'s table, and what is worth most."""
     from protrain_plan.planning.questions.shopping import WORTH

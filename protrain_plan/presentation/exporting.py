@@ -186,10 +186,7 @@ def _common_losses(plan: Plan, switches: Switches) -> list[str]:
             group.num_replicas > 1 and switches.shard_states,
             "That shards are replicated has to be said to the launcher or the script.",
         ),
-        (
-            len(tiers) > 1,
-            f"States are split between {where} in the plan: here all go one way.",
-        ),
+        (len(tiers) > 1, f"States are split between {where} in the plan: here all go one way."),
         (
             keep and (switches.recompute or switches.swap),
             f"{_blocks(keep)} would keep their activations: none does here.",

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from protrain_plan.commands.training import Run
     from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.outcome import Infeasible, Replicas, Solved
-    from protrain_plan.planning.questions.answers import Answer, Fit, Point, Question
+    from protrain_plan.planning.questions.answers import Alternative, Answer, Fit, Point, Question
 
 
 def solved_json(solved: "Solved") -> dict[str, Any]:
@@ -208,7 +208,7 @@ def spares_disk(plan: Plan) -> bool:
 
 def fastest(plan: Plan) -> str:
     """Return what the plan's gap is to, in words."""
-    return "the fastest that --disk-gain admits" if spares_disk(plan) else "the fastest possible"
+    return "the fastest that --disk-gain admits" if spares_disk(plan) else "the fastest"
 
 
 def disk_notes(plan: Plan, profile: Profile) -> list[str]:
@@ -299,7 +299,7 @@ def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str
 
 
 def writes_of(solved: "Solved | None", profile: Profile) -> Wear | None:
-    """What the plan writes to a node's disks, where it writes any."""
+    """Bytes that the plan writes to a node's disks, where it writes any."""
     return wear(solved.plan, profile) if solved else None
 
 
@@ -412,9 +412,25 @@ def cell_json(asked: "Fit | Question") -> dict[str, Any]:
     return {"hardware": name, "batch_size": workload.batch_size, "seq_len": workload.seq_len}
 
 
-def gibibytes(peak: TierBytes | None) -> list[str]:
+def ways(fit: "Fit") -> "list[Alternative]":
+    """The ways to train in a cell: first the plan, of no bytes where there is none."""
+    from protrain_plan.planning.questions.answers import Alternative
+
+    nothing = TierBytes(device=0, context=0, host=0, disk=0)
+    plan = Alternative(
+        name="plan",
+        checkpointing=False,
+        step_seconds=fit.step_seconds,
+        peak_bytes=fit.solved.plan.prediction.peak_bytes if fit.solved else nothing,
+        binds=fit.binds,
+        is_tight=fit.is_tight,
+    )
+    return [plan, *fit.alternatives]
+
+
+def gibibytes(peak: TierBytes) -> list[str]:
     """Return what is taken of the device, the host and the disk."""
-    sizes = (peak.on_device, peak.host, peak.disk) if peak else (0, 0, 0)
+    sizes = (peak.on_device, peak.host, peak.disk)
     return [f"{size / 2**30:.1f} GiB" if size else "-" for size in sizes]
 
 
@@ -499,9 +515,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     """
     several = any(fit.group.num_devices > 1 for fit in fits)
     names = ("machine", *(["devices"] if several else []), "batch")
-    peaks = [fit.solved.plan.prediction.peak_bytes for fit in fits if fit.solved]
-    peaks += [other.peak_bytes for fit in fits for other in fit.alternatives]
-    tiers = ("device", "host", *(["disk"] * any(peak.disk for peak in peaks)))
+    every = [way for fit in fits for way in ways(fit)]
+    tiers = ("device", "host", *(["disk"] * any(way.peak_bytes.disk for way in every)))
     table = CellTable(names, ("tokens/s", *tiers))
     bill = CellTable(names, heads_of(columns))
     binds = ["what makes up the step, or what is missing:"]
@@ -512,13 +527,10 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     for fit in fits:
         group, cell = fit.group, f"  {cell_text(fit)}"
         binds.append(f"{cell}: {fit.binds}")
-        cells = ["-"] * (1 + len(tiers))
         if fit.solved is not None:
             differs += [f"{cell[2:]}: {told}" for told in other_results(fit.solved.plan)]
-            prediction = fit.solved.plan.prediction
-            held = gibibytes(prediction.peak_bytes)[: len(tiers)]
-            cells = [f"{fit.tokens_per_s:,.0f}", *held]
-            saved = 1 - prediction.step_seconds / fit.plain_seconds if fit.plain_seconds else 0.0
+            step_s = fit.solved.plan.prediction.step_seconds
+            saved = 1 - step_s / fit.plain_seconds if fit.plain_seconds else 0.0
             if saved >= 0.0005:
                 faster.append(f"{cell}: {saved:.1%} less time per step")
             if (written := wear(fit.solved.plan, fit.profile)) is not None:
@@ -533,33 +545,30 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
         if fit.is_tight:
             words, style = f"{words}, tight", "yellow"
         head = (fit.profile.hardware.name, *devices, batch_text(fit))
-        way = Text(words, style=style)
-        heading = cell[2:] + arranged
-        table.add_cell(head, heading, way, cells)
-        bill.add_cell(head, heading, way, spending_cells(fit.spending(fit.step_seconds), columns))
-        for other in fit.alternatives:
-            name = "  checkpointed" if other.checkpointing else other.name
-            name += ", sums in shards" * other.adds_shards + ", tight" * other.is_tight
-            tokens = "no"
-            if other.step_seconds is not None:
-                tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
-            table.add_way(name, (tokens, *gibibytes(other.peak_bytes)[: len(tiers)]))
-            bill.add_way(name, spending_cells(fit.spending(other.step_seconds), columns))
+        for number, way in enumerate(ways(fit)):
+            tokens = "no" if number else "-"
+            if way.step_seconds is not None:
+                tokens = f"{fit.tokens_per_step / way.step_seconds:,.0f}"
+            sizes = gibibytes(way.peak_bytes)[: len(tiers)]
+            billed = spending_cells(fit.spending(way.step_seconds), columns)
+            name = "  checkpointed" if way.checkpointing else way.name
+            name += ", sums in shards" * way.adds_shards + ", tight" * way.is_tight
+            for shown, cells in ((table, (tokens, *sizes)), (bill, billed)):
+                if number == 0:
+                    shown.add_cell(head, cell[2:] + arranged, Text(words, style=style), cells)
+                else:
+                    shown.add_way(name, cells)
     faster, worn = (lines if len(lines) > 1 else [] for lines in (faster, worn))  # in some cell
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
     unknown = dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
-    is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
-    summed = [
-        fit
+    without = [WHOLE_SUMS] * any(
+        (fit.alternatives or not fit.solved) and fit.micro_batches > 1 < fit.group.num_devices
         for fit in fits
-        if (fit.alternatives or not fit.solved) and fit.micro_batches > 1 < fit.group.num_devices
-    ]
-    without = [WHOLE_SUMS] * bool(summed) + [NO_TOKENS] * any(
-        fit.profile.workload.seq_len == 1 for fit in fits
     )
+    without += [NO_TOKENS] * any(fit.profile.workload.seq_len == 1 for fit in fits)
     tight = [ALLOCATED] * any(fit.solved is not None and is_unknown(fit.profile) for fit in fits)
-    tight += [TIGHT] * is_tight
+    tight += [TIGHT] * any(way.is_tight for way in every)
     told = (*binds, *faster, *worn, *spared, *differs, *without, *headroom_of(fits), *tight)
     notes = map(Text, (*told, *in_words(columns), *trusted, *unknown))
     bills = (bill, "") if columns else ()

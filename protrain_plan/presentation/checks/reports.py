@@ -38,14 +38,6 @@ def said(finding: Finding) -> str:
             return reason
 
 
-def with_fix(finding: Finding) -> str:
-    """Say the same, with the way to mend it on a line of its own."""
-    verdict = finding.verdict
-    if isinstance(verdict, Failed) and verdict.fix:
-        return f"{said(finding)}\nfix: {verdict.fix}"
-    return said(finding)
-
-
 def summary(report: Report) -> str:
     """Count the rules that hold: `11 passed, 1 failed, 1 skipped in 1 plan`."""
     counts = [
@@ -153,7 +145,10 @@ def github(report: Report, *, root: Path) -> str:
             f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
             for key, value in properties.items()
         )
-        commands.append(f"::{kind} {listed}::{_escaped(lines(with_fix(finding)))}")
+        message = said(finding)
+        if isinstance(finding.verdict, Failed) and finding.verdict.fix:
+            message += f"\nfix: {finding.verdict.fix}"
+        commands.append(f"::{kind} {listed}::{_escaped(lines(message))}")
     totals = f"{summary(report)}; {counted(report)}"
     return "\n".join([*commands, f"::notice title=protrain check::{_escaped(totals)}"])
 

@@ -118,7 +118,7 @@ def step_data(
         "predicted_step_seconds": prediction.step_seconds,
         "expected_seconds": prediction.expected_seconds,
         "gap": plan.gap,
-        "fastest": fastest(step.whole).removesuffix(" possible"),
+        "fastest": fastest(step.whole),
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
         "words": [*in_words(report, plan), *wear_lines(plan, step.profile)],
@@ -160,10 +160,10 @@ def step_data(
         "waits": {
             "start": scale.ticks(wait.start_s for wait in found),
             "end": scale.ticks(wait.end_s for wait in found),
-            "slot": [wait.slot for wait in found],
-            "cause": [wait.cause for wait in found],
-            "waited_for": [wait.waited_for for wait in found],
-            "lane": [wait.lane for wait in found],
+            **{
+                name: [getattr(wait, name) for wait in found]
+                for name in ("slot", "cause", "waited_for", "lane")
+            },
         },
         "front": [point._asdict() for point in front],
         "recording": None if recording is None else _recording(step, recording, scale),

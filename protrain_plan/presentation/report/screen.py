@@ -95,7 +95,7 @@ class Screen:
         yield from self._sentence(
             f"step {format_seconds(plan.prediction.step_seconds)}"
             f"{format_range(plan.prediction.expected_seconds)}, at most {plan.gap:.2%} above"
-            f" {fastest(self.step.whole).removesuffix(' possible')}"
+            f" {fastest(self.step.whole)}"
             + ("" if part else f"; compute waits {format_seconds(report.stall_seconds)}")
         )
         for words in other_results(plan):
