@@ -317,7 +317,6 @@ def _answers(
 ) -> "Iterator[tuple[Fit, Sequence[Tried]]]":
     """Yield the answers, each as soon as it is known, with what helps where that was asked for."""
     from protrain_plan.commands.answering import Fitting
-    from protrain_plan.commands.sweeping import helping
 
     fitted = Fitting(kept=cells.kept, compare=answers.compare)
     if staged.stages is None:
@@ -327,7 +326,7 @@ def _answers(
     more = answers.compare or answers.what_helps
     in_order = [prices[place] for _ in cells.requests for place, _ in cells.groups]
     questions: list[Question] = []
-    fits: Iterable[Fit] = (known := [])
+    known: list[Fit] = []
     with closing(found):
         for (question, one), price in zip(found, in_order, strict=True):
             hardware = replace(one.profile.hardware, price_per_hour=price)
@@ -339,13 +338,16 @@ def _answers(
     if not more:
         return
     lighter = cells.with_states_of_8_bits(questions, tell)
+    fits: Iterable[Fit] = known
     if answers.compare and lighter:
         fits = _with_8_bits(known, lighter, tell, cells)
-    if not answers.what_helps:
+    if answers.what_helps:
+        from protrain_plan.commands.sweeping import helping
+
+        fits = list(fits)
+        yield from zip(fits, helping(fits, lighter, tell, jobs=cells.jobs), strict=True)
+    else:
         yield from ((one, ()) for one in fits)
-        return
-    fits = list(fits)
-    yield from zip(fits, helping(fits, lighter, tell, jobs=cells.jobs), strict=True)
 
 
 def _with_8_bits(
