@@ -233,7 +233,7 @@ def _is_plan(text: str | RecordError) -> bool:
 
 def export(
     plan: PlanArgument,
-    to: Annotated[str, typer.Option(help="fsdp2 (Accelerate) or trl.")],
+    to: Annotated[str, typer.Option(help="fsdp2 (Accelerate), trl, torchtitan or megatron.")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -246,7 +246,8 @@ def export(
 ) -> None:
     """Write another tool's nearest configuration, and list what it cannot express.
 
-    No plan with pipeline stages can be exported.
+    torchtitan and megatron have pipeline stages, and refuse a plan with adapters; the others refuse
+    one with stages.
 
     Example: protrain export plan.yaml --to fsdp2 -o fsdp2.yaml
     """

@@ -3,16 +3,25 @@
 Those tools have one switch where a plan has a decision per block. A switch is on as soon as one
 block needs it: no block then holds more of the device than was planned, and some move or compute
 more. Each list of losses says what that is.
+
+torchtitan and Megatron have pipeline stages, and cuts between any two blocks. Formats are those of
+torchtitan 0.3.0 (`ParallelismConfig`, `ActivationCheckpointing`) and of Megatron-LM at d98e8a64
+(`arguments.py`; `PipelineParallelLayerLayout`, the same in Megatron-Core 0.16.1). Their own parsers
+accepted the files: see docs/decisions/house.md.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import ceil, prod
+from typing import Any, Literal
 
 import yaml
 
+from protrain_plan.planning.stages.shapes import shape_of
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.adapters import option_of
+from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.plan import (
     STEPPED,
@@ -23,9 +32,14 @@ from protrain_runtime.contract.records.plan import (
     Recompute,
     Swap,
     SwapInput,
+    UnitPlan,
 )
+from protrain_runtime.contract.records.tree import listed
 
 Config = dict[str, Any]
+
+Sayable = Literal["compiled blocks", "numbers of blocks", "replicas", "shares of states"]
+"""Decisions that some of the tools can say, and others lose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,40 +51,76 @@ class Exported:
     losses: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
     """A plan's decisions as the few switches that the tools have."""
 
-    def __init__(self, plan: Plan) -> None:
+    shard_states: bool  # of several devices: some unit's, on them or below
+    offload_states: bool
+    states_on_disk: bool
+    fetch_twice: bool  # some unit's parameters, for forward and again for backward
+    recompute: bool  # some block computes its forward again
+    offload_inputs: bool  # ... and has its input moved off the device until then
+    offload_saved: bool  # some block moves what autograd saved
+
+    @staticmethod
+    def of(plan: Plan) -> "Switches":
         moved = [unit.states for unit in plan.units if isinstance(unit.states, Offload)]
-        gathered = [states for states in moved if states.keep_gathered]
+        held = [states for states in moved if states.keep_gathered]
         decided = [unit.activations for unit in plan.units]
-        self.shard_states = plan.group.num_devices > 1 and bool(moved)
-        self.offload_states = any(states.tier != "device" for states in moved)
-        self.states_on_disk = any(states.tier == "disk" for states in moved)
-        # Parameters come for forward and again for backward.
-        self.fetch_twice = plan.group.num_devices == 1 or len(gathered) < len(plan.units)
-        self.recompute = any(isinstance(one, Recompute | SwapInput) for one in decided)
-        self.swap = any(isinstance(one, Swap | SwapInput) for one in decided)
+        return Switches(
+            shard_states=plan.group.num_devices > 1 and bool(moved),
+            offload_states=any(states.tier != "device" for states in moved),
+            states_on_disk=any(states.tier == "disk" for states in moved),
+            fetch_twice=plan.group.num_devices == 1 or len(held) < len(plan.units),
+            recompute=any(isinstance(one, Recompute | SwapInput) for one in decided),
+            offload_inputs=any(isinstance(one, SwapInput) for one in decided),
+            offload_saved=any(isinstance(one, Swap) for one in decided),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exporter:
+    """A tool: its file, what makes the configuration with its losses, and what writes it down."""
+
+    file_name: str
+    make: Callable[[Plan, Switches], tuple[Config, list[str]]]
+    write: Callable[[Config], str]
+    has_stages: bool = False
+    has_adapters: bool = True  # its script has them
+    norm: str = ""  # the key of the norm that gradients are clipped to
 
 
 def export(plan: Plan, tool: str) -> Exported:
     """The configuration of a tool of `EXPORTERS` that comes nearest to the plan.
 
-    ProtrainError where the plan has stages.
+    ProtrainError where the plan has stages or adapters, and the tool has none.
     """
-    if plan.pipeline is not None:
+    exporter = EXPORTERS[tool]
+    if plan.workload.adapter and not exporter.has_adapters:
+        adapting = [name for name, one in EXPORTERS.items() if one.has_adapters]
+        packed = f" over {plan.workload.quantize} weights" if plan.workload.quantize else ""
+        raise ProtrainError(
+            f"the plan trains adapters{packed}, and {tool} would train all of the model",
+            key="--to",
+            fix=None if plan.pipeline else f"export it to {listed(adapting, 'or')}",
+        )
+    if plan.pipeline is not None and not exporter.has_stages:
+        able = listed([name for name, one in EXPORTERS.items() if one.has_stages], "or")
         raise ProtrainError(
             f"the plan has {plan.num_stages} pipeline stages, and {tool} has none",
             key="--to",
-            fix="plan --stages 1, or train its cuts with PyTorch: docs/how-to/stages.md",
+            fix=f"export it to {able}",
         )
-    switches = Switches(plan)
-    config, losses = EXPORTERS[tool](plan, switches)
-    return Exported(
-        file_name=f"{tool}.yaml",
-        text=yaml.safe_dump(config, sort_keys=False),
-        losses=(*_common_losses(plan, switches), *losses),
-    )
+    config, losses = exporter.make(plan, Switches.of(plan))
+    if exporter.norm:
+        losses.append(
+            f"The norm that gradients are clipped to is taken to be 1.0 ({exporter.norm})."
+            if plan.settings.updates == "after backward"
+            else f"Nothing is clipped, as in the plan ({exporter.norm}): one made with --clip does."
+        )
+    text = exporter.write(config)
+    return Exported(file_name=exporter.file_name, text=text, losses=tuple(losses))
 
 
 def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
@@ -90,10 +140,10 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
     }
-    losses: list[str] = []
+    losses = _common_losses(plan, switches)
     if switches.states_on_disk:
-        losses.append("States on disk cannot be said: they go to host memory.")
-    if switches.swap:
+        losses.append(_NO_DISK)
+    if switches.offload_saved or switches.offload_inputs:
         losses.append("Swapped activations cannot be said: they stay on the device.")
     workload = plan.workload
     sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
@@ -104,102 +154,419 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
 
 def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     """Arguments of SFTConfig that are about memory."""
-    clips = plan.settings.updates == "after backward"
     config: Config = {
         "per_device_train_batch_size": plan.workload.batch_size,
         "gradient_accumulation_steps": plan.settings.micro_batches,
         "max_length": plan.workload.seq_len,
         **{dtype: _mixed_precision(plan) == dtype for dtype in ("bf16", "fp16")},
         "gradient_checkpointing": switches.recompute,
-        "activation_offloading": switches.swap,
-        "max_grad_norm": 1.0 if clips else 0.0,
+        "activation_offloading": switches.offload_inputs or switches.offload_saved,
+        "max_grad_norm": 1.0 if plan.settings.updates == "after backward" else 0.0,
     }
-    losses: list[str] = []
+    losses = _common_losses(plan, switches)
     if switches.offload_states:
         losses.append(
             "Offloaded states cannot be said here: launch with accelerate and the file of protrain"
             " export --to fsdp2."
         )
-    losses.append(
-        "The norm that gradients are clipped to is taken to be 1.0 (max_grad_norm)."
-        if clips
-        else "Nothing is clipped, as in the plan (max_grad_norm): one made with --clip does."
-    )
     return config, losses
 
 
-EXPORTERS: dict[str, Callable[[Plan, Switches], tuple[Config, list[str]]]] = {
-    "fsdp2": _fsdp2,
-    "trl": _trl,
+def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
+    """Fields of torchtitan's `Trainer.Config`, by section."""
+    group, pipeline, workload = plan.group, plan.pipeline, plan.workload
+    local = workload.batch_size * (plan.settings.micro_batches if pipeline else 1)
+    shards = group.num_shards if switches.shard_states else 1
+    moved = switches.offload_inputs or switches.offload_saved
+    mixed = workload.dtype if workload.dtype != "float16" else "bfloat16"
+    parallelism: Config = {
+        "data_parallel_shard_degree": shards,
+        "data_parallel_replicate_degree": group.num_devices // shards,
+        "tensor_parallel_degree": 1,
+        "pipeline_parallel_degree": plan.num_stages,
+        "fsdp_reshard_after_forward": "always" if switches.fetch_twice else "never",
+    }
+    if pipeline:
+        plain = pipeline.schedule == "1F1B"
+        parallelism |= {
+            # With one part a rank, the interleaved schedule is eager 1F1B.
+            "pipeline_parallel_schedule": "1F1B" if plain else "Interleaved1F1B",
+            "pipeline_parallel_microbatch_size": workload.batch_size,
+            "module_fqns_per_model_part": [_torchtitan_names(plan, part) for part in _parts(plan)],
+        }
+    config: Config = {
+        "model": _TORCHTITAN_MODELS.get(workload.model, ("llama3", "llama3_debugmodel")),
+        "training": {
+            "local_batch_size": local,
+            "global_batch_size": plan.global_batch,
+            "seq_len": workload.seq_len,
+            "dtype": mixed if workload.precision == "pure" else "float32",
+            "mixed_precision_param": mixed,
+            "enable_cpu_offload": switches.offload_states,
+            "disable_cuda_graphs": True,  # they know no pipelines, and plans count none
+            "max_norm": 1.0 if plan.settings.updates == "after backward" else float("inf"),
+        },
+        "parallelism": parallelism,
+        "compile": {"enable": bool(workload.compile)},
+        "activation_checkpoint": "full" if switches.recompute or moved else "none",
+    }
+    losses = _common_losses(plan, switches, said=("compiled blocks", "replicas"))
+    losses += _stage_losses(plan, switches)
+    if workload.model not in _TORCHTITAN_MODELS:
+        losses.append(
+            "The file builds on llama3_debugmodel: name the configuration of your model there."
+        )
+    if pipeline and pipeline.layout == "stages within nodes":
+        losses.append("Each stage would have devices in every node: here its ranks are neighbours.")
+    if pipeline:
+        losses.append(
+            "PyTorch receives each micro-batch in a buffer of its own: peaks do not count them."
+        )
+    if workload.dtype == "float16":
+        losses.append("float16 cannot be said: bfloat16 takes its place.")
+    if workload.precision == "master":
+        losses.append(
+            f"Parameters would be {workload.dtype}, with float32 copies in the optimizer: here they"
+            " are float32."
+        )
+    return config, losses
+
+
+_TORCHTITAN_MODELS = {
+    "llama-3.1-8b": ("llama3", "llama3_8b"),
+    "llama-3.1-70b": ("llama3", "llama3_70b"),
+    "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
+    "qwen3-14b": ("qwen3", "qwen3_14b"),
+    "qwen3-32b": ("qwen3", "qwen3_32b"),
 }
-"""The tools by name: what makes the configuration, with losses of its own."""
+"""Our presets: the module of the model, and its configuration. That of 405b trains in float8."""
 
 
-def _common_losses(plan: Plan, switches: Switches) -> list[str]:
-    """Sentences on what no tool can say, and what is the script's."""
-    workload, group = plan.workload, plan.group
+def _torchtitan_text(config: Config) -> str:
+    """A Python module: `--module torchtitan_plan --config planned`."""
+    module, model = config["model"]
+    full = config["activation_checkpoint"] == "full"
+    imported = ["from torchtitan.distributed.activation_checkpoint import FullAC"] * full
+    assigned = [
+        f"    config.{section}.{field} = {_literal(value)}"
+        for section in ("training", "parallelism", "compile")
+        for field, value in config[section].items()
+    ]
+    return "\n".join(
+        [
+            '"""torchrun -m torchtitan.train --module torchtitan_plan --config planned"""',
+            "",
+            *imported,
+            f"from torchtitan.models.{module}.config_registry import {model} as model",
+            "from torchtitan.trainer import Trainer",
+            "",
+            "",
+            "def planned() -> Trainer.Config:",
+            "    config = model()",
+            *assigned,
+            f"    config.activation_checkpoint = {'FullAC.Config()' if full else None}",
+            "    return config",
+            "",
+        ]
+    )
+
+
+def _literal(value: object) -> str:
+    """A value as Python; a list in a line for each of its items."""
+    if isinstance(value, list):
+        return "\n".join(["[", *(f"        {json.dumps(item)}," for item in value), "    ]"])
+    if isinstance(value, str):
+        return json.dumps(value)
+    return 'float("inf")' if value == float("inf") else repr(value)
+
+
+def _torchtitan_names(plan: Plan, part: Sequence[UnitPlan]) -> list[str]:
+    """The modules of a part of the model: blocks are `layers.N`, whatever they are called here."""
+    numbers = {unit.name: number for number, unit in enumerate(_all_blocks(plan))}
+    names: list[str] = []
+    for unit in part:
+        if unit.name in numbers:
+            names.append(f"layers.{numbers[unit.name]}")
+        else:
+            names += ["tok_embeddings"] if unit == plan.units[0] else ["norm", "lm_head"]
+    return names
+
+
+def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
+    """Arguments of Megatron-LM's scripts."""
+    group, pipeline, workload = plan.group, plan.pipeline, plan.workload
+    tied = any(unit.also_used_by for unit in plan.units)
+    forms = {unit.activations.form for unit in plan.units if _recomputes(unit)}
+    # What these forms keep, a whole MLP and the norms computed again leave as well.
+    selective = bool(forms) and forms <= {"lite", "mlp"}
+    again = max(sum(map(_recomputes, part)) for part in _parts(plan))
+    # torch's FSDP2 has neither stages nor replicas there, and offloads nothing.
+    alone = pipeline is None and not switches.offload_states and group.num_replicas == 1
+    whole = switches.shard_states and alone and not tied and workload.dtype != "float16"
+    clipped = plan.settings.updates == "after backward"
+    config: Config = {
+        "num-layers": sum(unit.kind == "block" for unit in plan.units),
+        "seq-length": workload.seq_len,
+        "micro-batch-size": workload.batch_size,
+        "global-batch-size": plan.global_batch,
+        "clip-grad": 1.0 if clipped else 0.0,
+        "untie-embeddings-and-output-weights": not tied,
+        "bf16": workload.dtype == "bfloat16",
+        "fp16": workload.dtype == "float16",
+    }
+    if pipeline:
+        shape = shape_of(plan)
+        config |= {
+            "pipeline-model-parallel-size": shape.stages,
+            "pipeline-model-parallel-layout": _megatron_layout(plan),
+            "use-tp-pp-dp-mapping": pipeline.layout == "stages within nodes",
+        }
+        if shape.chunks > 1:
+            config["microbatch-group-size-per-virtual-pipeline-stage"] = shape.in_round
+    if selective:
+        config |= {"recompute-granularity": "selective", "recompute-modules": ["mlp", "layernorm"]}
+    elif again:
+        config |= {
+            "recompute-granularity": "full",
+            "recompute-method": "block",
+            "recompute-num-layers": again,
+        }
+    if whole:
+        config |= {
+            "use-torch-fsdp2": True,
+            "torch-fsdp2-no-reshard-after-forward": not switches.fetch_twice,
+            "no-gradient-accumulation-fusion": True,
+            "ckpt-format": "torch_dist",
+        }
+    elif switches.shard_states or switches.offload_states:
+        config["use-distributed-optimizer"] = True
+        if group.num_replicas > 1:
+            config["num-distributed-optimizer-instances"] = group.num_replicas
+    if switches.offload_states:
+        config |= {
+            "optimizer-cpu-offload": True,
+            "optimizer-offload-fraction": _offloaded(plan),
+            "use-precision-aware-optimizer": True,
+        }
+    losses = _common_losses(
+        plan, switches, said=("numbers of blocks", "replicas", "shares of states")
+    )
+    losses += _stage_losses(plan, switches)
+    if pipeline and pipeline.schedule == "eager 1F1B":
+        losses.append("Eager 1F1B cannot be said: here it is 1F1B, which waits for hops.")
+    if selective:
+        losses.append("Here every block recomputes its MLP and its norms, and nothing else.")
+    elif again:
+        where = "each stage" if pipeline else "the model"
+        where = "each chunk" if pipeline and pipeline.chunks > 1 else where
+        losses.append(
+            f"Which blocks recompute cannot be said: here the first {again} of {where} do, whole."
+        )
+    if switches.shard_states and group.num_shards > 1 and not whole:
+        losses.append(
+            "Parameters and gradients cannot be sharded here: optimizer states alone are."
+        )
+    if switches.offload_states:
+        losses.append(
+            "Parameters and gradients cannot leave the device here: optimizer states alone do."
+        )
+    if workload.dtype != "float32" and workload.precision != "master":
+        losses.append(
+            f"Here parameters are {workload.dtype}, with float32 copies in the optimizer: other"
+            " bits, and more memory."
+        )
+    losses.append("The model's sizes, besides its number of layers, are the script's.")
+    return config, losses
+
+
+def _megatron_text(config: Config) -> str:
+    """Arguments a line each: `pretrain_gpt.py $(cat megatron.args)`."""
+    lines: list[str] = []
+    for name, value in config.items():
+        match value:
+            case False:
+                pass
+            case True:
+                lines.append(f"--{name}")
+            case list():
+                lines.append(f"--{name} {' '.join(value)}")
+            case _:
+                lines.append(f"--{name} {value}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _megatron_layout(plan: Plan) -> str:
+    """Every stage's layers: E is the embedding, t a block, L the loss; parts are in model order.
+
+    It is written out (`Ett|tt`, not `Et*2|t*2`), so that a shell finds nothing to expand in it.
+    """
+    blocks = _all_blocks(plan)
+
+    def letter(unit: UnitPlan) -> str:
+        return "t" if unit in blocks else "E" if unit == plan.units[0] else "L"
+
+    return "|".join("".join(map(letter, part)) for part in _parts(plan))
+
+
+def _offloaded(plan: Plan) -> float:
+    """The largest share of a stage's trained parameters whose states leave the device."""
+    tensors = {
+        name: prod(map(int, kind.split()[0].split("x")))
+        for name, kind in unfolded(plan.tensors).items()
+        if kind.endswith(" trainable") and kind[0].isdigit()
+    }
+
+    def size(unit: UnitPlan) -> int:
+        inside = [name for name in tensors if name.startswith(f"{unit.name}.")]
+        names = {*unit.parameters, *(inside if unit.kind == "block" else ())}
+        return sum(tensors.get(name, 0) for name in names) if tensors else 1
+
+    def share(units: Sequence[UnitPlan]) -> float:
+        return sum(map(size, filter(_offloads, units))) / (sum(map(size, units)) or 1)
+
+    return ceil(100 * max(share(plan.of_stage(stage).units) for stage in _stages(plan))) / 100
+
+
+def _stages(plan: Plan) -> range:
+    return range(plan.num_stages)
+
+
+def _parts(plan: Plan) -> list[tuple[UnitPlan, ...]]:
+    """Units of each chunk, in the model's order: chunk k of stage s is part k p + s of p stages."""
+    runs = sorted(run for stage in _stages(plan) for run in plan.runs(stage))
+    return [plan.units[first:end] for first, end in runs]
+
+
+def _all_blocks(plan: Plan) -> list[UnitPlan]:
+    """All blocks; ProtrainError where they are not between an embedding and a head."""
     blocks = [unit for unit in plan.units if unit.kind == "block"]
-    decided = any(unit.states != Persistent() or unit.activations != Keep() for unit in plan.units)
+    if blocks != list(plan.units[1:-1]):
+        raise ProtrainError(
+            "the tool cuts models of an embedding, blocks and a head, and this one has other parts",
+            key="--to",
+        )
+    return blocks
+
+
+def _recomputes(unit: UnitPlan) -> bool:
+    """Whether a block's forward is done again where nothing can be swapped."""
+    return unit.kind == "block" and not isinstance(unit.activations, Keep)
+
+
+def _stage_losses(plan: Plan, switches: Switches) -> list[str]:
+    """Sentences for tools that swap nothing, reach no disk, and have stages."""
+    losses: list[str] = []
+    if switches.states_on_disk:
+        losses.append(_NO_DISK)
+    if switches.offload_saved or switches.offload_inputs:
+        losses.append("Swapped activations cannot be said: they are recomputed.")
+    stages = [plan.of_stage(stage).units for stage in _stages(plan)]
+    for verb, does in (("recompute or swap", _recomputes), ("offload", _offloads)):
+        counts = [sum(map(does, units)) for units in stages]
+        if len(set(counts)) > 1:
+            numbers = listed(map(str, counts), "and")
+            losses.append(f"Stages would {verb} {numbers} units: here one setting is for all.")
+    return losses
+
+
+def _offloads(unit: UnitPlan) -> bool:
+    return isinstance(unit.states, Offload) and unit.states.tier != "device"
+
+
+_NO_DISK = "States on disk cannot be said: they go to host memory."
+
+
+def _yaml(config: Config) -> str:
+    return yaml.safe_dump(config, sort_keys=False)
+
+
+EXPORTERS: dict[str, Exporter] = {
+    "fsdp2": Exporter(file_name="fsdp2.yaml", make=_fsdp2, write=_yaml),
+    "trl": Exporter(file_name="trl.yaml", make=_trl, write=_yaml, norm="max_grad_norm"),
+    "torchtitan": Exporter(
+        file_name="torchtitan_plan.py",
+        make=_torchtitan,
+        write=_torchtitan_text,
+        has_stages=True,
+        has_adapters=False,
+        norm="max_norm",
+    ),
+    "megatron": Exporter(
+        file_name="megatron.args",
+        make=_megatron,
+        write=_megatron_text,
+        has_stages=True,
+        has_adapters=False,
+        norm="clip-grad",
+    ),
+}
+"""The tools by name."""
+
+
+def _common_losses(plan: Plan, switches: Switches, *, said: Collection[Sayable] = ()) -> list[str]:
+    """Sentences on what a tool that can say `said` cannot say, and what is the script's."""
+    losses: list[str] = []
+    if plan.workload.adapter:
+        losses.append(f"The adapter (--lora {option_of(plan.workload.adapter)}) is the script's.")
+    if plan.workload.quantize:
+        losses.append(f"Quantised weights ({plan.workload.quantize}) are the script's.")
+    if plan.workload.compile and "compiled blocks" not in said:
+        losses.append("Compiling the blocks, each by itself, is the script's.")
+    if plan.optimizer != "adamw":
+        losses.append(f"The optimizer ({plan.optimizer}) is the script's.")
+    blocks = [unit for unit in plan.units if unit.kind == "block"]
     stay = sum(isinstance(unit.states, Persistent) for unit in blocks)
+    if "shares of states" in said:
+        pass
+    elif switches.offload_states and stay:
+        losses.append(f"{_blocks(stay)} would keep their states on the device: all are offloaded.")
+    elif switches.shard_states and stay:
+        losses.append(f"{_blocks(stay)} would have their states on every device: all are sharded.")
+    stepped = sum(unit.states == STEPPED for unit in blocks)
+    if stepped:
+        losses.append(
+            f"{_blocks(stepped)} would be updated in backward: here gradients stand until the step."
+        )
+    streamed = sum(unit.states.update_on_device for unit in blocks)
+    if streamed:
+        losses.append(
+            f"{_blocks(streamed)} would be updated on the device: here the host updates them."
+        )
+    ahead = sum(unit.states.speculate for unit in blocks)
+    if ahead:
+        losses.append(
+            f"{_blocks(ahead)} would be updated before the norm is known: here all updates wait."
+        )
+    if plan.whole.num_devices > 1:
+        nodes = f" in {plan.whole.num_nodes} nodes" if plan.whole.num_nodes > 1 else ""
+        started = f"{plan.whole.num_devices}{nodes}"
+        losses.append(f"How many processes run is the launcher's: it has to start {started}.")
+    if plan.group.num_replicas > 1 and switches.shard_states and "replicas" not in said:
+        losses.append("That shards are replicated has to be said to the launcher or the script.")
+    tiers = {unit.states.tier for unit in blocks if not isinstance(unit.states, Persistent)}
+    if len(tiers) > 1 and "shares of states" not in said:
+        named = {"device": "devices", "host": "host", "disk": "disk"}
+        where = listed([word for tier, word in named.items() if tier in tiers], "and")
+        losses.append(f"States are split between {where} in the plan: here all go one way.")
     keep = sum(isinstance(unit.activations, Keep) for unit in blocks)
+    counted = "numbers of blocks" in said
+    if keep and (switches.recompute or switches.offload_saved) and not counted:
+        losses.append(f"{_blocks(keep)} would keep their activations: none does here.")
     in_part = sum(
         isinstance(unit.activations, Recompute | SwapInput) and unit.activations.form != "full"
         for unit in blocks
     )
-    stepped = sum(unit.states == STEPPED for unit in blocks)
-    streamed = sum(unit.states.update_on_device for unit in blocks)
-    ahead = sum(unit.states.speculate for unit in blocks)
-    tiers = {unit.states.tier for unit in blocks if not isinstance(unit.states, Persistent)}
-    places = {"device": "devices", "host": "host", "disk": "disk"}
-    where = " and ".join(place for tier, place in places.items() if tier in tiers)
-    started = f"{group.num_devices}{f' in {group.num_nodes} nodes' * (group.num_nodes > 1)}"
-    in_place = any(FORMS[unit.activations.form].of == "last part" for unit in plan.units)
-    stay_words = ""
-    if switches.offload_states:
-        stay_words = "keep their states on the device: all are offloaded"
-    elif switches.shard_states:
-        stay_words = "have their states on every device: all are sharded"
-    losses = [
-        (workload.adapter, f"The adapter (--lora {option_of(workload.adapter)}) is the script's."),
-        (workload.quantize, f"Quantised weights ({workload.quantize}) are the script's."),
-        (workload.compile, "Compiling the blocks, each by itself, is the script's."),
-        (plan.optimizer != "adamw", f"The optimizer ({plan.optimizer}) is the script's."),
-        (stay and stay_words, f"{_blocks(stay)} would {stay_words}."),
-        (
-            stepped,
-            f"{_blocks(stepped)} would be updated in backward: here gradients stand until the"
-            " step.",
-        ),
-        (
-            streamed,
-            f"{_blocks(streamed)} would be updated on the device: here the host updates them.",
-        ),
-        (
-            ahead,
-            f"{_blocks(ahead)} would be updated before the norm is known: here all updates wait.",
-        ),
-        (
-            group.num_devices > 1,
-            f"How many processes run is the launcher's: it has to start {started}.",
-        ),
-        (
-            group.num_replicas > 1 and switches.shard_states,
-            "That shards are replicated has to be said to the launcher or the script.",
-        ),
-        (len(tiers) > 1, f"States are split between {where} in the plan: here all go one way."),
-        (
-            keep and (switches.recompute or switches.swap),
-            f"{_blocks(keep)} would keep their activations: none does here.",
-        ),
-        (in_part, f"{_blocks(in_part)} would recompute in part: here the whole block is."),
-        (in_place, "The loss would be computed in place: here it takes more memory."),
-        (
-            decided,
+    if in_part and not counted:
+        losses.append(f"{_blocks(in_part)} would recompute in part: here the whole block is.")
+    if any(FORMS[unit.activations.form].of == "last part" for unit in plan.units):
+        losses.append("The loss would be computed in place: here it takes more memory.")
+    decided = any(unit.states != Persistent() or unit.activations != Keep() for unit in plan.units)
+    if decided or plan.pipeline is not None:
+        losses.append(
             "When transfers run (leads, drains, pieces) is the tool's choice: the predicted peak"
-            " and the predicted seconds do not hold for it.",
-        ),
-    ]
-    return [words for is_lost, words in losses if is_lost]
+            " and the predicted seconds do not hold for it."
+        )
+    return losses
 
 
 def _blocks(count: int) -> str:

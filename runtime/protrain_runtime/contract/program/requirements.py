@@ -104,5 +104,5 @@ def refuse_pipeline(plan: Plan) -> None:
             f"the plan is of a pipeline with {plan.num_stages} stages, and one stage is"
             " trained here",
             key="pipeline",
-            fix="plan --stages 1, or train its cuts with PyTorch: docs/how-to/stages.md",
+            fix="plan --stages 1, or hand its cuts to a trainer of pipelines: protrain export",
         )
