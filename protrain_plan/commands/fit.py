@@ -35,7 +35,7 @@ from protrain_plan.commands.staging import (
     fits_in_stages,
     refuse_without_global_batch,
 )
-from protrain_plan.commands.trainer_files import FileOptions, advice_of_fit, filled
+from protrain_plan.commands.trainer_files import FileOptions, advice_of, filled
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -226,11 +226,11 @@ def fit(
 
     from protrain_plan.commands.output import (
         destination,
-        print_json_line,
+        print_json,
         print_rendered,
         progress,
     )
-    from protrain_plan.presentation.plans import fit_json, fits_text
+    from protrain_plan.presentation.plans import cell_text, fit_json, fits_text
     from protrain_plan.presentation.trainer_files import file_json, file_text
     from protrain_runtime.contract.records.files import replace_text
 
@@ -266,7 +266,7 @@ def fit(
 
     def known(row: "dict[str, Any]", advice: "Sequence[Advice]" = ()) -> None:
         if as_json:
-            print_json_line(row | (file_json(file, advice) if file else {}))
+            print_json(row | (file_json(file, advice) if file else {}), indent=None)
         advised.extend(advice)
 
     # Answers that are known wait for no import but those of what is printed.
@@ -284,7 +284,12 @@ def fit(
             fits.append(one)
             helps.append(changes)
             helped = helps_json(one, changes) if answers.what_helps else {}
-            known(fit_json(one) | helped, [advice_of_fit(file, one)] if file else ())
+            advice = []
+            if file is not None:
+                plain_fits = one.verdict == "fits"
+                cell = cell_text(one)
+                advice = [advice_of(file, one, cell, one.micro_batches, plain_fits=plain_fits)]
+            known(fit_json(one) | helped, advice)
     if page is not None:
         from protrain_plan.presentation.report.fit_page import fit_page
 
@@ -311,46 +316,38 @@ def _answers(
     tell: "Progress",
 ) -> "Iterator[tuple[Fit, Sequence[Tried]]]":
     """Yield the answers, each as soon as it is known, with what helps where that was asked for."""
-    found = _planned(cells, prices, tell, staged, compare=answers.compare)
-    if not (answers.compare or answers.what_helps):
-        yield from ((one, ()) for _, one in found)
-        return
-    from protrain_plan.commands.sweeping import helping
-
-    questions, fits = zip(*found, strict=True)
-    lighter = cells.with_states_of_8_bits(questions, tell)
-    known: Iterable[Fit] = fits
-    if answers.compare and lighter:
-        known = _with_8_bits(fits, lighter, tell, cells)
-    if answers.what_helps:
-        fits = tuple(known)
-        yield from zip(fits, helping(fits, lighter, tell, jobs=cells.jobs), strict=True)
-    else:
-        yield from ((one, ()) for one in known)
-
-
-def _planned(
-    cells: "Cells",
-    prices: Sequence[float],
-    tell: "Progress",
-    staged: StageOptions,
-    *,
-    compare: bool,
-) -> "Iterator[tuple[Question, Fit]]":
-    """Yield all questions with their answers; these know the prices."""
     from protrain_plan.commands.answering import Fitting
 
-    in_order = [prices[place] for _ in cells.requests for place, _ in cells.groups]
-    fitted = Fitting(kept=cells.kept, compare=compare)
+    fitted = Fitting(kept=cells.kept, compare=answers.compare)
     if staged.stages is None:
-        answers = cells.answers(fitted, tell, fitted.known)
+        found = cells.answers(fitted, tell, fitted.known)
     else:
-        answers = fits_in_stages(cells, staged.numbers(), tell)
-    with closing(answers) as found:
+        found = fits_in_stages(cells, staged.numbers(), tell)
+    more = answers.compare or answers.what_helps
+    in_order = [prices[place] for _ in cells.requests for place, _ in cells.groups]
+    questions: list[Question] = []
+    known: list[Fit] = []
+    with closing(found):
         for (question, one), price in zip(found, in_order, strict=True):
             hardware = replace(one.profile.hardware, price_per_hour=price)
             priced = replace(one.question, profile=replace(one.profile, hardware=hardware))
-            yield question, replace(one, question=priced)
+            questions.append(question)
+            known.append(replace(one, question=priced))
+            if not more:
+                yield known[-1], ()
+    if not more:
+        return
+    lighter = cells.with_states_of_8_bits(questions, tell)
+    fits: Iterable[Fit] = known
+    if answers.compare and lighter:
+        fits = _with_8_bits(known, lighter, tell, cells)
+    if answers.what_helps:
+        from protrain_plan.commands.sweeping import helping
+
+        fits = list(fits)
+        yield from zip(fits, helping(fits, lighter, tell, jobs=cells.jobs), strict=True)
+    else:
+        yield from ((one, ()) for one in fits)
 
 
 def _with_8_bits(

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +146,9 @@ def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:
     print_text(_printed(_out, text, wrap=wrap))
 
 
-def print_json(data: object) -> None:
-    """Print plain data as one JSON object."""
-    print_text(json.dumps(data, indent=2))
-
-
-def print_json_line(data: object) -> None:
-    """Print plain data as one JSON object in a line: what is one of several, when it is known."""
-    print_text(json.dumps(data))
+def print_json(data: object, *, indent: int | None = 2) -> None:
+    """Print plain data, and records inside, as one JSON object; in a line with no `indent`."""
+    print_text(json.dumps(data, indent=indent, default=asdict))
 
 
 def print_any(result: RenderableType | str | dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from protrain_plan.commands.options import (
     size,
 )
 from protrain_plan.commands.staging import StageOptions, plan_in_stages
-from protrain_plan.commands.trainer_files import FileOptions, advice_of_answer, filled
+from protrain_plan.commands.trainer_files import FileOptions, advice_of, filled
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -167,10 +167,6 @@ class ObjectiveOptions:
 class PlannedStepOptions(StepOptions):
     """Options of a step, with those that only a plan decides."""
 
-    overlap: Annotated[
-        bool,
-        typer.Option(help="Let updates run on into the next step's forward where that is faster."),
-    ] = True
     page_cache: Annotated[
         str | None,
         typer.Option(
@@ -184,7 +180,6 @@ class PlannedStepOptions(StepOptions):
         return replace(
             settings,
             group=group,
-            overlap_steps=self.overlap,
             page_cache_bytes=size("--page-cache", self.page_cache, 0) // group.in_node,
         )
 
@@ -465,7 +460,9 @@ def plan(
         found = f"{asked.batch_size} sequences of {asked.seq_len} tokens"
         text = Group(f"the largest that fits: {found}", "", text)
     if file is not None:
-        advised = advice_of_answer(file, answer, settings.micro_batches)
+        machine, plain_fits = record.hardware.name, answer.kept_seconds is not None
+        micro_batches = settings.micro_batches
+        advised = [advice_of(file, answer, machine, micro_batches, plain_fits=plain_fits)]
         data |= file_json(file, advised)
         text = Group(text, *file_text(file, advised))
     show(as_json, data, lambda: text)

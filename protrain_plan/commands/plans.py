@@ -184,6 +184,7 @@ def diff(
     from protrain_plan.checking.diffing import plan_diff
     from protrain_plan.commands.output import print_json, print_rendered, print_text
     from protrain_plan.presentation.checks import diffs
+    from protrain_plan.presentation.terminal import fields_of
     from protrain_runtime.contract.records import loads_plan
     from protrain_runtime.contract.records.files import read_text
 
@@ -215,7 +216,7 @@ def diff(
         case "text":
             print_rendered(diffs.diff_text(found))
         case "json":
-            print_json(diffs.diff_data(found))
+            print_json(fields_of(found) | {"num_changed": found.num_changed})
         case "markdown":
             print_text(diffs.diff_markdown(found, title=about))
 

@@ -82,29 +82,6 @@ class MeasureOptions:
     ] = False
 
 
-OnOption = Annotated[
-    str | None,
-    typer.Option(
-        "--on",
-        help="Estimate instead, for a machine that need not be there: a name of the catalogue"
-        " (protrain hardware list), or a YAML file.",
-        autocompletion=machine_names,
-    ),
-]
-InterconnectOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A machine whose devices are joined as this one's, to plan for several: a name of"
-        " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
-    ),
-]
-BatchOption = Annotated[int, typer.Option(min=1, help="Sequences, images or pairs per batch.")]
-LengthOption = Annotated[
-    int,
-    typer.Option(min=1, help="Tokens of text per sequence: targets, where sound or images go in."),
-]
-
-
 def _joined(name: str) -> "Interconnect":
     """Return what joins a machine's devices; ProtrainError where the machine does not say it."""
     from protrain_plan.hardware.catalogue import load_hardware
@@ -127,12 +104,33 @@ def profile(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The profile to write; - is standard output.")
     ] = Path("profile.yaml"),
-    batch_size: BatchOption = 1,
-    seq_len: LengthOption = 512,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Sequences, images or pairs per batch.")
+    ] = 1,
+    seq_len: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Tokens of text per sequence: targets, where sound or images go in."
+        ),
+    ] = 512,
     workload: WorkloadOptions,
     allow: AllowOption = None,
-    on: OnOption = None,
-    interconnect: InterconnectOption = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            help="Estimate instead, for a machine that need not be there: a name of the catalogue"
+            " (protrain hardware list), or a YAML file.",
+            autocompletion=machine_names,
+        ),
+    ] = None,
+    interconnect: Annotated[
+        str | None,
+        typer.Option(
+            help="A machine whose devices are joined as this one's, to plan for several: a name of"
+            " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
+        ),
+    ] = None,
     measuring: MeasureOptions,
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,

@@ -125,7 +125,7 @@ def search(
     budgets = BudgetOptions(tight=tight)
     from protrain_plan.commands.answering import GAP
     from protrain_plan.commands.measuring import estimated
-    from protrain_plan.commands.output import print_json_line, print_rendered, progress
+    from protrain_plan.commands.output import print_json, print_rendered, progress
     from protrain_plan.planning.questions import shopping
     from protrain_plan.presentation.choosing import offer_json, search_json, search_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
@@ -161,7 +161,7 @@ def search(
 
         def done(offer: "Tried") -> None:
             if as_json:
-                print_json_line(offer_json(offer))
+                print_json(offer_json(offer), indent=None)
 
         found = shopping.search(offers, speed=wanted.speed, gap=GAP, told=told, done=done)
     best = found.best.variation.question.profile.hardware if found.best else None
@@ -169,7 +169,7 @@ def search(
         found, {"tokens_per_second": wanted.speed, "price_limit": wanted.price_limit}
     )
     if as_json:
-        print_json_line(data)
+        print_json(data, indent=None)
     else:
         print_rendered(search_text(data, best))
     if found.best is None:

@@ -138,11 +138,10 @@ def helping(
         # On a CPU the device's memory is the host's.
         others = sizes if fit.profile.hardware.device.kind != "cpu" else ()
         asked += ((place, fit, one) for one in changes(fit.question, device_sizes=others))
-    for place, question in enumerate(lighter):
-        words = f"states of 8 bits (--optimizer {question.profile.optimizer.name})"
-        change = Variation(name="states of 8 bits", words=words, question=question)
-        asked.append((place, fits[place], change))
-    asked.sort(key=lambda one: one[0])
+        if lighter:
+            words = f"states of 8 bits (--optimizer {lighter[place].profile.optimizer.name})"
+            change = Variation(name="states of 8 bits", words=words, question=lighter[place])
+            asked.append((place, fit, change))
     answers = answered(asked, _helped, tell, lambda one: one[2].words, jobs=jobs)
     for number in range(len(fits)):
         yield [next(answers) for place, *_ in asked if place == number]

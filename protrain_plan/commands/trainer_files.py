@@ -99,34 +99,18 @@ def filled(record: Record, file: "TrainerFile", *, as_text: bool = False) -> Rec
     return changed
 
 
-def advice_of_fit(file: "TrainerFile", fit: "Fit") -> "Advice":
-    """Return what to change in the file for a cell."""
-    from protrain_plan.presentation.plans import cell_text
+def advice_of(
+    file: "TrainerFile", found: "Fit | Answer", cell: str, micro_batches: int, *, plain_fits: bool
+) -> "Advice":
+    """Return what to change in the file for an answer."""
     from protrain_plan.presentation.trainer_files import advice
 
     return advice(
         file,
-        cell_text(fit),
-        fit.solved.plan if fit.solved else None,
-        batch=fit.profile.workload.batch_size,
-        micro_batches=fit.micro_batches,
-        plain_fits=fit.verdict == "fits",
-        largest=fit.infeasible.largest_batch_size if fit.infeasible else None,
+        cell,
+        found.solved.plan if found.solved else None,
+        batch=found.profile.workload.batch_size,
+        micro_batches=micro_batches,
+        plain_fits=plain_fits,
+        largest=found.infeasible.largest_batch_size if found.infeasible else None,
     )
-
-
-def advice_of_answer(file: "TrainerFile", answer: "Answer", micro_batches: int) -> "list[Advice]":
-    """Return what to change in the file for a plan."""
-    from protrain_plan.presentation.trainer_files import advice
-
-    return [
-        advice(
-            file,
-            answer.profile.hardware.name,
-            answer.solved.plan if answer.solved else None,
-            batch=answer.profile.workload.batch_size,
-            micro_batches=micro_batches,
-            plain_fits=answer.kept_seconds is not None,
-            largest=answer.infeasible.largest_batch_size if answer.infeasible else None,
-        )
-    ]

@@ -1,7 +1,6 @@
 """The output of `fit --sweep`, `fit --what-helps` and `hardware search`: machines compared."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,29 +8,22 @@ from rich.console import Group, RenderableType
 
 from protrain_plan.planning.questions.spending import cost_of
 from protrain_plan.presentation.plans import (
+    cell_json,
     cell_text,
-    devices_json,
     fits_text,
     gibibytes,
     headroom_text,
     solved_json,
-    wear_json,
+    writes_of,
 )
 from protrain_plan.presentation.profiles import trust
-from protrain_plan.presentation.terminal import Text, bar, table_of
+from protrain_plan.presentation.terminal import Text, bar, fields_of, table_of
 from protrain_runtime.contract.records.hardware import PCIE, Hardware
-from protrain_runtime.contract.records.plan import TierBytes
 from protrain_runtime.contract.units import exact_bytes
 
 if TYPE_CHECKING:
-    from protrain_plan.planning.questions.answers import Fit, Question
+    from protrain_plan.planning.questions.answers import Fit
     from protrain_plan.planning.questions.shopping import Found, Tried
-
-BAR = 20
-"""Characters of the fastest line's bar."""
-
-Helps = Sequence[Sequence["Tried"]]
-"""Changes of each cell."""
 
 
 def _reached_json(fit: "Fit | None") -> dict[str, Any]:
@@ -43,13 +35,8 @@ def _reached_json(fit: "Fit | None") -> dict[str, Any]:
         "binds": fit.binds,
         "headroom_bytes": fit.headroom_bytes,
         **(solved_json(fit.solved) if fit.solved else {}),
-        **wear_json(fit.solved.plan if fit.solved else None, fit.profile),
+        "disk_writes": writes_of(fit.solved, fit.profile),
     }
-
-
-def _where(fit: "Fit | Question") -> dict[str, Any]:
-    workload, name = fit.profile.workload, fit.profile.hardware.name
-    return {"hardware": name, "batch_size": workload.batch_size, "seq_len": workload.seq_len}
 
 
 # --- sweeps ---------------------------------------------------------------------------------------
@@ -60,8 +47,8 @@ def sweep_json(resource: str, value: float, fit: "Fit") -> dict[str, Any]:
     return {
         "sweep": resource,
         "value": value,
-        **_where(fit),
-        **(devices_json(fit.question.group) if resource != "num-devices" else {}),
+        **cell_json(fit),
+        **fields_of(fit.question.group),
         **_reached_json(fit),
     }
 
@@ -86,7 +73,7 @@ def sweep_text(
         # What is swept has a name of its own where it is a column of what is taken, too.
         head = {"num-devices": "devices", "link": "link"}.get(resource, f"{resource} there is")
         swept = resource == "num-devices"
-        many = f"{first['num_devices']} x " if "num_devices" in first and not swept else ""
+        many = f"{first['num_devices']} x " if first["num_devices"] > 1 and not swept else ""
         title = f"{many}{first['hardware']} {first['batch_size']} x {first['seq_len']}"
         table = table_of(head, "tokens/s", "device", "host", "disk", "", words=())
         for column in table.columns:
@@ -94,12 +81,12 @@ def sweep_text(
         fastest = max(point["tokens_per_second"] or 0.0 for point in line)
         binds: list[Text] = []
         for point in line:
-            value, tokens, peak = _value(resource, point["value"]), point["tokens_per_second"], None
-            speed, drawn = "no", Text("")
+            value, tokens = _value(resource, point["value"]), point["tokens_per_second"]
             if tokens:
-                speed, drawn = f"{tokens:,.0f}", bar(BAR * tokens / fastest)
-                peak = TierBytes(**point["peak_bytes"])
-            table.add_row(value, speed, *gibibytes(peak), drawn)
+                drawn, sizes = bar(20 * tokens / fastest), gibibytes(point["peak_bytes"])
+                table.add_row(value, f"{tokens:,.0f}", *sizes, drawn)
+            else:
+                table.add_row(value, "no", "-", "-", "-", "")
             binds.append(Text(f"  {value}: {point['binds']}"))
             left[point["hardware"]] = point["headroom_bytes"]
         told = Text("what makes up the step, or what is missing:")
@@ -136,7 +123,10 @@ def _ranked(helps: Sequence["Tried"]) -> list["Tried"]:
 
 
 def helps_text(
-    fits: Sequence["Fit"], helps: Helps, *paths: Path, columns: Sequence[str] = ()
+    fits: Sequence["Fit"],
+    helps: Sequence[Sequence["Tried"]],
+    *paths: Path,
+    columns: Sequence[str] = (),
 ) -> RenderableType:
     """Return what `protrain fit --what-helps` prints: `fit`'s table, and what is worth most."""
     from protrain_plan.planning.questions.shopping import WORTH
@@ -183,8 +173,8 @@ def offer_json(one: "Tried") -> dict[str, Any]:
     question = one.variation.question
     return {
         "name": one.variation.name,
-        **_where(one.reached or question),
-        **asdict(question.group),
+        **cell_json(one.reached or question),
+        **fields_of(question.group),
         "price_per_hour": one.variation.price_per_hour,
         "most_tokens_per_second": one.most_tokens_per_s,
         "bound": one.bound,

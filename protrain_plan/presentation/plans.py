@@ -2,12 +2,11 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
 from protrain_plan.planning.outcome import STAGES
 from protrain_plan.planning.questions.allowance import (
@@ -18,10 +17,8 @@ from protrain_plan.planning.questions.allowance import (
 )
 from protrain_plan.presentation.profiles import (
     caveats,
-    compiled_json,
     compiled_text,
     error_band,
-    own_update,
     repeats,
     trust,
 )
@@ -32,10 +29,10 @@ from protrain_plan.presentation.spending import (
     spending_json,
 )
 from protrain_plan.presentation.terminal import (
-    FirstThatFits,
     Text,
     bar,
-    closer,
+    fields_of,
+    fits_in,
     run_name,
     table_of,
     wrote,
@@ -49,14 +46,12 @@ from protrain_runtime.contract.records.commands import profile_command
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import (
-    DeviceGroup,
     Keep,
     Persistent,
     Plan,
-    Prediction,
     TierBytes,
 )
-from protrain_runtime.contract.records.profile import Compilation, Profile
+from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.tree import listed
 from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
 
@@ -64,42 +59,26 @@ if TYPE_CHECKING:
     from protrain_plan.commands.training import Run
     from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.outcome import Infeasible, Replicas, Solved
-    from protrain_plan.planning.questions.answers import Answer, Fit, Point
+    from protrain_plan.planning.questions.answers import Alternative, Answer, Fit, Point, Question
 
 
 def solved_json(solved: "Solved") -> dict[str, Any]:
-    """Return what `protrain plan --json` prints for a plan."""
-    prediction = solved.plan.prediction
+    """The answer's own fields, its prediction's, and what was planned for."""
+    plan = solved.plan
     return {
-        "status": solved.status,
-        "gap": solved.gap,
-        **devices_json(solved.plan.whole),
-        **pipeline_json(solved.plan),
-        "exactness": solved.plan.exactness,
-        "allowed": list(solved.plan.allowed),
-        "lower_bound_seconds": prediction.lower_bound_seconds,
-        "step_seconds": prediction.step_seconds,
-        **other_steps_json(prediction),
-        "expected_seconds": prediction.expected_seconds,
-        "stall_seconds": solved.stall_seconds,
-        "solve_seconds": solved.solve_seconds,
-        **({"kept": True} if solved.kept else {}),
-        "peak_bytes": tiers_json(prediction.peak_bytes),
-        "disk_gain": solved.plan.settings.disk_gain,
-        "seconds_without_disk": solved.seconds_without_disk,
-        "solver": solved.solver,
-        **({"replicas": [asdict(one) for one in solved.replicas]} if solved.replicas else {}),
+        **fields_of(solved, but=("plan",)),
+        **fields_of(plan.whole),
+        **fields_of(plan.prediction),
+        "expected_seconds": plan.prediction.expected_seconds,
+        "pipeline": plan.pipeline,
+        "exactness": plan.exactness,
+        "allowed": plan.allowed,
+        "disk_gain": plan.settings.disk_gain,
     }
 
 
-def other_steps_json(prediction: Prediction) -> dict[str, float]:
-    """Return the seconds of a clipped step, where that is another one."""
-    seconds = prediction.clipped_step_seconds
-    return {"clipped_step_seconds": seconds} if seconds else {}
-
-
 def other_steps(plan: Plan) -> list[str]:
-    """Say the same in words."""
+    """Say what a clipped step takes, where that is another one."""
     seconds = plan.prediction.clipped_step_seconds
     if not seconds:
         return []
@@ -127,25 +106,9 @@ def other_results(plan: Plan) -> list[str]:
     return lines
 
 
-def devices_json(group: DeviceGroup) -> dict[str, int]:
-    """Return the devices, where there is more than one."""
-    return asdict(group) if group.num_devices > 1 else {}
-
-
-def pipeline_json(plan: Plan) -> dict[str, Any]:
-    """Return the stages, where there are several."""
-    return {"pipeline": asdict(plan.pipeline)} if plan.pipeline else {}
-
-
-def beside_json(profile: Profile) -> dict[str, Any]:
-    """Return the frozen second model, and layers that run several times, where there are any."""
-    found = {"beside": asdict(profile.beside)} if profile.beside else {}
-    return found | ({"repeats": said} if (said := repeats(profile)) else {})
-
-
-def tiers_json(peak: TierBytes) -> dict[str, int]:
-    """Return bytes by tier."""
-    return {tier: size for tier, size in asdict(peak).items() if size or tier != "allocator"}
+def profile_facts(profile: Profile) -> dict[str, Any]:
+    """The frozen second model, and layers that run several times."""
+    return {"beside": profile.beside, "repeats": repeats(profile)}
 
 
 def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableType:
@@ -191,7 +154,6 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
     notes += [ALLOCATED] * is_unknown(profile)
     notes += other_results(plan)
     notes += other_steps(plan)
-    notes += [unknown] if (unknown := own_update(profile)) else []
     notes += caveats(profile)
     if several:
         notes.insert(0, f"on {several}, each with batches of its own")
@@ -246,7 +208,7 @@ def spares_disk(plan: Plan) -> bool:
 
 def fastest(plan: Plan) -> str:
     """Return what the plan's gap is to, in words."""
-    return "the fastest that --disk-gain admits" if spares_disk(plan) else "the fastest possible"
+    return "the fastest that --disk-gain admits" if spares_disk(plan) else "the fastest"
 
 
 def disk_notes(plan: Plan, profile: Profile) -> list[str]:
@@ -278,8 +240,8 @@ def _replicas_text(one: "Replicas") -> str:
 
 
 def infeasible_json(answer: "Infeasible") -> dict[str, Any]:
-    """Return what `protrain plan --json` prints where no plan fits."""
-    return {"status": "infeasible", **asdict(answer), "occupants": dict(answer.occupants)}
+    """Why no plan fits."""
+    return {"status": "infeasible", **fields_of(answer), "occupants": dict(answer.occupants)}
 
 
 def infeasible_text(answer: "Infeasible") -> RenderableType:
@@ -311,37 +273,34 @@ def search_text(stage: str, step_seconds: float | None, bound_seconds: float | N
 
 def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str, Any]:
     """Return what `protrain plan --json` prints."""
-    data: dict[str, Any] = {}
-    if answer.infeasible is not None:
-        data |= infeasible_json(answer.infeasible)
+    data: dict[str, Any] = infeasible_json(answer.infeasible) if answer.infeasible else {}
     if answer.solved is not None:
+        lanes = answer.report.lanes if answer.report else ()
         data |= solved_json(answer.solved)
-        data["kept_seconds"] = answer.kept_seconds
         data["lanes"] = {
             lane.name: {"busy_seconds": lane.busy_s, "utilisation": lane.utilisation}
-            for lane in (answer.report.lanes if answer.report else ())
+            for lane in lanes
         }
-    if answer.seconds_without_pins is not None:
-        data["seconds_without_pins"] = answer.seconds_without_pins
     if answer.least_memory is not None:
-        keys = ("fastest_seconds", "limit_seconds", "lower_bound_bytes")
-        data |= {key: getattr(answer.least_memory, key) for key in keys}
-    if answer.front:
-        data["front"] = [
-            {"device_bytes": point.device_bytes, **solved_json(point.solved)}
-            for point in answer.front
-        ]
-    if explanation is not None:
-        data["explanation"] = asdict(explanation)
-    data["headroom_bytes"] = answer.headroom_bytes
-    data |= beside_json(answer.profile)
-    return data | wear_json(answer.solved.plan if answer.solved else None, answer.profile)
+        data |= fields_of(answer.least_memory, but=("solved",))
+    front = [
+        {"device_bytes": point.device_bytes, **solved_json(point.solved)} for point in answer.front
+    ]
+    return {
+        **data,
+        "kept_seconds": answer.kept_seconds,
+        "seconds_without_pins": answer.seconds_without_pins,
+        "front": front,
+        "explanation": explanation,
+        "headroom_bytes": answer.headroom_bytes,
+        **profile_facts(answer.profile),
+        "disk_writes": writes_of(answer.solved, answer.profile),
+    }
 
 
-def wear_json(plan: Plan | None, profile: Profile) -> dict[str, Any]:
-    """Return what the plan writes to a node's disks, where it writes any."""
-    found = None if plan is None else wear(plan, profile)
-    return {} if found is None else {"disk_writes": asdict(found)}
+def writes_of(solved: "Solved | None", profile: Profile) -> Wear | None:
+    """Bytes that the plan writes to a node's disks, where it writes any."""
+    return wear(solved.plan, profile) if solved else None
 
 
 def answer_text(
@@ -350,7 +309,9 @@ def answer_text(
     """Return what `protrain plan` prints; `paths` are what it wrote, the plan last."""
     headroom = headroom_text({answer.profile.hardware.name: answer.headroom_bytes})
     if answer.infeasible is not None:
-        headroom += [*caveats(answer.profile)] if beside_json(answer.profile) else []
+        headroom += (
+            [*caveats(answer.profile)] if any(profile_facts(answer.profile).values()) else []
+        )
         return Group(infeasible_text(answer.infeasible), *map(Text, headroom))
     assert answer.solved is not None
     if answer.front:
@@ -409,13 +370,11 @@ def _front_text(answer: "Answer") -> RenderableType:
 
 def fit_json(fit: "Fit") -> dict[str, Any]:
     """Return what `protrain fit --json` prints in a line: one machine and size."""
-    return {
-        "hardware": fit.profile.hardware.name,
-        "batch_size": fit.profile.workload.batch_size,
-        "seq_len": fit.profile.workload.seq_len,
+    data: dict[str, Any] = {
+        **cell_json(fit),
         "micro_batches": fit.micro_batches,
-        **devices_json(fit.group),
-        **beside_json(fit.profile),
+        **fields_of(fit.group),
+        **profile_facts(fit.profile),
         "verdict": fit.verdict,
         "tight": fit.is_tight,
         "reserved_bytes_about": fit.reserved_bytes,
@@ -426,37 +385,52 @@ def fit_json(fit: "Fit") -> dict[str, Any]:
         "tokens_per_second": fit.tokens_per_s,
         **spending_json(fit.spending(fit.step_seconds)),
         "measured_over_estimated": error_band(fit.profile.hardware),
-        **(solved_json(fit.solved) if fit.solved is not None else {}),
-        **wear_json(fit.solved.plan if fit.solved else None, fit.profile),
-        **(infeasible_json(fit.infeasible) if fit.infeasible is not None else {}),
-        **({"alternatives": _alternatives_json(fit)} if fit.alternatives else {}),
+        "disk_writes": writes_of(fit.solved, fit.profile),
     }
-
-
-def _alternatives_json(fit: "Fit") -> list[dict[str, Any]]:
-    return [
-        {
-            "name": other.name,
-            "checkpointing": other.checkpointing,
-            "fits": other.step_seconds is not None,
+    if fit.solved is not None:
+        data |= solved_json(fit.solved)
+    if fit.infeasible is not None:
+        data |= infeasible_json(fit.infeasible)
+    data["alternatives"] = []
+    for other in fit.alternatives:
+        seconds = other.step_seconds
+        reductions = "in every micro-batch" if other.adds_shards else "in the last micro-batch"
+        row = fields_of(other, but=("units", "is_tight", "adds_shards")) | {
+            "fits": seconds is not None,
             "tight": other.is_tight,
-            "step_seconds": other.step_seconds,
-            "tokens_per_second": other.step_seconds and fit.tokens_per_step / other.step_seconds,
-            **spending_json(fit.spending(other.step_seconds)),
-            "peak_bytes": tiers_json(other.peak_bytes),
-            "binds": other.binds,
-            "lacks": list(other.lacks),
-            "reductions": "in every micro-batch"
-            if other.adds_shards
-            else "in the last micro-batch",
+            "tokens_per_second": seconds and fit.tokens_per_step / seconds,
+            **spending_json(fit.spending(seconds)),
+            "reductions": reductions,
         }
-        for other in fit.alternatives
-    ]
+        data["alternatives"].append(row)
+    return data
 
 
-def gibibytes(peak: TierBytes | None) -> list[str]:
+def cell_json(asked: "Fit | Question") -> dict[str, Any]:
+    """The machine and the sizes."""
+    workload, name = asked.profile.workload, asked.profile.hardware.name
+    return {"hardware": name, "batch_size": workload.batch_size, "seq_len": workload.seq_len}
+
+
+def ways(fit: "Fit") -> "list[Alternative]":
+    """The ways to train in a cell: first the plan, of no bytes where there is none."""
+    from protrain_plan.planning.questions.answers import Alternative
+
+    nothing = TierBytes(device=0, context=0, host=0, disk=0)
+    plan = Alternative(
+        name="plan",
+        checkpointing=False,
+        step_seconds=fit.step_seconds,
+        peak_bytes=fit.solved.plan.prediction.peak_bytes if fit.solved else nothing,
+        binds=fit.binds,
+        is_tight=fit.is_tight,
+    )
+    return [plan, *fit.alternatives]
+
+
+def gibibytes(peak: TierBytes) -> list[str]:
     """Return what is taken of the device, the host and the disk."""
-    sizes = (peak.on_device, peak.host, peak.disk) if peak else (0, 0, 0)
+    sizes = (peak.on_device, peak.host, peak.disk)
     return [f"{size / 2**30:.1f} GiB" if size else "-" for size in sizes]
 
 
@@ -511,9 +485,13 @@ class CellTable:
         for column in self._wide.columns:
             column.no_wrap = True
 
-    @property
-    def fitting(self) -> RenderableType:
-        return FirstThatFits(self._wide, closer(self._wide), self._narrow)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for between in (2, 1):
+            self._wide.padding = (0, between, 0, 0)
+            if fits_in(self._wide, console, options):
+                yield self._wide
+                return
+        yield self._narrow
 
     def add_cell(
         self, heads: Sequence[str], heading: str, way: Text, numbers: Sequence[str]
@@ -537,9 +515,8 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     """
     several = any(fit.group.num_devices > 1 for fit in fits)
     names = ("machine", *(["devices"] if several else []), "batch")
-    peaks = [fit.solved.plan.prediction.peak_bytes for fit in fits if fit.solved]
-    peaks += [other.peak_bytes for fit in fits for other in fit.alternatives]
-    tiers = ("device", "host", *(["disk"] * any(peak.disk for peak in peaks)))
+    every = [way for fit in fits for way in ways(fit)]
+    tiers = ("device", "host", *(["disk"] * any(way.peak_bytes.disk for way in every)))
     table = CellTable(names, ("tokens/s", *tiers))
     bill = CellTable(names, heads_of(columns))
     binds = ["what makes up the step, or what is missing:"]
@@ -550,13 +527,10 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
     for fit in fits:
         group, cell = fit.group, f"  {cell_text(fit)}"
         binds.append(f"{cell}: {fit.binds}")
-        cells = ["-"] * (1 + len(tiers))
         if fit.solved is not None:
             differs += [f"{cell[2:]}: {told}" for told in other_results(fit.solved.plan)]
-            prediction = fit.solved.plan.prediction
-            held = gibibytes(prediction.peak_bytes)[: len(tiers)]
-            cells = [f"{fit.tokens_per_s:,.0f}", *held]
-            saved = 1 - prediction.step_seconds / fit.plain_seconds if fit.plain_seconds else 0.0
+            step_s = fit.solved.plan.prediction.step_seconds
+            saved = 1 - step_s / fit.plain_seconds if fit.plain_seconds else 0.0
             if saved >= 0.0005:
                 faster.append(f"{cell}: {saved:.1%} less time per step")
             if (written := wear(fit.solved.plan, fit.profile)) is not None:
@@ -571,38 +545,34 @@ def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) 
         if fit.is_tight:
             words, style = f"{words}, tight", "yellow"
         head = (fit.profile.hardware.name, *devices, batch_text(fit))
-        way = Text(words, style=style)
-        heading = cell[2:] + arranged
-        table.add_cell(head, heading, way, cells)
-        bill.add_cell(head, heading, way, spending_cells(fit.spending(fit.step_seconds), columns))
-        for other in fit.alternatives:
-            name = "  checkpointed" if other.checkpointing else other.name
-            name += ", sums in shards" * other.adds_shards + ", tight" * other.is_tight
-            tokens = "no"
-            if other.step_seconds is not None:
-                tokens = f"{fit.tokens_per_step / other.step_seconds:,.0f}"
-            table.add_way(name, (tokens, *gibibytes(other.peak_bytes)[: len(tiers)]))
-            bill.add_way(name, spending_cells(fit.spending(other.step_seconds), columns))
+        for number, way in enumerate(ways(fit)):
+            tokens = "no" if number else "-"
+            if way.step_seconds is not None:
+                tokens = f"{fit.tokens_per_step / way.step_seconds:,.0f}"
+            sizes = gibibytes(way.peak_bytes)[: len(tiers)]
+            billed = spending_cells(fit.spending(way.step_seconds), columns)
+            name = "  checkpointed" if way.checkpointing else way.name
+            name += ", sums in shards" * way.adds_shards + ", tight" * way.is_tight
+            for shown, cells in ((table, (tokens, *sizes)), (bill, billed)):
+                if number == 0:
+                    shown.add_cell(head, cell[2:] + arranged, Text(words, style=style), cells)
+                else:
+                    shown.add_way(name, cells)
     faster, worn = (lines if len(lines) > 1 else [] for lines in (faster, worn))  # in some cell
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
     trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
-    unknown = dict.fromkeys(said for fit in fits if (said := own_update(fit.profile)))
-    unknown |= dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
-    is_tight = any(fit.is_tight or any(o.is_tight for o in fit.alternatives) for fit in fits)
-    summed = [
-        fit
+    unknown = dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
+    without = [WHOLE_SUMS] * any(
+        (fit.alternatives or not fit.solved) and fit.micro_batches > 1 < fit.group.num_devices
         for fit in fits
-        if (fit.alternatives or not fit.solved) and fit.micro_batches > 1 < fit.group.num_devices
-    ]
-    without = [WHOLE_SUMS] * bool(summed) + [NO_TOKENS] * any(
-        fit.profile.workload.seq_len == 1 for fit in fits
     )
+    without += [NO_TOKENS] * any(fit.profile.workload.seq_len == 1 for fit in fits)
     tight = [ALLOCATED] * any(fit.solved is not None and is_unknown(fit.profile) for fit in fits)
-    tight += [TIGHT] * is_tight
+    tight += [TIGHT] * any(way.is_tight for way in every)
     told = (*binds, *faster, *worn, *spared, *differs, *without, *headroom_of(fits), *tight)
     notes = map(Text, (*told, *in_words(columns), *trusted, *unknown))
-    bills = (bill.fitting, "") if columns else ()
-    return Group(table.fitting, "", *bills, *notes, *map(wrote, paths))
+    bills = (bill, "") if columns else ()
+    return Group(table, "", *bills, *notes, *map(wrote, paths))
 
 
 # A run
@@ -618,7 +588,7 @@ def run_json(
     profile: Profile | None = None,
 ) -> dict[str, Any]:
     """Return what `protrain run --json` prints; `profile` is the plan's, where it is at hand."""
-    expected, measured = plan.prediction.expected_seconds, run.measured_peak_bytes
+    expected = plan.prediction.expected_seconds
     outside = None
     if expected is not None and len(run.seconds) > 1:  # a first step warms up: it tells nothing
         outside = not expected[0] <= run.step_seconds <= expected[1]
@@ -628,23 +598,23 @@ def run_json(
     return {
         "plain": plain,
         "exactness": "bitwise" if plain else plan.exactness,
-        "allowed": [] if plain else list(plan.allowed),
+        "allowed": () if plain else plan.allowed,
         "first_step": run.first_step,
-        "losses": list(run.losses),
+        "losses": run.losses,
         "step_seconds": run.step_seconds,
-        "seconds": list(run.seconds),
+        "seconds": run.seconds,
         "predicted_step_seconds": None if plain else plan.prediction.step_seconds,
         "expected_seconds": None if plain else expected,
         "outside_expected": None if plain else outside,
-        "predicted_peak_bytes": None if plain else tiers_json(plan.prediction.peak_bytes),
-        "measured_peak_bytes": None if measured is None else tiers_json(measured),
+        "predicted_peak_bytes": None if plain else plan.prediction.peak_bytes,
+        "measured_peak_bytes": run.measured_peak_bytes,
         "parameters_sha256": run.parameters_sha256,
         "verified": verified,
-        **({"compile": plan.workload.compile} if plan.workload.compile else {}),
-        **compiled_json(run.compilation),
-        "overruns": [asdict(overrun) for overrun in overruns],
+        "compile": plan.workload.compile,
+        "compilation": run.compilation,
+        "overruns": overruns,
         "profile_again": again if overruns else None,
-        **({} if plain or profile is None else wear_json(plan, profile)),
+        "disk_writes": None if plain or profile is None else wear(plan, profile),
     }
 
 
@@ -669,15 +639,14 @@ def run_text(plan: Plan, data: dict[str, Any], overruns: Sequence[Excess] = ()) 
         ("disk peak", "disk"),
     ):
         promise = getattr(plan.prediction.peak_bytes, tier)
-        found = None if measured is None else measured.get(tier, 0)
+        found = None if measured is None else getattr(measured, tier)
         if promise or found:
             told = "-" if found is None else format_bytes(found)
             table.add_row(label, "-" if plain else format_bytes(promise), told)
     notes = [] if plain else [Text(line) for line in other_results(plan)]
-    if "disk_writes" in data:
-        notes.append(Text(f"it writes to disk {Wear(**data['disk_writes'])}"))
-    if "compilation" in data:
-        compiled = compiled_text(Compilation(**data["compilation"]))
+    if data["disk_writes"]:
+        notes.append(Text(f"it writes to disk {data['disk_writes']}"))
+    if compiled := compiled_text(data["compilation"]):
         notes.append(Text(f"{compiled}, mostly in the first step"))
     if data["outside_expected"]:
         said = f"the step took {took} measured, outside what its profile expects{expected}"

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,10 +17,7 @@ from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records.folding import unfold
 from protrain_runtime.contract.records.hardware import (
     KEPT_PROBE,
-    Collectives,
     Hardware,
-    Rates,
-    Tier,
     is_accelerator,
 )
 from protrain_runtime.contract.records.profile import HANDS_ON, Compilation, Profile, Unit
@@ -33,13 +30,12 @@ if TYPE_CHECKING:
 def profile_json(profile: Profile) -> dict[str, Any]:
     """Return what `protrain profile --json` prints."""
     keep = [unit.cost("keep") for unit in profile.units]
-    estimated, held_back = profile.method == "estimated", profile.hardware.device.allocator_bytes
     return {
         "model": profile.workload.model,
         "hardware": profile.hardware.name,
         "method": profile.method,
-        **({"compile": profile.workload.compile} if profile.workload.compile else {}),
-        **compiled_json(profile.compilation),
+        "compile": profile.workload.compile,
+        "compilation": profile.compilation,
         "model_fingerprint": profile.model_fingerprint,
         "num_units": len(profile.units),
         "num_parameters": sum(unit.num_parameters for unit in profile.units),
@@ -48,28 +44,34 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "forward_seconds": sum(cost.forward_s for cost in keep),
         "backward_seconds": sum(cost.backward_s for cost in keep),
         "context_bytes": profile.hardware.device.context_bytes,
-        **({"allocator_bytes": held_back} if held_back else {}),
-        "repetitions": asdict(profile.repetitions) if profile.repetitions else None,
+        "allocator_bytes": profile.hardware.device.allocator_bytes,
+        "repetitions": profile.repetitions,
         "unsteady": unsteady(profile),
-        **({"caveats": found} if (found := [*caveats(profile)]) else {}),
-        "measured_over_estimated": error_band(profile.hardware) if estimated else None,
+        "caveats": [*caveats(profile)],
+        "measured_over_estimated": error_band(profile.hardware)
+        if profile.method == "estimated"
+        else None,
     }
 
 
-def own_update(profile: Profile) -> str | None:
-    """Say that of a user's own update an estimate knows the bytes alone."""
-    if profile.method != "estimated" or ":" not in profile.optimizer.name:
-        return None
-    return (
-        f"seconds of {profile.optimizer.name} are not known: an update is taken to move its bytes"
-        " and to compute nothing; measure on the device to know them"
-    )
-
-
 def caveats(profile: Profile) -> Iterator[str]:
-    """Remarks: kernels; steps that differ; layers that repeat; missing images; what is unpacked."""
-    if profile.method == "estimated" and is_accelerator(profile.hardware.device.kind):
-        yield EAGER
+    """Remarks: what is not estimated; steps that differ; layers that repeat; what is unpacked."""
+    if profile.method == "estimated":
+        if is_accelerator(profile.hardware.device.kind):
+            yield (
+                "estimated seconds are of PyTorch's own kernels: fused ones (Liger, Transformer"
+                " Engine, torch.compile) are faster"
+            )
+        if ":" in profile.optimizer.name:  # a user's own
+            yield (
+                f"seconds of {profile.optimizer.name} are not known: an update is taken to move its"
+                " bytes and to compute nothing; measure on the device to know them"
+            )
+        if profile.workload.compile:
+            yield (
+                "compiled blocks: no fusion is assumed, bytes and seconds are those without a"
+                " compiler; measure on the device before a plan has to hold"
+            )
     if KEPT_PROBE in profile.hardware.sources:
         yield f"the machine's probe is {KEPT_PROBE}"
     if profile.varies:
@@ -140,16 +142,6 @@ _FROZEN = re.compile(r"(\S+) ([0-9]{1,12}(?:x[0-9]{1,12}){1,8}) [a-z]*float([0-9
 _IN_BLOCKS = re.compile(r"\.[0-9]+(-[0-9]+)?\.")
 
 
-def no_fusion(profile: Profile) -> str | None:
-    """Say that blocks were not compiled for the estimate."""
-    if profile.method != "estimated" or not profile.workload.compile:
-        return None
-    return (
-        "compiled blocks: no fusion is assumed, bytes and seconds are those without a compiler;"
-        " measure on the device before a plan has to hold"
-    )
-
-
 def compiled_text(found: Compilation | None) -> str | None:
     """Say what the compiler did."""
     if found is None:
@@ -157,11 +149,6 @@ def compiled_text(found: Compilation | None) -> str | None:
     graphs = f"{found.num_graphs} graph{'s' * (found.num_graphs > 1)}"
     cache = {"cold": " (cold)", "partly": " (partly warm)", "warm": " (warm)", "none": ""}
     return f"compiled {graphs} in {format_seconds(found.seconds)}{cache[found.cache]}"
-
-
-def compiled_json(found: Compilation | None) -> dict[str, Any]:
-    """Return the same for `--json`, where anything was compiled."""
-    return {} if found is None else {"compilation": asdict(found)}
 
 
 STEADY = 1.2
@@ -205,7 +192,7 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
             format_seconds(keep.backward_s),
         )
     data, machine = profile_json(profile), profile.hardware
-    size = data.get("allocator_bytes")
+    size = data["allocator_bytes"]
     held_back = f", {format_bytes(size)} for its allocator" if size else ""
     total = Text(
         f"{data['num_parameters'] / 1e6:.1f} M parameters,"
@@ -220,8 +207,6 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
     told = (
         estimated if profile.method == "estimated" else None,
         compiled_text(profile.compilation),
-        own_update(profile),
-        no_fusion(profile),
         *caveats(profile),
     )
     how = [Text(said) for said in told if said]
@@ -270,12 +255,20 @@ def _rate(per_s: float, unit: str = "B/s") -> str:
 
 
 def machine_text(machine: Hardware, *, written: Path | None = None) -> RenderableType:
-    """Return what `protrain hardware show` prints, and `probe` of what it has written."""
+    """Return what `protrain hardware show` prints, and `probe` of what it has written.
+
+    Every number by its name in the file, which `sources` speak of, too.
+    """
+    record = asdict(machine)
+    tiers = {tier.pop("name"): tier for tier in record.pop("tiers")}
+    record = {"device": record.pop("device"), "rates": record.pop("rates"), **tiers, **record}
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for what, value in _facts(machine):
-        table.add_row(what, Text(value))
+    for name, value in _facts(record):
+        table.add_row(name, value)
+    if machine.rates is not None:
+        table.add_row("estimates", trust(machine))
     head = Text(f"{machine.name}: {machine.device.name} ({machine.device.kind})", style="bold")
     parts: list[RenderableType] = [head, table]
     if machine.sources:
@@ -284,116 +277,47 @@ def machine_text(machine: Hardware, *, written: Path | None = None) -> Renderabl
         sources.add_column()
         sources.add_column(overflow="fold")
         for source in machine.sources:
-            sources.add_row("-", Text(source))
+            sources.add_row("-", source)
         parts += ["", Text("sources", style="bold"), sources]
     if written is not None:
         parts += ["", wrote(written)]
     return Group(*parts)
 
 
-def _facts(machine: Hardware) -> Iterator[tuple[str, str]]:
-    """Yield what a machine offers: a word and a sentence for each."""
-    device, rates = machine.device, machine.rates
-    size, context = format_bytes(device.memory_bytes), format_bytes(device.context_bytes)
-    more = format_bytes(device.allocator_bytes)
-    held_back = f", and its allocator up to {more} beyond them" if device.allocator_bytes else ""
-    yield "memory", f"{size}, of which a process holds {context} besides tensors{held_back}"
-    yield "threads", str(device.num_threads)
-    if rates is not None:
-        yield (
-            "compute",
-            f"{_rate(rates.bfloat16_flops_per_s, 'FLOP/s')} in bf16,"
-            f" {_rate(rates.float32_flops_per_s, 'FLOP/s')} in fp32;"
-            f" large matrix products reach {rates.compute_efficiency:.0%}" + _attention(rates),
-        )
-        yield (
-            "bandwidth",
-            f"{_rate(rates.memory_bytes_per_s)}; large operators reach"
-            f" {rates.memory_efficiency:.0%}",
-        )
-        yield "operator", f"at least {format_seconds(rates.operator_s)}"
-        memory = ""
-        if rates.host_bandwidth_bytes_per_s:
-            memory = f", which gives {_rate(rates.host_bandwidth_bytes_per_s)} to all of a node"
-        updates = f"{rates.host_parameters_per_s / 1e9:.3g} G parameters/s in host memory"
-        yield "AdamW", updates + memory
-    for tier in machine.tiers:
-        link = tier.link
-        yield (
-            tier.name,
-            f"{format_bytes(tier.capacity_bytes)}, {_rate(link.read_bytes_per_s)} to the"
-            f" device, {_rate(link.write_bytes_per_s)} from it,"
-            f" {link.duplex:.0%} of each both ways at once, latency"
-            f" {format_seconds(link.latency_s)}{_observed(tier)}{_endurance(tier)}",
-        )
-        if tier.cached is not None:
-            cached = tier.cached.link
-            yield (
-                "page cache",
-                f"{_rate(cached.read_bytes_per_s)} to the device, {_rate(cached.write_bytes_per_s)}"
-                " from it, while memory has room for all that is on the disk (--page-cache)",
-            )
-    yield (
-        "contention",
-        f"compute keeps {machine.read_contention.compute:.0%} of its speed beside reads,"
-        f" {machine.write_contention.compute:.0%} beside writes,"
-        f" {machine.update_contention.compute:.0%} beside updates",
-    )
-    joined = machine.interconnect
-    if joined is not None:
-        speeds = [f"{joined.devices_per_node} in a node", _collected(joined.intra_node)]
-        if joined.inter_node is not None:
-            speeds.append(f"among nodes {_collected(joined.inter_node)}")
-        yield (
-            "devices",
-            f"{', '.join(speeds)}; beside a collective compute keeps"
-            f" {joined.contention.compute:.0%} of its speed, a link to a lower tier"
-            f" {joined.link_share:.0%}; {format_bytes(joined.library_bytes)} held by its library;"
-            f" tiers are those {joined.below}",
-        )
-    if machine.price_per_hour:
-        yield "price", f"{machine.price_per_hour:g} an hour for each device"
-    if machine.power_w:
-        yield "power", f"at most {machine.power_w:g} W of each device's board"
-    if rates is not None:
-        yield "estimates", trust(machine)
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    "_bytes_per_s": _rate,
+    "_flops_per_s": lambda value: _rate(value, "FLOP/s"),
+    "_parameters_per_s": lambda value: f"{value / 1e9:.3g} G/s",
+    "_bytes": format_bytes,
+    "_hour": "{:g}".format,
+    "_w": "{:g} W".format,
+    "_s": format_seconds,
+    "seconds": format_seconds,
+}
+"""Numbers of a record by what their names end with; other fractions are per cent."""
 
 
-def _endurance(tier: Tier) -> str:
-    """Say what the drives bear, where that is known."""
-    return f"; it bears {tier.endurance_bytes / 1e12:,.4g} TB" if tier.endurance_bytes else ""
+_TOLD = ("name", "kind", "sources", "published_error", "error_low", "error_high")
+"""Fields that are in the head, or in sentences."""
 
 
-def _observed(tier: Tier) -> str:
-    """Say how long a disk was written before it was measured."""
-    if tier.observed is None:
-        return ""
-    seconds, written = tier.observed.seconds, format_bytes(tier.observed.written_bytes)
-    first, last = tier.observed.first_bytes_per_s, tier.observed.last_bytes_per_s
-    return (
-        f"; measured after {format_seconds(seconds)} of writing ({written}, at {_rate(first)} at"
-        f" first and {_rate(last)} at last)"
-    )
-
-
-def _attention(rates: Rates) -> str:
-    """Say what fused attention reaches, if that is known apart."""
-    forward, backward = rates.attention_efficiency, rates.attention_backward_efficiency
-    if not forward or not backward:
-        return ""
-    return f", attention {forward:.0%} forward and {backward:.0%} backward"
+def _facts(record: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the names and values of what is said, those of records inside with their path."""
+    for name, value in record.items():
+        if not value or name in _TOLD:
+            continue
+        if isinstance(value, dict):
+            yield from _facts(value, f"{above}{name}.")
+            continue
+        plain = "{:.0%}".format if isinstance(value, float) else str
+        form = next((form for end, form in _FORMATS.items() if name.endswith(end)), plain)
+        yield f"{above}{name}", form(value)
 
 
 def error_band(machine: Hardware) -> list[float] | None:
     """Measured over estimated seconds, 10th and 90th percentile; None if never compared."""
     low, high = machine.error_band
     return [low, high] if high else None
-
-
-EAGER = (
-    "estimated seconds are of PyTorch's own kernels: fused ones (Liger, Transformer Engine,"
-    " torch.compile) are faster"
-)
 
 
 def trust(machine: Hardware) -> str:
@@ -405,12 +329,6 @@ def trust(machine: Hardware) -> str:
     if published is None or machine.is_compared:
         return f"measured steps {took}"
     return f"{published.runs} published runs of its architecture {took} ({published.source})"
-
-
-def _collected(speeds: Collectives) -> str:
-    gathered, reduced = speeds.gather_bytes_per_s, speeds.reduce_bytes_per_s
-    how = f"{_rate(gathered)} gathered, {_rate(reduced)} reduced"
-    return how if gathered != reduced else f"{_rate(gathered)} gathered or reduced"
 
 
 def presets_text(presets: Sequence["Preset"]) -> RenderableType:

@@ -23,11 +23,6 @@ class Column(NamedTuple):
     words: str
     text: Callable[[float], str] = _amount
 
-    def value(self, found: "Spending | None") -> float | None:
-        """Return the column's number; None where it is not known, or of what does not fit."""
-        value: float | None = None if found is None else getattr(found, self.field)
-        return value
-
 
 COLUMNS = {
     "mfu": Column(
@@ -53,13 +48,16 @@ COLUMNS = {
 
 def spending_json(found: "Spending | None") -> dict[str, float | None]:
     """Return all of it; what is not known is null."""
-    return {column.key: column.value(found) for column in COLUMNS.values()}
+    return {column.key: getattr(found, column.field, None) for column in COLUMNS.values()}
 
 
 def spending_cells(found: "Spending | None", columns: Sequence[str]) -> list[str]:
     """Return the texts of these columns; `-` for what is not known."""
-    values = [(COLUMNS[name], COLUMNS[name].value(found)) for name in columns]
-    return ["-" if value is None else column.text(value) for column, value in values]
+    cells: list[str] = []
+    for column in (COLUMNS[name] for name in columns):
+        value = getattr(found, column.field, None)
+        cells.append("-" if value is None else column.text(value))
+    return cells
 
 
 def heads_of(columns: Sequence[str]) -> list[str]:

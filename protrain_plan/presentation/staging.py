@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from protrain_plan.presentation.plans import devices_json, infeasible_json, infeasible_text
+from protrain_plan.presentation.plans import infeasible_json, infeasible_text
 from protrain_plan.presentation.terminal import Text, table_of, wrote
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.plan import Plan
@@ -71,7 +71,7 @@ def pipelined_json(found: "Pipelined", *, with_spans: bool = False) -> dict[str,
             **({"spans": _spans_json(found, number)} if with_spans else {}),
         }
     return told | {
-        "group": devices_json(shape.group),
+        "group": asdict(shape.group),
         "batch": shape.batch,
         "micro_batches": shape.micro_batches,
         "chunks": shape.chunks,

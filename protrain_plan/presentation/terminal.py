@@ -1,20 +1,27 @@
 """Text and tables for a terminal, made of data: never markup, and one line for each text.
 
-Everything that is printed for people is made of these; `commands/output.py` prints it.
+Everything that is printed for people is made of these; `commands/output.py` prints it, and records
+inside plain data as JSON.
 """
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import rich.table
 import rich.text
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.style import Style
 
 from protrain_runtime.contract.escaping import one_line
+
+
+def fields_of(record: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
+    """A record's fields as keys of an answer."""
+    names = (field.name for field in fields(record) if field.name not in but)
+    return {name: getattr(record, name) for name in names}
 
 
 class Text(rich.text.Text):
@@ -53,30 +60,10 @@ def table_of(*columns: str, words: Sequence[int] = (0,)) -> Table:
     return table
 
 
-_AMPLE = 10_000
-"""Columns of a terminal in which every table has room."""
-
-
-class FirstThatFits:
-    """The first of some tables of which the terminal has room for all text, or else the last."""
-
-    def __init__(self, *tables: Table) -> None:
-        self._tables = tables
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        ample = options.update(max_width=_AMPLE)
-        for table in self._tables[:-1]:
-            if Measurement.get(console, ample, table).maximum <= options.max_width:
-                yield table
-                return
-        yield self._tables[-1]
-
-
-def closer(table: Table) -> Table:
-    """Return the same table with one space between columns, in place of two."""
-    found = copy.copy(table)
-    found.padding = (0, 1, 0, 0)
-    return found
+def fits_in(table: Table, console: Console, options: ConsoleOptions) -> bool:
+    """Whether the terminal has room for all text of the table."""
+    ample = options.update(max_width=10_000)
+    return Measurement.get(console, ample, table).maximum <= options.max_width
 
 
 def bar(length: float) -> Text:

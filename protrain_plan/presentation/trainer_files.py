@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,9 +113,11 @@ def file_json(file: "TrainerFile", advised: Sequence[Advice]) -> dict[str, Any]:
             "path": file.path,
             "format": file.format.name,
             "options": file.options,
-            **{key: list(map(asdict, getattr(file, key))) for key in ("understood", "by_default")},
-            **{key: dict(getattr(file, key)) for key in ("decided", "ignored")},
-            "changes": list(map(asdict, advised)),
+            "understood": file.understood,
+            "by_default": file.by_default,
+            "decided": dict(file.decided),
+            "ignored": dict(file.ignored),
+            "changes": advised,
         }
     }
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from protrain_plan.commands.output import print_json_line
+from protrain_plan.commands.output import print_json
 from protrain_plan.commands.sweeping import Sweep, read_sweep
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_plan, read_profile
@@ -72,7 +72,7 @@ def test_answers_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> Non
 
 def test_a_row_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"name": "##[x]\u2028\nn", "of": [1, {}]}
-    print_json_line(row)
+    print_json(row, indent=None)
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line) == row
 

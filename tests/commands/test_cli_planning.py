@@ -130,7 +130,7 @@ def test_a_disk_that_gains_little_is_spared_and_that_is_said(tmp_path: Path) -> 
 
     answer, text = said()
     assert (answer["disk_gain"], answer["seconds_without_disk"]) == (0.1, None)
-    assert "disk_writes" not in answer
+    assert answer["disk_writes"] is None
     assert "above the fastest that --disk-gain admits" in text
     assert (
         "disk not used: no plan was found that it makes 10% faster; --disk-gain 0 uses it for"
@@ -138,7 +138,7 @@ def test_a_disk_that_gains_little_is_spared_and_that_is_said(tmp_path: Path) -> 
     )
     answer, text = said("--disk-gain", "0")
     assert answer["seconds_without_disk"] > answer["step_seconds"]
-    assert "above the fastest possible" in text
+    assert "above the fastest (" in text
     longer = answer["seconds_without_disk"] / answer["step_seconds"] - 1
     assert f"without the disk the fastest step found takes {longer:.1%} longer" in text
     writes = answer["disk_writes"]

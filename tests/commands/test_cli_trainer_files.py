@@ -97,7 +97,7 @@ def test_a_frozen_model_stands_beside_the_trained_one(tmp_path: Path) -> None:
     text = protrain("fit", *beside, folder=tmp_path, COLUMNS="200").stdout
     assert "beside it, frozen: tiny-gpt2: " in text
     none = protrain("fit", *asked, "--beside", "none", "--json", folder=tmp_path)
-    assert "beside" not in json.loads(none.stdout)
+    assert json.loads(none.stdout)["beside"] is None
 
     made = protrain("plan", *beside, "-o", "plans", "--json", folder=tmp_path)
     assert json.loads(made.stdout)["beside"] == frozen

@@ -201,19 +201,25 @@ def test_a_machine_without_rates_is_shown_too(tmp_path: Path) -> None:
     assert result.returncode == 0
     assert [line.rstrip() for line in result.stdout.splitlines()] == [
         "laptop: Some CPU @ 2.5 GHz (cpu)",
-        "memory      16.00 GiB, of which a process holds 300.00 MiB besides tensors",
-        "threads     2",
-        "disk        93.13 GiB, 1.2 GB/s to the device, 0.85 GB/s from it, 50% of each",
-        "            both ways at once, latency 100 us",
-        "contention  compute keeps 95% of its speed beside reads, 95% beside writes, 50%",
-        "            beside updates",
+        "device.memory_bytes          16.00 GiB",
+        "device.context_bytes         300.00 MiB",
+        "device.num_threads           2",
+        "disk.capacity_bytes          93.13 GiB",
+        "disk.link.read_bytes_per_s   1.2 GB/s",
+        "disk.link.write_bytes_per_s  0.85 GB/s",
+        "disk.link.latency_s          100 us",
+        "disk.link.duplex             50%",
+        "read_contention.compute      95%",
+        "read_contention.lane         90%",
+        "write_contention.compute     95%",
+        "write_contention.lane        90%",
+        "update_contention.compute    50%",
+        "update_contention.lane       50%",
     ]
 
 
 def test_what_joins_devices_is_shown() -> None:
     lines = " ".join(protrain("show", "h100-sxm").stdout.split())
-    assert (
-        "devices 8 in a node, 360 GB/s gathered or reduced, among nodes 300 GB/s gathered or"
-        " reduced; beside a collective compute keeps 82% of its speed, a link to a lower tier"
-        " 100%; 953.67 MiB held by its library; tiers are those of each device"
-    ) in lines
+    assert "interconnect.devices_per_node 8 " in lines
+    assert "interconnect.inter_node.gather_bytes_per_s 300 GB/s " in lines
+    assert "interconnect.contention.compute 82% " in lines

@@ -306,7 +306,7 @@ def test_what_other_numbers_would_take_is_told() -> None:
     start = lines.index("on 8 devices in 2 nodes, 2 replicas, each with batches of its own")
     told = r"other numbers of replicas: 1: at least 5\.60 s, 4: at least 4\.80 s, 8: no plan fits"
     assert re.fullmatch(told, lines[start + 1])
-    assert [one["number"] for one in solved_json(best)["replicas"]] == [1, 2, 4, 8]
+    assert [one.number for one in solved_json(best)["replicas"]] == [1, 2, 4, 8]
 
 
 def test_where_nothing_fits_the_fewest_replicas_say_what_is_missing() -> None:

@@ -17,7 +17,7 @@ def printed(width: int) -> str:
     table.add_way("  checkpointed, tight", ("no", "425.3 GiB", "-", "-"))
     console = Console(width=width, force_terminal=False)
     with console.capture() as shown:
-        console.print(table.fitting)
+        console.print(table)
     return shown.get()
 
 

@@ -8,7 +8,7 @@ import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -247,7 +247,7 @@ def test_every_kind_of_bytes_has_a_letter() -> None:
 
 
 def as_json(data: Any) -> str:
-    return json.dumps(data, indent=1) + "\n"
+    return json.dumps(data, indent=1, default=asdict) + "\n"
 
 
 def summary(step: Step) -> str:

@@ -1,9 +1,7 @@
 """A difference of plans as text, as Markdown for a pull request, and as plain data."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import takewhile
-from typing import Any
 
 from rich.console import Group, RenderableType
 
@@ -60,11 +58,6 @@ def error_markdown(error: ProtrainError, *, title: str) -> str:
 
 def _heading(title: str) -> str:
     return f"### Memory plan {in_code(title)}"
-
-
-def diff_data(diff: PlanDiff) -> dict[str, Any]:
-    """Return what `protrain diff --json` prints."""
-    return asdict(diff) | {"num_changed": diff.num_changed}
 
 
 def _tables(diff: PlanDiff, *, prefix: str = "") -> list[tuple[Row, list[Row]]]:

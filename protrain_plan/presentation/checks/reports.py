@@ -3,7 +3,6 @@
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -12,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 
 from protrain_plan.checking.rules import Failed, Finding, Passed, Report, Rule, Skipped
-from protrain_plan.presentation.terminal import Table, Text
+from protrain_plan.presentation.terminal import Table, Text, fields_of
 from protrain_runtime.contract.escaping import lines, one_line
 
 VERDICTS: dict[str, type[Passed] | type[Failed] | type[Skipped]] = {
@@ -37,14 +36,6 @@ def said(finding: Finding) -> str:
             return problem
         case Skipped(reason=reason):
             return reason
-
-
-def with_fix(finding: Finding) -> str:
-    """Say the same, with the way to mend it on a line of its own."""
-    verdict = finding.verdict
-    if isinstance(verdict, Failed) and verdict.fix:
-        return f"{said(finding)}\nfix: {verdict.fix}"
-    return said(finding)
 
 
 def summary(report: Report) -> str:
@@ -108,25 +99,19 @@ def explanation(rule: Rule) -> RenderableType:
 
 def plain_data(report: Report) -> dict[str, Any]:
     """For programs: the exit code, counts and every finding."""
-    findings: list[dict[str, Any]] = []
-    for finding in report.findings:
-        data = {
+    words = {kind: word for word, kind in VERDICTS.items()}
+    findings = [
+        {
             "code": finding.rule.code,
             "rule": finding.rule.title,
             "plan": finding.plan,
             "line": finding.line,
             "machine": finding.machine,
+            "verdict": words[type(finding.verdict)],
+            **fields_of(finding.verdict, but=("key", "line")),
         }
-        match finding.verdict:
-            case Passed(found=found):
-                data |= {"verdict": "passed", "found": found}
-            case Skipped(reason=reason):
-                data |= {"verdict": "skipped", "reason": reason}
-            case Failed() as failed:
-                told = asdict(failed)
-                keys = ("problem", "fix", "excess_bytes", "no_plan_fits", "growth")
-                data |= {"verdict": "failed", **{key: told[key] for key in keys}}
-        findings.append(data)
+        for finding in report.findings
+    ]
     return {
         "exit_code": report.exit_code,
         **{word: len(report.with_verdict(kind)) for word, kind in VERDICTS.items()},
@@ -145,7 +130,9 @@ def github(report: Report, *, root: Path) -> str:
     Files are counted from the repository's root, wherever in it the check runs.
     """
     commands: list[str] = []
-    for finding in _not_passed(report):
+    for finding in report.findings:
+        if isinstance(finding.verdict, Passed):
+            continue
         kind = "error" if isinstance(finding.verdict, Failed) else "notice"
         # GitHub compares the file's own name; what would steer a reader's terminal is escaped.
         path = "".join(
@@ -158,17 +145,16 @@ def github(report: Report, *, root: Path) -> str:
             f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
             for key, value in properties.items()
         )
-        commands.append(f"::{kind} {listed}::{_escaped(lines(with_fix(finding)))}")
+        message = said(finding)
+        if isinstance(finding.verdict, Failed) and finding.verdict.fix:
+            message += f"\nfix: {finding.verdict.fix}"
+        commands.append(f"::{kind} {listed}::{_escaped(lines(message))}")
     totals = f"{summary(report)}; {counted(report)}"
     return "\n".join([*commands, f"::notice title=protrain check::{_escaped(totals)}"])
 
 
 def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _not_passed(report: Report) -> list[Finding]:
-    return [one for one in report.findings if isinstance(one.verdict, Failed | Skipped)]
 
 
 Format = Callable[[Report, Path], RenderableType | str | dict[str, Any]]

@@ -5,12 +5,11 @@ no network.
 """
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from string import Template
-from typing import NamedTuple
 
-from protrain_plan.planning.questions.answers import Fit
+from protrain_plan.planning.questions.answers import Alternative, Fit
 from protrain_plan.presentation.plans import (
     TIGHT,
     WHOLE_SUMS,
@@ -19,6 +18,7 @@ from protrain_plan.presentation.plans import (
     headroom_of,
     other_results,
     spared_disk,
+    ways,
 )
 from protrain_plan.presentation.profiles import trust
 from protrain_plan.presentation.report.page import hash_source, part
@@ -26,22 +26,10 @@ from protrain_plan.presentation.spending import heads_of, in_words, spending_cel
 from protrain_plan.simulation.wear import wear_lines
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.escaping import one_line
-from protrain_runtime.contract.records.plan import TierBytes
 from protrain_runtime.contract.units import format_bytes
 
 _BEYOND = 1.6
 """Bars of memory end at this many times the largest budget, so that those below stay readable."""
-
-
-class _Way(NamedTuple):
-    """One way to train in one cell; `step_seconds` is None where it does not fit."""
-
-    name: str
-    is_plan: bool
-    step_seconds: float | None
-    peak: TierBytes | None
-    tight: bool
-    why: tuple[str, ...]
 
 
 def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
@@ -52,17 +40,16 @@ def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
     said += [text for text in (workload.adapter, workload.quantize) if text]
     said += ["compiled blocks"] * bool(workload.compile)
     machines = dict.fromkeys(fit.profile.hardware for fit in fits)
-    cells = [(fit, list(_ways(fit))) for fit in fits]
-    every = [(fit, way) for fit, ways in cells for way in ways]
+    every = [(fit, way) for fit in fits for way in ways(fit)]
     notes = headroom_of(fits)
     notes += [WHOLE_SUMS] * any(one.adds_shards for fit in fits for one in fit.alternatives)
-    notes += [TIGHT] * any(way.tight for _, way in every)
+    notes += [TIGHT] * any(way.is_tight for _, way in every)
     notes += in_words(columns)
     notes += [f"{machine.name}: {trust(machine)}" for machine in machines]
     fastest = max((_rate(fit, way) for fit, way in every), default=0.0)
-    needed = [way.peak.on_device for _, way in every if way.peak]
+    needed = [way.peak_bytes.on_device for _, way in every]
     largest = max(fit.question.budgets.device for fit in fits)
-    widest = max(largest, min(max(needed, default=0), _BEYOND * largest))
+    widest = max(largest, min(max(needed), _BEYOND * largest))
     heads = ["", "tokens per second", *heads_of(columns), "memory of one device", "host", "disk"]
     heads.append("what makes up the step, or is missing")
     return _PAGE.substitute(
@@ -72,8 +59,7 @@ def fit_page(fits: Sequence[Fit], *, columns: Sequence[str] = ()) -> str:
         workload=_text(", ".join(said)),
         heads="".join(f'<th scope="col">{_text(head)}</th>' for head in heads),
         cells="\n".join(
-            _cell_rows(fit, ways, heads, columns, fastest=fastest, widest=widest)
-            for fit, ways in cells
+            _cell_rows(fit, heads, columns, fastest=fastest, widest=widest) for fit in fits
         ),
         notes="".join(f"<p>{_text(note)}</p>" for note in notes),
         program=f"protrain-plan {__version__}",
@@ -87,28 +73,12 @@ def _text(text: str) -> str:
     return html.escape(one_line(text))
 
 
-def _rate(fit: Fit, way: _Way) -> float:
+def _rate(fit: Fit, way: Alternative) -> float:
     return fit.tokens_per_step / way.step_seconds if way.step_seconds else 0.0
-
-
-def _ways(fit: Fit) -> Iterator[_Way]:
-    """The plan, and what it is without a planner, each with its reasons."""
-    peak, why = None, [fit.binds]
-    if fit.solved is not None:
-        plan = fit.solved.plan
-        peak = plan.prediction.peak_bytes
-        why += [*other_results(plan), *wear_lines(plan, fit.profile), *spared_disk(fit.solved)]
-    yield _Way("plan", True, fit.step_seconds, peak, fit.is_tight, tuple(why))
-    for other in fit.alternatives:
-        name = other.name + ", sums in shards" * other.adds_shards
-        name += ", checkpointed" * other.checkpointing
-        peak = other.peak_bytes
-        yield _Way(name, False, other.step_seconds, peak, other.is_tight, (other.binds,))
 
 
 def _cell_rows(
     fit: Fit,
-    ways: Sequence[_Way],
     heads: Sequence[str],
     columns: Sequence[str],
     *,
@@ -120,24 +90,33 @@ def _cell_rows(
     has = f'<span class="muted">{format_bytes(limit)} of a device</span>'
     heading = f'<th colspan="{len(heads)}" scope="rowgroup">{_text(_cell(fit))} {has}</th>'
     rows = [f'<tr class="cell">{heading}</tr>']
-    for way in ways:
-        rate, size = _rate(fit, way), way.peak.on_device if way.peak else 0
+    for way in ways(fit):
+        rate, size = _rate(fit, way), way.peak_bytes.on_device
+        kind, why = "other", [way.binds]
+        if way.name == "plan":
+            kind = "plan"
+            if fit.solved is not None:
+                plan = fit.solved.plan
+                why += other_results(plan) + wear_lines(plan, fit.profile) + spared_disk(fit.solved)
         held = [("made", min(size, limit) / widest), ("over", min(size, widest) / widest)]
         fits = way.step_seconds is not None
-        told, (device, *below) = f"{rate:,.0f}" if fits else "does not fit", gibibytes(way.peak)
+        told, (device, *below) = (
+            f"{rate:,.0f}" if fits else "does not fit",
+            gibibytes(way.peak_bytes),
+        )
         cells = [
             told + _bar([("made", rate / fastest)] if fits else []),
             *spending_cells(fit.spending(way.step_seconds), columns),
             device + _bar(held, mark=limit / widest if size else None),
             *below,
-            "<br>".join(_text("lacks " * (not fits) + line) for line in way.why),
+            "<br>".join(_text("lacks " * (not fits) + line) for line in why),
         ]
         values = "".join(
             f'<td data-head="{_text(head)}">{cell}</td>'
             for head, cell in zip(heads[1:], cells, strict=True)
         )
-        name = _text(way.name + ", tight" * way.tight)
-        kind = "plan" if way.is_plan else "other"
+        name = way.name + ", sums in shards" * way.adds_shards
+        name = _text(name + ", checkpointed" * way.checkpointing + ", tight" * way.is_tight)
         rows.append(f'<tr class="{kind}"><th scope="row">{name}</th>{values}</tr>')
     return f"<tbody>{''.join(rows)}</tbody>"
 

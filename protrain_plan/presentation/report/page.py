@@ -13,7 +13,7 @@ from math import floor, log10
 from string import Template
 from typing import Any, NamedTuple
 
-from protrain_plan.presentation.plans import devices_json, fastest
+from protrain_plan.presentation.plans import fastest
 from protrain_plan.presentation.report.step import (
     Bar,
     OfStages,
@@ -85,6 +85,18 @@ def step_data(
     plan, report = step.plan, step.report
     workload, prediction = plan.workload, plan.prediction
     worn = wear(plan, step.profile)
+    units: list[Data] = []
+    for index, (decided, unit) in enumerate(zip(plan.units, step.profile.units, strict=True)):
+        one: Data = {
+            "name": decided.name,
+            "activations": activations_text(decided.activations),
+            "states": states_text(decided.states),
+            "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
+            "keep_bytes": unit.cost("keep").kept_bytes,
+        }
+        if (words := unit_words(plan.units, index)) != unit.name:
+            one["words"] = words
+        units.append(one)
     return {
         "program": f"protrain-plan {__version__}",
         "model": workload.model,
@@ -96,7 +108,7 @@ def step_data(
         "updates": plan.settings.updates,
         "micro_batches": plan.settings.micro_batches,
         "part": part_in_words(plan),
-        **devices_json(plan.group),
+        **asdict(plan.group),
         **pipeline_data(step),
         "plan_fingerprint": fingerprint(step.whole),
         "profile_fingerprint": plan.profile_fingerprint,
@@ -104,30 +116,14 @@ def step_data(
         "tick_seconds": scale.tick_s,
         "step_seconds": report.step_seconds,
         "predicted_step_seconds": prediction.step_seconds,
-        **({"expected_seconds": expected} if (expected := prediction.expected_seconds) else {}),
+        "expected_seconds": prediction.expected_seconds,
         "gap": plan.gap,
-        "fastest": fastest(step.whole).removesuffix(" possible"),
+        "fastest": fastest(step.whole),
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
         "words": [*in_words(report, plan), *wear_lines(plan, step.profile)],
-        **({"disk_writes": asdict(worn)} if worn else {}),
-        "units": [
-            {
-                "name": decided.name,
-                **(
-                    {"words": words}
-                    if (words := unit_words(plan.units, index)) != unit.name
-                    else {}
-                ),
-                "activations": activations_text(decided.activations),
-                "states": states_text(decided.states),
-                "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
-                "keep_bytes": unit.cost("keep").kept_bytes,
-            }
-            for index, (decided, unit) in enumerate(
-                zip(plan.units, step.profile.units, strict=True)
-            )
-        ],
+        "disk_writes": asdict(worn) if worn else None,
+        "units": units,
         "decisions": decisions(step),
         "slots": {
             "begin": scale.ticks(slot_begins_s(step)),
@@ -164,10 +160,10 @@ def step_data(
         "waits": {
             "start": scale.ticks(wait.start_s for wait in found),
             "end": scale.ticks(wait.end_s for wait in found),
-            "slot": [wait.slot for wait in found],
-            "cause": [wait.cause for wait in found],
-            "waited_for": [wait.waited_for for wait in found],
-            "lane": [wait.lane for wait in found],
+            **{
+                name: [getattr(wait, name) for wait in found]
+                for name in ("slot", "cause", "waited_for", "lane")
+            },
         },
         "front": [point._asdict() for point in front],
         "recording": None if recording is None else _recording(step, recording, scale),
@@ -177,7 +173,7 @@ def step_data(
 def pipeline_data(step: Step) -> Data:
     """The pipeline that the step's stage is of, where it is of one."""
     if (of := step.of_stages) is None:
-        return {}
+        return {"stage": None, "pipeline": None}
     found = of.pipeline
     told = {"words": f"{pace_text(found)}{layout_text(found)}"}
     return {"stage": of.stage, "pipeline": told | pipelined_json(found, with_spans=True)}

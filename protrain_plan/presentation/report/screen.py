@@ -2,7 +2,6 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -10,16 +9,13 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
 from protrain_plan.presentation.plans import (
-    devices_json,
     fastest,
     other_results,
     other_steps,
-    other_steps_json,
-    tiers_json,
 )
 from protrain_plan.presentation.report.page import pipeline_data, workload_text
 from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory, waits
-from protrain_plan.presentation.terminal import Text, table_of
+from protrain_plan.presentation.terminal import Text, fields_of, table_of
 from protrain_plan.simulation.report import in_words, part_in_words
 from protrain_plan.simulation.wear import wear_lines
 from protrain_runtime.contract.escaping import one_line
@@ -99,7 +95,7 @@ class Screen:
         yield from self._sentence(
             f"step {format_seconds(plan.prediction.step_seconds)}"
             f"{format_range(plan.prediction.expected_seconds)}, at most {plan.gap:.2%} above"
-            f" {fastest(self.step.whole).removesuffix(' possible')}"
+            f" {fastest(self.step.whole)}"
             + ("" if part else f"; compute waits {format_seconds(report.stall_seconds)}")
         )
         for words in other_results(plan):
@@ -266,23 +262,22 @@ def _filled(shares: Sequence[tuple[float, float]], spans: Iterable[Bar | Wait]) 
 
 def summary_json(step: Step) -> dict[str, Any]:
     """The step as plain data, in seconds and bytes; `protrain show --json` has the time line."""
-    report = step.report
-    expected = step.plan.prediction.expected_seconds
+    report, prediction = step.report, step.plan.prediction
     return {
-        **devices_json(step.plan.group),
+        **fields_of(step.plan.group),
         **pipeline_data(step),
         "step_seconds": report.step_seconds,
-        "predicted_step_seconds": step.plan.prediction.step_seconds,
-        **other_steps_json(step.plan.prediction),
-        **({"expected_seconds": expected} if expected else {}),
+        "predicted_step_seconds": prediction.step_seconds,
+        "clipped_step_seconds": prediction.clipped_step_seconds,
+        "expected_seconds": prediction.expected_seconds,
         "stall_seconds": report.stall_seconds,
         "stall_by_cause": report.stall_by_cause,
         "critical_path": [part._asdict() for part in report.critical_path],
         "stall_by_lane": report.stall_by_lane,
-        "lanes": [asdict(lane) for lane in report.lanes],
+        "lanes": report.lanes,
         "peak_slot": report.peak_slot.name,
         "peak_slot_bytes": report.slots[report.peak_slot.index].device.by_kind,
-        "peak_bytes": tiers_json(report.tier_peaks),
+        "peak_bytes": report.tier_peaks,
     }
 
 

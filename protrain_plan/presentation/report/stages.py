@@ -41,8 +41,7 @@ class StagesScreen(Screen):
         yield from self._head()
         yield from self._sentence(pace_text(found))
         yield from self._sentence(
-            f"at most {of.plan.gap:.2%} above {fastest(of.plan).removesuffix(' possible')}"
-            f"{layout_text(found)}"
+            f"at most {of.plan.gap:.2%} above {fastest(of.plan)}{layout_text(found)}"
         )
         yield Text()
         windows = self._windows()
