@@ -21,7 +21,7 @@ from typing import Any
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.isolated.pool import processes_at_once
 from protrain_plan.isolated.process import EndedError, Limits, Tell, run, start_server
-from protrain_plan.isolated.user_frame import user_frame_of
+from protrain_plan.isolated.user_frame import user_frame_of, words_of
 from protrain_plan.models.presets import parse_config, preset_names, read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
 from protrain_plan.profiling.tally import Tally
@@ -137,7 +137,7 @@ def said(error: BaseException) -> str:
     if isinstance(error, ProtrainError):
         words = str(ProtrainError(error.message, source=error.source, key=error.key))
         return " ".join(words.split())
-    words = f"{type(error).__name__}: {error}"
+    words = f"{type(error).__name__}: {words_of(error)}"
     if isinstance(error, SystemExit):
         words = f"its code ended the program: sys.exit({error.code!r})"
     return f"{' '.join(words.split())[:_MAX_REASON]}{_at(*user_frame_of(error))}"

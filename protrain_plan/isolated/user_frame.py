@@ -33,12 +33,12 @@ def explained(
     """
     try:
         yield
-    except ProtrainError:
+    except (ProtrainError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         lines = _lines_of(error)
         ours = os.path.realpath(lines[0][0]).startswith(_OURS)
-        said = str(error).strip()
+        said = words_of(error).strip()
         what = f"raised {type(error).__name__}" + (f": {said}" if said else "")
         if ours and not isinstance(error, RuntimeError):
             calls = [f"{Path(file).name}:{line}" for file, line in lines[:_MOST_CALLS]]
@@ -64,6 +64,14 @@ def explained(
             line=number,
             fix=f"{mend}--in-process measures where a debugger can stop",
         ) from error
+
+
+def words_of(error: BaseException) -> str:
+    """The words of an error: of a class of the user's, whose own code may fail."""
+    try:
+        return str(error)
+    except Exception as inner:  # noqa: BLE001 (whatever it is)
+        return f"its words raised {type(inner).__name__}"
 
 
 def user_frame_of(error: BaseException) -> Place:

@@ -143,6 +143,11 @@ class TrainerFile:
                 fix = "write such a value there" if is_slip else _fix(fact)
                 raise node.expected(str(wrong), fix) from None
             return
+        for name in found.keys() & self._places.keys():
+            meant = {True if one == "auto" else one for one in (self.facts[name], found[name])}
+            if all(meant) and len(meant) > 1 and _FACTS[name][1] not in self.given:
+                problem = f"{self._places[name].key} says otherwise"
+                raise node.error(problem, "remove one of them")
         if found.get(fact) is not False or not (fact in self._places and self.facts[fact]):
             self.facts |= found  # else another key has turned it on
             self._places |= dict.fromkeys(found, node)

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from asyncio import CancelledError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from protrain_plan.checking.reestimate import said
 from protrain_plan.isolated.user_frame import explained
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.whereabouts import REHEARSING, Place
@@ -114,6 +116,22 @@ def test_what_is_raised_under_a_plan_alone_is_not_told_as_the_models_fault(
     ):
         raise ValueError("shapes differ")
     assert_says([caught.value.message, caught.value.fix or ""])
+
+
+class SilentError(ValueError):
+    """An error of a model's, whose words are a mistake themselves."""
+
+    def __str__(self) -> str:
+        raise KeyError
+
+
+@pytest.mark.parametrize("error", [SilentError(), CancelledError("late"), GeneratorExit()])
+def test_whatever_a_model_raises_is_one_message(error: BaseException) -> None:
+    name = type(error).__name__
+    with pytest.raises(ProtrainError, match=f"raised {name}") as caught, explained(str):
+        raise error
+    assert Path(caught.value.source or "").samefile(__file__)
+    assert name in said(error)
 
 
 SLEEP = "open('asleep', 'w').write(str(os.getpid())); time.sleep(200)"

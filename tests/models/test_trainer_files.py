@@ -7,6 +7,7 @@ torchtune `recipes/configs/llama3_1`), and of `TrainingArguments.to_json_string(
 
 import copy
 import json
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +291,10 @@ def test_inner_keys_are_told_one_by_one_unless_the_whole_is(tmp_path: Path) -> N
         (QLORA, {"max_grad_norm": "1e-1"}, "clip", True),
         (LORA, {"quantization_bit": 8, "quantization_method": "bitsandbytes"}, "quantize", "int8"),
         (LORA, {"ray_num_workers": 4}, "num_devices", 4),
-        (LORA, {"per_gpu_train_batch_size": 4}, "batch_size", 4),
+        (
+            *(LORA, {"per_device_train_batch_size": None, "per_gpu_train_batch_size": 4}),
+            *("batch_size", 4),
+        ),
         (
             *(ARGUMENTS, {"optim": "adafactor"}, "optimizer"),
             "transformers.optimization:Adafactor(lr=0.001,relative_step=False,scale_parameter=False)",
@@ -668,6 +672,33 @@ def test_what_cannot_be_said_is_one_error(
     error = assert_says.refused(TrainerFile, written(tmp_path, content))
     assert error.key == key
     assert error.source == str(tmp_path / "trainer.yaml")
+
+
+@pytest.mark.parametrize("content", [QLORA, LORA, V1, SINGLE_DEVICE, PLAIN, ARGUMENTS])
+def test_two_keys_that_say_one_thing_agree(content: dict[str, Any], tmp_path: Path) -> None:
+    """In any order; a flag that is off, and a key that the command line answers, say nothing."""
+    values = {"count": (2, 3), "dtypes": ("float32", "bfloat16"), "flag": (True, False)}
+
+    def asked(*given: str, **keys: object) -> TrainerFile:
+        own = {key: value for key, value in content.items() if key not in (first, second)}
+        return TrainerFile(written(tmp_path, own | keys, "trainer.json"), given=given)
+
+    table = read(tmp_path, content).format
+    for first, second in permutations(table.keys, 2):
+        fact, how = table.stated(first)
+        if table.stated(second) != (fact, how) or how not in values:
+            continue
+        one, other = values[how]
+        command = asked(**{first: one}).command
+        assert asked(**{first: one, second: one}).command == command
+        if how == "flag":
+            assert asked(**{first: one, second: other}).command == command
+            continue
+        with pytest.raises(ProtrainError, match=f": {first} says otherwise") as caught:
+            asked(**{first: one, second: other})
+        assert caught.value.key == second
+        options = ("seq_len", "batch_size", "num_devices", "precision", "dtype")
+        assert asked(*options, **{first: one, second: other}).options
 
 
 SLIPS: dict[str, object] = {

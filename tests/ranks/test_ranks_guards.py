@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -29,6 +31,7 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.devices.preflight import Room, for_each
 from protrain_runtime.diagnostics.matching import model_fingerprint
+from protrain_runtime.ranks.failure import RanksError
 from tests.support.messages import Speaker
 from tests.support.ranks_cases import (
     end_ranks,
@@ -177,6 +180,26 @@ def test_a_rank_that_does_not_come_is_told_by_its_number(
 ) -> None:
     ended = end_ranks(without_one, 2, tmp_path)
     assert_says(ended[0].error)
+
+
+def late(rank: int, count: int) -> str:
+    """Rank 1 comes when rank 0 has given up; then all come."""
+    refused = ""
+    if rank == 1:
+        store = PrefixStore("protrain/0-1/1", dist.distributed_c10d._get_default_store())
+        store.wait(["failed/1"], timedelta(seconds=60))
+    try:
+        made(rank, count, SHARED, limit_s=2)
+    except RanksError as error:
+        refused = str(error)
+    made(rank, count, SHARED)
+    return refused
+
+
+def test_a_rank_that_comes_too_late_is_told_so_and_all_may_come_again(tmp_path: Path) -> None:
+    first, second = run_ranks(late, 2, tmp_path)
+    assert first.startswith("rank 1 of 2 did not come to prepare() within 2 s")
+    assert second.startswith(f"rank 0 failed in prepare(): {first.splitlines()[0]}")
 
 
 @pytest.mark.parametrize(

@@ -169,13 +169,14 @@ class Meeting:
             self._number += 1
             end, nap = time.monotonic() + limit_s, 0.001
             while not self._store.check(keys):
-                # One that had come here, and failed while it waited, says so under the next number.
                 self._hear(number)
                 self._hear(number + 1)
                 if time.monotonic() > end:
                     raise self._late(keys, what, limit_s)
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP_S)
+            # One that had come here, and failed while it waited, says so under the next number.
+            self._hear(number + 1)
             found = [pickle.loads(self._store.get(key)) for key in keys]  # noqa: S301 (our ranks')
             if number:  # who has come to this one has read the one before
                 self._store.delete_key(f"{number - 1}/{self.rank}")
