@@ -441,8 +441,7 @@ class _Explainer:
         seconds = self.problem.lane_seconds
         if isinstance(option, ActivationOption):
             moved = seconds.moved_activations(option)
-            computed = option.cost.forward_s + option.cost.backward_s
-            return _Burden(computed, sum(moved.values()), 0.0)
+            return _Burden(option.cost.compute_s, sum(moved.values()), 0.0)
         moved_s, update_s = sum(seconds.moved_states(option).values()), option.update_s
         if option.updated_on_device:  # beside compute, in turns
             return _Burden(update_s, moved_s, 0.0)

@@ -400,12 +400,12 @@ class ForwardBackward:
         Nothing is added where the device is slower at its least than that thread at its most.
         """
         costs = [[o.cost for o in options.activations] for options in self.problem.options]
-        most = sum(max(c.forward_launch_s + c.backward_launch_s for c in unit) for unit in costs)
-        least = sum(min(c.forward_s + c.backward_s for c in unit) for unit in costs)
+        most = sum(max(cost.launch_s for cost in unit) for unit in costs)
+        least = sum(min(cost.compute_s for cost in unit) for unit in costs)
         if most <= least or not is_accelerator(self.hardware.device.kind):
             return
         launches = [
-            (x, (option.cost.forward_launch_s + option.cost.backward_launch_s) / self.second_unit)
+            (x, option.cost.launch_s / self.second_unit)
             for _, option, x in self.model.each_activation()
         ]
         self.row("launches", [*launches, *((v, -f) for v, f in self.seconds())], LE)
@@ -619,7 +619,7 @@ class Fluid(DecisionModel):
         self.windows = windows(problem.count, window)
         self.window_of = {t: w for w, slots in enumerate(self.windows) for t in slots}
         self.second_unit = sum(
-            min(o.cost.forward_s + o.cost.backward_s for o in options.activations)
+            min(option.cost.compute_s for option in options.activations)
             for options in problem.options
         )
         static = self.add_memory()

@@ -216,12 +216,12 @@ class LaneSeconds:
     def of_activations(self, option: ActivationOption, *, last: bool) -> Work:
         """Seconds of each lane for a decision; `last` where its backward is the first."""
         cost = option.cost
-        both = cost.forward_s + cost.backward_s
+        both = cost.compute_s
         first = (self.times - 1) * both + cost.forward_s + cost.backward_s * last
         first *= not self.overlap
         seconds: Work = {COMPUTE: self.times * both, UPDATES: first}
         if self.launches:
-            seconds[LAUNCHES] = self.times * (cost.forward_launch_s + cost.backward_launch_s)
+            seconds[LAUNCHES] = self.times * cost.launch_s
         seconds |= {lane: first for lane in self.lanes if isinstance(lane, Lane)}
         return seconds | self.moved_activations(option)
 
@@ -399,8 +399,7 @@ class Problem:
     def compute_seconds(self) -> float:
         """The least compute of any plan, over all micro-batches: a bound that needs no search."""
         both = (
-            min(o.cost.forward_s + o.cost.backward_s for o in options.activations)
-            for options in self.options
+            min(option.cost.compute_s for option in options.activations) for options in self.options
         )
         return self.settings.micro_batches * sum(both) * (1 - SAFE)
 

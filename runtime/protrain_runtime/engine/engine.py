@@ -345,7 +345,7 @@ class Engine:
             if self._ranks is not None:
                 self._state.cut_short = True
                 if (error := sys.exception()) is not None:
-                    self._ranks.report_end(error, "a forward")
+                    self._ranks.meeting.report(error, "a forward", final=True)
         finally:
             self._give_up()
 
@@ -353,7 +353,8 @@ class Engine:
         """Backward raised, what is not known yet."""
         if self._ranks is not None:
             self._state.cut_short = True
-            self._ranks.report_end(ProtrainError("see what that rank says"), "a backward")
+            unknown = ProtrainError("see what that rank says")
+            self._ranks.meeting.report(unknown, "a backward", final=True)
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
@@ -363,7 +364,7 @@ class Engine:
         except BaseException as error:
             if self._ranks is not None:
                 self._state.cut_short = True
-                self._ranks.report_end(error, what)
+                self._ranks.meeting.report(error, what, final=True)
             raise
 
     def _give_up(self) -> None:

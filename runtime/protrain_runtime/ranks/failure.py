@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store
 from protrain_runtime.contract.errors import ProtrainError
 
 READ_S = 3.0
-"""How long a rank that fails waits for the others to read it, before its process may end."""
+"""Seconds for the others to read a report, before the process of the rank that failed may end."""
 
 START_AGAIN = "see what that rank said last; start all ranks again, from a checkpoint"
 
@@ -148,8 +148,7 @@ class Meeting:
 
     def _hear(self, number: int) -> None:
         """RanksError where a failure was reported under this number, or for good."""
-        if (lost := self.lost) is not None:
-            raise lost.error()
+        self.refuse_lost()
         key = f"failed/{number}"
         if self._store.check([key]):
             report = Report(**json.loads(self._store.get(key)))
@@ -162,9 +161,8 @@ class Meeting:
         limit_s = self.limit_s if limit_s is None else limit_s
         number = self._number
         keys = [f"{number}/{rank}" for rank in range(self.count)]
+        self.refuse_lost()
         try:
-            if (lost := self.lost) is not None:
-                raise lost.error()
             self._store.set(keys[self.rank], pickle.dumps((what, mine)))  # type: ignore[arg-type]
             self._number += 1
             end, nap = time.monotonic() + limit_s, 0.001

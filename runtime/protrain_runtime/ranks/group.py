@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -105,10 +105,6 @@ class Ranks:
             self._sharing = made(range(first, first + self.num_shards))
             self._replicas = made(range(self.shard, self.count, self.num_shards))
 
-    def report_end(self, error: BaseException, what: str) -> None:
-        """Report that this rank cannot go on."""
-        self.meeting.report(error, what, final=True)
-
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Fill `whole` with the shards of all ranks that share it; `own` may lie in its place."""
         mine = whole[self.shard * own.numel() : (self.shard + 1) * own.numel()]
@@ -161,11 +157,9 @@ class Ranks:
             self._checkpoints = _group(self._members, "gloo", CHECKPOINT_LIMIT_S)
         return self._checkpoints
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> AbstractContextManager[None]:
         """Where ranks wait for each other's part of a checkpoint."""
-        with self._collective(CHECKPOINT_LIMIT_S):
-            yield
+        return self._collective(CHECKPOINT_LIMIT_S)
 
     @contextmanager
     def _collective(self, limit_s: float | None = None) -> Iterator[None]:

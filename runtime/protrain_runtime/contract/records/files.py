@@ -1,6 +1,6 @@
 """Files that are whole at every moment: the old one or the new one, never a part of either.
 
-A new file is written as `.NAME.XXXXXXXX.tmp` beside the old one, and then takes its place in one
+A new file is written as `.NAME.RANDOM.tmp` beside the old one, and then takes its place in one
 step. A writer that is killed in between leaves that temporary file.
 """
 

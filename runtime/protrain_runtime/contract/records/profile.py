@@ -84,6 +84,16 @@ class FormCost:
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
 
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the device in forward and backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds of the thread that launches them."""
+        return self.forward_launch_s + self.backward_launch_s
+
 
 HANDED_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Dtypes of tensors that units hand on, with bytes of an element."""
