@@ -506,30 +506,30 @@ def _estimated(
     as_json: bool,
 ) -> "tuple[Profile, StepSettings, AnswerCache]":
     """The profile of a model by its name, the step with the best micro-batches, and answers."""
-    from protrain_plan.commands.cells import Cells
+    from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.output import progress
+    from protrain_plan.hardware.offers import MachineOffer
     from protrain_plan.profiling.estimate_cache import EstimateCache
 
     assert model.on is not None
     refuse_batches(model.global_batch, model.batch_size, settings.micro_batches)
     machine = budgets.machine(model.on)
+    [request] = workload.requests(
+        name, [model.seq_len or SEQ_LEN], [model.batch_size or 1], allow=allow, beside=beside
+    )
+    offer = MachineOffer(
+        listed=machine, machine=machine, group=devices.on(machine), price_per_hour=0.0
+    )
     cells = Cells(
-        requests=workload.requests(
-            name,
-            [model.seq_len or SEQ_LEN],
-            [model.batch_size or 1],
-            allow=allow,
-            beside=beside,
-        ),
-        machines=[machine],
-        groups=[(0, devices.on(machine))],
+        rows=[Row(request=request, step=settings)],
+        offers=[offer],
         budgets=budgets,
-        settings=settings,
         global_batch=model.global_batch,
         cache=EstimateCache(off=model.no_cache),
     )
     with progress(quiet=as_json) as report:
-        [estimate] = cells.questions(report)
+        [[cell]] = cells.lines(report)
+    estimate = cell.question
     settings = replace(settings, micro_batches=estimate.settings.micro_batches)
     return estimate.profile, settings, cells.kept
 

@@ -1,6 +1,6 @@
 """`--stages`: in how many pipeline stages a model is trained best, from its profile or its name."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,10 @@ from protrain_plan.commands.options import SEQ_LEN, integers, leaves_named, refu
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import ProfileRequest
     from protrain_plan.commands.option_records import BudgetOptions, WorkloadOptions
     from protrain_plan.commands.plan import GroupOptions, ModelOptions
+    from protrain_plan.hardware.offers import MachineOffer
     from protrain_plan.planning.questions.answers import Fit, Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.planning.search.improving import Effort
@@ -110,20 +110,19 @@ class Staged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """Answers of `fit --stages`, from this process or from another one."""
+    """Answers about stages, from this process or from another one."""
 
     kept: "AnswerCache"
 
-    def known(self, asked: Staged) -> "Fit | None":
-        """Return the answer of before; None where there is none."""
-        found = self.kept.fit(asked.base, "stages", asked.question)
-        return found and replace(found, question=asked.about(found))
-
     def answer(self, asked: Staged) -> "Fit":
         """Return the answer of before, or of now."""
-        return self.known(asked) or self(asked)
+        found = self.kept.fit(asked.base, "stages", asked.question)
+        if found is None:
+            found = self._planned(asked)
+            self.kept.keep(found, asked.base, "stages", asked.question)
+        return replace(found, question=asked.about(found))
 
-    def __call__(self, asked: Staged) -> "Fit":
+    def _planned(self, asked: Staged) -> "Fit":
         from protrain_plan.planning.outcome import STAGES, Solved
         from protrain_plan.planning.questions.answers import Fit
         from protrain_plan.planning.questions.objectives import fit, plain_bytes
@@ -131,57 +130,19 @@ class Staging:
 
         answer, base = asked.answer(Effort()), asked.base
         if (best := answer.best) is None:
-            found = fit(base, effort=Effort())
-        else:
-            plan, gap = best.plan(answer.lower_bound_seconds), answer.gap or 0.0
-            solved = Solved(
-                plan=plan,
-                status="feasible",
-                gap=gap,
-                stall_seconds=max(best.run.idle) * best.step_seconds,
-                solve_seconds=0.0,
-                solver=STAGES,
-            )
-            words = f"{best.shape}; {answer.worth} (gap {gap:.1%})"
-            needed = plain_bytes(base.problem())
-            found = Fit(
-                question=base, solved=solved, infeasible=None, binds=words, plain_bytes=needed
-            )
-        self.kept.keep(found, base, "stages", asked.question)
-        return replace(found, question=asked.about(found))
-
-
-def fits_in_stages(
-    cells: "Cells", numbers: tuple[int, ...], progress: "Callable[[str, float], None]"
-) -> "Generator[tuple[Question, Fit], None, None]":
-    """Yield the answers of all cells, each with the best of these numbers of stages; none: all."""
-    from protrain_plan.commands.cells import answered
-
-    assert cells.global_batch is not None
-    asked = [
-        one
-        for request in cells.requests
-        for one in staged_on(
-            request,
-            cells.machines,
-            [(place, cells.machines[place], group) for place, group in cells.groups],
-            cells.budgets,
-            cells.settings,
-            cells.global_batch,
-            numbers,
-            cells.cache,
-            progress,
+            return fit(base, effort=Effort())
+        gap = answer.gap or 0.0
+        solved = Solved(
+            plan=best.plan(answer.lower_bound_seconds),
+            status="feasible",
+            gap=gap,
+            stall_seconds=max(best.run.idle) * best.step_seconds,
+            solve_seconds=0.0,
+            solver=STAGES,
         )
-    ]
-    staging = Staging(kept=cells.kept)
-    found = answered(asked, staging, progress, _words, staging.known, jobs=cells.jobs)
-    for one, fit in zip(asked, found, strict=True):
-        yield one.base, fit
-
-
-def _words(asked: Staged) -> str:
-    base = asked.base
-    return f"planning {base.group} of {base.profile.hardware.name}"
+        words = f"{best.shape}; {answer.worth} (gap {gap:.1%})"
+        needed = plain_bytes(base.problem())
+        return Fit(question=base, solved=solved, infeasible=None, binds=words, plain_bytes=needed)
 
 
 def refuse_without_global_batch(
@@ -249,6 +210,7 @@ def plan_in_stages(
 ) -> None:
     """Answer `plan --stages`, and write the plan; an estimated profile goes `beside` it."""
     from protrain_plan.commands.output import interruptible, progress, show
+    from protrain_plan.hardware.offers import MachineOffer
     from protrain_plan.planning.questions.answers import Objective
     from protrain_plan.planning.questions.objectives import ask
     from protrain_plan.planning.search.improving import Effort
@@ -275,8 +237,7 @@ def plan_in_stages(
             group = devices.on(machine)
             [asked] = staged_on(
                 request,
-                [machine],
-                [(0, machine, group)],
+                [MachineOffer(listed=machine, machine=machine, group=group, price_per_hour=0.0)],
                 budgets,
                 settings(base, group),
                 global_batch,
@@ -322,8 +283,7 @@ def _estimate(
 
 def staged_on(
     request: "ProfileRequest",
-    listed: "Sequence[Hardware]",
-    groups: "Iterable[tuple[int, Hardware, DeviceGroup]]",
+    offers: "Sequence[MachineOffer]",
     budgets: "BudgetOptions",
     settings: "StepSettings",
     global_batch: int,
@@ -333,16 +293,16 @@ def staged_on(
     *,
     sizes: tuple[int, ...] = SIZES,
 ) -> "Iterator[Staged]":
-    """Yield the questions about machines with their devices, each with its place among `listed`.
+    """Yield the questions about the devices of each offer.
 
-    A machine differs from the listed one in what alters no estimate. The profiles of the first and
-    the last batch are estimates; those of others lie between.
+    The profiles of the first and the last batch are estimates; those of others lie between.
     """
     from protrain_plan.commands.measuring import estimated
     from protrain_plan.planning.questions.growth import between
 
     sizes = tuple(size for size in sizes if size <= global_batch) or sizes
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
+    listed = list(dict.fromkeys(offer.listed for offer in offers))
     made = estimated([request.sized(size) for size in ends], listed, progress, cache, jobs=None)
     known = dict(zip(ends, made, strict=True))
     by_size = {
@@ -350,13 +310,14 @@ def staged_on(
         or [between(low, high, size) for low, high in zip(made[0], made[-1], strict=True)]
         for size in sizes
     }
-    for place, machine, group in groups:
+    for offer in offers:
+        number, machine = listed.index(offer.listed), offer.machine
         yield staged(
-            {size: replace(row[place], hardware=machine) for size, row in by_size.items()},
+            {size: replace(row[number], hardware=machine) for size, row in by_size.items()},
             budgets,
-            replace(settings, group=group),
+            replace(settings, group=offer.group),
             global_batch,
             numbers,
             request.allow,
-            partial(_estimate, request, listed[place], machine, cache),
+            partial(_estimate, request, offer.listed, machine, cache),
         )

@@ -13,9 +13,11 @@ from rich.console import Console
 from protrain_plan.commands.training import Run
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.answers import Fit, Question
+from protrain_plan.planning.questions.cells import Cell, planned
 from protrain_plan.planning.questions.objectives import fit
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.presentation.plans import fits_text, run_json, run_text
+from protrain_plan.presentation.grids import grid_text, row_of
+from protrain_plan.presentation.plans import run_json, run_text
 from protrain_plan.presentation.profiles import profile_json, profile_text
 from protrain_plan.presentation.report.fit_page import fit_page
 from protrain_runtime.contract.records import dumps_profile, loads_profile
@@ -54,10 +56,10 @@ def fits() -> tuple[Fit, Fit]:
 
 
 def test_a_table_and_a_page_of_fits_say_which_plans_are_not_exact(fits: tuple[Fit, Fit]) -> None:
-    ample, tight = fits
-    for shown in (text_of(fits_text([ample])), fit_page([ample])):
+    ample, tight = (row_of(planned(Cell(question=one.question), one)) for one in fits)
+    for shown in (text_of(grid_text([ample])), fit_page([ample])):
         assert not TOLD.search(shown)
-    table, page = text_of(fits_text([ample, tight])), fit_page([ample, tight])
+    table, page = text_of(grid_text([ample, tight])), fit_page([ample, tight])
     for shown in (table, page):
         assert len(TOLD.findall(shown)) == 1
 

@@ -4,7 +4,7 @@ Nothing here plans: an answer that is known is told without the planner, which t
 import.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,7 +16,7 @@ from protrain_plan.planning.questions.allowance import (
     left_free_bytes,
     reserved_bytes,
 )
-from protrain_plan.planning.questions.spending import Spending, spending, tokens_in_step
+from protrain_plan.planning.questions.spending import tokens_in_step
 from protrain_plan.simulation.report import StepReport, report
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import profile_of_rank
@@ -249,13 +249,14 @@ class Fit:
         """Tokens of all devices' micro-batches."""
         return self.question.tokens
 
-    def spending(self, step_seconds: float | None) -> Spending | None:
-        """Return the bill for steps of so many seconds; None where the alternative does not fit."""
-        if step_seconds is None:
+    def is_for_less(self, other: Question) -> bool | None:
+        """Whether another question has all that this one has, and maybe more memory.
+
+        None where it asks about another step, or another model.
+        """
+        mine, profile = self.question, self.profile
+        here = replace(mine, profile=replace(profile, hardware=other.profile.hardware))
+        if replace(here, budgets=other.budgets) != other:
             return None
-        return spending(
-            self.profile,
-            num_devices=self.group.num_devices,
-            num_tokens=self.tokens_per_step,
-            step_seconds=step_seconds,
-        )
+        sizes = zip(astuple(mine.budgets), astuple(other.budgets), strict=True)
+        return here == mine and all(one <= more for one, more in sizes)
