@@ -341,7 +341,9 @@ def grid_text(
     for row in answered:
         for words in row["about"]:
             about.setdefault(words, []).append(cell_text(row))
-    told += [f"{'; '.join(of)}: {words}" for words, of in about.items()]
+    count = sum(row["verdict"] != "does not fit" for row in answered)
+    for words, cells in about.items():
+        told.append(words if len(cells) == count > 1 else f"{'; '.join(cells)}: {words}")
     told += notes(answered, columns)
     parts += [*map(Text, told), *map(wrote, paths)]
     for row in rows:
