@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from protrain_plan.commands.answering import BestBatch, Fitting
 from protrain_plan.commands.measuring import ProfileRequest, Progress, estimated
 from protrain_plan.commands.option_records import BudgetOptions
+from protrain_plan.commands.staging import SIZES, Staged, Staging, staged_on
 from protrain_plan.hardware.offers import MachineOffer
 from protrain_plan.isolated.pool import answers_of
-from protrain_plan.planning.questions.answers import Fit, Question
+from protrain_plan.planning.questions.answers import Fit, Quantity, Question
 from protrain_plan.planning.questions.cells import (
     Cell,
     Resource,
@@ -55,7 +56,8 @@ class Cells:
     With a `global_batch`, requests have a batch of one, and each question the batch and the
     micro-batches of the fastest update of so many sequences. Where a model fits with no batch,
     it is asked about with one sequence. With `stages`, these are the numbers of stages to choose
-    from; none: all. `jobs` processes work at once, None: one a core.
+    from (none: all), and `sizes` the micro-batches. `jobs` processes work at once, None: one a
+    core.
     """
 
     rows: Sequence[Row]
@@ -65,6 +67,7 @@ class Cells:
     values: Sequence[tuple[tuple[Resource, float], ...]] = ((),)
     global_batch: int | None = None
     stages: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] = SIZES
     jobs: int | None = None
 
     @property
@@ -79,7 +82,18 @@ class Cells:
         have what is set.
         """
         if self.stages is not None:
-            return [[cell] for cell in self._in_stages(progress)]
+            staging = Staging(kept=self.kept)
+            return [
+                [
+                    _cell(
+                        *at,
+                        question=one.base,
+                        answer=partial(staging.answer, one),
+                        others=one.others,
+                    )
+                ]
+                for at, one in zip(self._every, self.staged(progress), strict=True)
+            ]
         if self.global_batch is not None:
             questions = self._best(progress, self.global_batch)
         else:
@@ -188,31 +202,20 @@ class Cells:
         profiles = self._profiles(requests, progress, known)
         return [asked(*one) for one in zip(range(len(chosen)), chosen, profiles, strict=True)]
 
-    def _in_stages(self, progress: Progress) -> Iterator[Cell]:
-        from protrain_plan.commands.staging import Staging, staged_on
+    def staged(self, progress: Progress) -> list[Staged]:
+        """Return the questions about stages, of every row and offer."""
+        return [asked for row in self.rows for asked in staged_on(self, row, progress)]
 
-        assert self.global_batch is not None
-        assert self.stages is not None
-        staging = Staging(kept=self.kept)
-        for row in self.rows:
-            found = staged_on(
-                row.request,
-                self.offers,
-                self.budgets,
-                row.step,
-                self.global_batch,
-                self.stages,
-                self.cache,
-                progress,
-            )
-            for offer, asked in zip(self.offers, found, strict=True):
-                yield _cell(
-                    row,
-                    offer,
-                    question=asked.base,
-                    answer=partial(staging.answer, asked),
-                    others=asked.others,
-                )
+    def sized(self, quantity: Quantity, size: int) -> "Cells":
+        """Return the cells with another batch size or sequence length."""
+        from protrain_plan.planning.questions.growth import sized
+
+        requests = [
+            replace(row.request, workload=sized(row.request.workload, quantity, size))
+            for row in self.rows
+        ]
+        rows = zip(self.rows, requests, strict=True)
+        return replace(self, rows=[replace(row, request=request) for row, request in rows])
 
     def _with_states_of_8_bits(
         self, found: Sequence[Tried], progress: Progress

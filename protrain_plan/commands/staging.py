@@ -1,6 +1,6 @@
 """`--stages`: in how many pipeline stages a model is trained best, from its profile or its name."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from protrain_plan.commands.option_records import option_record
-from protrain_plan.commands.options import SEQ_LEN, integers, leaves_named, refuse_batches
+from protrain_plan.commands.options import integers, refuse_batches
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
+    from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.measuring import ProfileRequest
-    from protrain_plan.commands.option_records import BudgetOptions, WorkloadOptions
-    from protrain_plan.commands.plan import GroupOptions, ModelOptions
-    from protrain_plan.hardware.offers import MachineOffer
+    from protrain_plan.commands.option_records import BudgetOptions
+    from protrain_plan.commands.plan import ModelOptions
     from protrain_plan.planning.questions.answers import Fit, Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.planning.stages.answer import Progress, StagesAnswer, StagesQuestion
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records.hardware import Hardware
-    from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
+    from protrain_runtime.contract.records.plan import StepSettings
     from protrain_runtime.contract.records.profile import Profile
 
 SIZES = (1, 2, 4, 8)
@@ -48,6 +48,19 @@ class StageOptions:
             return ()
         auto = "--stages auto looks at all numbers that are possible"
         return integers("--stages", self.stages or "", auto)
+
+    def about(
+        self,
+        profile: "Profile",
+        budgets: "BudgetOptions",
+        settings: "StepSettings",
+        global_batch: int | None,
+        leaves: tuple[str, ...],
+    ) -> "Staged":
+        """Return the question about a profile in a file, which has one batch alone."""
+        assert global_batch is not None
+        profiles = {profile.workload.batch_size: profile}
+        return staged(profiles, budgets, settings, global_batch, self.numbers(), leaves, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,59 +206,19 @@ def staged(
 
 
 def plan_in_stages(
-    named: str,
-    numbers: tuple[int, ...],
-    *,
-    model: "ModelOptions",
-    workload: "WorkloadOptions",
-    budgets: "BudgetOptions",
-    devices: "GroupOptions",
-    settings: "Callable[[StepSettings, DeviceGroup], StepSettings]",
-    base: "StepSettings",
-    allow: list[str] | None,
-    explain: bool,
-    output: Path,
-    beside: Path | None,
-    as_json: bool,
+    asked: Staged, explain: bool, output: Path, beside: Path | None, *, as_json: bool
 ) -> None:
     """Answer `plan --stages`, and write the plan; an estimated profile goes `beside` it."""
     from protrain_plan.commands.output import interruptible, progress, show
-    from protrain_plan.hardware.offers import MachineOffer
     from protrain_plan.planning.questions.answers import Objective
     from protrain_plan.planning.questions.objectives import ask
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.planning.stages.assumed import assumptions
     from protrain_plan.presentation.plans import search_text
     from protrain_plan.presentation.staging import stages_json, stages_text
-    from protrain_plan.profiling.estimate_cache import EstimateCache
-    from protrain_runtime.contract.records import read_profile, write_plan, write_profile
+    from protrain_runtime.contract.records import write_plan, write_profile
 
-    global_batch = refuse_without_global_batch(model.global_batch, None, base.micro_batches)
-    if devices.replicas is not None:
-        raise ProtrainError(
-            "the replicas of each stage are found", key="--replicas", fix="leave it out"
-        )
     with interruptible() as interrupted, progress(quiet=as_json) as report:
-        if model.on is None:
-            record = read_profile(Path(named))
-            step, leaves = settings(base, devices.on(record.hardware)), leaves_named(allow)
-            profiles = {record.workload.batch_size: record}
-            asked = staged(profiles, budgets, step, global_batch, numbers, leaves, None)
-        else:
-            machine, cache = budgets.machine(model.on), EstimateCache(off=model.no_cache)
-            [request] = workload.requests(named, [model.seq_len or SEQ_LEN], [1], allow=allow)
-            group = devices.on(machine)
-            [asked] = staged_on(
-                request,
-                [MachineOffer(listed=machine, machine=machine, group=group, price_per_hour=0.0)],
-                budgets,
-                settings(base, group),
-                global_batch,
-                numbers,
-                cache,
-                report,
-                sizes=(model.batch_size,) if model.batch_size else SIZES,
-            )
         effort = Effort(stopped=interrupted.is_set)
         answer = asked.answer(effort, lambda *found: report(search_text(*found), 0.5))
         assumed = assumptions(asked.question, effort) if explain else ()
@@ -267,6 +240,31 @@ def plan_in_stages(
         raise typer.Exit(3)
 
 
+def cells_of(
+    request: "ProfileRequest",
+    settings: "StepSettings",
+    machine: "Hardware",
+    budgets: "BudgetOptions",
+    model: "ModelOptions",
+    stages: StageOptions,
+) -> "Cells":
+    """Return the one cell of a model that is planned by its name."""
+    from protrain_plan.commands.cells import Cells, Row
+    from protrain_plan.hardware.offers import MachineOffer
+    from protrain_plan.profiling.estimate_cache import EstimateCache
+
+    group = settings.group
+    return Cells(
+        rows=[Row(request=request, step=settings)],
+        offers=[MachineOffer(listed=machine, machine=machine, group=group, price_per_hour=0.0)],
+        budgets=budgets,
+        global_batch=model.global_batch,
+        stages=None if stages.stages is None else stages.numbers(),
+        sizes=(model.batch_size,) if model.batch_size else SIZES,
+        cache=EstimateCache(off=model.no_cache),
+    )
+
+
 def _estimate(
     request: "ProfileRequest",
     listed: "Hardware",
@@ -282,42 +280,35 @@ def _estimate(
 
 
 def staged_on(
-    request: "ProfileRequest",
-    offers: "Sequence[MachineOffer]",
-    budgets: "BudgetOptions",
-    settings: "StepSettings",
-    global_batch: int,
-    numbers: tuple[int, ...],
-    cache: "EstimateCache",
-    progress: "Callable[[str, float], None]",
-    *,
-    sizes: tuple[int, ...] = SIZES,
+    cells: "Cells", row: "Row", progress: "Callable[[str, float], None]"
 ) -> "Iterator[Staged]":
-    """Yield the questions about the devices of each offer.
+    """Yield the questions about a row on the devices of each offer.
 
     The profiles of the first and the last batch are estimates; those of others lie between.
     """
     from protrain_plan.commands.measuring import estimated
     from protrain_plan.planning.questions.growth import between
 
-    sizes = tuple(size for size in sizes if size <= global_batch) or sizes
+    assert cells.global_batch is not None
+    request, cache = row.request, cells.cache
+    sizes = tuple(size for size in cells.sizes if size <= cells.global_batch) or cells.sizes
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
-    listed = list(dict.fromkeys(offer.listed for offer in offers))
-    made = estimated([request.sized(size) for size in ends], listed, progress, cache, jobs=None)
+    listed = list(dict.fromkeys(offer.listed for offer in cells.offers))
+    made = estimated([request.sized(size) for size in ends], listed, progress, cache)
     known = dict(zip(ends, made, strict=True))
     by_size = {
         size: known.get(size)
         or [between(low, high, size) for low, high in zip(made[0], made[-1], strict=True)]
         for size in sizes
     }
-    for offer in offers:
+    for offer in cells.offers:
         number, machine = listed.index(offer.listed), offer.machine
         yield staged(
-            {size: replace(row[number], hardware=machine) for size, row in by_size.items()},
-            budgets,
-            replace(settings, group=offer.group),
-            global_batch,
-            numbers,
+            {size: replace(found[number], hardware=machine) for size, found in by_size.items()},
+            cells.budgets,
+            replace(row.step, group=offer.group),
+            cells.global_batch,
+            cells.stages or (),
             request.allow,
             partial(_estimate, request, offer.listed, machine, cache),
         )
