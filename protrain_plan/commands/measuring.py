@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from protrain_plan.commands.output import prepare_streams
 from protrain_plan.garbage import collected_seldom
 from protrain_plan.isolated.ending import INTERRUPTED
-from protrain_plan.isolated.pool import processes_at_once, workers
+from protrain_plan.isolated.pool import answers_of, processes_at_once
 from protrain_plan.isolated.process import EndedError, Tell, run
 from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_plan.isolated.user_frame import explained
@@ -151,14 +151,11 @@ def estimated(
         for request in questions
         if (lacking := [machine for machine in machines if (request, machine) not in found])
     }
-    at_once = processes_at_once(len(missing), jobs)
-    here = at_once == 1 or len(missing) == 1 or not all(questions.values())
-    with workers(1 if here else at_once) as start:
-        told = progress if here else _unheard
-        works = [partial(_estimated, request, missing[request], told) for request in missing]
-        made = map(start, works) if here else iter([start(work) for work in works])
-        for number, (request, future) in enumerate(zip(missing, made, strict=True), 1):
-            tallies, question = future.result(), questions[request]
+    jobs = processes_at_once(len(missing), jobs) if all(questions.values()) else 1
+    estimate = partial(_estimated, progress=progress if jobs == 1 else _unheard)
+    with answers_of(estimate, list(missing.items()), jobs=jobs) as made:
+        for number, (request, tallies) in enumerate(zip(missing, made, strict=True), 1):
+            question = questions[request]
             for tally in {id(tally): tally for tally in tallies}.values():
                 if question is not None:
                     cache.keep_tally(question, tally)
@@ -178,8 +175,9 @@ def _unheard(_: str, __: float) -> None:
 
 
 def _estimated(
-    request: ProfileRequest, machines: Sequence[Hardware], progress: Progress
+    asked: tuple[ProfileRequest, Sequence[Hardware]], progress: Progress
 ) -> "list[Tally]":
+    request, machines = asked
     with collected_seldom():
         from protrain_plan.models.sources import load_source
         from protrain_plan.profiling.estimated import tallies

@@ -5,13 +5,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from protrain_plan.isolated.ending import end_with_parent
 from protrain_plan.isolated.quiet import quiet_libraries
@@ -22,12 +22,6 @@ Answer = TypeVar("Answer")
 
 _BYTES_EACH = 2 * 2**30
 """Memory of a process that estimates: PyTorch and transformers, and a model without values."""
-
-
-class Start(Protocol):
-    """Has a process work on something; or does it here and now, where there are no others."""
-
-    def __call__(self, work: Callable[[], Answer], /) -> "Future[Answer]": ...
 
 
 def processes_at_once(most: int, jobs: int | None = None) -> int:
@@ -44,30 +38,6 @@ def processes_at_once(most: int, jobs: int | None = None) -> int:
 
 
 @contextmanager
-def workers(at_once: int) -> Iterator[Start]:
-    """So many processes, which end with this one or the block; none where it is one at a time.
-
-    They are started anew: threads of the solver and of the progress bar would be missing in a fork.
-    ProtrainError where one dies.
-    """
-    if at_once == 1:
-        yield _here
-        return
-    pool = ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_begin)
-    try:
-        yield pool.submit
-    except BrokenProcessPool:
-        raise ProtrainError(
-            "a process that planned died, perhaps because memory ran out",
-            fix="ask of fewer machines, lengths and batches at once, or --jobs 1",
-        ) from None
-    finally:
-        for process in active_children():  # of a pool that is to answer no more
-            process.terminate()
-        pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
 def answers_of(
     function: Callable[[Asked], Answer],
     questions: Sequence[Asked],
@@ -75,9 +45,11 @@ def answers_of(
     jobs: int | None,
     told: Callable[[Sequence[Asked]], None] = lambda _: None,
 ) -> Iterator[Iterator[Answer]]:
-    """The answers in order, from at most `jobs` processes at once. Errors as of `workers`.
+    """The answers in order, from at most `jobs` processes at once; one at a time, from this one.
 
-    Those that are open yet are `told` as soon as one is answered.
+    Those that are open yet are `told` as soon as one is answered. The processes end with this one
+    or the block. They are started anew: threads of the solver and of the progress bar would be
+    missing in a fork. ProtrainError where one dies.
     """
     at_once = processes_at_once(len(questions), jobs)
     waiting = dict(enumerate(questions))
@@ -90,20 +62,21 @@ def answers_of(
     if at_once == 1:
         yield (ended(number, function(question)) for number, question in enumerate(questions))
         return
-    with workers(at_once) as start:
-        futures = [start(partial(function, question)) for question in questions]
+    pool = ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_begin)
+    try:
+        futures = [pool.submit(function, question) for question in questions]
         for number, future in enumerate(futures):
             future.add_done_callback(partial(ended, number))
         yield (future.result() for future in futures)
-
-
-def _here(work: Callable[[], Answer]) -> "Future[Answer]":
-    future: Future[Answer] = Future()
-    try:
-        future.set_result(work())
-    except Exception as error:  # noqa: BLE001 (raised by who asks for the result)
-        future.set_exception(error)
-    return future
+    except BrokenProcessPool:
+        raise ProtrainError(
+            "a process that planned died, perhaps because memory ran out",
+            fix="ask of fewer machines, lengths and batches at once, or --jobs 1",
+        ) from None
+    finally:
+        for process in active_children():  # of a pool that is to answer no more
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
 
 
 def _begin() -> None:

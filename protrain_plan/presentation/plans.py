@@ -370,33 +370,31 @@ def run_json(
     profile: Profile | None = None,
 ) -> dict[str, Any]:
     """Return what `protrain run --json` prints; `profile` is the plan's, where it is at hand."""
-    expected = plan.prediction.expected_seconds
+    prediction, expected = plan.prediction, plan.prediction.expected_seconds
     outside = None
     if expected is not None and len(run.seconds) > 1:  # a first step warms up: it tells nothing
         outside = not expected[0] <= run.step_seconds <= expected[1]
+    predicted = {
+        "predicted_step_seconds": prediction.step_seconds,
+        "expected_seconds": expected,
+        "outside_expected": outside,
+        "predicted_peak_bytes": prediction.peak_bytes,
+        "disk_writes": profile and wear(plan, profile),
+    }
     again = profile_command(
         plan.workload, optimizer=plan.optimizer, output="profile.yaml", allow=plan.allowed
     )
     return {
+        **fields_of(run, but=("slot_bytes", "recording")),
+        **(dict.fromkeys(predicted) if plain else predicted),
         "plain": plain,
         "exactness": "bitwise" if plain else plan.exactness,
         "allowed": () if plain else plan.allowed,
-        "first_step": run.first_step,
-        "losses": run.losses,
         "step_seconds": run.step_seconds,
-        "seconds": run.seconds,
-        "predicted_step_seconds": None if plain else plan.prediction.step_seconds,
-        "expected_seconds": None if plain else expected,
-        "outside_expected": None if plain else outside,
-        "predicted_peak_bytes": None if plain else plan.prediction.peak_bytes,
-        "measured_peak_bytes": run.measured_peak_bytes,
-        "parameters_sha256": run.parameters_sha256,
         "verified": verified,
         "compile": plan.workload.compile,
-        "compilation": run.compilation,
         "overruns": overruns,
         "profile_again": again if overruns else None,
-        "disk_writes": None if plain or profile is None else wear(plan, profile),
     }
 
 
