@@ -4,11 +4,11 @@ The planner, which takes longer to import than a known answer to tell, is import
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from protrain_plan.planning.questions.answers import Answer, Fit, Objective, Point, Question
+from protrain_plan.planning.questions.answers import Answer, Objective, Point, Question
 from protrain_plan.planning.questions.cells import GAP, Cell
 from protrain_plan.planning.questions.kept_answers import AnswerCache
 
@@ -27,22 +27,22 @@ class Fitting:
     kept: AnswerCache
     compare: bool = False
 
-    def known(self, line: Sequence[Cell]) -> list[Fit] | None:
+    def known(self, line: Sequence[Cell]) -> list[Answer] | None:
         """Return the answers of before; None where one is missing."""
         if line[0].answer is not None:
             return None
         name = self._named(line)
-        found = [self.kept.fit(cell.question, *name) for cell in line]
+        found = [self.kept.answer(cell.question, *name) for cell in line]
         return None if None in found else [one for one in found if one is not None]
 
-    def __call__(self, line: Sequence[Cell]) -> list[Fit]:
+    def __call__(self, line: Sequence[Cell]) -> list[Answer]:
         from protrain_plan.planning.questions.grid import fits
 
         if line[0].answer is not None:
             return [cell.answer() for cell in line if cell.answer is not None]
         found = fits([cell.question for cell in line], compare=self.compare)
-        for cell, one in zip(line, found, strict=True):
-            self.kept.keep(one, cell.question, *self._named(line))
+        for one in found:
+            self.kept.keep(one, *self._named(line))
         return found
 
     def _named(self, line: Sequence[Cell]) -> tuple[object, ...]:
@@ -81,7 +81,6 @@ def ask(
 ) -> Answer:
     """Answer as `objectives.ask` does; of a front that was kept, each point is `told`, too."""
     from protrain_plan.planning.questions import objectives
-    from protrain_plan.planning.questions.planner import problem_of
 
     asked = (objective, solver, effort.gap_target, effort.time_limit_s, effort.seed)
     found = kept.answer(question, *asked)
@@ -90,14 +89,9 @@ def ask(
             question, objective, effort=effort, solver=solver, progress=progress, told=told
         )
         if not effort.spent():
-            kept.keep(found, question, *asked)
+            kept.keep(found, *asked)
         return found
     for point in found.front:
         if told is not None:
             told(point)
-    problems = question.problems()
-    program = None
-    if found.solved is not None:
-        problem = problem_of(found.solved, problems)
-        program = problem.program(found.solved.plan.units)
-    return replace(found, profile=problems[0].profile, program=program)
+    return found

@@ -18,7 +18,7 @@ from protrain_plan.commands.option_records import BudgetOptions
 from protrain_plan.commands.staging import SIZES, Staged, Staging, staged_on
 from protrain_plan.hardware.offers import MachineOffer
 from protrain_plan.isolated.pool import answers_of
-from protrain_plan.planning.questions.answers import Fit, Quantity, Question
+from protrain_plan.planning.questions.answers import Answer, Quantity, Question
 from protrain_plan.planning.questions.cells import (
     Cell,
     Resource,
@@ -34,7 +34,7 @@ from protrain_runtime.contract.records.plan import StepSettings
 from protrain_runtime.contract.records.profile import Profile
 
 Asked = TypeVar("Asked")
-Answer = TypeVar("Answer")
+Found = TypeVar("Found")
 
 STATES_OF_8_BITS = {"adamw": "adamw8bit"}
 """Optimizers, and the same with states of 8 bits: another optimizer, with results of its own."""
@@ -279,7 +279,7 @@ class Cells:
 
         devices = [load_hardware(name).device for name in hardware_names()]
         sizes = sorted({device.memory_bytes for device in devices if device.kind != "cpu"})
-        asked: list[tuple[int, Fit, Cell]] = []
+        asked: list[tuple[int, Answer, Cell]] = []
         for place, one in enumerate(found):
             assert one.reached is not None
             # On a CPU the device's memory is the host's.
@@ -317,7 +317,7 @@ def _cell(
     )
 
 
-def _helped(asked: tuple[int, Fit, Cell]) -> Tried:
+def _helped(asked: tuple[int, Answer, Cell]) -> Tried:
     from protrain_plan.planning.questions.grid import helped
 
     return helped(asked[1], asked[2])
@@ -325,13 +325,13 @@ def _helped(asked: tuple[int, Fit, Cell]) -> Tried:
 
 def answered(
     asked: Sequence[Asked],
-    answer: Callable[[Asked], Answer],
+    answer: Callable[[Asked], Found],
     progress: Progress,
     words: Callable[[Asked], str],
-    known: Callable[[Asked], Answer | None] = lambda _: None,
+    known: Callable[[Asked], Found | None] = lambda _: None,
     *,
     jobs: int | None,
-) -> Generator[Answer, None, None]:
+) -> Generator[Found, None, None]:
     """Yield the answers in order, those that are not `known` from `jobs` processes at once.
 
     `words` say what is asked.

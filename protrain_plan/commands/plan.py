@@ -97,7 +97,7 @@ class PinOptions:
 
         if not self.explain or answer.solved is None:
             return None
-        return explain(answer.profile, answer.solved.plan)
+        return explain(answer.of_rank, answer.solved.plan)
 
 
 @option_record

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from protrain_plan.commands.measuring import ProfileRequest
     from protrain_plan.commands.option_records import BudgetOptions
     from protrain_plan.commands.plan import ModelOptions
-    from protrain_plan.planning.questions.answers import Fit, Question
+    from protrain_plan.planning.questions.answers import Answer, Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.planning.stages.answer import Progress, StagesAnswer, StagesQuestion
@@ -110,7 +110,7 @@ class Staged:
             for size, profile in sorted(self.question.profiles.items())[1:]
         )
 
-    def about(self, found: "Fit") -> "Question":
+    def about(self, found: "Answer") -> "Question":
         """The question that an answer is for: with its micro-batches, on the devices of a stage."""
         if found.solved is None:
             return self.base
@@ -127,17 +127,17 @@ class Staging:
 
     kept: "AnswerCache"
 
-    def answer(self, asked: Staged) -> "Fit":
+    def answer(self, asked: Staged) -> "Answer":
         """Return the answer of before, or of now."""
-        found = self.kept.fit(asked.base, "stages", asked.question)
+        found = self.kept.answer(asked.base, "stages", asked.question)
         if found is None:
             found = self._planned(asked)
-            self.kept.keep(found, asked.base, "stages", asked.question)
+            self.kept.keep(found, "stages", asked.question)
         return replace(found, question=asked.about(found))
 
-    def _planned(self, asked: Staged) -> "Fit":
+    def _planned(self, asked: Staged) -> "Answer":
         from protrain_plan.planning.outcome import STAGES, Solved
-        from protrain_plan.planning.questions.answers import Fit
+        from protrain_plan.planning.questions.answers import Answer
         from protrain_plan.planning.questions.objectives import fit, plain_bytes
         from protrain_plan.planning.search.improving import Effort
 
@@ -155,7 +155,7 @@ class Staging:
         )
         words = f"{best.shape}; {answer.worth} (gap {gap:.1%})"
         needed = plain_bytes(base.problem())
-        return Fit(question=base, solved=solved, infeasible=None, binds=words, plain_bytes=needed)
+        return Answer(question=base, solved=solved, binds=words, plain_bytes=needed)
 
 
 def refuse_without_global_batch(

@@ -12,7 +12,7 @@ from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.models.trainer_files import TrainerFile
-    from protrain_plan.planning.questions.answers import Answer, Fit
+    from protrain_plan.planning.questions.answers import Answer
     from protrain_plan.presentation.trainer_files import Advice
 
 Record = TypeVar("Record")
@@ -100,7 +100,7 @@ def filled(record: Record, file: "TrainerFile", *, as_text: bool = False) -> Rec
 
 
 def advice_of(
-    file: "TrainerFile", found: "Fit | Answer", cell: str, micro_batches: int, *, plain_fits: bool
+    file: "TrainerFile", found: "Answer", cell: str, micro_batches: int, *, plain_fits: bool
 ) -> "Advice":
     """Return what to change in the file for an answer."""
     from protrain_plan.presentation.trainer_files import advice

@@ -29,7 +29,7 @@ from protrain_runtime.contract.records.plan import TierBytes
 from protrain_runtime.contract.units import exact_bytes
 
 if TYPE_CHECKING:
-    from protrain_plan.planning.questions.answers import Fit
+    from protrain_plan.planning.questions.answers import Answer
     from protrain_plan.planning.questions.cells import Tried
     from protrain_plan.planning.questions.grid import Found
 
@@ -85,12 +85,12 @@ def row_of(one: "Tried") -> Row:
     return row
 
 
-def _answer(one: "Tried", fit: "Fit") -> Row:
+def _answer(one: "Tried", fit: "Answer") -> Row:
     solved, profile = fit.solved, fit.profile
     about: list[str] = []
     if solved is not None:
         step_s = solved.plan.prediction.step_seconds
-        saved = 1 - step_s / fit.plain_seconds if fit.plain_seconds else 0.0
+        saved = 1 - step_s / fit.kept_seconds if fit.kept_seconds else 0.0
         about += [f"{saved:.1%} less time per step than plain PyTorch"] * (saved >= 0.0005)
         about += [*wear_lines(solved.plan, profile), *spared_disk(solved)]
         about += other_results(solved.plan)
@@ -102,7 +102,7 @@ def _answer(one: "Tried", fit: "Fit") -> Row:
         "headroom_bytes": fit.headroom_bytes,
         "budget_bytes": fit.question.budgets.device,
         "plain_device_bytes": fit.plain_bytes,
-        "plain_step_seconds": fit.plain_seconds,
+        "plain_step_seconds": fit.kept_seconds,
         "binds": fit.binds,
         "about": about,
         "tokens_per_second": fit.tokens_per_s,

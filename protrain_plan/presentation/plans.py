@@ -277,8 +277,8 @@ def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str
         "front": front,
         "explanation": explanation,
         "headroom_bytes": answer.headroom_bytes,
-        **profile_facts(answer.profile),
-        "disk_writes": writes_of(answer.solved, answer.profile),
+        **profile_facts(answer.of_rank),
+        "disk_writes": writes_of(answer.solved, answer.of_rank),
     }
 
 
@@ -294,7 +294,7 @@ def answer_text(
     headroom = headroom_text({answer.profile.hardware.name: answer.headroom_bytes})
     if answer.infeasible is not None:
         headroom += (
-            [*caveats(answer.profile)] if any(profile_facts(answer.profile).values()) else []
+            [*caveats(answer.of_rank)] if any(profile_facts(answer.of_rank).values()) else []
         )
         return Group(infeasible_text(answer.infeasible), *map(Text, headroom))
     assert answer.solved is not None
@@ -304,8 +304,8 @@ def answer_text(
     notes = report_in_words(answer.report, answer.solved.plan) if answer.report is not None else []
     notes += headroom
     notes += spared_disk(answer.solved)
-    notes += wear_lines(answer.solved.plan, answer.profile)
-    notes += disk_notes(answer.solved.plan, answer.profile)
+    notes += wear_lines(answer.solved.plan, answer.of_rank)
+    notes += disk_notes(answer.solved.plan, answer.of_rank)
     if answer.seconds_without_pins is not None:
         cost = max(0.0, step_s / answer.seconds_without_pins - 1)
         notes.append(f"the pins cost {cost:.2%} of the step")
@@ -325,7 +325,7 @@ def answer_text(
         from protrain_plan.planning.explain.explaining import in_words as explained
 
         notes += ["", *explained(explanation)]
-    solved = solved_text(answer.solved, answer.profile, *paths)
+    solved = solved_text(answer.solved, answer.of_rank, *paths)
     return Group(solved, *map(Text, notes))
 
 

@@ -23,7 +23,7 @@ from protrain_plan.hardware.offers import offer
 from protrain_plan.kept import SWITCH
 from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.answers import Answer, Fit, Objective, Point, Question
+from protrain_plan.planning.questions.answers import Answer, Objective, Point, Question
 from protrain_plan.planning.questions.cells import Cell, with_resource
 from protrain_plan.planning.questions.growth import in_proportion
 from protrain_plan.planning.questions.kept_answers import AnswerCache
@@ -96,7 +96,7 @@ def as_planned(answer: Any) -> Any:
             least_memory=least and replace(least, solved=as_planned(least.solved)),
             front=tuple(replace(one, solved=as_planned(one.solved)) for one in answer.front),
         )
-    return replace(answer, solved=as_planned(answer.solved)) if isinstance(answer, Fit) else answer
+    return answer
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.allowance import default_device_bytes, headroom_bytes
-from protrain_plan.planning.questions.answers import Fit, Question
+from protrain_plan.planning.questions.answers import Answer, Question
 from protrain_plan.planning.questions.cells import (
     LANES,
     MEMORY,
@@ -49,11 +49,11 @@ def question(
     return asked_of(profile, budgets, replicas=group.replica_counts, group=group)
 
 
-def seconds_of(reached: Fit) -> float:
+def seconds_of(reached: Answer) -> float:
     return solved(reached.solved).plan.prediction.step_seconds
 
 
-def speed_of(reached: Fit) -> float:
+def speed_of(reached: Answer) -> float:
     return reached.tokens_per_s or 0.0
 
 
@@ -134,7 +134,7 @@ def test_resources_are_those_of_the_machine() -> None:
 # --- what helps -----------------------------------------------------------------------------------
 
 
-def helps(base: Fit) -> dict[str, tuple[Cell, float | None, bool]]:
+def helps(base: Answer) -> dict[str, tuple[Cell, float | None, bool]]:
     found = {}
     for change in changes(base.question, device_sizes=[800 * MB, 1500 * MB, 3000 * MB]):
         one = helped(base, change)

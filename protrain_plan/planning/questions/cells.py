@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from protrain_plan.planning.questions.answers import Fit, Question
+from protrain_plan.planning.questions.answers import Answer, Question
 from protrain_plan.planning.questions.spending import Spending, spending
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import Hardware, TierName
@@ -44,7 +44,7 @@ class Cell:
     name: str = ""
     words: str = ""
     price_per_hour: float = 0.0
-    answer: Callable[[], Fit] | None = None
+    answer: Callable[[], Answer] | None = None
     others: tuple[Question, ...] = ()
 
     @property
@@ -65,7 +65,7 @@ class Tried:
     cell: Cell
     most_tokens_per_s: float
     bound: str
-    reached: Fit | None = None
+    reached: Answer | None = None
     helps: tuple["Tried", ...] = ()
 
     @property
@@ -73,7 +73,7 @@ class Tried:
         """Speed of the plan; 0 where there is none."""
         return (self.reached and self.reached.tokens_per_s) or 0.0
 
-    def times_as_fast(self, base: Fit) -> float | None:
+    def times_as_fast(self, base: Answer) -> float | None:
         """Speed over that of `base`; 0 where neither fits, None where only this does.
 
         1 where a bound rules it out. A search ends where its bound says that the gain is less than
@@ -108,7 +108,7 @@ class Tried:
         return False, cost / self.tokens_per_s
 
 
-def planned(cell: Cell, reached: Fit) -> Tried:
+def planned(cell: Cell, reached: Answer) -> Tried:
     """Return a cell with its plan, whose bound holds for all of its plans."""
     if reached.solved is None:
         return Tried(cell=cell, most_tokens_per_s=0.0, bound=MEMORY, reached=reached)

@@ -26,7 +26,7 @@ from math import inf
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.allowance import headroom_bytes, left_free_bytes
-from protrain_plan.planning.questions.answers import Fit, Question
+from protrain_plan.planning.questions.answers import Answer, Question
 from protrain_plan.planning.questions.cells import (
     COMPUTE,
     GAP,
@@ -131,9 +131,9 @@ def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator
 # --- answers --------------------------------------------------------------------------------------
 
 
-def fits(questions: Sequence[Question], *, compare: bool = False, gap: float = GAP) -> list[Fit]:
+def fits(questions: Sequence[Question], *, compare: bool = False, gap: float = GAP) -> list[Answer]:
     """Answer each question; none is slower than one before that has no more memory."""
-    found: list[Fit] = []
+    found: list[Answer] = []
     for question in questions:
         less = [one for one in found if one.is_for_less(question)]
         known = max(less or found[-1:], key=lambda one: one.tokens_per_s or 0.0, default=None)
@@ -158,7 +158,7 @@ def tried(
     effort: Effort,
     *,
     first: float = inf,
-    known: Fit | None = None,
+    known: Answer | None = None,
 ) -> Tried:
     """Answer a cell, or rule it out by bounds where it does not reach a speed.
 
@@ -178,7 +178,7 @@ def tried(
     return planned(cell, fit(question, effort=effort, known=known))
 
 
-def helped(base: Fit, change: Cell) -> Tried:
+def helped(base: Answer, change: Cell) -> Tried:
     """Answer a change, unless a bound says that it is worth too little."""
     worth = (base.tokens_per_s or 0.0) * (1 + WORTH)
     below = change.question.tokens / worth if worth else inf

@@ -18,11 +18,9 @@ from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import SAFE, Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.allowance import left_free_bytes
 from protrain_plan.planning.questions.alternatives import alternatives, bucket_bytes
 from protrain_plan.planning.questions.answers import (
     Answer,
-    Fit,
     LeastMemory,
     Objective,
     Point,
@@ -74,10 +72,7 @@ def ask(
     soon as it is known.
     """
     problems, budgets = question.problems(), question.budgets
-    answer = Answer(
-        profile=problems[0].profile,
-        headroom_bytes=left_free_bytes(question.profile, budgets),
-    )
+    answer = Answer(question=question)
     outcome: Solved | Infeasible
     if objective.max_slowdown is not None:
         slowdown = objective.max_slowdown
@@ -103,7 +98,7 @@ def ask(
         )
     if isinstance(outcome, Infeasible):
         if sharded := question.adding_shards():
-            return ask(
+            found = ask(
                 sharded,
                 objective,
                 effort=effort,
@@ -112,6 +107,7 @@ def ask(
                 told=told,
                 hints=hints,
             )
+            return replace(found, question=question)
         batch, sequence = largest_of(question, "batch-size"), largest_of(question, "seq-len")
         advice = outcome.advice
         allowed = replace(question, allow=(*question.allow, ROUNDING))
@@ -144,7 +140,6 @@ def ask(
     return replace(
         answer,
         solved=outcome,
-        program=problem.program(outcome.plan.units),
         kept_seconds=kept.seconds if kept else None,
     )
 
@@ -275,8 +270,8 @@ def pareto(
 
 
 def fit(
-    question: Question, *, effort: Effort, compare: bool = False, known: Fit | None = None
-) -> Fit:
+    question: Question, *, effort: Effort, compare: bool = False, known: Answer | None = None
+) -> Answer:
     """Plan the question's profile, and say what binds; with `compare`, beside alternatives.
 
     Where an alternative is faster by more than the gap that is good enough, the search begins there
@@ -320,13 +315,13 @@ def fit(
     else:
         solved, problem = found, problem_of(found, problems)
         binds = lanes_in_a_line(problem, problem.choice_of(found.plan.units))
-    return Fit(
+    return replace(
+        answer,
         question=question,
         solved=solved,
         infeasible=None if solved else answer.infeasible,
         binds=binds,
         plain_bytes=plain_bytes(problem),
-        plain_seconds=answer.kept_seconds,
         alternatives=others,
     )
 
