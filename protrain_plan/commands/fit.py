@@ -141,6 +141,11 @@ class WantedOptions:
         """Return all numbers of devices of all machines; ProtrainError where there is none."""
         from protrain_plan.hardware.offers import catalogue_offers, offer, read_offers
 
+        of_on = {"--num-devices": cells.num_devices != "1", "--price": self.price is not None}
+        for option in (one for one, is_given in of_on.items() if is_given and cells.on is None):
+            raise ProtrainError("it is for machines of --on", key=option)
+        if cells.on is not None and self.among is not None:
+            raise ProtrainError("--on and --among both name machines", key="--among")
         if cells.on is not None:
             machines = [budgets.machine(name.strip()) for name in cells.on.split(",")]
             budgets.refuse_host_memory(machines)
@@ -293,6 +298,9 @@ def fit(
         for option in unused:
             if option in ("--beside", "--compare", "--set", "--what-helps"):
                 raise ProtrainError("stages are planned without it", key=option)
+    for option in (*given(answers), *["--sort"] * bool(asked.sort)):
+        if wanted.is_search and option in ("--compare", "--what-helps", "--sort"):
+            raise ProtrainError("a search has an order and an answer of its own", key=option)
     for _, _, of_row in chosen:
         refuse_batches(asked.global_batch, asked.batch_size, of_row.accumulate)
     order = choice("--sort", asked.sort, ORDERS) if asked.sort else None

@@ -13,13 +13,10 @@ from protrain_plan.planning.questions.allowance import EXPANDABLE_MOST
 from protrain_plan.planning.questions.cells import MEMORY, WORTH
 from protrain_plan.presentation.plans import (
     ALLOCATED,
+    facts_of,
     headroom_text,
-    infeasible_json,
     other_results,
-    profile_facts,
-    solved_json,
     spared_disk,
-    writes_of,
 )
 from protrain_plan.presentation.profiles import caveats, error_band, trust
 from protrain_plan.presentation.terminal import Text, fields_of, fits_in, table_of, wrote
@@ -95,11 +92,10 @@ def _answer(one: "Tried", fit: "Answer") -> Row:
         about += [*wear_lines(solved.plan, profile), *spared_disk(solved)]
         about += other_results(solved.plan)
     return {
-        **profile_facts(profile),
+        **facts_of(fit, profile),
         "verdict": fit.verdict,
         "tight": fit.is_tight,
         "reserved_bytes_about": fit.reserved_bytes,
-        "headroom_bytes": fit.headroom_bytes,
         "budget_bytes": fit.question.budgets.device,
         "plain_device_bytes": fit.plain_bytes,
         "plain_step_seconds": fit.kept_seconds,
@@ -108,9 +104,6 @@ def _answer(one: "Tried", fit: "Answer") -> Row:
         "tokens_per_second": fit.tokens_per_s,
         **fields_of(one.spending(fit.step_seconds)),
         "measured_over_estimated": error_band(profile.hardware),
-        "disk_writes": writes_of(solved, profile),
-        **(solved_json(solved) if solved else {}),
-        **(infeasible_json(fit.infeasible) if fit.infeasible else {}),
         "alternatives": [
             {
                 **fields_of(other, but=("units", "is_tight", "adds_shards")),

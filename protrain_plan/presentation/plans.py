@@ -28,7 +28,7 @@ from protrain_plan.presentation.terminal import (
     wrote,
 )
 from protrain_plan.simulation.report import in_words as report_in_words
-from protrain_plan.simulation.wear import Wear, wear, wear_lines
+from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract.program.memory import Excess, checkpoint_bytes
 from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records import activations_text, states_text
@@ -255,36 +255,37 @@ def search_text(stage: str, step_seconds: float | None, bound_seconds: float | N
     return ", ".join([stage, *told])
 
 
-def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str, Any]:
-    """Return what `protrain plan --json` prints."""
-    data: dict[str, Any] = infeasible_json(answer.infeasible) if answer.infeasible else {}
-    if answer.solved is not None:
-        lanes = answer.report.lanes if answer.report else ()
-        data |= solved_json(answer.solved)
-        data["lanes"] = {
-            lane.name: {"busy_seconds": lane.busy_s, "utilisation": lane.utilisation}
-            for lane in lanes
-        }
-    if answer.least_memory is not None:
-        data |= fields_of(answer.least_memory, but=("solved",))
-    front = [
-        {"device_bytes": point.device_bytes, **solved_json(point.solved)} for point in answer.front
-    ]
+def facts_of(answer: "Answer", profile: Profile) -> dict[str, Any]:
+    """Return what is said of a plan, or of why there is none, for a cell and for one question."""
+    solved = answer.solved
     return {
-        **data,
-        "kept_seconds": answer.kept_seconds,
-        "seconds_without_pins": answer.seconds_without_pins,
-        "front": front,
-        "explanation": explanation,
+        **(solved_json(solved) if solved else {}),
+        **(infeasible_json(answer.infeasible) if answer.infeasible else {}),
         "headroom_bytes": answer.headroom_bytes,
-        **profile_facts(answer.of_rank),
-        "disk_writes": writes_of(answer.solved, answer.of_rank),
+        **profile_facts(profile),
+        "disk_writes": wear(solved.plan, profile) if solved else None,
     }
 
 
-def writes_of(solved: "Solved | None", profile: Profile) -> Wear | None:
-    """Bytes that the plan writes to a node's disks, where it writes any."""
-    return wear(solved.plan, profile) if solved else None
+def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str, Any]:
+    """Return what `protrain plan --json` prints."""
+    least = answer.least_memory
+    lanes = {
+        lane.name: {"busy_seconds": lane.busy_s, "utilisation": lane.utilisation}
+        for lane in (answer.report.lanes if answer.report else ())
+    }
+    return {
+        **facts_of(answer, answer.of_rank),
+        **({"lanes": lanes} if answer.solved else {}),
+        **(fields_of(least, but=("solved",)) if least else {}),
+        "kept_seconds": answer.kept_seconds,
+        "seconds_without_pins": answer.seconds_without_pins,
+        "front": [
+            {"device_bytes": point.device_bytes, **solved_json(point.solved)}
+            for point in answer.front
+        ],
+        "explanation": explanation,
+    }
 
 
 def answer_text(

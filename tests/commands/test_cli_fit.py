@@ -350,6 +350,9 @@ def test_a_price_sorts_cells_by_the_cost_of_a_token(tmp_path: Path) -> None:
         (("--set", "accumulate=2", "--global-batch", "4"), "--accumulate: --global-batch finds it"),
         (("--sort", "speed"), "--sort: expected time, cost or memory, got 'speed'"),
         (("--sort", "cost"), "no machine has a price"),
+        (("--sort", "time", "--speed", "1"), "--sort: a search has an order and an answer"),
+        (("--what-helps", "--speed", "1"), "--what-helps: a search has an order and an answer"),
+        (("--among", "prices.yaml"), "--among: --on and --among both name machines"),
     ],
 )
 def test_a_wrong_grid_is_one_error(
@@ -358,6 +361,32 @@ def test_a_wrong_grid_is_one_error(
     found = protrain("fit", "tiny-llama", "--on", "h200", *arguments, folder=tmp_path)
     assert found.returncode == 2
     assert message in " ".join(found.stderr.split())
+
+
+@pytest.mark.parametrize("option", ["--num-devices", "--price"])
+def test_offers_say_what_options_of_machines_say(option: str, tmp_path: Path) -> None:
+    found = protrain("hardware", "search", "tiny-llama", "--speed", 1, option, 2, folder=tmp_path)
+    assert found.returncode == 2
+    assert f"{option}: it is for machines of --on" in found.stderr
+
+
+def test_a_search_among_machines_of_fit_has_a_page(tmp_path: Path) -> None:
+    asked = (
+        "fit",
+        "tiny-llama",
+        "--on",
+        "l4",
+        "--seq-len",
+        64,
+        "--price",
+        0.5,
+        "--report",
+        "a.html",
+    )
+    found = protrain(*asked, "--speed", 1e9, folder=tmp_path)
+    assert found.returncode == 3
+    assert found.stdout.startswith("none of 1 reaches 1,000,000,000 tokens/s\n")
+    assert "tiny-llama: does it fit?" in (tmp_path / "a.html").read_text(encoding="utf-8")
 
 
 def test_fit_names_machines(tmp_path: Path) -> None:

@@ -28,18 +28,18 @@ _BEYOND = 1.6
 
 def fit_page(rows: Sequence[Row], *, columns: Sequence[str] = ()) -> str:
     """The page: a group of rows for each cell that was answered, with the `columns` besides."""
+    title = f"{', '.join(dict.fromkeys(row['model'] for row in rows))}: does it fit?"
     rows = [row for row in rows if "binds" in row]
     style = part("page.css") + part("fit.css")
     said = dict.fromkeys(text for row in rows for text in row["workload"].values() if text)
     every = [way for row in rows for way in ways(row)]
     fastest = max((way["tokens_per_second"] or 0.0 for way in every), default=0.0)
     needed = [way["peak_bytes"].on_device for way in every if way.get("peak_bytes")]
-    largest = max(row["budget_bytes"] for row in rows)
+    largest = max((row["budget_bytes"] for row in rows), default=1)
     widest = max(largest, min(max(needed, default=0), _BEYOND * largest))
     bills = [COLUMNS[name].head for name in columns]
     heads = ["", "tokens per second", *bills, "memory of one device", "host", "disk"]
     heads.append("what makes up the step, or is missing")
-    title = f"{', '.join(dict.fromkeys(row['model'] for row in rows))}: does it fit?"
     return _PAGE.substitute(
         policy=f"default-src 'none'; style-src '{hash_source(style)}'; img-src data:",
         style=style,
