@@ -32,7 +32,7 @@ from protrain_plan.commands.options import (
 )
 from protrain_plan.commands.settings import read_settings
 from protrain_plan.commands.staging import StageOptions, refuse_without_global_batch
-from protrain_plan.commands.trainer_files import FileOptions, advice_of, filled
+from protrain_plan.commands.trainer_files import FileOptions, filled
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def fit(
     )
     from protrain_plan.planning.questions.cells import refuse_missing
     from protrain_plan.presentation.grids import cell_text, grid_text, row_of, search_json
-    from protrain_plan.presentation.trainer_files import file_json, file_text
+    from protrain_plan.presentation.trainer_files import advice, file_json, file_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records.files import replace_text
 
@@ -332,13 +332,12 @@ def fit(
     def known(one: "Tried") -> None:
         row = row_of(one)
         if file is not None:
-            advice = []
+            changes = []
             if (fit := one.reached) is not None:
                 plain_fits = fit.verdict == "fits"
-                name = cell_text(row)
-                advice = [advice_of(file, fit, name, fit.micro_batches, plain_fits=plain_fits)]
-            row |= file_json(file, advice)
-            advised.extend(advice)
+                changes = [advice(file, cell_text(row), fit, plain_fits=plain_fits)]
+            row |= file_json(file, changes)
+            advised.extend(changes)
         rows.append(row)
         if as_json:
             print_json(row, indent=None)

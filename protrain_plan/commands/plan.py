@@ -31,12 +31,13 @@ from protrain_plan.commands.options import (
     size,
 )
 from protrain_plan.commands.staging import (
+    SIZES,
     StageOptions,
-    cells_of,
+    about_stages,
     plan_in_stages,
     refuse_without_global_batch,
 )
-from protrain_plan.commands.trainer_files import FileOptions, advice_of, filled
+from protrain_plan.commands.trainer_files import FileOptions, filled
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -356,13 +357,16 @@ def plan(
     """
     from rich.console import Group
 
+    from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.output import destination, print_beside, progress, show
+    from protrain_plan.hardware.offers import MachineOffer
     from protrain_plan.models.presets import is_factory
     from protrain_plan.planning.model.fluid import Fluid
     from protrain_plan.planning.questions.answers import Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.presentation.plans import answer_json, answer_text
-    from protrain_plan.presentation.trainer_files import file_json, file_text
+    from protrain_plan.presentation.trainer_files import advice, file_json, file_text
+    from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records import write_plan, write_profile
 
     beside, file, named, beside_it = None, None, profile, ""
@@ -416,10 +420,20 @@ def plan(
             allow=allow,
             beside=beside_it,
         )
-        cells = cells_of(request, settings, machine, budgets, model, staged)
+        one = MachineOffer(listed=machine, machine=machine, group=group, price_per_hour=0.0)
+        cells = Cells(
+            rows=[Row(request=request, step=settings)],
+            offers=[one],
+            budgets=budgets,
+            global_batch=model.global_batch,
+            stages=None if staged.stages is None else staged.numbers(),
+            sizes=(model.batch_size,) if model.batch_size else SIZES,
+            cache=EstimateCache(off=model.no_cache),
+        )
     if staged.stages is not None:
         if cells is None:
-            asked = staged.about(record, budgets, settings, model.global_batch, leaves)
+            of_batch, many = {record.workload.batch_size: record}, model.global_batch or 1
+            asked = about_stages(of_batch, budgets, settings, many, staged.numbers(), leaves, None)
         else:
             with progress(quiet=as_json) as report:
                 [asked] = cells.staged(report)
@@ -462,8 +476,7 @@ def plan(
         text = Group(f"the largest that fits: {found}", "", text)
     if file is not None:
         name, plain_fits = record.hardware.name, answer.kept_seconds is not None
-        many = question.settings.micro_batches
-        advised = [advice_of(file, answer, name, many, plain_fits=plain_fits)]
+        advised = [advice(file, name, answer, plain_fits=plain_fits)]
         data |= file_json(file, advised)
         text = Group(text, *file_text(file, advised))
     show(as_json, data, lambda: text)

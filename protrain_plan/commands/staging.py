@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.measuring import ProfileRequest
     from protrain_plan.commands.option_records import BudgetOptions
-    from protrain_plan.commands.plan import ModelOptions
     from protrain_plan.planning.questions.answers import Answer, Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.planning.search.improving import Effort
@@ -48,19 +47,6 @@ class StageOptions:
             return ()
         auto = "--stages auto looks at all numbers that are possible"
         return integers("--stages", self.stages or "", auto)
-
-    def about(
-        self,
-        profile: "Profile",
-        budgets: "BudgetOptions",
-        settings: "StepSettings",
-        global_batch: int | None,
-        leaves: tuple[str, ...],
-    ) -> "Staged":
-        """Return the question about a profile in a file, which has one batch alone."""
-        assert global_batch is not None
-        profiles = {profile.workload.batch_size: profile}
-        return staged(profiles, budgets, settings, global_batch, self.numbers(), leaves, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +158,7 @@ def refuse_without_global_batch(
     return global_batch
 
 
-def staged(
+def about_stages(
     profiles: "Mapping[int, Profile]",
     budgets: "BudgetOptions",
     settings: "StepSettings",
@@ -240,31 +226,6 @@ def plan_in_stages(
         raise typer.Exit(3)
 
 
-def cells_of(
-    request: "ProfileRequest",
-    settings: "StepSettings",
-    machine: "Hardware",
-    budgets: "BudgetOptions",
-    model: "ModelOptions",
-    stages: StageOptions,
-) -> "Cells":
-    """Return the one cell of a model that is planned by its name."""
-    from protrain_plan.commands.cells import Cells, Row
-    from protrain_plan.hardware.offers import MachineOffer
-    from protrain_plan.profiling.estimate_cache import EstimateCache
-
-    group = settings.group
-    return Cells(
-        rows=[Row(request=request, step=settings)],
-        offers=[MachineOffer(listed=machine, machine=machine, group=group, price_per_hour=0.0)],
-        budgets=budgets,
-        global_batch=model.global_batch,
-        stages=None if stages.stages is None else stages.numbers(),
-        sizes=(model.batch_size,) if model.batch_size else SIZES,
-        cache=EstimateCache(off=model.no_cache),
-    )
-
-
 def _estimate(
     request: "ProfileRequest",
     listed: "Hardware",
@@ -303,7 +264,7 @@ def staged_on(
     }
     for offer in cells.offers:
         number, machine = listed.index(offer.listed), offer.machine
-        yield staged(
+        yield about_stages(
             {size: replace(found[number], hardware=machine) for size, found in by_size.items()},
             cells.budgets,
             replace(row.step, group=offer.group),
