@@ -342,7 +342,7 @@ def aside_with_late_lanes() -> None:
 
 
 def peaks_with_late_lanes() -> None:
-    """What has to leave before a slot has left, however late: who says so holds less."""
+    """Bytes that have to leave before a slot have left, however late: who says so holds less."""
     soon, later = (peak(Schedule(swap_drain=drain, update_drain=drain)) for drain in (0, 2))
     assert soon < later
 
