@@ -499,6 +499,7 @@ class _Planning:
 
     def _improve(self) -> None:
         """Change one unit after the other."""
+        self.best = self.descent.refined(self.best, most=self.walks // 2, enough_s=self._enough_s)
         if self.problem.count <= SMALL:
             self._search()
         self._polish("changes of single units")

@@ -211,6 +211,19 @@ class Descent:
                 break
         return layout, best
 
+    def refined(self, best: Evaluation, *, most: float, enough_s: float) -> Evaluation:
+        """`best` after changes of single units and pairs of them, in up to `most` walks."""
+        self.pace = best.pace
+        last = self.num_walks + most
+
+        def faster(choice: Choice, than: Evaluation) -> Evaluation | None:
+            value = self.walked(than.choice)
+            if self.walked(choice, value) >= value * (1 - LESS):
+                return None
+            return self._faster(choice, self.pace, than.seconds)
+
+        return self._changed(best, faster, lambda: self.num_walks >= last, enough_s)
+
     def searched(self, best: Evaluation, *, most: int, enough_s: float) -> Evaluation:
         """Change single units under the pace of `best` by up to `most` simulations, without walks.
 
