@@ -169,7 +169,7 @@ def integers(option: str, text: str, fix: str | None = None) -> tuple[int, ...]:
 
 def prices_of(text: str | None, machines: "Sequence[Hardware]") -> list[float]:
     """`--price` for each machine, or the machine's own; ProtrainError for what is no price."""
-    from protrain_runtime.contract.records.schema import PRICES
+    from protrain_runtime.contract.records.limits import PRICES
 
     if text is None:
         return [machine.price_per_hour for machine in machines]

@@ -1,12 +1,32 @@
 """`Hardware`: what a machine offers to a training run: tiers of memory, links between, speeds."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from protrain_runtime.contract.records.limits import (
+    Bytes,
+    Count,
+    Factor,
+    Half,
+    Lines,
+    Number,
+    Price,
+    Seconds,
+    Share,
+    ShareIfKnown,
+    Speed,
+    SpeedIfKnown,
+)
 
 TierName = Literal["host", "disk"]
-DeviceKind = str
-"""A type of device as PyTorch names it: `cpu`, `cuda` (ROCm's too), `xpu`, ... (`DEVICE_KIND` in
-schema.py). What a record says holds for every device of the type; none has an index."""
+DeviceKind = Annotated[
+    str,
+    Meta(pattern="^[a-z][a-z0-9_]{0,99}$", description="a type of device such as cpu or cuda"),
+]
+"""A type of device as PyTorch names it: `cpu`, `cuda` (ROCm's too), `xpu`, ..., or as a backend
+registers it. What a record says holds for every device of the type; none has an index."""
 Shared = Literal["of the node", "of each device"]
 
 
@@ -23,10 +43,10 @@ class Link:
     runs too: 1 for two independent lanes, 0.5 for one lane that both share.
     """
 
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    latency_s: float
-    duplex: float
+    read_bytes_per_s: Speed
+    write_bytes_per_s: Speed
+    latency_s: Seconds
+    duplex: Half
 
 
 PCIE = {"pcie-3": 12e9, "pcie-4": 24e9, "pcie-5": 50e9}
@@ -44,10 +64,10 @@ class Observed:
     the last quarter of this writing.
     """
 
-    seconds: float
-    written_bytes: int
-    first_bytes_per_s: float
-    last_bytes_per_s: float
+    seconds: Seconds
+    written_bytes: Bytes
+    first_bytes_per_s: Speed
+    last_bytes_per_s: Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +82,11 @@ class Tier:
     """
 
     name: TierName
-    capacity_bytes: int
+    capacity_bytes: Bytes
     link: Link
     observed: Observed | None = None
     cached: "Cached | None" = None
-    endurance_bytes: int = 0
+    endurance_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +101,10 @@ class Device:
 
     kind: DeviceKind
     name: str
-    memory_bytes: int
-    context_bytes: int
-    num_threads: int
-    allocator_bytes: int = 0
+    memory_bytes: Bytes
+    context_bytes: Bytes
+    num_threads: Count
+    allocator_bytes: Bytes = 0
 
     @property
     def besides_bytes(self) -> int:
@@ -99,8 +119,8 @@ class Contention:
     On a CPU machine every lane runs on the processors that also compute.
     """
 
-    compute: float
-    lane: float
+    compute: Share
+    lane: Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,20 +150,20 @@ class Rates:
     seconds on this very machine; both are 0 where they were never compared.
     """
 
-    float32_flops_per_s: float  # dense matrix products, at the device's peak
-    bfloat16_flops_per_s: float  # also those of float16
-    compute_efficiency: float  # the part of it that large matrix products reach
-    memory_bytes_per_s: float
-    memory_efficiency: float
-    operator_s: float
-    host_parameters_per_s: float  # AdamW's step in host memory
-    error_low: float = 0.0
-    error_high: float = 0.0
-    host_piece_s: float = 0.0  # of AdamW's step on a piece, besides its parameters
-    multiprocessors: int = 0  # that compute tiles of a product at the same time
-    attention_efficiency: float = 0.0  # of long rows in heads 128 wide, forward
-    attention_backward_efficiency: float = 0.0
-    host_bandwidth_bytes_per_s: float = 0.0  # of the memory of a node's host
+    float32_flops_per_s: Speed  # dense matrix products, at the device's peak
+    bfloat16_flops_per_s: Speed  # also those of float16
+    compute_efficiency: Share  # the part of it that large matrix products reach
+    memory_bytes_per_s: Speed
+    memory_efficiency: Share
+    operator_s: Seconds
+    host_parameters_per_s: Speed  # AdamW's step in host memory
+    error_low: Factor = 0.0
+    error_high: Factor = 0.0
+    host_piece_s: Seconds = 0.0  # of AdamW's step on a piece, besides its parameters
+    multiprocessors: Number = 0  # that compute tiles of a product at the same time
+    attention_efficiency: ShareIfKnown = 0.0  # of long rows in heads 128 wide, forward
+    attention_backward_efficiency: ShareIfKnown = 0.0
+    host_bandwidth_bytes_per_s: SpeedIfKnown = 0.0  # of the memory of a node's host
 
     def flops_per_s(self, *, half: bool) -> float:
         """The peak rate of dense products, in 16 bits or in 32."""
@@ -158,9 +178,9 @@ class Collectives:
     bus bandwidths. `latency_s` is that of one of the W - 1 hops that a collective takes.
     """
 
-    gather_bytes_per_s: float  # all-gather
-    reduce_bytes_per_s: float  # reduce-scatter
-    latency_s: float
+    gather_bytes_per_s: Speed  # all-gather
+    reduce_bytes_per_s: Speed  # reduce-scatter
+    latency_s: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +194,12 @@ class Interconnect:
     of the optimizer on the host are: of the node, so that its ranks share them, or each device's.
     """
 
-    devices_per_node: int
+    devices_per_node: Count
     intra_node: Collectives  # among the devices of a node
     inter_node: Collectives | None = None  # among those of several nodes; absent: there is one
     contention: Contention = Contention(compute=1.0, lane=1.0)
-    link_share: float = 1.0
-    library_bytes: int = 0
+    link_share: Half = 1.0
+    library_bytes: Bytes = 0
     below: Shared = "of the node"
 
 
@@ -191,9 +211,9 @@ class PublishedError:
     runs on devices of this architecture; `source` names them.
     """
 
-    low: float
-    high: float
-    runs: int
+    low: Factor
+    high: Factor
+    runs: Count
     source: str
 
 
@@ -222,11 +242,11 @@ class Hardware:
     update_contention: Contention
     rates: Rates | None = None
     interconnect: Interconnect | None = None
-    sources: tuple[str, ...] = ()
-    move_s: float = 0.0
-    price_per_hour: float = 0.0
+    sources: tuple[Lines, ...] = ()
+    move_s: Seconds = 0.0
+    price_per_hour: Price = 0.0
     published_error: PublishedError | None = None
-    power_w: float = 0.0
+    power_w: Factor = 0.0
 
     @property
     def is_compared(self) -> bool:

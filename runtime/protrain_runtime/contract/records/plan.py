@@ -1,7 +1,9 @@
 """`Plan`: the decisions, and what they are predicted to cost. Reviewed and committed like code."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
 
 from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.forms import (
@@ -13,6 +15,23 @@ from protrain_runtime.contract.records.forms import (
     leaves_of,
 )
 from protrain_runtime.contract.records.hardware import TierName, is_accelerator
+from protrain_runtime.contract.records.limits import (
+    MAX_LIST,
+    MAX_UNITS,
+    Bytes,
+    Count,
+    Factor,
+    MicroBatches,
+    Names,
+    Number,
+    OtherStepSeconds,
+    Position,
+    ShareIfKnown,
+    Slots,
+    SomeBytes,
+    StepSeconds,
+    Tensors,
+)
 from protrain_runtime.contract.records.profile import Form, UnitKind, Workload
 
 
@@ -157,11 +176,11 @@ class Schedule:
     the order of the next forward; what it holds until then stays on the device.
     """
 
-    forward_lead: float = 0  # parameters for forward
-    backward_lead: float = 0  # parameters for backward
-    swap_lead: float = 0  # swapped activations for backward
-    swap_drain: float | None = None  # swapped activations after forward
-    update_drain: float | None = None  # gradients, and states on their way down, after backward
+    forward_lead: Slots = 0  # parameters for forward
+    backward_lead: Slots = 0  # parameters for backward
+    swap_lead: Slots = 0  # swapped activations for backward
+    swap_drain: Slots | None = None  # swapped activations after forward
+    update_drain: Slots | None = None  # gradients, and states on their way down, after backward
     update_late: bool = False
 
 
@@ -178,9 +197,9 @@ class UnitPlan:
     states: Placement
     schedule: Schedule = Schedule()
     kind: UnitKind = "block"
-    parameters: tuple[str, ...] = ()
-    also_used_by: tuple[str, ...] = ()
-    own_inputs: tuple[int, ...] = (0,)
+    parameters: Names = ()
+    also_used_by: Annotated[tuple[str, ...], Meta(max_length=MAX_UNITS)] = ()
+    own_inputs: tuple[Position, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,11 +210,11 @@ class TierBytes:
     device's allocator may hold beyond the tensors (see `Device.allocator_bytes`).
     """
 
-    device: int
-    context: int
-    host: int
-    disk: int
-    allocator: int = 0
+    device: Bytes
+    context: Bytes
+    host: Bytes
+    disk: Bytes
+    allocator: Bytes = 0
 
     @property
     def reserved(self) -> int:
@@ -223,15 +242,15 @@ class Prediction:
     `Plan.clipped_percent`, and `clipped_step_seconds` those of a step that is clipped.
     """
 
-    step_seconds: float
-    lower_bound_seconds: float  # no schedule within the budgets is faster
+    step_seconds: StepSeconds
+    lower_bound_seconds: StepSeconds  # no schedule within the budgets is faster
     peak_bytes: TierBytes
-    error_low: float = 0.0
-    error_high: float = 0.0
-    first_step_seconds: float = 0.0  # where steps overlap
-    clipped_step_seconds: float = 0.0  # where updates are speculative
-    host_update_seconds: float = 0.0  # of a step, beside an accelerator
-    host_update_threads: int = 0  # of a rank, that take these
+    error_low: Factor = 0.0
+    error_high: Factor = 0.0
+    first_step_seconds: OtherStepSeconds = 0.0  # where steps overlap
+    clipped_step_seconds: OtherStepSeconds = 0.0  # where updates are speculative
+    host_update_seconds: OtherStepSeconds = 0.0  # of a step, beside an accelerator
+    host_update_threads: Number = 0  # of a rank, that take these
 
     @property
     def expected_seconds(self) -> tuple[float, float] | None:
@@ -246,9 +265,9 @@ class Prediction:
 class Budgets:
     """The most that a run may take of each tier; of the device, with all besides tensors."""
 
-    device: int
-    host: int
-    disk: int
+    device: Bytes
+    host: Bytes
+    disk: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,9 +278,9 @@ class DeviceGroup:
     states of each chunk that is not persistent; the groups are replicas of each other.
     """
 
-    num_devices: int = 1
-    num_replicas: int = 1  # of the sharded states; divides num_devices
-    num_nodes: int = 1  # that the devices are in, as many in each
+    num_devices: Count = 1
+    num_replicas: Count = 1  # of the sharded states; divides num_devices
+    num_nodes: Count = 1  # that the devices are in, as many in each
 
     @property
     def in_node(self) -> int:
@@ -306,16 +325,18 @@ class StepSettings:
     A stage of a pipeline has the activations of `held` micro-batches at a time.
     """
 
-    piece_bytes: int = 0  # optimizer states move and are updated in such pieces; 0: to be chosen
+    piece_bytes: SomeBytes = (
+        0  # optimizer states move and are updated in such pieces; 0: to be chosen
+    )
     updates: Updates = "in backward"
-    micro_batches: int = 1  # forwards and backwards per update
+    micro_batches: MicroBatches = 1  # forwards and backwards per update
     reductions: Reductions = "in the last micro-batch"  # of ranks
     group: DeviceGroup = ALONE
     overlap_steps: bool = False
-    page_cache_bytes: int = 0  # of memory, that what is on disk may fill
-    clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
-    disk_gain: float = DISK_GAIN
-    held: int = 1  # micro-batches whose activations stand together
+    page_cache_bytes: Bytes = 0  # of memory, that what is on disk may fill
+    clip_share: ShareIfKnown = CLIP_SHARE  # of all steps, those whose gradients are clipped
+    disk_gain: Annotated[float, Meta(ge=0, le=100)] = DISK_GAIN
+    held: MicroBatches = 1  # micro-batches whose activations stand together
 
     @property
     def is_single(self) -> bool:
@@ -359,9 +380,9 @@ class StagePlan:
     """
 
     first_units: tuple[str, ...]  # of each chunk
-    held: int  # micro-batches whose activations stand together
-    piece_bytes: int
-    cycle_seconds: float  # of a micro-batch: all its forwards and backwards
+    held: MicroBatches  # micro-batches whose activations stand together
+    piece_bytes: SomeBytes
+    cycle_seconds: StepSeconds  # of a micro-batch: all its forwards and backwards
     peak_bytes: TierBytes
 
 
@@ -371,8 +392,8 @@ class PipelinePlan:
 
     schedule: PipelineSchedule
     layout: PipelineLayout = "stages across nodes"
-    num_nodes: int = 1  # that all devices are in, as many in each
-    stages: tuple[StagePlan, ...]
+    num_nodes: Count = 1  # that all devices are in, as many in each
+    stages: Annotated[tuple[StagePlan, ...], Meta(min_length=2, max_length=MAX_LIST)]
 
     @property
     def chunks(self) -> int:
@@ -401,8 +422,8 @@ class Plan:
     prediction: Prediction
     settings: StepSettings
     pipeline: PipelinePlan | None = None
-    units: tuple[UnitPlan, ...]
-    tensors: tuple[str, ...] = ()
+    units: Annotated[tuple[UnitPlan, ...], Meta(min_length=1, max_length=MAX_UNITS)]
+    tensors: Tensors = ()
 
     @property
     def num_stages(self) -> int:
