@@ -5,20 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from protrain_runtime.contract.records.limits import (
-    Bytes,
-    Count,
-    Factor,
-    Half,
-    Lines,
-    Number,
-    Price,
-    Seconds,
-    Share,
-    ShareIfKnown,
-    Speed,
-    SpeedIfKnown,
-)
+from protrain_runtime.contract.records import limits
 
 TierName = Literal["host", "disk"]
 DeviceKind = Annotated[
@@ -43,10 +30,10 @@ class Link:
     runs too: 1 for two independent lanes, 0.5 for one lane that both share.
     """
 
-    read_bytes_per_s: Speed
-    write_bytes_per_s: Speed
-    latency_s: Seconds
-    duplex: Half
+    read_bytes_per_s: limits.Speed
+    write_bytes_per_s: limits.Speed
+    latency_s: limits.Seconds
+    duplex: limits.Half
 
 
 PCIE = {"pcie-3": 12e9, "pcie-4": 24e9, "pcie-5": 50e9}
@@ -64,10 +51,10 @@ class Observed:
     the last quarter of this writing.
     """
 
-    seconds: Seconds
-    written_bytes: Bytes
-    first_bytes_per_s: Speed
-    last_bytes_per_s: Speed
+    seconds: limits.Seconds
+    written_bytes: limits.Bytes
+    first_bytes_per_s: limits.Speed
+    last_bytes_per_s: limits.Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +69,11 @@ class Tier:
     """
 
     name: TierName
-    capacity_bytes: Bytes
+    capacity_bytes: limits.Bytes
     link: Link
     observed: Observed | None = None
     cached: "Cached | None" = None
-    endurance_bytes: Bytes = 0
+    endurance_bytes: limits.Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +88,10 @@ class Device:
 
     kind: DeviceKind
     name: str
-    memory_bytes: Bytes
-    context_bytes: Bytes
-    num_threads: Count
-    allocator_bytes: Bytes = 0
+    memory_bytes: limits.Bytes
+    context_bytes: limits.Bytes
+    num_threads: limits.Count
+    allocator_bytes: limits.Bytes = 0
 
     @property
     def besides_bytes(self) -> int:
@@ -119,8 +106,8 @@ class Contention:
     On a CPU machine every lane runs on the processors that also compute.
     """
 
-    compute: Share
-    lane: Share
+    compute: limits.Share
+    lane: limits.Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,20 +137,20 @@ class Rates:
     seconds on this very machine; both are 0 where they were never compared.
     """
 
-    float32_flops_per_s: Speed  # dense matrix products, at the device's peak
-    bfloat16_flops_per_s: Speed  # also those of float16
-    compute_efficiency: Share  # the part of it that large matrix products reach
-    memory_bytes_per_s: Speed
-    memory_efficiency: Share
-    operator_s: Seconds
-    host_parameters_per_s: Speed  # AdamW's step in host memory
-    error_low: Factor = 0.0
-    error_high: Factor = 0.0
-    host_piece_s: Seconds = 0.0  # of AdamW's step on a piece, besides its parameters
-    multiprocessors: Number = 0  # that compute tiles of a product at the same time
-    attention_efficiency: ShareIfKnown = 0.0  # of long rows in heads 128 wide, forward
-    attention_backward_efficiency: ShareIfKnown = 0.0
-    host_bandwidth_bytes_per_s: SpeedIfKnown = 0.0  # of the memory of a node's host
+    float32_flops_per_s: limits.Speed  # dense matrix products, at the device's peak
+    bfloat16_flops_per_s: limits.Speed  # also those of float16
+    compute_efficiency: limits.Share  # the part of it that large matrix products reach
+    memory_bytes_per_s: limits.Speed
+    memory_efficiency: limits.Share
+    operator_s: limits.Seconds
+    host_parameters_per_s: limits.Speed  # AdamW's step in host memory
+    error_low: limits.Factor = 0.0
+    error_high: limits.Factor = 0.0
+    host_piece_s: limits.Seconds = 0.0  # of AdamW's step on a piece, besides its parameters
+    multiprocessors: limits.Number = 0  # that compute tiles of a product at the same time
+    attention_efficiency: limits.ShareIfKnown = 0.0  # of long rows in heads 128 wide, forward
+    attention_backward_efficiency: limits.ShareIfKnown = 0.0
+    host_bandwidth_bytes_per_s: limits.SpeedIfKnown = 0.0  # of the memory of a node's host
 
     def flops_per_s(self, *, half: bool) -> float:
         """The peak rate of dense products, in 16 bits or in 32."""
@@ -178,9 +165,9 @@ class Collectives:
     bus bandwidths. `latency_s` is that of one of the W - 1 hops that a collective takes.
     """
 
-    gather_bytes_per_s: Speed  # all-gather
-    reduce_bytes_per_s: Speed  # reduce-scatter
-    latency_s: Seconds
+    gather_bytes_per_s: limits.Speed  # all-gather
+    reduce_bytes_per_s: limits.Speed  # reduce-scatter
+    latency_s: limits.Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,12 +181,12 @@ class Interconnect:
     of the optimizer on the host are: of the node, so that its ranks share them, or each device's.
     """
 
-    devices_per_node: Count
+    devices_per_node: limits.Count
     intra_node: Collectives  # among the devices of a node
     inter_node: Collectives | None = None  # among those of several nodes; absent: there is one
     contention: Contention = Contention(compute=1.0, lane=1.0)
-    link_share: Half = 1.0
-    library_bytes: Bytes = 0
+    link_share: limits.Half = 1.0
+    library_bytes: limits.Bytes = 0
     below: Shared = "of the node"
 
 
@@ -211,9 +198,9 @@ class PublishedError:
     runs on devices of this architecture; `source` names them.
     """
 
-    low: Factor
-    high: Factor
-    runs: Count
+    low: limits.Factor
+    high: limits.Factor
+    runs: limits.Count
     source: str
 
 
@@ -242,11 +229,11 @@ class Hardware:
     update_contention: Contention
     rates: Rates | None = None
     interconnect: Interconnect | None = None
-    sources: tuple[Lines, ...] = ()
-    move_s: Seconds = 0.0
-    price_per_hour: Price = 0.0
+    sources: tuple[limits.Lines, ...] = ()
+    move_s: limits.Seconds = 0.0
+    price_per_hour: limits.Price = 0.0
     published_error: PublishedError | None = None
-    power_w: Factor = 0.0
+    power_w: limits.Factor = 0.0
 
     @property
     def is_compared(self) -> bool:

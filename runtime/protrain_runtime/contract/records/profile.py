@@ -11,27 +11,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from protrain_runtime.contract.records import limits
 from protrain_runtime.contract.records.hardware import DeviceKind, Hardware
-from protrain_runtime.contract.records.limits import (
-    MAX_LIST,
-    MAX_UNITS,
-    Bytes,
-    BytesBeyond,
-    Count,
-    Factor,
-    Indices,
-    JsonText,
-    Lines,
-    Many,
-    Names,
-    Position,
-    Seconds,
-    Seed,
-    Share,
-    Speed,
-    SpeedIfKnown,
-    Tensors,
-)
 
 Form = Annotated[str, Meta(description="the name of a form")]
 """In what form a unit's activations wait for backward: the name of an entry of `forms.FORMS`."""
@@ -64,12 +45,12 @@ class Workload:
     """The model and batch that were profiled, in terms that build them again."""
 
     model: str  # preset name, path of a config.json, or package.module:factory
-    model_config: JsonText  # the resolved configuration as compact JSON ("" for a factory)
-    batch_size: Many  # [sequences]
-    seq_len: Many  # [tokens]
+    model_config: limits.JsonText  # the resolved configuration as compact JSON ("" for a factory)
+    batch_size: limits.Many  # [sequences]
+    seq_len: limits.Many  # [tokens]
     dtype: DType
     device: DeviceKind
-    seed: Seed
+    seed: limits.Seed
     precision: Precision = "pure"
     adapter: str = ""  # "lora r=16 dtype=float32": what was added, and is trained (see `adapters`)
     inputs: tuple[str, ...] = ()  # of a factory's profiled batch: "tokens 4x64", a tensor each
@@ -96,15 +77,15 @@ class FormCost:
     """
 
     form: Form
-    forward_peak_bytes: Bytes
-    kept_bytes: Bytes
-    backward_peak_bytes: BytesBeyond
-    swappable_bytes: Bytes
-    forward_s: Seconds
-    backward_s: Seconds  # recomputation included
-    swap_pieces: tuple[Bytes, ...] = ()
-    forward_launch_s: Seconds = 0.0
-    backward_launch_s: Seconds = 0.0
+    forward_peak_bytes: limits.Bytes
+    kept_bytes: limits.Bytes
+    backward_peak_bytes: limits.BytesBeyond
+    swappable_bytes: limits.Bytes
+    forward_s: limits.Seconds
+    backward_s: limits.Seconds  # recomputation included
+    swap_pieces: tuple[limits.Bytes, ...] = ()
+    forward_launch_s: limits.Seconds = 0.0
+    backward_launch_s: limits.Seconds = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -158,21 +139,21 @@ class Unit:
     name: str
     kind: UnitKind
     num_parameters: Annotated[int, Meta(ge=0, le=10**15)]
-    parameter_bytes: Bytes  # trainable and frozen
-    gradient_bytes: Bytes
-    state_bytes: Bytes  # optimizer states
-    used_by: Indices
-    forms: Annotated[tuple[FormCost, ...], Meta(min_length=1, max_length=MAX_LIST)]
-    parameters: Names = ()
-    own_inputs: tuple[Position, ...] = (0,)
-    parameter_pieces: tuple[Bytes, ...] = ()
-    gradient_pieces: tuple[Bytes, ...] = ()
+    parameter_bytes: limits.Bytes  # trainable and frozen
+    gradient_bytes: limits.Bytes
+    state_bytes: limits.Bytes  # optimizer states
+    used_by: limits.Indices
+    forms: Annotated[tuple[FormCost, ...], Meta(min_length=1, max_length=limits.MAX_LIST)]
+    parameters: limits.Names = ()
+    own_inputs: tuple[limits.Position, ...] = (0,)
+    parameter_pieces: tuple[limits.Bytes, ...] = ()
+    gradient_pieces: tuple[limits.Bytes, ...] = ()
     reached: bool = True
-    stays: Lines = ""
-    runs_once: Lines = ""
-    uneven_state_bytes: Bytes = 0
-    largest_gradient_bytes: Bytes = 0
-    reads: Indices = ()
+    stays: limits.Lines = ""
+    runs_once: limits.Lines = ""
+    uneven_state_bytes: limits.Bytes = 0
+    largest_gradient_bytes: limits.Bytes = 0
+    reads: limits.Indices = ()
     gets: tuple[Handed, ...] = ()
 
     @property
@@ -202,15 +183,15 @@ class OptimizerCost:
     """
 
     name: str
-    host_parameters_per_s: Speed
-    device_parameters_per_s: Speed
-    workspace_fraction: Factor
-    host_piece_s: Seconds = 0.0
+    host_parameters_per_s: limits.Speed
+    device_parameters_per_s: limits.Speed
+    workspace_fraction: limits.Factor
+    host_piece_s: limits.Seconds = 0.0
     block: Annotated[int, Meta(ge=0, le=10**9)] = 1
-    cut_elements: Many = 64
+    cut_elements: limits.Many = 64
     at_once: bool = False
-    workspace_bytes: Bytes = 0
-    node_parameters_per_s: SpeedIfKnown = 0.0
+    workspace_bytes: limits.Bytes = 0
+    node_parameters_per_s: limits.SpeedIfKnown = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +203,10 @@ class Repetitions:
     what is simulated for that plan; 0 where it was not timed.
     """
 
-    num_steps: Many
-    low: Share
+    num_steps: limits.Many
+    low: limits.Share
     high: Annotated[float, Meta(ge=1, le=1e6)]
-    planned: Factor = 0.0
+    planned: limits.Factor = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,8 +217,8 @@ class Compilation:
     (warm); none where the compiler has no cache.
     """
 
-    num_graphs: Count  # forwards; one that trains has a backward besides
-    seconds: Seconds
+    num_graphs: limits.Count  # forwards; one that trains has a backward besides
+    seconds: limits.Seconds
     cache: Literal["cold", "partly", "warm", "none"]
 
 
@@ -249,9 +230,9 @@ class Beside:
     """
 
     model: str
-    weight_bytes: Bytes
-    forward_bytes: Bytes  # at most, its batch and its outputs included
-    forward_s: Seconds  # for a batch, before that of the first unit
+    weight_bytes: limits.Bytes
+    forward_bytes: limits.Bytes  # at most, its batch and its outputs included
+    forward_s: limits.Seconds  # for a batch, before that of the first unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,10 +260,10 @@ class Profile:
     method: Literal["measured", "estimated"]
     model_fingerprint: str  # of module structure, shapes and dtypes
     optimizer: OptimizerCost
-    base_bytes: Bytes  # live bytes before the first slot: the batch, buffers, last step's loss
-    units: Annotated[tuple[Unit, ...], Meta(min_length=1, max_length=MAX_UNITS)]
-    tensors: Tensors = ()
-    fixed_bytes: Bytes = 0
+    base_bytes: limits.Bytes  # live before the first slot: the batch, buffers, last step's loss
+    units: Annotated[tuple[Unit, ...], Meta(min_length=1, max_length=limits.MAX_UNITS)]
+    tensors: limits.Tensors = ()
+    fixed_bytes: limits.Bytes = 0
     repetitions: Repetitions | None = None
     model_flops: Annotated[float, Meta(ge=0, le=1e27)] = 0.0
     varies: str = ""

@@ -121,7 +121,7 @@ def _units(owner: Any, document: Document) -> tuple[Any, ...]:
     places: dict[str, int] = {}
     found: list[tuple[Any, Document]] = []
     unfolded = 0
-    for entry in document.items(MAX_UNITS):
+    for entry in map(document.at, range(len(document.data))):
         values = _fields(owner, entry)
         if owner is UnitPlan:
             values["schedule"] = Schedule(**_fields(Schedule, entry))

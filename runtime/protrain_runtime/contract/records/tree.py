@@ -122,22 +122,16 @@ class Document:
         except ProtrainError as error:
             raise self.error(error.message, error.fix or fix) from None
 
-    def read(self, kind: type[T]) -> T:
+    def read(self, kind: type[T], *, strict: bool = True) -> T:
         """These values as one of a type that msgspec knows; RecordError where they are none."""
         try:
-            return msgspec.convert(self.data, kind)
+            return msgspec.convert(self.data, kind, strict=strict)
         except msgspec.ValidationError as error:
             raise _refusal(self, kind, str(error)) from None
 
     def mapping(self) -> "dict[str, Document]":
         """The values of a mapping by key, whatever the keys."""
         return {key: self.at(key) for key in self.read(dict[str, Any])}
-
-    def items(self, most: int) -> "list[Document]":
-        """The values of a list, of at most so many."""
-        if len(found := self.read(list[Any])) > most:
-            raise self.error(f"expected a list of at most {most}, got {len(found)}")
-        return [self.at(index) for index in range(len(found))]
 
     def headed(self, kind: str, expected: int) -> "Document":
         """The same as a file of this kind; RecordError where its header says otherwise."""
@@ -353,7 +347,7 @@ def _refusal(document: Document, kind: Any, problem: str) -> RecordError:
         fix = meant(value, whole=not isinstance(expected, inspect.FloatType))
     elif not (words or isinstance(value, str | list | dict)):
         text = value.text if isinstance(value, Odd) else value
-        fix = f"put it in quotes: '{text}'" if text != "" else None
+        fix = None if text in ("", None) else f"put it in quotes: '{text}'"
     said = re.sub("`(.+?)`", lambda found: _NAMES.get(found[1], found[1]), said).partition(", ")[0]
     return document.expected(words or said.removeprefix("Expected "), fix)
 

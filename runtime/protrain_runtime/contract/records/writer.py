@@ -8,31 +8,10 @@ from typing import Any, get_args, get_origin
 
 from protrain_runtime.contract.records.decisions import WORDINGS, Decision
 from protrain_runtime.contract.records.folding import fold, runs
-from protrain_runtime.contract.records.hardware import (
-    Collectives,
-    Contention,
-    Hardware,
-    Link,
-    Observed,
-    Rates,
-)
+from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.limits import IS_SIZE, Lines, Slots, Tensors
-from protrain_runtime.contract.records.plan import (
-    Budgets,
-    DeviceGroup,
-    Plan,
-    Schedule,
-    StepSettings,
-    TierBytes,
-    UnitPlan,
-)
-from protrain_runtime.contract.records.profile import (
-    Compilation,
-    FormCost,
-    Profile,
-    Repetitions,
-    Unit,
-)
+from protrain_runtime.contract.records.plan import Plan, Schedule, UnitPlan
+from protrain_runtime.contract.records.profile import Profile, Unit
 from protrain_runtime.contract.records.schema import (
     KINDS,
     STEP_END,
@@ -83,8 +62,8 @@ class _Sentences(list[str]):
 
 
 _ON_ONE_LINE = (
-    *(Link, Observed, Contention, Rates, Collectives, FormCost, Repetitions, Compilation),
-    *(Budgets, TierBytes, UnitPlan, StepSettings, DeviceGroup),
+    *("Link", "Observed", "Contention", "Rates", "Collectives", "FormCost", "Repetitions"),
+    *("Compilation", "Budgets", "TierBytes", "UnitPlan", "StepSettings", "DeviceGroup"),
 )
 
 
@@ -109,7 +88,7 @@ def _text(mapping: Mapping[str, Any]) -> str:
 
 def _mapping(record: Any) -> dict[str, Any]:
     """The record's fields as text, lists and mappings of these."""
-    mapping = _Line() if isinstance(record, _ON_ONE_LINE) else {}
+    mapping = _Line() if type(record).__name__ in _ON_ONE_LINE else {}
     types = hints(record.__class__)
     for f in fields(record):
         value = getattr(record, f.name)
