@@ -30,7 +30,13 @@ from protrain_runtime.contract.records.files import read_text, refuse_outside
 from protrain_runtime.contract.records.forms import FORMS, leaves_of
 from protrain_runtime.contract.records.limits import MAX_LIST, MAX_TEXT, Bytes, StepSeconds
 from protrain_runtime.contract.records.schema import SIZE
-from protrain_runtime.contract.records.tree import Document, as_seen, parsed, parsed_toml
+from protrain_runtime.contract.records.tree import (
+    Document,
+    as_seen,
+    did_you_mean,
+    parsed,
+    parsed_toml,
+)
 from protrain_runtime.contract.units import typed_bytes
 
 KIND: Final = "budgets"
@@ -144,6 +150,11 @@ def _read_toml(path: Path) -> Limits:
     source, where = str(path), "tool.protrain.budgets"
     document = parsed_toml(read_text(path), source)
     ours = _table(_table(document, "tool", source), "tool.protrain", source)
+    for key in ours:
+        if key not in ("budgets", "allow"):
+            fix = did_you_mean(key, ["budgets", "allow"]) or "the keys are budgets and allow"
+            problem = f"unknown key {cut(key)!r}"
+            raise RecordError(problem, source=source, key="tool.protrain", fix=fix)
     machines = _table(ours, where, source)
     header = {"protrain": KIND, "version": VERSION}
     # So that one reader reads both; its lines are not the file's.

@@ -309,9 +309,7 @@ class StepSettings:
     A stage of a pipeline has the activations of `held` micro-batches at a time.
     """
 
-    piece_bytes: limits.SomeBytes = (
-        0  # optimizer states move and are updated in such pieces; 0: to be chosen
-    )
+    piece_bytes: limits.SomeBytes = 0  # in which states move and are updated; 0: to be chosen
     updates: Updates = "in backward"
     micro_batches: limits.MicroBatches = 1  # forwards and backwards per update
     reductions: Reductions = "in the last micro-batch"  # of ranks

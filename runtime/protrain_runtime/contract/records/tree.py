@@ -337,7 +337,7 @@ def _refusal(document: Document, kind: Any, problem: str) -> RecordError:
     words = (getattr(expected, "extra_json_schema", None) or {}).get("description")
     expected, value = getattr(expected, "type", expected), document.data
     kinds = getattr(expected, "types", (expected,))  # of a union
-    choices = [str(word) for one in kinds for word in getattr(one, "values", ())]
+    choices = [str(word) for one in kinds for word in getattr(one, "values", ()) if word]
     fix: str | None = None
     if choices:
         words = words or "a number or " * (len(kinds) > 1) + listed(choices, "or")
