@@ -1,7 +1,7 @@
 """Kinds of numbers and texts in records, each with its limits: what stands beside a field.
 
 With these no sum, product or quotient overflows, and nothing that somebody wrote takes long. A
-number that is not 0 is besides at least 1e-12 away from it.
+number is besides 0, or at least `SMALLEST` away from it.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from protrain_runtime.contract.units import MAX_BYTES
 
+SMALLEST: Final = 1e-12
 MAX_TEXT: Final = 1_000
 """Characters of a text, of which nothing else is said, and of a key."""
 MAX_LIST: Final = 1_000
@@ -78,7 +79,7 @@ class Range:
     high: float
 
     def __contains__(self, number: float) -> bool:
-        return self.low <= number <= self.high
+        return self.low <= number <= self.high and not 0 < abs(number) < SMALLEST
 
     def __str__(self) -> str:
         return f"from {self.low:g} to {self.high:g}"

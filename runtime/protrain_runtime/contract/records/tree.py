@@ -25,7 +25,7 @@ import yaml
 from msgspec import inspect
 
 from protrain_runtime.contract.errors import MAX_SHOWN, ProtrainError, RecordError, cut
-from protrain_runtime.contract.records.limits import MAX_TEXT, Text
+from protrain_runtime.contract.records.limits import MAX_TEXT, SMALLEST, Text
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
@@ -39,7 +39,6 @@ _MOST_DEPTH, _MAX_DIRECTIVES, _OF_A_DOCUMENT = 100, 10, 10
 """The most nodes of anybody's file; a document counts as so many."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # an eighth of the time
 _MAX_CHOICES = 1_000
-_SMALLEST = 1e-12
 
 _SCALAR = re.compile(
     r"(?P<truth>true|false)|(?P<integer>[-+]?(?:0|[1-9][0-9_]*))"
@@ -271,7 +270,7 @@ def _plain(text: str) -> Any:
         case "integer" if len(text) <= MAX_SHOWN:
             return int(text.replace("_", ""))
         case "number" if math.isfinite(number := float(text.replace("_", ""))):
-            is_near = 0 < abs(number) < _SMALLEST
+            is_near = 0 < abs(number) < SMALLEST
             return Odd(text, "{}, which is too near to 0") if is_near else number
         case kind:
             return Odd(text, {"nothing": "nothing", "boolean": "the boolean {}"}.get(kind, "{}"))
