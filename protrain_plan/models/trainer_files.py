@@ -21,7 +21,14 @@ from protrain_plan.models.presets import preset_names, preset_of, read_config
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.adapters import ALL_LINEAR, Lora
 from protrain_runtime.contract.records.files import read_text
-from protrain_runtime.contract.records.tree import Document, Odd, listed, parsed, parsed_json
+from protrain_runtime.contract.records.tree import (
+    Document,
+    Odd,
+    key_of,
+    listed,
+    parsed,
+    parsed_json,
+)
 
 _TABLES: dict[str, Any] = yaml.load(
     read_text(Path(__file__).with_name("trainers.yaml")),
@@ -147,7 +154,7 @@ class TrainerFile:
         for name in found.keys() & self._places.keys():
             meant = {True if one == "auto" else one for one in (self.facts[name], found[name])}
             if all(meant) and len(meant) > 1 and _FACTS[name][1] not in self.given:
-                problem = f"{self._places[name].key} says otherwise"
+                problem = f"{key_of(self._places[name].path)} says otherwise"
                 raise node.error(problem, "remove one of them")
         if found.get(fact) is not False or not (fact in self._places and self.facts[fact]):
             self.facts |= found  # else another key has turned it on
@@ -211,7 +218,7 @@ def _nodes(path: str) -> dict[str, Document]:
     waiting = [parsed(text, path)]
     while waiting:
         for node in waiting.pop().mapping().values():
-            found[str(node.key)] = node
+            found[str(key_of(node.path))] = node
             if isinstance(node.data, dict):
                 waiting.append(node)
     return found

@@ -27,7 +27,7 @@ from protrain_runtime.contract.records.hardware import (
     Tier,
     TierName,
 )
-from protrain_runtime.contract.records.limits import IS_SIZE, range_of
+from protrain_runtime.contract.records.limits import IS_SIZE
 from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
@@ -199,7 +199,7 @@ def value(hint: Any) -> Drawn:
         return st.booleans()
     [meta] = limits
     if meta.extra == IS_SIZE:
-        return SIZES.filter(range_of(hint).__contains__)
+        return SIZES.filter(lambda size: meta.ge <= size <= meta.le)
     low, high = meta.ge, min(meta.le, 2**53)
     found: Drawn = st.integers(int(low), int(high)) if of is int else st.floats(low, high)
     return found.filter(lambda number: not 0 < abs(number) < 1e-12)

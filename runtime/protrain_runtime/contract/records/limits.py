@@ -4,8 +4,7 @@ With these no sum, product or quotient overflows, and nothing that somebody wrot
 number is besides 0, or at least `SMALLEST` away from it.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -69,25 +68,3 @@ JsonText = Annotated[
 ]
 Names = Annotated[tuple[Text, ...], Meta(max_length=100_000)]
 Tensors = Annotated[tuple[LongText, ...], Meta(max_length=100_000)]
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The numbers from `low` to `high`."""
-
-    low: float
-    high: float
-
-    def __contains__(self, number: float) -> bool:
-        return self.low <= number <= self.high and not 0 < abs(number) < SMALLEST
-
-    def __str__(self) -> str:
-        return f"from {self.low:g} to {self.high:g}"
-
-
-def range_of(kind: Any) -> Range:
-    """The limits of a type of numbers."""
-    return Range(get_args(kind)[1].ge, get_args(kind)[1].le)
-
-
-PRICES, STEPS = range_of(Price), range_of(StepSeconds)

@@ -28,13 +28,7 @@ from msgspec import Meta
 from protrain_runtime.contract.records.decisions import ACTIVATIONS, STATES
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.limits import (
-    IS_SIZE,
-    MAX_LIST,
-    Range,
-    Text,
-    range_of,
-)
+from protrain_runtime.contract.records.limits import IS_SIZE, MAX_LIST, Text
 from protrain_runtime.contract.records.plan import (
     Activations,
     Placement,
@@ -64,11 +58,6 @@ PHRASES: tuple[tuple[Any, Mapping[str, object]], ...] = (
 def hints(owner: Any) -> dict[str, Any]:
     """The types of a record's fields, with their limits."""
     return get_type_hints(owner, include_extras=True)
-
-
-def limits_of(owner: type, name: str) -> Range:
-    """The numbers that a field takes."""
-    return range_of(hints(owner)[name])
 
 
 def mark_of(hint: Any) -> Mapping[str, str] | None:

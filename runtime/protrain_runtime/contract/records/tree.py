@@ -78,11 +78,6 @@ class Document:
         return Document(self.text, self.source, data, (*self.path, *path))
 
     @property
-    def key(self) -> str | None:
-        """`units[3].name`, None for the whole."""
-        return key_of(self.path)
-
-    @property
     def line(self) -> int | None:
         """The line where this begins; None where nobody knows."""
         return _line_at(self.text, self.path)
@@ -150,6 +145,15 @@ class Document:
             fix = f"make the {kind} again" if version > 0 else None
             raise values["version"].expected(f"version {expected}", fix)
         return self
+
+
+def checked(value: float | str, kind: Any, key: str) -> float:
+    """The number that a value says, of a type with limits; RecordError, naming the key, if none."""
+    document = Document("", None, value, (key,))
+    found: float = document.read(kind, strict=False)
+    if isinstance(_far(found), Odd):
+        raise document.expected("0, or a number that is not next to it")
+    return found
 
 
 def key_of(path: Sequence[str | int]) -> str | None:
@@ -253,7 +257,9 @@ def _readable(text: str, source: str | None) -> Iterator[None]:
         problem = error.problem or error.context or ""
     except yaml.reader.ReaderError as error:
         problem = f"the character #x{error.character:04x} is not allowed"
-        line = text.count("\n", 0, error.position) + 1
+        line = text.encode()[: error.position].count(b"\n") + 1
+    except UnicodeEncodeError as error:
+        problem = f"the character {error.object[error.start]!a} is not allowed"
     except (ValueError, OverflowError):  # PyYAML's own: a version of 5,000 digits
         problem = "a number in it is too large"
     raise RecordError(f"not readable as YAML: {problem}", source=source, line=line)
@@ -270,10 +276,14 @@ def _plain(text: str) -> Any:
         case "integer" if len(text) <= MAX_SHOWN:
             return int(text.replace("_", ""))
         case "number" if math.isfinite(number := float(text.replace("_", ""))):
-            is_near = 0 < abs(number) < SMALLEST
-            return Odd(text, "{}, which is too near to 0") if is_near else number
+            return _far(number)
         case kind:
             return Odd(text, {"nothing": "nothing", "boolean": "the boolean {}"}.get(kind, "{}"))
+
+
+def _far(number: float) -> float | Odd:
+    """The number, where it is 0 or not next to it."""
+    return Odd(f"{number:g}, next to 0") if 0 < abs(number) < SMALLEST else number
 
 
 @lru_cache(maxsize=2)  # a plan and its profile are asked for lines again and again
