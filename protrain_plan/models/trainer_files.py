@@ -6,10 +6,10 @@ say, is one error: an answer is never for something else.
 """
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,11 +392,9 @@ def _plain(value: Any) -> Any:
         case list():
             return [_plain(inner) for inner in value]
         case Odd(text=text):
-            try:
-                read = yaml.safe_load(text)
-            except ValueError:  # thousands of digits
-                return text
-            return text if isinstance(read, float) and not math.isfinite(read) else read
+            with suppress(ValueError):  # thousands of digits
+                return text if str(read := yaml.safe_load(text)) in ("inf", "-inf", "nan") else read
+            return text
         case _:
             return value
 

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import defstruct
 
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.program.implications import (
@@ -184,12 +184,6 @@ class Pin:
 EXACT_UPDATES = Pin(units="*", exact_updates=True, source="--exact-updates")
 
 
-class _PinsFile(msgspec.Struct, forbid_unknown_fields=True):
-    protrain: str
-    version: int
-    pins: dict[str, Any]
-
-
 def parse_pin(text: str) -> Pin:
     """The pin in an option such as `layers.0-3: recompute`; ProtrainError where there is none."""
     units, colon, decisions = text.rpartition(":")  # a decision has no colon, a name might
@@ -215,7 +209,8 @@ def read_pins(path: str | Path) -> tuple[Pin, ...]:
         if line and line[0].lstrip().startswith("*") and error.fix is None:
             error.fix = "put a pattern that starts with * in quotes"  # else YAML sees an alias
         raise
-    top.headed(KIND, VERSION).read(_PinsFile)
+    keys = {"protrain": str, "version": int, "pins": dict[str, Any]}
+    top.headed(KIND, VERSION).read(defstruct(KIND, keys.items(), forbid_unknown_fields=True))
     pins: list[Pin] = []
     for units, value in top.at("pins").mapping().items():
         with value.located():

@@ -23,7 +23,7 @@ MAX_COUNT: Final = 100_000
 """Devices, threads: what there can be of things."""
 
 IS_SIZE: Final = {"is": "size"}
-"""What counts bytes: a file has a number, or a text such as `1.5GiB`."""
+"""Numbers of bytes: a file has a number, or a text such as `1.5GiB`."""
 IS_LINES: Final = {"is": "lines"}
 """A text that may have several lines."""
 

@@ -95,7 +95,7 @@ def _value(hint: Any, document: Document) -> Any:
 
 
 def _text(hint: Any, document: Document) -> Any:
-    """What a text stands for."""
+    """The value that a text stands for."""
     text: str = document.data
     for kind, words in PHRASES:
         if hint == kind:

@@ -61,7 +61,7 @@ def hints(owner: Any) -> dict[str, Any]:
 
 
 def mark_of(hint: Any) -> Mapping[str, str] | None:
-    """What a type says besides its limits: `IS_SIZE` and others."""
+    """The mark of a type besides its limits: `IS_SIZE` and others."""
     return getattr((get_args(hint) or (None,))[-1], "extra", None)
 
 

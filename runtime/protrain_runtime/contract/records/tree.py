@@ -47,12 +47,12 @@ _SCALAR = re.compile(
     r"|(?P<boolean>yes|Yes|YES|no|No|NO|True|TRUE|False|FALSE|on|On|ON|off|Off|OFF)"
     r"|(?P<other>[-+]?(?:0b[0-1_]+|0[0-7_]+|0x[0-9a-fA-F_]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN))"
 )
-"""What is no text where it stands without quotes, as in YAML 1.1, but for dates and base 60."""
+"""Words that are no text without quotes, as in YAML 1.1, but for dates and base 60."""
 
 
 @dataclass(frozen=True, slots=True)
 class Odd:
-    """What readers of YAML disagree about, what has no limits, or nothing."""
+    """A value that readers of YAML disagree about, or that has no limits, or none."""
 
     text: str
     words: str = "{}"
@@ -151,7 +151,7 @@ def checked(value: float | str, kind: Any, key: str) -> float:
     """The number that a value says, of a type with limits; RecordError, naming the key, if none."""
     document = Document("", None, value, (key,))
     found: float = document.read(kind, strict=False)
-    if isinstance(_far(found), Odd):
+    if isinstance(_far(found, ""), Odd):
         raise document.expected("0, or a number that is not next to it")
     return found
 
@@ -276,14 +276,14 @@ def _plain(text: str) -> Any:
         case "integer" if len(text) <= MAX_SHOWN:
             return int(text.replace("_", ""))
         case "number" if math.isfinite(number := float(text.replace("_", ""))):
-            return _far(number)
+            return _far(number, text)
         case kind:
             return Odd(text, {"nothing": "nothing", "boolean": "the boolean {}"}.get(kind, "{}"))
 
 
-def _far(number: float) -> float | Odd:
+def _far(number: float, text: str) -> float | Odd:
     """The number, where it is 0 or not next to it."""
-    return Odd(f"{number:g}, next to 0") if 0 < abs(number) < SMALLEST else number
+    return Odd(text, "{}, next to 0") if 0 < abs(number) < SMALLEST else number
 
 
 @lru_cache(maxsize=2)  # a plan and its profile are asked for lines again and again
@@ -328,7 +328,7 @@ _NAMES = {
 
 
 def _refusal(document: Document, kind: Any, problem: str) -> RecordError:
-    """What msgspec says, with the value that was found, and a fix."""
+    """Msgspec's own words, with the value that was found, and a fix."""
     problem = problem.replace("Number out of range", "Expected `out of range`")
     said, _, where = problem.partition(" - at `$")
     expected: Any = inspect.type_info(kind)
