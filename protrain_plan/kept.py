@@ -28,12 +28,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import RecordError
-from protrain_runtime.contract.records.decisions import (
-    ACTIVATIONS,
-    STATES,
-    WORDINGS,
-    Decision,
-)
+from protrain_runtime.contract.records.decisions import ACTIVATIONS, STATES, WORDINGS, Decision
 from protrain_runtime.contract.records.files import read_text, replace_text
 from protrain_runtime.contract.records.plan import Activations, Placement, Plan
 from protrain_runtime.contract.records.profile import Profile

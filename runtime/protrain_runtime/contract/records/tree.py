@@ -31,7 +31,7 @@ T = TypeVar("T")
 Path = tuple[str | int, ...]
 """Keys and indices that lead to a value."""
 
-MAX_NODES, _MAX_JSON, _MAX_TOML = 50_000, 1_000_000, 20_000
+MAX_NODES, _MAX_JSON, _MAX_TOML, _MAX_DOTS = 50_000, 1_000_000, 20_000, 10_000
 """Keys, values, lists and mappings in a file: what a second is enough to read."""
 MAX_DEPTH = 20
 """Lists and mappings in one another; those of a record are seven at most."""
@@ -403,37 +403,29 @@ def parsed_json(
 
 
 def parsed_toml(text: str, source: str) -> dict[str, Any]:
-    """Parse a TOML text of keys of few parts; RecordError where it is none."""
-    problem, depth, parts, num_nodes = "", 0, 0, 0
-    for token in _TOML.finditer(text):
-        kind, found = token.lastgroup, token[0]
-        depth += (found in ("[", "{")) - (found in ("]", "}"))
-        parts = parts + (kind == "part") if kind in ("part", "dot", "space") else 0
-        num_nodes += kind == "part" or found in ("[", "{")
-        if max(depth, parts) > MAX_DEPTH:
-            problem = f"nested more than {MAX_DEPTH} deep"
-        elif num_nodes > _MAX_TOML:
-            problem = f"more than {_MAX_TOML} keys and values"
-        if problem:
-            break
+    """Parse a TOML text, not nested deeply, of few dots; RecordError where it is none."""
+    problem = ""
     try:
-        if not problem:
-            return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        problem = str(error)
+        if text.count(".") > _MAX_DOTS:  # a key of n parts takes tomllib n ** 2
+            raise ValueError(f"more than {_MAX_DOTS} dots")
+        inner: list[Any] = [found := tomllib.loads(text)]
+        count = depth = 0
+        while inner:
+            values = (one.values() if isinstance(one, dict) else one for one in inner)
+            level = [value for some in values for value in some]
+            inner = [value for value in level if isinstance(value, dict | list)]
+            count, depth = count + len(level), depth + 1
+            if count > _MAX_TOML or depth > MAX_DEPTH:
+                raise ValueError(
+                    f"more than {_MAX_TOML} values, or nested more than {MAX_DEPTH} deep"
+                )
+        return found
     except RecursionError:
         problem = "nested too deeply"
-    except ValueError:  # an integer of thousands of digits
-        problem = "a number is too long"
+    except ValueError as error:
+        is_long = "integer string conversion" in str(error)
+        problem = "a number is too long" if is_long else str(error)
     raise RecordError(f"not readable as TOML: {problem}", source=source)
-
-
-_TOML = re.compile(
-    r'''(?P<long>"""(?:[^"\\]|\\.|"(?!""))*+(?:""")?|\'{3}(?:[^']|'(?!\'\'))*+(?:\'{3})?)'''
-    r"""|(?P<part>"(?:[^"\\\n]|\\.)*+"?|'[^'\n]*+'?|[A-Za-z0-9_-]++)|(?P<dot>\.)"""
-    r"""|(?P<space>[ \t]++)|(?P<note>\#[^\n]*+)|(?P<other>.)""",
-    re.DOTALL,
-)
 
 
 # --- words ----------------------------------------------------------------------------------------
