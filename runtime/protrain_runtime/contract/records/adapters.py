@@ -25,10 +25,6 @@ _KIND = "lora"
 _DTYPE_OF_RECORDS: AdapterDType = "base"
 _DTYPE_OF_OPTIONS: AdapterDType = "float32"
 _FLAGS = ("rslora", "dora")
-_KEYS = (
-    *("r", "alpha", "targets", "dtype", "dropout", *_FLAGS),
-    *("velora", "bias", "modules_to_save", "freeze"),
-)
 _ALONE: dict[str, str] = {"velora": "batch_average"}
 """Values of keys that are said without one."""
 _PEFT_KEYS = {
@@ -46,7 +42,11 @@ _Name = Annotated[
 
 
 class Lora(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"rank": "r"}
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename={"rank": "r"},
 ):
     """Low-rank adapters (arXiv 2106.09685): W x + scale B A x, with A and B trained.
 
@@ -86,23 +86,14 @@ class Lora(
 
     def _words(self, dtype: AdapterDType) -> list[str]:
         """The rank, and what differs from the defaults, of which `dtype` is one."""
-        values = {
-            "alpha": "" if self.alpha == 2 * self.rank else str(self.alpha),
-            "targets": "" if self.targets == (ALL_LINEAR,) else "+".join(self.targets),
-            "dtype": "" if self.dtype == dtype else self.dtype,
-            "dropout": repr(self.dropout) if self.dropout else "",
-            "velora": self.velora,
-            "bias": "" if self.bias == "none" else self.bias,
-            "modules_to_save": "+".join(self.modules_to_save),
-            "freeze": self.freeze,
-        }
-        said = {
-            key: key if value == _ALONE.get(key) else f"{key}={value}"
-            for key, value in values.items()
-            if value
-        }
-        said |= {"r": f"r={self.rank}"} | {flag: flag for flag in _FLAGS if getattr(self, flag)}
-        return [said[key] for key in _KEYS if key in said]
+        words, defaults = list[str](), {"alpha": 2 * self.rank, "dtype": dtype}
+        for field in msgspec.structs.fields(self):
+            key, value = field.encode_name, getattr(self, field.name)
+            if value != defaults.get(key, field.default):
+                is_alone = value is True or value == _ALONE.get(key)
+                text = "+".join(value) if isinstance(value, tuple) else value
+                words.append(key if is_alone else f"{key}={text}")
+        return words
 
 
 def parse_lora(text: str) -> Lora:

@@ -147,14 +147,11 @@ def _block(mapping: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for key, value in mapping.items():
         match value:
-            case [dict(), *_]:
+            case [dict(), *_] | _Sentences():
                 lines.append(f"{key}:")
                 for item in value:
-                    block = [_flow(item)] if isinstance(item, _Line) else _block(item)
+                    block = _block(item) if type(item) is dict else [_flow(item)]
                     lines += (f"  {'  ' if i else '- '}{line}" for i, line in enumerate(block))
-            case _Sentences():
-                lines.append(f"{key}:")
-                lines += (f"  - {sentence}" for sentence in value)
             case dict() if not isinstance(value, _Line):
                 lines.append(f"{key}:")
                 lines += (f"  {line}" for line in _block(value))
