@@ -104,7 +104,8 @@ def _kind(hint: Any, phrases: tuple[str, ...]) -> Any:
     """The type that a file has in the place of a field's."""
     for kind, words in (*PHRASES, (Form, FORMS)):
         if hint == kind:
-            plain = [word for word in words if re.fullmatch(r"\S+( to \S+)?", word)]
+            simple = r".+" if kind == Form else r"\S+( to \S+)?"
+            plain = [word for word in words if re.fullmatch(simple, word)]
             found: Any = Literal[tuple(words)]
             return Annotated[found, Meta(description=listed(plain, "or"))]
     if mark_of(hint) == IS_SIZE:
