@@ -208,7 +208,7 @@ ON_A_DEVICE = (
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._begin_slot",
-        line="self._tickets[number].wait()",
+        line="self._end(number)",
         keeps="a slot computes before what it reads is back",
         scenario="from_host_with_late_lanes",
     ),
@@ -318,8 +318,8 @@ ON_A_DEVICE = (
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._begin_slot",
-        line="gone = index >= self._num_units",
-        instead="gone = False",
+        line="sorted(self._carried) if index == self._num_units else ()",
+        instead="()",
         keeps="what a step holds is freed when a move of the step before it has ended",
         scenario="clipped_on_the_device_with_late_lanes",
     ),
@@ -434,8 +434,8 @@ AMONG_RANKS = (
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._begin_slot",
-        line="self._tickets[number].wait()",
-        instead="self._program.moves[number].lane == COLLECT or self._tickets[number].wait()",
+        line="self._end(number)",
+        instead="self._program.moves[number].lane == COLLECT or self._end(number)",
         keeps="a slot computes before other ranks' shards are there",
         scenario="shards_with_late_lanes",
     ),

@@ -44,10 +44,12 @@ class Geometry(NamedTuple):
         )
 
     def view(self, storage: torch.Tensor) -> torch.Tensor:
-        """The tensor again, in a storage given as uint8 [bytes]."""
-        if beyond := storage.numel() % self.dtype.itemsize:
-            storage = storage[:-beyond]
-        found = storage.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        """The tensor again, in a storage given as its elements or as uint8 [bytes].  # [shape]"""
+        if storage.dtype is not self.dtype:
+            if beyond := storage.numel() % self.dtype.itemsize:
+                storage = storage[:-beyond]
+            storage = storage.view(self.dtype)
+        found = storage.as_strided(self.shape, self.stride, self.offset)
         if self.is_conj:
             found = found.conj()
         return torch._neg_view(found) if self.is_neg else found
@@ -130,7 +132,7 @@ def _in_chunk(slot: Begun, chunk: Chunk, group: int, geometry: Geometry) -> torc
             "backward read parameters when the slot of the unit that had saved them was over:"
             " profile the model as it runs now"
         )
-    return geometry.view(chunk.buffers[group])
+    return geometry.view(chunk.elements(group, geometry.dtype))
 
 
 def _in_swapped(slot: Begun, storage: SwappedStorage, geometry: Geometry) -> torch.Tensor:

@@ -64,13 +64,9 @@ class ThreadTicket:
         self._error, self._ended = error, True
         self._running.release()
 
-    def done(self) -> bool:
-        """Whether the work has ended, without waiting."""
-        return self._ended
-
     def issued(self) -> bool:
         """Whether `wait` returns at once: the work has ended, or is on a stream."""
-        return self.done()
+        return self._ended
 
     def wait(self) -> None:
         """Make what this thread submits from now on, to its current stream, wait for the work."""
@@ -109,12 +105,9 @@ class StreamTicket:
         if self._issue is not None:
             self._issue.finish(error)
 
-    def done(self) -> bool:
-        with devices.current(self._device):
-            return self._event is not None and bool(self._event.query())
-
     def issued(self) -> bool:
-        return self._issue is None or self._issue.done()
+        """See `ThreadTicket.issued`."""
+        return self._issue is None or self._issue.issued()
 
     def wait(self) -> None:
         devices.current_stream(self._device).wait_event(self._end())
@@ -152,9 +145,25 @@ def _too_late(what: str, lane: str, limit_s: float) -> LaneError:
     )
 
 
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def forks() -> int:
+    """Count the forks that led to this process: unlike its number, without a call of the system."""
+    return _forks
+
+
 def refuse_forked(process: int, what: str) -> None:
-    """LaneError in another process than this one: a fork has none of its threads."""
-    if os.getpid() != process:
+    """LaneError in another process than this one (`forks`): a fork has none of its threads."""
+    if forks() != process:
         raise LaneError(
             f"{what} cannot be done in a forked process, which has none of the threads that do it",
             fix="do it in the process that called prepare()",
@@ -163,10 +172,10 @@ def refuse_forked(process: int, what: str) -> None:
 
 def only_here(undo: Callable[[], object]) -> Callable[[], None]:
     """Return `undo`, which does nothing in a process that was forked from this one."""
-    process = os.getpid()
+    process = forks()
 
     def run() -> None:
-        if os.getpid() == process:
+        if forks() == process:
             undo()
 
     return run
@@ -220,7 +229,7 @@ class ThreadLane:
     ) -> None:
         self.name = name
         self.on_stream = False
-        self._process = os.getpid()
+        self._process = forks()
         self._delay, self._limit_s, self._device = delay, limit_s, device
         self._num_threads = num_threads
         # With an accelerator, the work's copies run on a stream of the lane's own.
@@ -317,7 +326,7 @@ class StreamLane:
     def __init__(self, name: str, device: torch.device, *, limit_s: float) -> None:
         self.name = name
         self.on_stream = True
-        self._process = os.getpid()
+        self._process = forks()
         self._device, self._limit_s = device, limit_s
         self._stream = torch.Stream(device=device)
         self._queue: SimpleQueue[tuple[_Item, StreamTicket] | None] = SimpleQueue()
@@ -327,7 +336,8 @@ class StreamLane:
     def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         refuse_forked(self._process, what)
         ticket = StreamTicket(what, self.name, self._device, self._limit_s)
-        item = _Item(work, after, devices.record_event(self._device), lambda _: None)
+        fence = devices.current_stream(self._device).record_event()
+        item = _Item(work, after, fence, lambda _: None)
         if self._waiting is not None and self._waiting.issued():
             self._waiting = None
         if self._waiting is None and all(other.issued() for other in after):
@@ -348,12 +358,12 @@ class StreamLane:
 
     def _issue(self, item: _Item) -> torch.Event:
         assert item.fence is not None
+        self._stream.wait_event(item.fence)
         with self._stream:
-            self._stream.wait_event(item.fence)
             for other in item.after:
                 other.wait()
             item.work()
-            return devices.record_event(self._device)
+            return self._stream.record_event()
 
     def _run(self) -> None:
         while (queued := self._queue.get()) is not None:

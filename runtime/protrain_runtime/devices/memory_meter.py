@@ -178,7 +178,8 @@ class MemoryMeter:
 @contextmanager
 def _without_chatter() -> Iterator[None]:
     """Drop what kineto prints to the process's standard error when it starts and stops."""
-    sys.stderr.flush()
+    if sys.stderr is not None:  # a model may have closed it
+        sys.stderr.flush()
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:

@@ -32,6 +32,10 @@ Pairs = Sequence[tuple[int, torch.Tensor]]
 """Offsets in a store, and tensors beside it: uint8, contiguous, on the device or the host."""
 
 
+MANY_VIEWS = 10_000
+"""Views of a store that are kept at most."""
+
+
 class HostStore:
     """A tier in host memory. Every reservation is a buffer of exactly its size.
 
@@ -46,6 +50,7 @@ class HostStore:
         self._backend = backend
         self._starts: list[int] = []  # of the buffers, ascending
         self._buffers: list[torch.Tensor] = []  # uint8 [bytes]
+        self._views: dict[tuple[int, int], torch.Tensor] = {}  # by offset and bytes
         self.num_bytes = 0  # how far the store reaches
 
     def reserve(self, num_bytes: int) -> int:
@@ -68,6 +73,16 @@ class HostStore:
         index = bisect_right(self._starts, offset) - 1
         start = offset - self._starts[index]
         return self._buffers[index][start : start + num_bytes]
+
+    def views(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """`view` of offsets and bytes that are mostly the same in every step."""
+        if len(self._views) > MANY_VIEWS:  # of batches that differ
+            self._views = {}
+        known = self._views
+        if new := [place for place in places if place not in known]:
+            with torch.inference_mode(mode=False):  # who writes to it may be in none
+                known.update((place, self.view(*place)) for place in new)
+        return [known[place] for place in places]
 
     def in_place(self, offset: int, num_bytes: int) -> AbstractContextManager[torch.Tensor]:
         """The bytes for the host to change where they are.  # uint8 [num_bytes]"""
@@ -98,6 +113,7 @@ class HostStore:
         self._backend.synchronize()  # pages are not unpinned under a copy
         self._starts.clear()
         self._buffers.clear()
+        self._views.clear()
 
 
 class DeviceStore(HostStore):
@@ -294,7 +310,7 @@ def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
     """Make a function that starts the same reads, or writes, at each call."""
     if type(store) is HostStore and pairs:  # others look at the bytes, one pair after the other
         beside = [tensor for _, tensor in pairs]
-        inside = [store.view(offset, tensor.numel()) for offset, tensor in pairs]
+        inside = store.views([(offset, tensor.nbytes) for offset, tensor in pairs])
         filled, taken = (inside, beside) if writes else (beside, inside)
         return partial(torch._foreach_copy_, filled, taken, non_blocking=True)
     start = store.start_write if writes else store.start_read

@@ -9,7 +9,6 @@ A forked process has none of the threads that carry transfers out, and shares th
 the process that goes on: what would need either is refused there.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 from torch import nn
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.devices.lanes import overridden
+from protrain_runtime.devices.lanes import forks, overridden
 
 Owner = TypeVar("Owner")
 Rest = ParamSpec("Rest")
@@ -38,7 +37,7 @@ class Turns:
     """
 
     def __init__(self, graph_lives: Callable[[], bool]) -> None:
-        self._process = os.getpid()
+        self._process = forks()
         self._graph_lives = graph_lives
         # What holds the model, as long as that runs. A dict, whose `setdefault` cannot be cut in
         # two: a lock could be held by another thread when the process is forked.
@@ -51,7 +50,7 @@ class Turns:
     @property
     def forked(self) -> bool:
         """Whether this process is a fork of the one that prepared the model."""
-        return os.getpid() != self._process
+        return forks() != self._process
 
     def at_home(self, what: str) -> None:
         """TurnError, saying `what`, in a forked process."""

@@ -72,6 +72,7 @@ class Engine:
             id(each): [each.move_name(number) for number in range(len(each.moves))]
             for each in (program, accumulating)
         }
+        self._ends = {id(each): _ends(each) for each in (program, accumulating)}
         self._plans, self._chunks, self._num_units = plans, chunks, program.num_units
         self._moves, self._ranks, self._buffers = moves, moves.ranks, shared_buffers
         # Storages that stay where they are. Those of offloaded parameters do not: what stands in
@@ -120,6 +121,8 @@ class Engine:
             [chunk for chunk in self._offloaded if unit in chunk.used_by]
             for unit in range(program.num_units)
         ]
+        backward = partial(_while_alive, WeakMethod(self.begin_backward), lambda _: None)
+        self._begins = [partial(backward, unit) for unit in range(program.num_units)]
         # Whether parameters have their next values before `optimizer.step()`.
         self.updates_in_backward = program.settings.updates == "in backward"
         updates = self._stepped or any(move.kind == "update" for move in program.moves)
@@ -655,29 +658,16 @@ class Engine:
             )
         self._state.enter(index)
         slot = self._program.slots[index]
-        behind: set[Lane] = set()  # lanes in which a move runs: those after it have not ended
-        for number in sorted(self._running):
-            lane = self._program.moves[number].lane
-            if lane not in behind and self._tickets[number].done():
-                self._end(number)
-            else:
-                behind.add(lane)
         # What the last step left has ended when backward begins: compute is behind all fetches.
-        gone = index >= self._num_units
-        for number in sorted(n for n, ticket in self._carried.items() if gone or ticket.done()):
+        for number in sorted(self._carried) if index == self._num_units else ():
             self._end_carried(number, self._carried[number].wait)
         for number in slot.drained_before:
             lane = self._program.moves[number].lane
             for earlier in sorted(n for n in self._carried if n <= number):
                 if self._program.moves[earlier].lane == lane:
                     self._end_carried(earlier, self._carried[earlier].wait)
-        for number in slot.drained:
-            # What entered the lane before it has ended too: the pieces of a chunk are written in
-            # order, and only the last of them that has to have left is named.
-            lane = self._program.moves[number].lane
-            for earlier in sorted(n for n in self._running if n <= number):
-                if self._program.moves[earlier].lane == lane:
-                    self._end(earlier)
+        for earlier in self._ends[id(self._program)][index]:
+            self._end(earlier)
         # After the drained moves have ended, whose buffers may serve these fetches, and before the
         # observer looks: what nobody takes is no part of this slot.
         self._moves.pass_boundary(slot.submit)
@@ -687,7 +677,7 @@ class Engine:
         for number in slot.ready:
             # On a stream, compute waits behind the copy and this thread goes on: buffers that are
             # not filled yet may be bound, since only kernels behind the copy read them.
-            self._tickets[number].wait()
+            self._end(number)
             self._moves.arrive(number)
         if not slot.forward and slot.unit in self._slots:
             self._slots[slot.unit].begun = True
@@ -699,10 +689,7 @@ class Engine:
             if swaps:
                 own = addresses([inputs[place] for place in plan.own_inputs if place < len(inputs)])
                 foreign = self._shared | (addresses(inputs) - own)
-            begin = partial(
-                _while_alive, WeakMethod(self.begin_backward), lambda _: None, slot.unit
-            )
-            self._slots[slot.unit] = Begun(begin)
+            self._slots[slot.unit] = Begun(self._begins[slot.unit])
             self._saved = SavedTensors(
                 reads,
                 swaps=swaps,
@@ -834,6 +821,22 @@ class Engine:
     def _observe(self, what: str) -> None:
         if self.observer is not None:
             self.observer(what)
+
+
+def _ends(program: Program) -> list[list[int]]:
+    """By slot, the moves that end before its fetches: those that must have left, and their queue.
+
+    Pieces of a chunk are written in order, and a slot names the last of them alone.
+    """
+    running: list[int] = []
+    found: list[list[int]] = []
+    for slot in program.slots:
+        last = {program.moves[number].lane: number for number in sorted(slot.drained)}
+        ending = [n for n in running if n <= last.get(program.moves[n].lane, -1)]
+        found.append(ending)
+        gone = {*ending, *slot.ready}
+        running = [n for n in (*running, *slot.submit) if n not in gone] + slot.finish
+    return found
 
 
 def nothing_moves(*, updating: bool = False) -> None:

@@ -378,9 +378,6 @@ class Reductions:
         return work, [shard for _, shard in writes]
 
 
-MANY_VIEWS = 10_000
-"""Views of a store that are kept at most."""
-
 NUM_NAMED = 3
 """Tensors that an error names: a block of checked bytes may hold many small ones."""
 
@@ -439,7 +436,6 @@ class Moves:
                 reads[number] = move
         # By unit: offsets and bytes of what is reserved for what it swaps.
         self._swap_regions: dict[int, list[tuple[int, int]]] = {}
-        self._swap_views: dict[tuple[int, int], torch.Tensor] = {}  # in host memory, by place
         # By the move that writes it: what an update on a stream reads, until it has ended. Some run
         # on when the programme's next run has begun.
         self._working: dict[int, tuple[Piece, object]] = {}
@@ -647,25 +643,29 @@ class Moves:
         """
         store, sharding = chunk.store, chunk.sharding
         assert store is not None
-        pairs: list[tuple[Store, int, torch.Tensor]] = []
-        for number in groups:
-            group = chunk.own.groups[number]
-            buffer = chunk.room(number, self.buffers.new, lent=lent)
-            if sharding is None:
-                pairs.append((store, chunk.current.offset + group.offset, buffer))
-                continue
-            for region in sharding.regions[number]:
-                place = chunk.own.current.offset + group.offset + region.own
-                pairs.append((store, place, region.of(buffer, sharding.ranks.shard)))
-            if (common := sharding.common) is not None:
-                assert common.store is not None
-                region = common.regions[number]
-                place = common.place(number, region.start)
-                pairs.append((common.store, place, region.whole(buffer, 1)))
+        numbers = list(groups)
+        buffers = [chunk.room(number, self.buffers.new, lent=lent) for number in numbers]
+        offset = chunk.own.current.offset
+        offsets = [offset + chunk.own.groups[number].offset for number in numbers]
+        if sharding is None:
+            return copies(store, list(zip(offsets, buffers, strict=True)), writes=False)
+        own: list[tuple[int, torch.Tensor]] = []
+        shared: list[tuple[int, torch.Tensor]] = []
+        for number, start, buffer in zip(numbers, offsets, buffers, strict=True):
+            regions, shard = sharding.regions[number], sharding.ranks.shard
+            own += [(start + region.own, region.of(buffer, shard)) for region in regions]
+            if sharding.common is not None:
+                region = sharding.common.regions[number]
+                place = sharding.common.place(number, region.start)
+                shared.append((place, region.whole(buffer, 1)))
+        reads = [copies(store, own, writes=False)]
+        if sharding.common is not None:
+            assert sharding.common.store is not None
+            reads.append(copies(sharding.common.store, shared, writes=False))
 
         def work() -> None:
-            for store, offset, buffer in pairs:
-                store.start_read(offset, buffer)
+            for read in reads:
+                read()
 
         return work
 
@@ -724,43 +724,17 @@ class Moves:
             used[place] += size
 
     def _swap_out(self, number: int, move: Move) -> Work:
-        store = self._swap_store(move)
-        storages = self._leaving[number] = []
-        storages.extend(self._swapped[move.unit].in_share(move.share))
-
-        return self._swap(store, storages, [s.source for s in storages], leaves=True)
+        storages = self._leaving[number] = list(self._swapped[move.unit].in_share(move.share))
+        leaving = [(s.offset, s.source) for s in storages if s.source is not None]
+        return copies(self._swap_store(move), leaving, writes=True)
 
     def _swap_in(self, number: int, move: Move) -> Work:
-        storages = list(self._swapped[move.unit].in_share(move.share))
+        storages = self._arriving[number] = list(self._swapped[move.unit].in_share(move.share))
+        coming: list[tuple[int, torch.Tensor]] = []
         for storage in storages:
             storage.restored = self.buffers.new(storage.num_bytes)
-        self._arriving[number] = storages
-        store = self._swap_store(move)
-        return self._swap(store, storages, [s.restored for s in storages], leaves=False)
-
-    def _swap(
-        self,
-        store: Store,
-        storages: Sequence[SwappedStorage],
-        beside: Sequence[torch.Tensor | None],
-        *,
-        leaves: bool,
-    ) -> Work:
-        """Copy bytes of these storages, `beside`, to their places in a store, or back."""
-        tensors = [tensor for tensor in beside if tensor is not None]
-        if type(store) is not HostStore or not tensors:
-            pairs = [(s.offset, t) for s, t in zip(storages, tensors, strict=True)]
-            return copies(store, pairs, writes=leaves)
-        inside: list[torch.Tensor] = []
-        if len(self._swap_views) > MANY_VIEWS:  # of batches that differ
-            self._swap_views.clear()
-        for storage in storages:  # mostly at the same places in every step
-            place = storage.offset, storage.num_bytes
-            if (view := self._swap_views.get(place)) is None:
-                view = self._swap_views[place] = store.view(*place)
-            inside.append(view)
-        to, what = (inside, tensors) if leaves else (tensors, inside)
-        return partial(torch._foreach_copy_, to, what, non_blocking=True)
+            coming.append((storage.offset, storage.restored))
+        return copies(self._swap_store(move), coming, writes=False)
 
     def _swap_store(self, move: Move) -> Store:
         assert move.lane.tier is not None and move.lane.tier != "device"

@@ -216,6 +216,7 @@ class Lasting(NamedTuple):
 
     buffer: torch.Tensor  # uint8 [group's bytes]
     storage: torch.UntypedStorage
+    elements: dict[torch.dtype, torch.Tensor]  # the same bytes
 
 
 @dataclass(slots=True)
@@ -232,6 +233,7 @@ class Chunk:
     groups: tuple[Group, ...]
     used_by: tuple[int, ...]
     slices: tuple[Slice, ...] = field(init=False)  # those of the groups
+    group_bytes: tuple[int, ...] = field(init=False)
     store: Store | None = None
     current: Copy = field(default_factory=Copy)
     spare: Copy | None = None
@@ -282,6 +284,7 @@ class Chunk:
 
     def __post_init__(self) -> None:
         self.slices = tuple(part for group in self.groups for part in group.slices)
+        self.group_bytes = tuple(group.num_bytes for group in self.groups)
 
     @property
     def own(self) -> "Chunk":
@@ -357,12 +360,13 @@ class Chunk:
         """Let all parameters come and go as one group."""
         slices = tuple(replace(part, group=0, inside=part.offset) for part in self.slices)
         self.groups = (Group(0, self.parameter_bytes, slices, self.gradient_bytes),)
-        self.slices, self.hollow = slices, {0} if self.hollow else set()
+        self.hollow = {0} if self.hollow else set()
+        self.__post_init__()
         self.places.clear()
 
     def groups_in(self, share: tuple[float, float]) -> range:
         """The groups in a share of the parameters' bytes."""
-        return pieces_in(tuple([group.num_bytes for group in self.groups]), share)
+        return pieces_in(self.group_bytes, share)
 
     def gradient_groups_in(self, share: tuple[float, float]) -> range:
         """The groups in a share of the gradients' bytes."""
@@ -392,7 +396,7 @@ class Chunk:
             known.storage.resize_(size)
         else:
             buffer = empty(size)
-            self.lasting[number] = Lasting(buffer, buffer.untyped_storage())
+            self.lasting[number] = Lasting(buffer, buffer.untyped_storage(), {})
         self.buffers[number] = buffer
         return buffer
 
@@ -422,7 +426,8 @@ class Chunk:
 
     def _view(self, number: int, buffer: torch.Tensor) -> None:
         self.viewing.discard(number)
-        typed: dict[torch.dtype, torch.Tensor] = {}
+        lasting = self.lasting.get(number)
+        typed = lasting.elements if lasting is not None and buffer is lasting.buffer else {}
         with torch.inference_mode(mode=False):  # a parameter's, also where a forward is without
             for part in self.groups[number].slices:
                 come_back(part.parameter)
@@ -433,6 +438,12 @@ class Chunk:
                 place = part.inside // size
                 part.parameter.data = elements.as_strided(part.shape, part.stride, place)
                 self.versions[part.name] = part.parameter._version
+
+    def elements(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """A group's buffer: as elements of a dtype that its parameters have, where it lasts."""
+        buffer, lasting = self.buffers[number], self.lasting.get(number)
+        lasts = lasting is not None and buffer is lasting.buffer
+        return lasting.elements.get(dtype, buffer) if lasting and lasts else buffer
 
     def unbind(self, groups: Iterable[int]) -> None:
         """Leave parameters of the right shape that hold nothing (`away`)."""
