@@ -317,7 +317,7 @@ class StepSettings:
     overlap_steps: bool = False
     page_cache_bytes: limits.Bytes = 0  # of memory, that what is on disk may fill
     clip_share: limits.ShareIfKnown = CLIP_SHARE  # of all steps, those whose gradients are clipped
-    disk_gain: Annotated[float, Meta(ge=0, le=100)] = DISK_GAIN
+    disk_gain: limits.Gain = DISK_GAIN
     held: limits.MicroBatches = 1  # micro-batches whose activations stand together
 
     @property
