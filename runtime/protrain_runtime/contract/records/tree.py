@@ -322,7 +322,7 @@ _NAMES = {
     "array": "a list",
     "object": "a mapping",
     "int | str": "a size such as 1536MiB",
-    "out of range": "a number of less digits",
+    "out of range": "a number of fewer digits",
 }
 """Words for what msgspec calls types."""
 
