@@ -75,16 +75,19 @@ def test_steps_downhill_find_a_plan_within_the_budgets_that_is_no_slower() -> No
     descent = Descent(problem, evaluator, counting.relax(), seed=0)
     layouts = [descent.repaired(one) for one in layouts_near(problem, amounts_of(problem))]
     start = next(layout for layout in layouts if layout)
-    first = evaluator.evaluate(choice_of(problem, start), rules=(descent.pace,))
+    first = evaluator.evaluate(choice_of(problem, start), paces=(descent.pace,))
     assert first
     layout, best = descent.descended(start, None, most=150, enough_s=0.0)
     assert best
     assert problem.fits(best.choice)
     assert best.choice == choice_of(problem, layout)
     assert counting.bound_seconds <= best.seconds <= first.seconds
-    refined = descent.refined(best, most=100, enough_s=0.0)
-    assert refined.seconds <= best.seconds
-    assert problem.fits(refined.choice)
+    for later in (
+        descent.refined(best, most=100, enough_s=0.0),
+        descent.searched(best, most=30, enough_s=0.0),
+    ):
+        assert later.seconds <= best.seconds
+        assert problem.fits(later.choice)
 
 
 def test_what_the_relaxation_prices_out_lifts_it_by_so_much() -> None:

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.evaluation import PACES, Evaluator, plans_of, step_seconds
+from protrain_plan.planning.search.evaluation import LATES, PACES, Evaluator, plans_of, step_seconds
 from protrain_plan.planning.search.pacing import Pace, Pacer
-from protrain_plan.planning.search.scheduling import DEPTHS, LATES, WINDOWS, ScheduleRule
 from protrain_runtime.contract.program.memory import device_bytes, device_totals
 from protrain_runtime.contract.records.plan import (
     Activations,
@@ -23,6 +22,7 @@ from protrain_runtime.contract.records.plan import (
 )
 from tests.support.planning_cases import MB, decoder, gpu, random_profile
 from tests.support.random_problems import PLENTY, random_choice, random_problem
+from tests.support.schedule_rules import EVERY_RULE, seconds_by_rules
 
 
 def random_pace(rng: random.Random) -> Pace:
@@ -115,27 +115,22 @@ def test_a_walk_takes_about_what_the_simulator_finds(
     assert paced.seconds == pytest.approx(step_seconds(problem, plans)[0], rel=0.15)
 
 
-def test_paces_are_as_fast_as_the_rules_that_a_search_tries() -> None:
-    """The best of five paces is within two per cent of the best of all depths and windows."""
+def test_paces_are_as_fast_as_rules() -> None:
+    """The best of three paces is within two per cent of the best of all depths and windows."""
     problem = a_decoder()
     for policy in POLICIES:
         choice = every_other(problem, policy)
-        by_pace, by_rule = Evaluator(problem), Evaluator(problem)
-        paced = by_pace.evaluate(choice, rules=PACES)
-        rules = [ScheduleRule(depth, window) for depth in DEPTHS for window in WINDOWS]
-        ruled = by_rule.evaluate(choice, rules=rules)
+        paced = Evaluator(problem).evaluate(choice, paces=PACES)
         assert paced
-        assert ruled
-        assert paced.seconds <= ruled.seconds * 1.02
+        assert paced.seconds <= seconds_by_rules(problem, choice, EVERY_RULE) * 1.02
 
 
 def test_late_updates_are_tried_where_steps_overlap() -> None:
     problem = a_decoder(overlap_steps=True)
     choice = every_other(problem, SwapInput(tier="host"))
-    found = Evaluator(problem).best_schedule(choice, rule=PACES[0])
+    found = Evaluator(problem).best_schedule(choice)
     assert found
-    assert isinstance(found.rule, Pace)
     for late in LATES:
-        other = Evaluator(problem).evaluate(choice, rules=[found.rule._replace(late=late)])
+        other = Evaluator(problem).evaluate(choice, paces=[found.pace._replace(late=late)])
         assert other
         assert found.seconds <= other.seconds * (1 + 1e-9)

@@ -5,6 +5,7 @@ import random
 import re
 from dataclasses import replace
 from itertools import pairwise
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.planning.search.scheduling import DEPTHS, WINDOWS, ScheduleRule
 from protrain_plan.simulation.critical_path import waits_of
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime.contract.errors import ProtrainError
@@ -64,6 +64,7 @@ from tests.support.planning_cases import (
     solved,
     within,
 )
+from tests.support.schedule_rules import EVERY_RULE, seconds_by_rules
 from tests.support.thinning import thinned
 
 SLOW = Contention(compute=0.9, lane=0.8)
@@ -71,7 +72,6 @@ CLOSE = Effort(gap_target=0.001)
 WITH_A_PLAN = 300  # times asked after which any search of these has one
 STAGES = 50
 TWO, FOUR = DeviceGroup(num_devices=2), DeviceGroup(num_devices=4)
-EVERY_RULE = tuple(ScheduleRule(depth, window) for depth in DEPTHS for window in WINDOWS)
 MODES: list[tuple[Updates, int]] = [
     ("in backward", 1),
     ("after backward", 1),
@@ -123,21 +123,19 @@ def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
     budgets = within(profile, device)
     settings = replace(OVERLAPPING, piece_bytes=64 << 20, group=group)
     problem = Problem.of(profile, budgets, settings=settings)
-    evaluator, rules = Evaluator(problem), EVERY_RULE
+    rules = EVERY_RULE
     open_to_units = [
         itertools.product(range(len(options.activations)), range(len(options.states)))
         for options in problem.options
     ]
     choices = list(itertools.product(*open_to_units))
-    if group != ALONE:  # everything with one rule, and what is near the best with every one
-        rough = [(evaluator.evaluate(one, rules=EVERY_RULE[-2:]), one) for one in choices]
-        near = sorted((found.seconds, choice) for found, choice in rough if found)
-        choices, rules = [choice for _, choice in near[:200]], EVERY_RULE[::3]
-    evaluation = [evaluator.evaluate(choice, rules=rules) for choice in choices]
-    best = min((found.seconds for found in evaluation if found), default=None)
+    if group != ALONE:  # everything with two rules, and what is near the best with every one
+        rough = {one: seconds_by_rules(problem, one, EVERY_RULE[-2:]) for one in choices}
+        choices, rules = sorted(choices, key=lambda one: rough[one])[:200], EVERY_RULE[::3]
+    best = min(seconds_by_rules(problem, choice, rules) for choice in choices)
     answer = plan(profile, budgets, settings)
-    assert isinstance(answer, Infeasible) == (best is None)
-    if best is not None:
+    assert isinstance(answer, Infeasible) == isinf(best)
+    if not isinf(best):
         prediction = solved(answer).plan.prediction
         assert prediction.lower_bound_seconds <= best * (1 + 1e-9)
         assert prediction.step_seconds <= best * 1.005

@@ -19,7 +19,6 @@ from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search import choices
 from protrain_plan.planning.search.choices import leanest_plain, min_memory
 from protrain_plan.planning.search.evaluation import PACES, Evaluator, step_seconds
-from protrain_plan.planning.search.scheduling import ScheduleRule
 from protrain_plan.simulation.timeline import _Simulation
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.plan import Budgets, Persistent, StepSettings
@@ -41,6 +40,7 @@ from tests.support.random_problems import (
     random_rule,
     schedule,
 )
+from tests.support.schedule_rules import ScheduleRule
 from tests.support.thinning import thinned
 
 
@@ -299,6 +299,6 @@ def test_no_schedule_is_faster_than_the_fluid_of_its_decisions(seed: int) -> Non
         plans = schedule(problem, choice, limit=device, rule=random_rule(rng))
         assert plans is not None
         assert least_s <= step_seconds(problem, plans)[0]
-    paced = Evaluator(problem).evaluate(choice, rules=PACES)
+    paced = Evaluator(problem).evaluate(choice, paces=PACES)
     assert paced is not None
     assert least_s <= paced.seconds

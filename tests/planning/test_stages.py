@@ -118,7 +118,7 @@ def stage_choices(problem: Problem, sizes: Sequence[int] = ()) -> list[StageSeco
         for one in problem.options
     ]
     for choice in product(*options):
-        if problem.fits(choice) and (one := evaluator.evaluate(choice, rules=PACES)):
+        if problem.fits(choice) and (one := evaluator.evaluate(choice, paces=PACES)):
             programs = [problem.program(one.plans, updating=last) for last in (False, True)]
             assert peak_bytes(programs[1]).device <= problem.device
             found.append(stage_seconds(programs[0], programs[1], sizes or [problem.count]))

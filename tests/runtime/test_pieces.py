@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.choices import min_memory
-from protrain_plan.planning.search.scheduling import ScheduleRule
 from protrain_runtime.contract.program.program import (
     MAX_PIECES,
     PAGE_BYTES,
@@ -33,6 +32,7 @@ from tests.support.planning_cases import decoder, gpu
 from tests.support.random_problems import schedule
 from tests.support.runtime_cases import Subject, decided, decision_name
 from tests.support.scenario import Loop, Scenario
+from tests.support.schedule_rules import ScheduleRule
 
 SIZES = st.lists(st.integers(0, 10**10), min_size=1, max_size=40)
 

@@ -8,7 +8,6 @@ from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.search.evaluation import plans_of
-from protrain_plan.planning.search.scheduling import ALL, ScheduleRule, fill
 from protrain_runtime.contract.records.plan import (
     ALONE,
     Budgets,
@@ -20,6 +19,7 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import on_several
+from tests.support.schedule_rules import ALL, ScheduleRule, fill
 
 STEPS: list[tuple[Updates, int]] = [
     ("in backward", 1),

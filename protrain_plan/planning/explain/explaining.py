@@ -423,9 +423,9 @@ class _Explainer:
                 )
             else:
                 if self._evaluator.num_simulations * self.problem.count < SIMULATED_UNITS:
-                    evaluation = self._evaluator.best_schedule(changed, rule=self.base.rule)
+                    evaluation = self._evaluator.best_schedule(changed, pace=self.base.pace)
                 else:
-                    evaluation = self._evaluator.evaluate(changed, rules=(self.base.rule,))
+                    evaluation = self._evaluator.evaluate(changed, paces=(self.base.pace,))
                 assert evaluation, "a choice that meets the budgets has a schedule"
                 alternative = replace(
                     alternative,

@@ -56,8 +56,6 @@ from protrain_plan.planning.search.improving import (
     simplified,
 )
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
-from protrain_plan.planning.search.pacing import Pace
-from protrain_plan.planning.search.scheduling import PLAIN_RULES, QUICK_GRID
 from protrain_plan.simulation.timeline import (
     first_step_seconds,
     host_update_seconds,
@@ -84,7 +82,7 @@ WALKED_PLAIN, SIMULATED_PLAIN = 12, 2
 
 SMALL, LIKELY = 16, 3
 """A model of so few units has a moment to spare: so many of its fastest choices are tried with all
-rules of schedules."""
+paces."""
 
 FEW = 8
 BRANCHED = {False: 1000, True: 300}
@@ -249,7 +247,7 @@ class _Planning:
         self.walks = max(LEAST_WALKS, min(MOST_WALKS, WALKED_UNITS // problem.count))
         if isfinite(effort.below_s):  # another number of replicas has a plan
             self.walks //= ANOTHER
-        first = self.evaluator.evaluate(lean, rules=PACES[:1])
+        first = self.evaluator.evaluate(lean, paces=PACES[:1])
         assert first, "the leanest choice meets the budgets"
         self.evaluator.stopped = effort.spent  # from here on there is a plan
         self.best: Evaluation = first
@@ -259,7 +257,7 @@ class _Planning:
         """The best plan of all stages."""
         for hint in hints:
             if choice := self.problem.known_choice((u.activations, u.states) for u in hint):
-                self._keep(self.evaluator.evaluate(choice, rules=(*PACES, *QUICK_GRID)))
+                self._keep(self.evaluator.evaluate(choice, paces=PACES))
         if isfinite(self.effort.below_s) or self.effort.enough_s is not None:
             self._find_bound()
             if self._enough() >= self.effort.below_s or self.bound > (self.effort.enough_s or inf):
@@ -391,7 +389,7 @@ class _Planning:
 
     def _polish(self, stage: str) -> None:
         """The best schedule for the best choice, at the end of a stage."""
-        self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
+        self._keep(self.evaluator.best_schedule(self.best.choice, pace=self.best.pace))
         self._tell(stage)
 
     def _try_plain(self) -> None:
@@ -402,7 +400,7 @@ class _Planning:
         walk = self.evaluator.pacer.walk
         seconds: dict[Choice, float] = {}
         fitting = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
-        plainest = self.evaluator.evaluate(fitting[0], rules=PACES) if fitting else None
+        plainest = self.evaluator.evaluate(fitting[0], paces=PACES) if fitting else None
         self._keep(plainest)
         self.kept = keeping(self.problem, self.evaluator)
         for choice in sorted(fitting, key=self.problem.least_seconds)[:WALKED_PLAIN]:
@@ -412,7 +410,7 @@ class _Planning:
             if self._good_enough():
                 break
             limit = self.best.seconds
-            self._keep(self.evaluator.evaluate(choice, rules=PACES, faster_than_s=limit))
+            self._keep(self.evaluator.evaluate(choice, paces=PACES, faster_than_s=limit))
         self.plain = list(seconds)
         self._tell("plain policies")
         self._find_bound()
@@ -452,10 +450,9 @@ class _Planning:
         self._tell("steps downhill")
         if found and not self._good_enough():
             _, layout, plan = min(found, key=lambda one: one[0])
-            plan = self.evaluator.best_schedule(plan.choice, rule=plan.rule) or plan
+            plan = self.evaluator.best_schedule(plan.choice, pace=plan.pace) or plan
             self._keep(plan)
-            if isinstance(plan.rule, Pace):
-                descent.pace = plan.rule
+            descent.pace = plan.pace
             go_on(layout, plan, self.walks // 2)
         self._polish("steps downhill")
 
@@ -498,28 +495,27 @@ class _Planning:
                 choice = choice_of(self.problem, repaired)
                 if isfinite(self.descent.walked(choice, self.best.seconds)):
                     limit = self.best.seconds
-                    self._keep(self.evaluator.evaluate(choice, rules=PACES, faster_than_s=limit))
+                    self._keep(self.evaluator.evaluate(choice, paces=PACES, faster_than_s=limit))
 
     def _improve(self) -> None:
         """Change one unit after the other."""
         self.best = self.descent.refined(self.best, most=self.walks // 2, enough_s=self._enough_s)
-        limit = self.best.seconds
-        if self.problem.count > SMALL:
-            choice = self.best.choice
-            self._keep(self.evaluator.evaluate(choice, rules=PLAIN_RULES, faster_than_s=limit))
-        else:
-            for choice in self.evaluator.fastest(LIKELY):
-                self._keep(self.evaluator.best_schedule(choice))
-            num_moves = 1 + len(self.problem.program(self.best.plans).moves)
-            most = min(SEARCHED, SEARCHED_MOVES // num_moves)
-            last, before = self.evaluator.num_simulations + most, inf
-            # Other decisions may want another schedule, and under that yet other ones.
-            while self.best.seconds < before and self.evaluator.num_simulations < last:
-                before, left = self.best.seconds, last - self.evaluator.num_simulations
-                enough = self._enough_s
-                self._keep(self.descent.searched(self.best, most=left, enough_s=enough))
-                self._keep(self.evaluator.best_schedule(self.best.choice, rule=self.best.rule))
+        if self.problem.count <= SMALL:
+            self._search()
         self._polish("changes of single units")
+
+    def _search(self) -> None:
+        """Change units of a small model, by simulations alone."""
+        for choice in self.evaluator.fastest(LIKELY):
+            self._keep(self.evaluator.best_schedule(choice))
+        num_moves = 1 + len(self.problem.program(self.best.plans).moves)
+        most = min(SEARCHED, SEARCHED_MOVES // num_moves)
+        last, before = self.evaluator.num_simulations + most, inf
+        # Other decisions may want another schedule, and under that yet other ones.
+        while self.best.seconds < before and self.evaluator.num_simulations < last:
+            before, left = self.best.seconds, last - self.evaluator.num_simulations
+            self._keep(self.descent.searched(self.best, most=left, enough_s=self._enough_s))
+            self._keep(self.evaluator.best_schedule(self.best.choice, pace=self.best.pace))
 
     @property
     def _enough_s(self) -> float:

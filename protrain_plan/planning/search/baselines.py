@@ -68,7 +68,7 @@ def baseline(
         for home in homes(problem.implied) if tiers else ():
             search = _FourParameterSearch(problem, evaluator, home, tiers[0])
             if best := search.best():
-                return evaluator.best_schedule(best.choice, rule=best.rule)
+                return evaluator.best_schedule(best.choice, pace=best.pace)
         return None
     if name == "offload-all" and not tiers:
         return None

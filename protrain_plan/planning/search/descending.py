@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from protrain_plan.planning.model.counting import Layout, Prices, Row
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, Rule
+from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_plan.planning.search.improving import changed
 from protrain_plan.planning.search.layouts import (
     Exchange,
@@ -213,8 +213,7 @@ class Descent:
 
     def refined(self, best: Evaluation, *, most: float, enough_s: float) -> Evaluation:
         """`best` after changes of single units and pairs of them, in up to `most` walks."""
-        if isinstance(best.rule, Pace):
-            self.pace = best.rule
+        self.pace = best.pace
         last = self.num_walks + most
 
         def faster(choice: Choice, than: Evaluation) -> Evaluation | None:
@@ -226,7 +225,7 @@ class Descent:
         return self._changed(best, faster, lambda: self.num_walks >= last, enough_s)
 
     def searched(self, best: Evaluation, *, most: int, enough_s: float) -> Evaluation:
-        """Change single units under the rule of `best` by up to `most` simulations, without walks.
+        """Change single units under the pace of `best` by up to `most` simulations, without walks.
 
         Where no change makes it faster, from some changes further on.
         """
@@ -237,7 +236,7 @@ class Descent:
             return evaluator.num_simulations >= last
 
         def faster(choice: Choice, than: Evaluation) -> Evaluation | None:
-            return self._faster(choice, best.rule, than.seconds)
+            return self._faster(choice, best.pace, than.seconds)
 
         best = self._changed(best, faster, spent, enough_s)
         in_vain = 0
@@ -249,16 +248,16 @@ class Descent:
                 near = list(changed(self.problem, reached.choice, self.prices.open_to(inf)))
                 if not near:  # pins may leave one option of each unit
                     return best
-                found = evaluator.evaluate(self.order.choice(near), rules=(best.rule,))
+                found = evaluator.evaluate(self.order.choice(near), paces=(best.pace,))
                 reached = found or reached
             reached = self._changed(reached, faster, spent, enough_s)
             in_vain = 0 if reached.seconds < best.seconds * (1 - LESS) else in_vain + 1
             best = min(best, reached, key=lambda one: one.seconds)
         return best
 
-    def _faster(self, choice: Choice, rule: Rule, than_s: float) -> Evaluation | None:
+    def _faster(self, choice: Choice, pace: Pace, than_s: float) -> Evaluation | None:
         limit = than_s * (1 - LESS)
-        found = self.evaluator.evaluate(choice, rules=(rule,), faster_than_s=limit)
+        found = self.evaluator.evaluate(choice, paces=(pace,), faster_than_s=limit)
         return found if found and found.seconds < limit else None
 
     def _changed(

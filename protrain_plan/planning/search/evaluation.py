@@ -7,32 +7,24 @@ from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import Stopped
-from protrain_plan.planning.search.pacing import Pace, Pacer
-from protrain_plan.planning.search.scheduling import (
-    DEPTHS,
-    LATES,
-    QUICK_GRID,
-    WINDOWS,
-    ScheduleRule,
-    fill,
-)
+from protrain_plan.planning.search.pacing import PLAIN, Pace, Pacer
 from protrain_plan.simulation.timeline import simulated_seconds
 from protrain_runtime.contract.records.plan import Persistent, Schedule, UnitPlan
 
-Rule = ScheduleRule | Pace
-"""A rule that makes a schedule for decisions."""
-
-PACES = (Pace(), Pace(wait=0.0), Pace(wait=0.5))
+PACES = (PLAIN, Pace(wait=0.0), Pace(wait=0.5))
 """Paces that are tried, the first of them with decisions that are compared."""
+
+LATES = (0.0, 0.3, 0.6, 0.8, 1.0)
+"""Fractions of the chunks that are updated late, where steps overlap."""
 
 
 class Evaluation(NamedTuple):
-    """Decisions with their best schedule, and the rule that made it."""
+    """Decisions with their best schedule, and the pace that made it."""
 
     seconds: float
     stall_s: float
     choice: Choice
-    rule: Rule
+    pace: Pace
     plans: tuple[UnitPlan, ...]
 
 
@@ -52,36 +44,31 @@ class Evaluator:
         self,
         choice: Choice,
         *,
-        rules: Sequence[Rule] = QUICK_GRID,
+        paces: Sequence[Pace] = PACES[:1],
         faster_than_s: float = float("inf"),
     ) -> Evaluation | None:
-        """The fastest schedule of `choice` under `rules`, and under those it was tried with before.
+        """The fastest schedule of `choice` under `paces`, and under those it was tried with before.
 
         None where the choice exceeds a budget, or can at best reach `faster_than_s`.
         """
         problem = self.problem
         if problem.least_seconds(choice) >= faster_than_s or not problem.within_tiers(choice):
             return None
-        free = [problem.device - total for total in problem.static_bytes(choice)]
-        if min(free) < 0:
+        if max(problem.static_bytes(choice)) > problem.device:
             return None
         seen = self._seen.setdefault(choice, {})
-        for rule in rules if moves_anything(problem, choice) else rules[:1]:
+        for pace in paces if moves_anything(problem, choice) else paces[:1]:
             if self.stopped():
                 break
-            if isinstance(rule, Pace):
-                paced = self.pacer.walk(choice, rule)
-                assert paced, "the choice meets the device's budget"
-                schedules = paced.schedules
-            else:
-                schedules = fill(problem, choice, list(free), rule)
-            if schedules not in seen:
-                plans = plans_of(problem, choice, schedules)
+            paced = self.pacer.walk(choice, pace)
+            assert paced, "the choice meets the device's budget"
+            if paced.schedules not in seen:
+                plans = plans_of(problem, choice, paced.schedules)
                 seconds, stall_s = step_seconds(problem, plans, within_s=faster_than_s)
                 self.num_simulations += 1
                 if isinf(seconds):
                     continue  # it is not known how long it takes
-                seen[schedules] = Evaluation(seconds, stall_s, choice, rule, plans)
+                seen[paced.schedules] = Evaluation(seconds, stall_s, choice, pace, plans)
         return min(seen.values(), key=lambda evaluation: evaluation.seconds, default=None)
 
     def fastest(self, count: int) -> list[Choice]:
@@ -93,36 +80,19 @@ class Evaluator:
         }
         return sorted(seconds, key=lambda choice: seconds[choice])[:count]
 
-    def best_schedule(self, choice: Choice, *, rule: Rule = QUICK_GRID[0]) -> Evaluation | None:
-        """The fastest schedule of `choice` under a search over rules that starts at `rule`.
-
-        All paces, or depths and windows in turn, until neither gives a faster one.
-        """
-        best = self.evaluate(choice, rules=(rule,))
+    def best_schedule(self, choice: Choice, *, pace: Pace = PLAIN) -> Evaluation | None:
+        """The fastest schedule of `choice` that paces in turn find, until none is faster."""
+        best = self.evaluate(choice, paces=(pace,))
         if best is None or not moves_anything(self.problem, choice):
             return best
-        before = None
-        while before is None or best.seconds < before:
-            before = best.seconds
-            # The best known may be of the other kind of rules.
-            kinds = [rule] if isinstance(best.rule, type(rule)) else [rule, best.rule]
-            for rules in (rules for kind in kinds for rules in self._beside(kind)):
-                best = self.evaluate(choice, rules=rules, faster_than_s=best.seconds) or best
-            if isinstance(best.rule, type(rule)):
-                rule = best.rule
-        return best
-
-    def _beside(self, rule: Rule) -> list[list[Rule]]:
-        """Rules that differ in one number from the one that is best so far, kind by kind."""
         lates = LATES if self.problem.settings.overlap_steps else ()
-        if isinstance(rule, Pace):
-            paces = [pace._replace(late=rule.late) for pace in PACES]
-            return [[*paces], [rule._replace(late=late) for late in lates]]
-        return [
-            [rule._replace(window=window) for window in WINDOWS],
-            [rule._replace(depth=depth) for depth in DEPTHS],
-            [rule._replace(late=late) for late in lates],
-        ]
+        before = inf
+        while best.seconds < before:
+            before = best.seconds
+            waits = [each._replace(late=best.pace.late) for each in PACES]
+            for paces in (waits, [best.pace._replace(late=late) for late in lates]):
+                best = self.evaluate(choice, paces=paces, faster_than_s=best.seconds) or best
+        return best
 
 
 def plans_of(

@@ -159,11 +159,11 @@ def in_runs(
             # A walk may find a little more than the simulator does.
             if not evaluator.pacer.walk(tuple(choice), within_s=limit * SLOW_WALK):
                 continue
-            evaluation = evaluator.evaluate(tuple(choice), rules=(best.rule,), faster_than_s=limit)
+            evaluation = evaluator.evaluate(tuple(choice), paces=(best.pace,), faster_than_s=limit)
             if evaluation and (fastest is None or evaluation.seconds < fastest.seconds):
                 fastest = evaluation
         if fastest and slowest_s < fastest.seconds < slowest_s * NEARLY:
-            fastest = evaluator.best_schedule(fastest.choice, rule=fastest.rule)
+            fastest = evaluator.best_schedule(fastest.choice, pace=fastest.pace)
         if fastest and fastest.seconds <= slowest_s:
             best = fastest
     return best
@@ -189,7 +189,7 @@ def exact_where_free(
             if number is None:  # it is pinned
                 return None
             changes[unit] = (number, best.choice[unit][1])
-        evaluation = evaluator.evaluate(_with(best.choice, changes), rules=(best.rule,))
+        evaluation = evaluator.evaluate(_with(best.choice, changes), paces=(best.pace,))
         return evaluation if evaluation and evaluation.seconds <= slowest_s else None
 
     groups: dict[str, list[int]] = {}
@@ -226,7 +226,7 @@ def at_the_step(
         if plain is None:  # it is pinned
             continue
         choice = _with(best.choice, {unit: (activation, plain)})
-        evaluation = evaluator.evaluate(choice, rules=(best.rule,))
+        evaluation = evaluator.evaluate(choice, paces=(best.pace,))
         if evaluation is None or evaluation.seconds > slowest_s:
             break
         best = evaluation
@@ -242,9 +242,9 @@ def apart(
     """
     if not problem.settings.overlap_steps:
         return None
-    rule = best.rule._replace(late=0.0)
+    pace = best.pace._replace(late=0.0)
     evaluator = Evaluator(problem.overlapping(False), stopped)
-    found = evaluator.best_schedule(best.choice, rule=rule)
+    found = evaluator.best_schedule(best.choice, pace=pace)
     return found if found and found.seconds <= slowest_s else None
 
 
