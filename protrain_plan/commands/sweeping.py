@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from protrain_plan.commands.options import choice, size
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.hardware import PCIE, Hardware
-from protrain_runtime.contract.records.schema import MAX_COUNT
+from protrain_runtime.contract.records.limits import MAX_COUNT
 
 if TYPE_CHECKING:
     from protrain_plan.commands.cells import Cells
