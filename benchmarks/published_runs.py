@@ -5,10 +5,13 @@ estimated profile of its workload on the machine of the catalogue, under the pla
 follows. Nothing is searched for.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from benchmarks.published_models import AsRun, Logits
 from benchmarks.uniform import AMPLE, decided, plan_of_units
@@ -36,7 +39,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import DType, Precision, Profile, Quantize
-from protrain_runtime.contract.records.tree import Node, root
+from protrain_runtime.contract.records.tree import Document, parsed
 from protrain_runtime.contract.units import parse_bytes
 
 PUBLISHED = Path(__file__).parent / "published.yaml"
@@ -45,8 +48,6 @@ Sharding = Literal["none", "replicated", "full", "full in nodes", "states and gr
 Checkpointing = Literal["none", "full", "selective"]
 Loss = Literal["plain", "chunked"]
 MemoryKind = Literal["allocated", "active", "reserved", "not said"]
-
-Word = TypeVar("Word", bound=str)
 
 ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "Ampere": ("a100-40gb", "a100-80gb", "a10g", "rtx-3090"),
@@ -141,65 +142,43 @@ class Published:
     unused: Sequence[tuple[str, str]]  # link, reason
 
 
-def _word(known: Sequence[Word]) -> Callable[[Node], Word]:
-    def read(node: Node) -> Word:
-        text = node.text()
-        for word in known:
-            if text == word:
-                return word
-        raise node.error(f"expected {' or '.join(known)}, got {text!r}")
-
-    return read
-
-
-def _texts(node: Node) -> dict[str, str]:
-    return {key: value.text() for key, value in node.any_mapping().items()}
-
-
-def _link(node: Node) -> str:
-    link = node.text()
-    if not link.startswith("https://"):
-        raise node.error(f"expected a link, got {link!r}")
-    return link
-
-
-_READERS: dict[str, Callable[[Node], object]] = {
-    "where": Node.text,
-    "model": Node.text,
-    "gpu": Node.text,
-    "seq": Node.integer,
-    "batch": Node.integer,
-    "dtype": _word(get_args(DType)),
-    "precision": _word(get_args(Precision)),
-    "optimizer": Node.text,
-    "attention": Node.text,
-    "checkpointing": _word(get_args(Checkpointing)),
-    "compile": Node.boolean,
-    "devices": Node.integer,
-    "sharding": _word(get_args(Sharding)),
-    "micro_batches": Node.integer,
-    "clip": Node.boolean,
-    "lora": Node.text,
-    "quantize": _word(("nf4",)),
-    "loss": _word(get_args(Loss)),
-    "logits": _word(get_args(Logits)),
-    "expanded_heads": Node.boolean,
-    "one_product": Node.boolean,
-    "inputs_kept": Node.boolean,
-    "float32_norms": Node.boolean,
-    "logits_held": Node.boolean,
-    "joint_adapters": Node.boolean,
-    "triton_attention": Node.boolean,
-    "autocast": Node.boolean,
-    "buckets": Node.boolean,
-    "memory": lambda node: parse_bytes(node.text()),
-    "memory_is": _word(get_args(MemoryKind)),
-    "tokens_per_s": Node.number,
-    "assumed": _texts,
-    "not_held": _texts,
-    "excluded": Node.text,
+_KEYS = {
+    **{key: kind for key, kind in get_type_hints(Run).items() if key not in ("name", "source")},
+    "memory": str,
 }
-"""How each key of a run is read."""
+_Said = msgspec.defstruct(
+    "Run",
+    [(key, kind, None) for key, kind in _KEYS.items() if key != "memory_bytes"],
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
+"""The keys of a run."""
+
+
+_Link = Annotated[str, Meta(pattern="^https://")]
+
+
+class _Unused(msgspec.Struct, forbid_unknown_fields=True):
+    link: _Link
+    why: str
+
+
+class _Source(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    link: _Link
+    date: str
+    versions: dict[str, str]
+    path: str = ""
+    commit: str = ""
+    common: dict[str, Any] = msgspec.field(default_factory=dict)
+    runs: dict[str, Any]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    models: dict[str, Any]
+    sources: dict[str, Any]
+    unused: list[_Unused]
+
+
 _REQUIRED = (
     *("where", "model", "gpu", "seq", "batch", "dtype", "precision", "optimizer", "attention"),
     *("checkpointing", "compile"),
@@ -209,57 +188,47 @@ _REQUIRED = (
 def read_published(text: str | None = None, where: str = "published.yaml") -> Published:
     """The file's content; RecordError for a key that is unknown, missing or of another kind."""
     text = PUBLISHED.read_text(encoding="utf-8") if text is None else text
-    top = root(text, where).mapping(("models", "sources", "unused"))
-    models = {name: _config(node) for name, node in top["models"].any_mapping().items()}
+    top = parsed(text, where)
+    file = top.read(_File)
+    models = {name: _config(part) for name, part in top.at("models").mapping().items()}
     runs: dict[str, Run] = {}
-    for node in top["sources"].any_mapping().values():
-        for run in _runs(node, models):
+    for part in top.at("sources").mapping().values():
+        for run in _runs(part, models):
             if run.name in runs:
-                raise node.error(f"two runs are called {run.name!r}")
+                raise part.error(f"two runs are called {run.name!r}")
             runs[run.name] = run
-    unused = []
-    for node in top["unused"].sequence():
-        entry = node.mapping(("link", "why"))
-        unused.append((_link(entry["link"]), entry["why"].text()))
+    unused = [(entry.link, entry.why) for entry in file.unused]
     return Published(models=models, runs=runs, unused=unused)
 
 
-def _config(node: Node) -> JsonObject:
+def _config(document: Document) -> JsonObject:
     """A Hugging Face configuration, with what it stands for under `_source`."""
-    keys = node.any_mapping()
-    if "_source" not in keys or "model_type" not in keys:
-        raise node.error("expected _source, which says what this stands for, and model_type")
-    found: JsonObject = {}
-    for key, value in keys.items():
-        tag = value.node.tag.rpartition(":")[2]
-        readers: dict[str, Callable[[Node], Any]] = {
-            "int": Node.integer,
-            "float": Node.number,
-            "bool": Node.boolean,
-        }
-        found[key] = readers.get(tag, Node.text)(value)
-    return found
+    found = document.read(dict[str, str | int | float | bool])
+    if "_source" not in found or "model_type" not in found:
+        problem = "expected _source, which says what this stands for, and model_type"
+        raise document.error(problem)
+    return dict(found)
 
 
-def _runs(node: Node, models: Mapping[str, JsonObject]) -> list[Run]:
-    optional = ("path", "commit", "common")
-    keys = node.mapping(("link", "date", "versions", *optional, "runs"), optional)
+def _runs(document: Document, models: Mapping[str, JsonObject]) -> list[Run]:
+    read = document.read(_Source)
     source = Source(
-        link=_link(keys["link"]),
-        date=keys["date"].text(),
-        versions=_texts(keys["versions"]),
-        **{key: keys[key].text() for key in ("path", "commit") if key in keys},
+        link=read.link,
+        date=read.date,
+        versions=read.versions,
+        path=read.path,
+        commit=read.commit,
     )
-    common = keys["common"].mapping(tuple(_READERS), tuple(_READERS)) if "common" in keys else {}
+    common = _said(document.at("common")) if "common" in document.data else {}
     runs = []
-    for name, own in keys["runs"].any_mapping().items():
-        values = dict(common) | own.mapping(tuple(_READERS), tuple(_READERS))
-        said: dict[str, Any] = {key: _READERS[key](value) for key, value in values.items()}
+    for name, own in document.at("runs").mapping().items():
+        said = common | _said(own)
         for key in ("assumed", "not_held"):  # a run's own beside what all of the source have
             if key in common:
-                said[key] = {**_texts(common[key]), **said[key]}
+                said[key] = {**common[key], **said[key]}
         if "memory" in said:
-            said["memory_bytes"] = said.pop("memory")
+            with own.located():
+                said["memory_bytes"] = parse_bytes(said.pop("memory"))
         if missing := [key for key in _REQUIRED if key not in said]:
             raise own.error(f"missing key {missing[0]!r}")
         run = Run(name=name, source=source, **said)
@@ -268,26 +237,31 @@ def _runs(node: Node, models: Mapping[str, JsonObject]) -> list[Run]:
     return runs
 
 
-def _refuse(run: Run, node: Node, models: Mapping[str, JsonObject]) -> None:
+def _said(document: Document) -> dict[str, Any]:
+    read = document.read(_Said)
+    return {key: getattr(read, key) for key in document.data}
+
+
+def _refuse(run: Run, document: Document, models: Mapping[str, JsonObject]) -> None:
     """RecordError for what does not go together."""
     if run.model not in (*models, *preset_names()):
-        raise node.error(f"no model is called {run.model!r}")
+        raise document.error(f"no model is called {run.model!r}")
     if run.memory_bytes is None and run.tokens_per_s is None:
-        raise node.error("neither memory nor tokens_per_s was measured")
+        raise document.error("neither memory nor tokens_per_s was measured")
     if (run.sharding == "none") != (run.devices == 1):
-        raise node.error(f"{run.devices} devices and sharding {run.sharding!r}")
+        raise document.error(f"{run.devices} devices and sharding {run.sharding!r}")
     for key in run.assumed:
-        if key not in _READERS:
-            raise node.error(f"assumed is {key!r}, which is no key")
+        if key not in _KEYS:
+            raise document.error(f"assumed is {key!r}, which is no key")
     for key in run.not_held:
         if key not in ("memory", "tokens_per_s"):
-            raise node.error(f"not held is {key!r}, which is no measurement")
+            raise document.error(f"not held is {key!r}, which is no measurement")
     if run.excluded:
         return
     if run.lora:
         parse_lora(run.lora)
     if run.compile or run.checkpointing == "selective":
-        raise node.error("compiled or selectively checkpointed, and not excluded")
+        raise document.error("compiled or selectively checkpointed, and not excluded")
 
 
 # --- predictions ----------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from protrain_runtime.contract.program import recording
 from protrain_runtime.contract.program.program import MAX_PIECES_OF_STATES
 from protrain_runtime.contract.records import hardware, plan, profile
 from protrain_runtime.contract.records.files import MAX_FILE_BYTES
-from protrain_runtime.contract.records.schema import MAX_UNFOLDED, MAX_UNITS, PATTERNS
-from protrain_runtime.contract.records.tree import MAX_DEPTH, MAX_NODES, MAX_TEXT
+from protrain_runtime.contract.records.limits import MAX_TEXT, MAX_UNFOLDED, MAX_UNITS
+from protrain_runtime.contract.records.tree import MAX_DEPTH, MAX_NODES
 from protrain_runtime.contract.units import format_bytes
 
 Json = dict[str, Any]
@@ -183,7 +183,7 @@ def files_page() -> str:
                     f"##{'' if part in TITLES.values() else '#'} {part}\n",
                     *_record(part, fields),
                 ]
-    machine = SCHEMAS["budgets"]()["properties"]["budgets"]["additionalProperties"]
+    machine = SCHEMAS["budgets"]()["$defs"]["Entry"]
     return "\n".join((*lines, BUDGETS, *_fields(machine, {})))
 
 
@@ -223,23 +223,20 @@ def _value(schema: Json) -> str:
         case {"$ref": reference}:
             name = reference.rpartition("/")[2]
             return f"[{name}](#{name.lower()})"
-        case {"const": value}:
-            return f"`{value}`"
         case {"enum": values}:
             return ", ".join(f"`{value}`" if value else "empty" for value in values)
         case {"type": "array", "items": items}:
             return f"list of {_value(items)}"
-        case {"oneOf": [*_, {"type": "integer"}, {"type": "string"}]}:
+        case {"description": str(words)}:
+            return words
+        case {"anyOf": [{"type": "integer"}, {"type": "string"}]}:
             return "size"
-        case {"oneOf": choices}:
+        case {"anyOf": choices}:
             return " or ".join(_value(choice) for choice in choices)
         case {"type": "integer"}:
             return "integer"
         case {"type": "number"}:
             return "number"
-        case {"type": "string", "pattern": str(pattern)}:
-            forms = {f"^{form}$": words for form, words in PATTERNS.values()}
-            return forms.get(pattern, "percentage" if "%" in pattern else "text")
         case {"type": str(kind)}:
             return {"string": "text", "boolean": "boolean"}[kind]
         case _:

@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import RecordError
-from protrain_runtime.contract.records.decisions import ACTIVATIONS, STATES, WORDINGS
+from protrain_runtime.contract.records.decisions import ACTIVATIONS, STATES, WORDINGS, Decision
 from protrain_runtime.contract.records.files import read_text, replace_text
 from protrain_runtime.contract.records.plan import Activations, Placement, Plan
 from protrain_runtime.contract.records.profile import Profile
@@ -195,7 +195,7 @@ def dumped(
     def data(value: Any) -> Any:
         if isinstance(value, Plan | Profile):
             return dumps(value)
-        if isinstance(value, get_args(Activations) + get_args(Placement)):
+        if isinstance(value, Decision):
             return WORDINGS[value].phrase
         if is_dataclass(value):
             names = (f.name for f in fields(value) if f.name not in left_out.get(type(value), ()))

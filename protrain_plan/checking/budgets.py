@@ -16,37 +16,34 @@ Beside the machines stands what plans may have leave for: `allow: [rounding]`, a
 """
 
 import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import yaml
+from msgspec import UNSET, Meta, UnsetType
 
 from protrain_runtime.contract.errors import ProtrainError, RecordError, cut
 from protrain_runtime.contract.records.files import read_text, refuse_outside
 from protrain_runtime.contract.records.forms import FORMS, leaves_of
-from protrain_runtime.contract.records.reader import headed
-from protrain_runtime.contract.records.schema import MAX_LIST, STEPS
+from protrain_runtime.contract.records.limits import MAX_LIST, MAX_TEXT, Bytes, StepSeconds
+from protrain_runtime.contract.records.schema import SIZE
 from protrain_runtime.contract.records.tree import (
-    Node,
+    Document,
     as_seen,
     did_you_mean,
-    listed,
+    parsed,
     parsed_toml,
-    root,
 )
 from protrain_runtime.contract.units import typed_bytes
 
-Number = TypeVar("Number", int, float)
-
-KIND_KEY, KIND, VERSION = "protrain", "budgets", 1
+KIND: Final = "budgets"
+VERSION: Final = 1
 YAML_NAME, TOML_NAME = "budgets.yaml", "pyproject.toml"
 
-_MAX_MACHINES, _MAX_PATTERN = 200, 200  # characters of a pattern, whose wildcards take time
-
-PERCENTAGE = r"[0-9]{1,6}(\.[0-9]{1,9})? ?%"
+_MAX_MACHINES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +65,37 @@ class MachineBudget:
         return any(PurePath(plan).match(pattern) for pattern in self.plans)
 
 
-KEYS = tuple(f.name for f in fields(MachineBudget) if f.name not in ("machine", "source"))
+_Size = Annotated[
+    Bytes | Annotated[str, Meta(max_length=MAX_TEXT, extra_json_schema={"pattern": SIZE})],
+    Meta(description="a size such as 22GiB"),
+]
+_Percentage = Annotated[
+    str,
+    Meta(pattern=r"^[0-9]{1,6}(\.[0-9]{1,9})? ?%$", description="a percentage such as 5%"),
+]
+
+
+class Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A machine's limits in a file."""
+
+    device: _Size | UnsetType = UNSET
+    host: _Size | UnsetType = UNSET
+    disk: _Size | UnsetType = UNSET
+    headroom: _Percentage | UnsetType = UNSET
+    step_seconds: StepSeconds | UnsetType = UNSET
+    slowdown: _Percentage | UnsetType = UNSET
+    plans: (
+        Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=MAX_LIST)] | UnsetType
+    ) = UNSET
+
+
+def content() -> type[msgspec.Struct]:
+    """The type of a file."""
+    words: Any = Literal[leaves_of(FORMS)]
+    allow = Annotated[list[words], Meta(max_length=MAX_LIST)]
+    header = ("protrain", Literal[KIND]), ("version", Literal[VERSION])
+    keys = (*header, ("budgets", dict[str, Entry]), ("allow", allow | UnsetType, UNSET))
+    return msgspec.defstruct("budgets", keys, kw_only=True, forbid_unknown_fields=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +137,13 @@ def find_limits(named: Path | None, *, folder: Path = Path()) -> Limits:
 
 def read_limits(path: Path) -> Limits:
     """The limits in a YAML file; RecordError where it has something else."""
-    # Of a file that is none of ours no key is shown.
-    top = headed(root(read_text(path), str(path)), KIND, VERSION)
-    values = top.mapping((KIND_KEY, "version", "budgets", "allow"), optional=("allow",))
-    return Limits(
-        budgets=_budgets(values["budgets"], str(path)), allow=_leaves(values.get("allow"))
-    )
+    return _limits(parsed(read_text(path), str(path)).headed(KIND, VERSION))
+
+
+def _limits(top: Document) -> Limits:
+    budgets = _budgets(top.at("budgets")) if "budgets" in top.data else {}
+    top.read(content())
+    return Limits(budgets=budgets, allow=tuple(dict.fromkeys(top.data.get("allow", ()))))
 
 
 def _read_toml(path: Path) -> Limits:
@@ -128,21 +156,14 @@ def _read_toml(path: Path) -> Limits:
             problem = f"unknown key {cut(key)!r}"
             raise RecordError(problem, source=source, key="tool.protrain", fix=fix)
     machines = _table(ours, where, source)
-    above = where
-
-    def as_yaml(value: object) -> Node:
-        # So that one reader reads both; its lines are not the file's.
-        return root(yaml.safe_dump(value, sort_keys=False), source)
-
+    header = {"protrain": KIND, "version": VERSION}
+    # So that one reader reads both; its lines are not the file's.
+    text = yaml.safe_dump(header | ours | {"budgets": machines}, sort_keys=False)
     try:
-        budgets = _budgets(as_yaml(machines), source)
-        above = "tool.protrain"
-        given = as_yaml({key: ours[key] for key in ("allow",) if key in ours})
-        leaves = _leaves(given.mapping(("allow",), optional=("allow",)).get("allow"))
+        return _limits(parsed(text, source))
     except RecordError as error:
-        key = f"{above}.{error.key}" if error.key else above
+        key = f"tool.protrain.{error.key}" if error.key else "tool.protrain"
         raise RecordError(error.message, source=source, key=key, fix=error.fix) from None
-    return Limits(budgets=budgets, allow=leaves)
 
 
 def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
@@ -158,12 +179,8 @@ def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
     return table
 
 
-def _budgets(machines: Node, source: str) -> dict[str, MachineBudget]:
-    entries = machines.any_mapping()
-    found = {
-        machine: _budget(machine, source, entry.mapping(KEYS, optional=KEYS))
-        for machine, entry in entries.items()
-    }
+def _budgets(machines: Document) -> dict[str, MachineBudget]:
+    found = {machine: _budget(machine, entry) for machine, entry in machines.mapping().items()}
     # A plan is held against all of them.
     num_patterns = sum(len(budget.plans) for budget in found.values())
     for what, count, most in (
@@ -175,82 +192,20 @@ def _budgets(machines: Node, source: str) -> dict[str, MachineBudget]:
     return found
 
 
-def _budget(machine: str, source: str, values: Mapping[str, Node]) -> MachineBudget:
-    def size(key: str) -> int | None:
-        return _parsed(values.get(key), "a size", typed_bytes)
-
-    def fraction(key: str) -> float | None:
-        return _parsed(values.get(key), "a percentage such as 5%", _fraction)
-
-    headroom = fraction("headroom")
-    if headroom is not None and headroom >= 1:
-        raise values["headroom"].error("expected less than 100%")
-    return MachineBudget(
-        machine=machine,
-        source=source,
-        device=size("device"),
-        host=size("host"),
-        disk=size("disk"),
-        headroom=headroom or 0.0,
-        step_seconds=_parsed(values.get("step_seconds"), "seconds such as 3.5", _seconds),
-        slowdown=fraction("slowdown"),
-        plans=_patterns(values.get("plans")),
-    )
-
-
-def _parsed(value: Node | None, what: str, parse: Callable[[str], Number]) -> Number | None:
-    """Return the number of an entry, if there is one; `parse` raises ValueError for other texts."""
-    if value is None:
-        return None
-    if not isinstance(value.node, yaml.ScalarNode):
-        found = "a list" if isinstance(value.node, yaml.SequenceNode) else "a mapping"
-        raise value.error(f"expected {what}, got {found}")
-    text = str(value.node.value)
-    try:
-        return parse(text)
-    except ProtrainError as error:
-        raise value.error(error.message, error.fix) from None
-    except ValueError:
-        raise value.error(f"expected {what}, got {cut(text)!r}") from None
-
-
-def _fraction(text: str) -> float:
-    if re.fullmatch(PERCENTAGE, text) is None:
-        raise ValueError
-    return float(text.removesuffix("%")) / 100
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if seconds not in STEPS:
-        raise ProtrainError(f"expected seconds {STEPS}, got {cut(text)!r}")
-    return seconds
-
-
-def _leaves(value: Node | None) -> tuple[str, ...]:
-    """Words that `--allow` knows."""
-    if value is None:
-        return ()
-    known = leaves_of(FORMS)
-    if not isinstance(value.node, yaml.SequenceNode):
-        raise value.error(f"expected a list of {listed(known, 'and')}")
-    found = {item.text(): item for item in value.sequence(MAX_LIST)}
-    for leave, item in found.items():
-        if leave not in known:
-            raise item.error(f"expected {listed(known, 'or')}, got {cut(leave)!r}")
-    return tuple(found)
-
-
-def _patterns(value: Node | None) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value.node, yaml.SequenceNode):
-        raise value.error("expected a list of patterns such as ['plans/*']")
-    found = {item.text(_MAX_PATTERN): item for item in value.sequence(MAX_LIST)}
-    for pattern, item in found.items():
+def _budget(machine: str, entry: Document) -> MachineBudget:
+    entry.read(Entry)
+    found = dict[str, Any](entry.data)
+    for key in found.keys() & {"device", "host", "disk"}:
+        with entry.at(key).located():
+            found[key] = typed_bytes(str(found[key]))
+    for key in found.keys() & {"headroom", "slowdown"}:
+        found[key] = float(found[key].removesuffix("%")) / 100
+    if found.get("headroom", 0) >= 1:
+        raise entry.at("headroom").error("expected less than 100%")
+    found["plans"] = tuple(dict.fromkeys(found.get("plans", ())))
+    for index, pattern in enumerate(entry.data.get("plans", ())):
         try:
             PurePath().match(pattern)
         except ValueError:  # of no parts, such as '' and '.'
-            problem = f"expected a pattern such as plans/*, got {cut(pattern)!r}"
-            raise item.error(problem) from None
-    return tuple(found)
+            raise entry.at("plans", index).expected("a pattern such as plans/*") from None
+    return MachineBudget(machine=machine, source=str(entry.source), **found)

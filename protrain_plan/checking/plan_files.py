@@ -16,7 +16,8 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -30,12 +31,11 @@ from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.reader import kind_of
 from protrain_runtime.contract.records.tree import (
-    Node,
     as_seen,
     did_you_mean,
     documents,
     listed,
-    root,
+    parsed,
 )
 from protrain_runtime.contract.units import format_bytes
 
@@ -177,15 +177,10 @@ def opened(files: Files) -> Case | None:
 
 def line_of(text: str, key: str | None) -> int:
     """The line of a key such as `prediction.peak_bytes`, or of the last part of it there is."""
-    line = 1
-    try:
-        value: Node = root(text, None)
-        for part in key.split(".") if key else ():
-            value = value.any_mapping()[part]
-            line = value.node.start_mark.line + 1
-    except (RecordError, KeyError):
-        pass
-    return line
+    with suppress(RecordError):
+        if key:
+            return replace(parsed(text, None), path=tuple(key.split("."))).line or 1
+    return 1
 
 
 def _profiles_beside(

@@ -230,7 +230,8 @@ class StepOptions:
         """The step that is asked for, on one device; ProtrainError where options contradict."""
         from protrain_plan.planning.model.problem import OVERLAPPING
         from protrain_runtime.contract.records.plan import StepSettings
-        from protrain_runtime.contract.records.schema import limits_of
+        from protrain_runtime.contract.records.schema import hints
+        from protrain_runtime.contract.records.tree import checked
 
         given = self.updates or ("after-backward" if self.clip else "in-backward")
         after = choice("--updates", given, ("in-backward", "after-backward")) == "after-backward"
@@ -243,10 +244,7 @@ class StepOptions:
             raise ProtrainError(
                 "it is for updates after backward", key="--clip-share", fix="add --clip"
             )
-        elif share not in (limits := limits_of(StepSettings, "clip_share")):
-            raise ProtrainError(
-                f"expected a part of all steps {limits}, got {share:g}", key="--clip-share"
-            )
+        share = checked(share, hints(StepSettings)["clip_share"], "--clip-share")
         when: Updates = "after backward" if after else "in backward"
         return replace(
             OVERLAPPING,

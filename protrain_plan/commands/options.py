@@ -5,7 +5,7 @@ and the rest where it runs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -140,20 +140,15 @@ def size(option: str, text: str | None, default: int) -> int:
 def part(option: str, text: str | None, setting: str) -> float:
     """Return `25%` or `0.25` as a number, or a setting's default; ProtrainError for other texts."""
     from protrain_runtime.contract.records.plan import StepSettings
-    from protrain_runtime.contract.records.schema import limits_of
+    from protrain_runtime.contract.records.schema import hints
+    from protrain_runtime.contract.records.tree import checked
 
     if text is None:
         return float(getattr(StepSettings(), setting))
-    limits = limits_of(StepSettings, setting)
-    try:
+    value: float | str = text
+    with suppress(ValueError):
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if value not in limits:
-        raise ProtrainError(
-            f"expected a part {limits}, such as 25% or 0.25, got {text!r}", key=option
-        )
-    return value
+    return checked(value, hints(StepSettings)[setting], option)
 
 
 def integers(option: str, text: str, fix: str | None = None) -> tuple[int, ...]:
@@ -169,7 +164,8 @@ def integers(option: str, text: str, fix: str | None = None) -> tuple[int, ...]:
 
 def prices_of(text: str | None, machines: "Sequence[Hardware]") -> list[float]:
     """`--price` for each machine, or the machine's own; ProtrainError for what is no price."""
-    from protrain_runtime.contract.records.schema import PRICES
+    from protrain_runtime.contract.records.limits import Price
+    from protrain_runtime.contract.records.tree import checked
 
     if text is None:
         return [machine.price_per_hour for machine in machines]
@@ -180,14 +176,7 @@ def prices_of(text: str | None, machines: "Sequence[Hardware]") -> list[float]:
             key="--price",
             fix="give one for all, or one for each, in the order of --on",
         )
-    try:
-        prices = [float(part) for part in parts]
-    except ValueError:
-        prices = [-1.0]
-    if not all(price in PRICES for price in prices):
-        raise ProtrainError(
-            f"expected a price for an hour {PRICES}, such as 2.49, got {text!r}", key="--price"
-        )
+    prices = [checked(part, Price, "--price") for part in parts]
     return prices if len(parts) == len(machines) else prices * len(machines)
 
 

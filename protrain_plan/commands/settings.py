@@ -12,7 +12,7 @@ from protrain_plan.commands.option_records import StepOptions, WorkloadOptions
 from protrain_plan.commands.options import size
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.hardware import PCIE
-from protrain_runtime.contract.records.schema import MAX_COUNT
+from protrain_runtime.contract.records.limits import MAX_COUNT
 from protrain_runtime.contract.records.tree import did_you_mean, listed
 
 if TYPE_CHECKING:

@@ -19,20 +19,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Annotated, Any
 
-import yaml
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.program.group import group_on
 from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.hardware import PCIE, Hardware
+from protrain_runtime.contract.records.limits import MAX_LIST, Count, Price
 from protrain_runtime.contract.records.plan import DeviceGroup
-from protrain_runtime.contract.records.schema import MAX_COUNT, MAX_LIST, PRICES
-from protrain_runtime.contract.records.tree import Node, did_you_mean, listed, root
+from protrain_runtime.contract.records.tree import Document, did_you_mean, listed, parsed
 from protrain_runtime.contract.units import format_bytes, typed_bytes
 
-KEYS = ("price_per_hour", "num_devices", "host_memory", "disk", "link")
 MOST_NODES = 4
 """Most nodes to look at where nobody says how many devices."""
 
@@ -59,6 +60,16 @@ class MachineOffer:
         return f"{many}{self.machine.name}{nodes}" + f", {self.chosen}" * bool(self.chosen)
 
 
+class _Said(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An entry of the file that has keys."""
+
+    price_per_hour: Price | UnsetType = UNSET
+    num_devices: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_LIST)] = ()
+    host_memory: dict[str, Any] | UnsetType = UNSET
+    disk: dict[str, Any] | UnsetType = UNSET
+    link: dict[str, Any] | UnsetType = UNSET
+
+
 @dataclass(frozen=True, slots=True)
 class _Option:
     """Something to choose, with what it adds to the price."""
@@ -76,13 +87,11 @@ def read_offers(path: Path) -> tuple[MachineOffer, ...]:
 
     Also for a machine that is not there, and where a machine's devices are not joined.
     """
-    top = root(read_text(path), str(path))
+    top = parsed(read_text(path), str(path))
     found: list[MachineOffer] = []
-    for name, entry in top.any_mapping().items():
-        try:
+    for name, entry in top.mapping().items():
+        with entry.located():
             machine = load_hardware(name)
-        except ProtrainError as error:
-            raise entry.error(error.message, error.fix) from None
         found += _offers(machine, entry)
     if not found:
         raise top.error("expected at least one machine with its price, got none")
@@ -118,43 +127,31 @@ def device_counts(machine: Hardware) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*in_node, whole, *nodes]))
 
 
-def _offers(machine: Hardware, entry: Node) -> Iterator[MachineOffer]:
+def _offers(machine: Hardware, entry: Document) -> Iterator[MachineOffer]:
     """All that an entry of the file offers; ProtrainError for devices that are not joined."""
-    values: Mapping[str, Node] = {"price_per_hour": entry}
-    if isinstance(entry.node, yaml.MappingNode):
-        values = entry.mapping(KEYS, optional=KEYS)
-    price = machine.price_per_hour
-    if "price_per_hour" in values:
-        price = _price(values["price_per_hour"])
-    elif not price:
+    has_keys = isinstance(entry.data, dict)
+    said = entry.read(_Said) if has_keys else _Said(price_per_hour=entry.read(Price))
+    price = machine.price_per_hour if said.price_per_hour is UNSET else said.price_per_hour
+    if said.price_per_hour is UNSET and not price:
         raise entry.error("missing key 'price_per_hour'", "the machine's own file has no price")
-    counts = device_counts(machine)
-    if "num_devices" in values:
-        nodes = values["num_devices"].sequence(MAX_LIST)
-        counts = tuple(node.integer("a number of devices") for node in nodes)
-        for node, count in zip(nodes, counts, strict=True):
-            if not 1 <= count <= MAX_COUNT:
-                raise node.expected(f"a number of devices from 1 to {MAX_COUNT}")
-        if not counts:
-            raise values["num_devices"].error("expected at least one number of devices, got none")
+    counts = said.num_devices or device_counts(machine)
     options: dict[str, list[_Option]] = {}
     for key, tier in (("host_memory", "host"), ("disk", "disk"), ("link", "host")):
-        if key not in values:
+        if not has_keys or key not in entry.data:
             continue
+        choices = entry.at(key)
         if all(one.name != tier for one in machine.tiers):
             words = {"host": "host memory", "disk": "disk"}[tier]
-            raise values[key].error(f"{machine.name} has no {words} below its device")
-        choices = values[key].any_mapping()
-        if not choices:
-            raise values[key].error("expected at least one choice with its price, got none")
-        options[key] = [_option(key, text, node) for text, node in choices.items()]
+            raise choices.error(f"{machine.name} has no {words} below its device")
+        if not choices.data:
+            raise choices.error("expected at least one choice with its price, got none")
+        options[key] = [_option(key, text, one) for text, one in choices.mapping().items()]
+    where = entry.at("num_devices") if said.num_devices else entry
     for count in counts:
         for chosen in product(*options.values()):
-            try:
-                yield offer(machine, count, price, dict(zip(options, chosen, strict=True)))
-            except ProtrainError as error:  # of a group that cannot be
-                where = values.get("num_devices", entry)
-                raise where.error(error.message, error.fix) from None
+            with where.located():  # a group that cannot be
+                found = offer(machine, count, price, dict(zip(options, chosen, strict=True)))
+            yield found
 
 
 def offer(
@@ -185,24 +182,14 @@ def offer(
     )
 
 
-def _price(node: Node) -> float:
-    price = node.number()
-    if price not in PRICES:
-        raise node.expected(f"a price for an hour {PRICES}")
-    return price
-
-
-def _option(key: str, text: str, node: Node) -> _Option:
-    price = _price(node)
+def _option(key: str, text: str, where: Document) -> _Option:
+    price = where.read(Price)
     if key == "link":
         if text not in PCIE:
-            raise node.error(
-                f"expected {listed(PCIE, 'or')}, got {cut(text)!r}", did_you_mean(text, PCIE)
-            )
+            fix = did_you_mean(text, PCIE)
+            raise where.error(f"expected {listed(PCIE, 'or')}, got {cut(text)!r}", fix)
         return _Option(text, PCIE[text], price)
-    try:
+    with where.located():
         size = typed_bytes(text)
-    except ProtrainError as error:
-        raise node.error(error.message, error.fix) from None
     words = "of host memory" if key == "host_memory" else "of disk"
     return _Option(f"{format_bytes(size)} {words}", size, price)

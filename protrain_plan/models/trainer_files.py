@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,14 @@ from protrain_plan.models.presets import preset_names, preset_of, read_config
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.adapters import ALL_LINEAR, Lora
 from protrain_runtime.contract.records.files import read_text
-from protrain_runtime.contract.records.tree import Node, listed, parsed_json, root
+from protrain_runtime.contract.records.tree import (
+    Document,
+    Odd,
+    key_of,
+    listed,
+    parsed,
+    parsed_json,
+)
 
 _TABLES: dict[str, Any] = yaml.load(
     read_text(Path(__file__).with_name("trainers.yaml")),
@@ -78,13 +86,13 @@ class TrainerFile:
         self.facts: dict[str, Any] = dict.fromkeys(_FACTS) | self.format.assumed
         for key, value in self.format.defaults.items():
             self.facts |= self._read(key, value)
-        self._places: dict[str, Node] = {}  # of facts that the file states
+        self._places: dict[str, Document] = {}  # of facts that the file states
         names = ("stated", "decided", "ignored", "unclear", "inner keys")
         lists: dict[str, dict[str, object]] = {name: {} for name in names}
         self.decided, self.ignored = lists["decided"], lists["ignored"]
         for key, node in nodes.items():
             if key.rpartition(".")[0] not in self.decided | self.ignored:
-                value = _plain(node)
+                value = _plain(node.data)
                 lists[self._list_of(key, value, node)][key] = value
         if lists["unclear"]:
             raise _not_understood(path, list(lists["unclear"]))
@@ -106,7 +114,7 @@ class TrainerFile:
             if (one := self._stated(key, self.format.defaults[key])).option
         ]
 
-    def _list_of(self, key: str, value: object, node: Node) -> str:
+    def _list_of(self, key: str, value: object, node: Document) -> str:
         """The list that a key belongs in; the facts that it states are taken."""
         table = self.format
         if value is None and key in table.nulls:  # no default, as others are
@@ -132,7 +140,7 @@ class TrainerFile:
         read = _READERS[how](value) if known is None else _one_of(known, value)
         return read if isinstance(read, dict) else {fact: read}
 
-    def _state(self, key: str, value: object, node: Node) -> None:
+    def _state(self, key: str, value: object, node: Document) -> None:
         """Take the facts that a key states in this file."""
         fact = self.format.stated(key)[0]
         try:
@@ -146,7 +154,7 @@ class TrainerFile:
         for name in found.keys() & self._places.keys():
             meant = {True if one == "auto" else one for one in (self.facts[name], found[name])}
             if all(meant) and len(meant) > 1 and _FACTS[name][1] not in self.given:
-                problem = f"{self._places[name].key} says otherwise"
+                problem = f"{key_of(self._places[name].path)} says otherwise"
                 raise node.error(problem, "remove one of them")
         if found.get(fact) is not False or not (fact in self._places and self.facts[fact]):
             self.facts |= found  # else another key has turned it on
@@ -200,18 +208,18 @@ def is_trainer_file(path: str) -> bool:
     return "model_type" not in keys and bool(_marked(keys))
 
 
-def _nodes(path: str) -> dict[str, Node]:
+def _nodes(path: str) -> dict[str, Document]:
     """The values by key; those of mappings besides, by `key.inner`."""
     text = read_text(path)
     if Path(path).suffix.lower() == ".json":
         parsed_json(text, path)
         text = text.replace("\t", " ")  # blanks of JSON, but none of YAML
-    found: dict[str, Node] = {}
-    waiting = [root(text, path)]
+    found: dict[str, Document] = {}
+    waiting = [parsed(text, path)]
     while waiting:
-        for node in waiting.pop().any_mapping().values():
-            found[str(node.key)] = node
-            if isinstance(node.node, yaml.MappingNode):
+        for node in waiting.pop().mapping().values():
+            found[str(key_of(node.path))] = node
+            if isinstance(node.data, dict):
                 waiting.append(node)
     return found
 
@@ -376,14 +384,19 @@ def words(options: Mapping[str, Any], option: str) -> str:
 # Values
 
 
-def _plain(node: Node) -> Any:
+def _plain(value: Any) -> Any:
     """The value as a trainer's own parser has it; what JSON has not as a text."""
-    endless = {"NaN": ".nan", "Infinity": ".inf", "-Infinity": "-.inf"}
-    try:
-        value = yaml.constructor.SafeConstructor().construct_object(node.node, deep=True)
-        return json.loads(json.dumps(value, default=str), parse_constant=endless.get)
-    except (ValueError, TypeError, RecursionError, yaml.YAMLError):
-        raise node.error("a value that cannot be read") from None
+    match value:
+        case dict():
+            return {key: _plain(inner) for key, inner in value.items()}
+        case list():
+            return [_plain(inner) for inner in value]
+        case Odd(text=text):
+            with suppress(ValueError):  # thousands of digits
+                return text if str(read := yaml.safe_load(text)) in ("inf", "-inf", "nan") else read
+            return text
+        case _:
+            return value
 
 
 def _is_off(value: Any) -> bool:

@@ -131,6 +131,7 @@ fit tiny-llama --on cpu --host-memory 64GiB
 fit tiny-llama --on cpu --precision mixed
 fit tiny-llama --on cpu --precision autocast --dtype float32
 fit tiny-llama --on cpu --price cheap
+fit tiny-llama --on cpu --price 1e-300
 fit tiny-llama --on cpu --price 1,2
 fit tiny-llama --on cpu --columns speed
 fit tiny-llama --on cpu --columns cost

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from rich.console import Console
 
 from protrain_plan.presentation.report import page
@@ -169,7 +170,7 @@ def test_the_data_of_a_recording_compare_it_with_the_prediction() -> None:
     assert as_promised["step_seconds"] == 1.25 * step.report.step_seconds
     for lane in step.report.lanes:
         assert as_promised["busy_seconds"][lane.name] == pytest.approx(1.25 * lane.busy_s)
-    one_more = replace(
+    one_more = structs.replace(
         recorded(step), slot_bytes=tuple(slot.device.total + 1 for slot in step.report.slots)
     )
     above = step_data(step, recording=one_more)["recording"]["slots_above"]

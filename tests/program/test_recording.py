@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from protrain_runtime.contract.program.recording import (
     Event,

@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -19,6 +19,7 @@ from protrain_runtime.contract.records.folding import fold, runs, unfold
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import (
     Device,
+    DeviceKind,
     Hardware,
     Interconnect,
     Link,
@@ -26,6 +27,7 @@ from protrain_runtime.contract.records.hardware import (
     Tier,
     TierName,
 )
+from protrain_runtime.contract.records.limits import IS_SIZE
 from protrain_runtime.contract.records.plan import (
     Activations,
     Keep,
@@ -50,7 +52,7 @@ from protrain_runtime.contract.records.profile import (
     UnitKind,
     Workload,
 )
-from protrain_runtime.contract.records.schema import PATTERNS, Record, is_size, limits_of
+from protrain_runtime.contract.records.schema import Record, hints
 from protrain_runtime.contract.records.tree import number_text, unseen
 from tests.support.commands import ROOT, ran
 from tests.support.messages import Speaker
@@ -175,38 +177,40 @@ SIZES = st.integers(0, 2**60) | st.integers(0, 2**20).map(lambda n: 256 * n)
 Drawn = st.SearchStrategy[Any]
 
 
-def value(owner: type, name: str, hint: Any) -> Drawn:
+def value(hint: Any) -> Drawn:
     """Any value that a field may have by itself."""
     if (parts := [part for part in get_args(hint) if part is not type(None)]) and parts != [
         *get_args(hint)
     ]:
-        return st.none() | value(owner, name, parts[0])
+        return st.none() | value(parts[0])
     match get_origin(hint):
         case origin if origin is Literal:
             return st.sampled_from(get_args(hint))
         case origin if origin is tuple:
-            return st.lists(value(owner, name, parts[0]), max_size=2).map(tuple)
-    if hint is str:
-        return st.sampled_from(["cpu", "cuda"]) if (owner, name) in PATTERNS else TEXTS
-    if hint is bool:
-        return st.booleans()
+            return st.lists(value(parts[0]), max_size=2).map(tuple)
     if isinstance(hint, type) and is_dataclass(hint):
         return record(hint)
-    limits = limits_of(owner, name)
-    if is_size(owner, name):
-        return SIZES.filter(limits.__contains__)
-    low, high = limits.low, min(limits.high, 2**53)
-    found: Drawn = st.integers(int(low), int(high)) if hint is int else st.floats(low, high)
-    return st.just(hint(0)) | found if limits.or_zero else found
+    of, *limits = get_args(hint) or (hint,)
+    if get_origin(of) is tuple:
+        return value(of)
+    if of is str:
+        return st.sampled_from(["cpu", "cuda"]) if hint is DeviceKind else TEXTS
+    if of is bool:
+        return st.booleans()
+    [meta] = limits
+    if meta.extra == IS_SIZE:
+        return SIZES.filter(lambda size: meta.ge <= size <= meta.le)
+    low, high = meta.ge, min(meta.le, 2**53)
+    found: Drawn = st.integers(int(low), int(high)) if of is int else st.floats(low, high)
+    return found.filter(lambda number: not 0 < abs(number) < 1e-12)
 
 
 def record(owner: type, **own: Any) -> Drawn:
     """A record: its fields without defaults are drawn, and of the others those that are `...`."""
-    hints = get_type_hints(owner)
     for field in dataclasses.fields(owner):
         required = field.default is field.default_factory is dataclasses.MISSING
         if own.get(field.name, ... if required else None) is ...:
-            own[field.name] = value(owner, field.name, hints[field.name])
+            own[field.name] = value(hints(owner)[field.name])
     return st.builds(owner, **own)
 
 

@@ -142,3 +142,24 @@ def beyond_a_schema(path: tuple[str | int, ...], wrong: Json) -> bool:
     """Mistakes for the reader alone: references between units, runs, huge whole numbers."""
     together = {"parameter_bytes", "gradient_bytes", "num_parameters"}
     return wrong == 2**70 or bool({"used_by", "also_used_by", "names", *together} & set(path))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_nothing_is_without_limits(name: str) -> None:
+    """Numbers have both ends, texts and lists a length; so a new field has limits of its own."""
+    limits = {
+        **dict.fromkeys(("integer", "number"), ({"minimum", "maximum"},)),
+        "string": ({"maxLength"}, {"pattern"}),
+        "array": ({"maxItems"},),
+    }
+
+    def parts(schema: Json, where: str) -> Iterator[tuple[str, Json]]:
+        if isinstance(schema, dict):
+            yield where, schema
+        items = schema.items() if isinstance(schema, dict) else ()
+        for key, value in enumerate(schema) if isinstance(schema, list) else items:
+            yield from parts(value, f"{where}.{key}")
+
+    for where, part in parts(SCHEMAS[name](), name):
+        for keys in [limits[part["type"]]] if part.get("type") in limits else []:
+            assert any(found <= part.keys() for found in keys), where

@@ -390,8 +390,8 @@ ON_A_DEVICE = (
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/moves.py::Moves._swap_in",
-        line="self._arriving[number] = storages",
-        instead="self._arriving[number] = []",
+        line="storages = self._arriving[number] = list",
+        instead="storages = list",
         keeps="what nobody waits for any more is freed under the copy to it",
         scenario="aside_with_late_lanes",
     ),

@@ -21,6 +21,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+from msgspec import defstruct
 
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.program.implications import (
@@ -43,6 +46,7 @@ from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.folding import fold, runs, unfold
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import TierName, is_accelerator
+from protrain_runtime.contract.records.limits import Text
 from protrain_runtime.contract.records.plan import (
     STEPPED,
     Activations,
@@ -57,8 +61,7 @@ from protrain_runtime.contract.records.plan import (
     activations_in,
 )
 from protrain_runtime.contract.records.profile import WHOLE, Unit
-from protrain_runtime.contract.records.reader import headed
-from protrain_runtime.contract.records.tree import did_you_mean, listed, root
+from protrain_runtime.contract.records.tree import did_you_mean, listed, parsed
 
 Decision = tuple[int, int]
 """The numbers of a unit's activation option and of its state option."""
@@ -200,25 +203,22 @@ def read_pins(path: str | Path) -> tuple[Pin, ...]:
     source = str(path)
     text = read_text(path)
     try:
-        top = root(text, source)
+        top = parsed(text, source)
     except RecordError as error:
         line = "" if error.line is None else text.splitlines()[error.line - 1 :][:1]
         if line and line[0].lstrip().startswith("*") and error.fix is None:
             error.fix = "put a pattern that starts with * in quotes"  # else YAML sees an alias
         raise
-    values = headed(top, KIND, VERSION).mapping(("protrain", "version", "pins"))
+    keys = {"protrain": str, "version": int, "pins": dict[str, Any]}
+    top.headed(KIND, VERSION).read(defstruct(KIND, keys.items(), forbid_unknown_fields=True))
     pins: list[Pin] = []
-    for units, value in values["pins"].any_mapping().items():
-        try:
-            activations, states = _decisions(value.text())
-        except RecordError:
-            raise
-        except ProtrainError as error:
-            raise value.error(error.message, error.fix) from None
-        place = f"{source}:{value.node.start_mark.line + 1}"
+    for units, value in top.at("pins").mapping().items():
+        with value.located():
+            activations, states = _decisions(value.read(Text))
+        place = f"{source}:{value.line}"
         pins.append(Pin(units=units, activations=activations, states=states, source=place))
     if not pins:
-        raise values["pins"].error("expected at least one pin, got none")
+        raise top.at("pins").error("expected at least one pin, got none")
     return tuple(pins)
 
 

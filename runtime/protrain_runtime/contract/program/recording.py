@@ -13,17 +13,18 @@ beginning.
 """
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from protrain_runtime.contract.errors import RecordError
+import msgspec
+from msgspec import Meta
+
+from protrain_runtime.contract.errors import RecordError, cut
 from protrain_runtime.contract.program.program import Program
 from protrain_runtime.contract.records import fingerprint
 from protrain_runtime.contract.records.files import read_text, replace_text
 from protrain_runtime.contract.records.plan import Plan
-from protrain_runtime.contract.records.tree import parsed_json
+from protrain_runtime.contract.records.tree import Document, parsed_json
 
 KIND, VERSION = "recording", 1
 MAX_FILE_BYTES = 64 * 2**20
@@ -31,28 +32,32 @@ MAX_FILE_BYTES = 64 * 2**20
 _MAX_NODES = 5_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+Instant = Annotated[float, Meta(ge=0, lt=1e12)]
+"""Seconds of a step: no centuries."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A slot's compute, or a move, from start to end in seconds since the step began."""
 
     lane: str
     name: str
-    start_s: float
-    end_s: float
+    start_s: Instant
+    end_s: Instant
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class Recording(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One step of a plan as it ran.
 
     `slot_bytes` are the peaks of tensors on the device in each slot, and last in the device's
     update; empty where they were not counted.
     """
 
+    protrain: str = KIND
+    version: int = VERSION
     plan_fingerprint: str
-    step_seconds: float
+    step_seconds: Instant
+    slot_bytes: tuple[Annotated[int, Meta(ge=0, le=2**63 - 1)], ...] = ()
     events: tuple[Event, ...]
-    slot_bytes: tuple[int, ...] = ()
 
 
 def read_recording(path: str | Path) -> Recording:
@@ -67,133 +72,63 @@ def write_recording(recording: Recording, path: str | Path) -> None:
 
 def dumps_recording(recording: Recording) -> str:
     """The recording as JSON text, an event a line."""
-    head = json.dumps(
-        {
-            "protrain": KIND,
-            "version": VERSION,
-            "plan_fingerprint": recording.plan_fingerprint,
-            "step_seconds": recording.step_seconds,
-            "slot_bytes": recording.slot_bytes,
-        }
-    )
-    events = ",\n".join(json.dumps(asdict(event)) for event in recording.events)
-    return f'{head[:-1]}, "events": [\n{events}\n]}}\n'
+    data = msgspec.structs.asdict(recording)
+    events = ",\n".join(json.dumps(msgspec.structs.asdict(event)) for event in data.pop("events"))
+    return f'{json.dumps(data)[:-1]}, "events": [\n{events}\n]}}\n'
 
 
 def loads_recording(text: str, source: str | None = None) -> Recording:
     """The recording in the text; RecordError, naming `source`, where there is none."""
-    reader = _Reader(source)
-    data = reader.mapping(
-        reader.parsed(text),
-        None,
-        ("protrain", "version", "plan_fingerprint", "step_seconds", "events", "slot_bytes"),
-    )
-    if data["protrain"] != KIND:
-        reader.fail(f"expected {KIND!r}, got {data['protrain']!r}", "protrain")
-    if data["version"] != VERSION:
-        reader.fail(
-            f"expected version {VERSION}, got {data['version']!r}", "version", "record again"
-        )
-    sizes = data["slot_bytes"]
-    return Recording(
-        plan_fingerprint=reader.text(data["plan_fingerprint"], "plan_fingerprint"),
-        step_seconds=reader.seconds(data["step_seconds"], "step_seconds"),
-        events=tuple(
-            reader.event(event, f"events[{index}]")
-            for index, event in enumerate(reader.of(list, data["events"], "a list", "events"))
-        ),
-        slot_bytes=tuple(
-            reader.of(int, size, "a number of bytes", f"slot_bytes[{index}]", below=2**63)
-            for index, size in enumerate(reader.of(list, sizes, "a list", "slot_bytes"))
-        ),
-    )
+    hooks: Any = {"object_pairs_hook": _once, "parse_constant": _no_number}
+    try:
+        data = parsed_json(text, source, most=_MAX_NODES, **hooks)
+    except RecordError as error:
+        error.source = source
+        raise
+    document = Document("", source, data).headed(KIND, VERSION)
+    recording = document.read(Recording)
+    for index, event in enumerate(recording.events):
+        if event.end_s < event.start_s:
+            raise document.at("events", index).error("ends before it starts")
+    return recording
 
 
 def check_recording(
     recording: Recording, plan: Plan, program: Program, source: str | None = None
 ) -> None:
     """RecordError where the recording is not one of this plan's step."""
-    reader = _Reader(source)
+    document = Document("", source, msgspec.to_builtins(recording))
     if recording.plan_fingerprint != (expected := fingerprint(plan)):
         problem = f"recorded under another plan, {recording.plan_fingerprint}: this is {expected}"
-        reader.fail(problem, "plan_fingerprint", "record a step of this plan")
+        fix = "record a step of this plan"
+        raise document.at("plan_fingerprint").error(problem, fix)
     lanes = {program.slot_name(index): "compute" for index in range(len(program.slots) + 1)}
     lanes |= {program.move_name(n): str(move.lane) for n, move in enumerate(program.moves)}
     seen: set[str] = set()
     for index, event in enumerate(recording.events):
-        key = f"events[{index}]"
+        where = document.at("events", index)
         if event.name not in lanes:
-            reader.fail(f"the plan has nothing called {event.name!r}", f"{key}.name")
+            raise where.at("name").error(f"the plan has nothing called {event.name!r}")
         if event.lane != lanes[event.name]:
             problem = f"{event.name!r} runs on {lanes[event.name]!r}, not on {event.lane!r}"
-            reader.fail(problem, f"{key}.lane")
+            raise where.at("lane").error(problem)
         if event.name in seen:
-            reader.fail(f"{event.name!r} stands there twice", f"{key}.name")
+            raise where.at("name").error(f"{event.name!r} stands there twice")
         seen.add(event.name)
     expected_slots = len(program.slots) + 1
     if recording.slot_bytes and len(recording.slot_bytes) != expected_slots:
         problem = f"expected {expected_slots} numbers or none, got {len(recording.slot_bytes)}"
-        reader.fail(problem, "slot_bytes")
+        raise document.at("slot_bytes").error(problem)
 
 
-class _Reader:
-    """Checks of what JSON holds; every failure names the file and the key."""
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n]))
+        problem = f"the key {cut(twice)!r} stands here twice"
+        raise RecordError(problem, fix="remove one of them")
+    return found
 
-    def __init__(self, source: str | None) -> None:
-        self._source = source
 
-    def fail(self, problem: str, key: str | None = None, fix: str | None = None) -> NoReturn:
-        raise RecordError(problem, source=self._source, key=key, fix=fix)
-
-    def parsed(self, text: str) -> object:
-        hooks = {"object_pairs_hook": self._once, "parse_constant": self._no_number}
-        parsed: object = parsed_json(text, self._source, most=_MAX_NODES, **hooks)
-        return parsed
-
-    def of(self, kind: Any, value: Any, expected: str, key: str | None, below: float = 0) -> Any:
-        """The value, which is of that type; with `below`, a number from 0 to less than that."""
-        right = isinstance(value, kind) and not isinstance(value, bool)
-        if not right or (below and not 0 <= value < below):
-            shown = text if len(text := json.dumps(value)) <= 60 else f"{text[:57]}..."
-            self.fail(f"expected {expected}, got {shown}", key)
-        return value
-
-    def mapping(self, value: object, key: str | None, keys: Collection[str]) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.of(dict, value, "a mapping", key)
-        for name in found:
-            if name not in keys:
-                self.fail(f"unknown key {name!r}", key, f"the keys are {', '.join(keys)}")
-        for name in keys:
-            if name not in found:
-                self.fail(f"missing key {name!r}", key)
-        return found
-
-    def event(self, value: object, key: str) -> Event:
-        data = self.mapping(value, key, ("lane", "name", "start_s", "end_s"))
-        event = Event(
-            lane=self.text(data["lane"], f"{key}.lane"),
-            name=self.text(data["name"], f"{key}.name"),
-            start_s=self.seconds(data["start_s"], f"{key}.start_s"),
-            end_s=self.seconds(data["end_s"], f"{key}.end_s"),
-        )
-        if event.end_s < event.start_s:
-            self.fail("ends before it starts", key)
-        return event
-
-    def text(self, value: object, key: str) -> str:
-        return str(self.of(str, value, "a text", key))
-
-    def seconds(self, value: object, key: str) -> float:
-        # Centuries are not seconds of a step; what is too large for a float (1e999) is infinite.
-        return float(self.of(int | float, value, "seconds", key, below=1e12))
-
-    def _once(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for name, value in pairs:
-            if name in found:
-                self.fail(f"the key {name!r} stands here twice", fix="remove one of them")
-            found[name] = value
-        return found
-
-    def _no_number(self, text: str) -> NoReturn:
-        self.fail(f"{text} is no number of JSON")
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")

@@ -1,12 +1,19 @@
 """`Hardware`: what a machine offers to a training run: tiers of memory, links between, speeds."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from protrain_runtime.contract.records import limits
 
 TierName = Literal["host", "disk"]
-DeviceKind = str
-"""A type of device as PyTorch names it: `cpu`, `cuda` (ROCm's too), `xpu`, ... (`DEVICE_KIND` in
-schema.py). What a record says holds for every device of the type; none has an index."""
+DeviceKind = Annotated[
+    str,
+    Meta(pattern="^[a-z][a-z0-9_]{0,99}$", description="a type of device such as cpu or cuda"),
+]
+"""A type of device as PyTorch names it: `cpu`, `cuda` (ROCm's too), `xpu`, ..., or as a backend
+registers it. What a record says holds for every device of the type; none has an index."""
 Shared = Literal["of the node", "of each device"]
 
 
@@ -23,10 +30,10 @@ class Link:
     runs too: 1 for two independent lanes, 0.5 for one lane that both share.
     """
 
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    latency_s: float
-    duplex: float
+    read_bytes_per_s: limits.Speed
+    write_bytes_per_s: limits.Speed
+    latency_s: limits.Seconds
+    duplex: limits.Half
 
 
 PCIE = {"pcie-3": 12e9, "pcie-4": 24e9, "pcie-5": 50e9}
@@ -44,10 +51,10 @@ class Observed:
     the last quarter of this writing.
     """
 
-    seconds: float
-    written_bytes: int
-    first_bytes_per_s: float
-    last_bytes_per_s: float
+    seconds: limits.Seconds
+    written_bytes: limits.Bytes
+    first_bytes_per_s: limits.Speed
+    last_bytes_per_s: limits.Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +69,11 @@ class Tier:
     """
 
     name: TierName
-    capacity_bytes: int
+    capacity_bytes: limits.Bytes
     link: Link
     observed: Observed | None = None
     cached: "Cached | None" = None
-    endurance_bytes: int = 0
+    endurance_bytes: limits.Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +88,10 @@ class Device:
 
     kind: DeviceKind
     name: str
-    memory_bytes: int
-    context_bytes: int
-    num_threads: int
-    allocator_bytes: int = 0
+    memory_bytes: limits.Bytes
+    context_bytes: limits.Bytes
+    num_threads: limits.Count
+    allocator_bytes: limits.Bytes = 0
 
     @property
     def besides_bytes(self) -> int:
@@ -99,8 +106,8 @@ class Contention:
     On a CPU machine every lane runs on the processors that also compute.
     """
 
-    compute: float
-    lane: float
+    compute: limits.Share
+    lane: limits.Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,20 +137,20 @@ class Rates:
     seconds on this very machine; both are 0 where they were never compared.
     """
 
-    float32_flops_per_s: float  # dense matrix products, at the device's peak
-    bfloat16_flops_per_s: float  # also those of float16
-    compute_efficiency: float  # the part of it that large matrix products reach
-    memory_bytes_per_s: float
-    memory_efficiency: float
-    operator_s: float
-    host_parameters_per_s: float  # AdamW's step in host memory
-    error_low: float = 0.0
-    error_high: float = 0.0
-    host_piece_s: float = 0.0  # of AdamW's step on a piece, besides its parameters
-    multiprocessors: int = 0  # that compute tiles of a product at the same time
-    attention_efficiency: float = 0.0  # of long rows in heads 128 wide, forward
-    attention_backward_efficiency: float = 0.0
-    host_bandwidth_bytes_per_s: float = 0.0  # of the memory of a node's host
+    float32_flops_per_s: limits.Speed  # dense matrix products, at the device's peak
+    bfloat16_flops_per_s: limits.Speed  # also those of float16
+    compute_efficiency: limits.Share  # the part of it that large matrix products reach
+    memory_bytes_per_s: limits.Speed
+    memory_efficiency: limits.Share
+    operator_s: limits.Seconds
+    host_parameters_per_s: limits.Speed  # AdamW's step in host memory
+    error_low: limits.Factor = 0.0
+    error_high: limits.Factor = 0.0
+    host_piece_s: limits.Seconds = 0.0  # of AdamW's step on a piece, besides its parameters
+    multiprocessors: limits.Number = 0  # that compute tiles of a product at the same time
+    attention_efficiency: limits.ShareIfKnown = 0.0  # of long rows in heads 128 wide, forward
+    attention_backward_efficiency: limits.ShareIfKnown = 0.0
+    host_bandwidth_bytes_per_s: limits.SpeedIfKnown = 0.0  # of the memory of a node's host
 
     def flops_per_s(self, *, half: bool) -> float:
         """The peak rate of dense products, in 16 bits or in 32."""
@@ -158,9 +165,9 @@ class Collectives:
     bus bandwidths. `latency_s` is that of one of the W - 1 hops that a collective takes.
     """
 
-    gather_bytes_per_s: float  # all-gather
-    reduce_bytes_per_s: float  # reduce-scatter
-    latency_s: float
+    gather_bytes_per_s: limits.Speed  # all-gather
+    reduce_bytes_per_s: limits.Speed  # reduce-scatter
+    latency_s: limits.Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +181,12 @@ class Interconnect:
     of the optimizer on the host are: of the node, so that its ranks share them, or each device's.
     """
 
-    devices_per_node: int
+    devices_per_node: limits.Count
     intra_node: Collectives  # among the devices of a node
     inter_node: Collectives | None = None  # among those of several nodes; absent: there is one
     contention: Contention = Contention(compute=1.0, lane=1.0)
-    link_share: float = 1.0
-    library_bytes: int = 0
+    link_share: limits.Half = 1.0
+    library_bytes: limits.Bytes = 0
     below: Shared = "of the node"
 
 
@@ -191,9 +198,9 @@ class PublishedError:
     runs on devices of this architecture; `source` names them.
     """
 
-    low: float
-    high: float
-    runs: int
+    low: limits.Factor
+    high: limits.Factor
+    runs: limits.Count
     source: str
 
 
@@ -222,11 +229,11 @@ class Hardware:
     update_contention: Contention
     rates: Rates | None = None
     interconnect: Interconnect | None = None
-    sources: tuple[str, ...] = ()
-    move_s: float = 0.0
-    price_per_hour: float = 0.0
+    sources: tuple[limits.Lines, ...] = ()
+    move_s: limits.Seconds = 0.0
+    price_per_hour: limits.Price = 0.0
     published_error: PublishedError | None = None
-    power_w: float = 0.0
+    power_w: limits.Factor = 0.0
 
     @property
     def is_compared(self) -> bool:

@@ -1,8 +1,11 @@
 """`Plan`: the decisions, and what they are predicted to cost. Reviewed and committed like code."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from msgspec import Meta
+
+from protrain_runtime.contract.records import limits
 from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.forms import (
     FORMS,
@@ -157,11 +160,11 @@ class Schedule:
     the order of the next forward; what it holds until then stays on the device.
     """
 
-    forward_lead: float = 0  # parameters for forward
-    backward_lead: float = 0  # parameters for backward
-    swap_lead: float = 0  # swapped activations for backward
-    swap_drain: float | None = None  # swapped activations after forward
-    update_drain: float | None = None  # gradients, and states on their way down, after backward
+    forward_lead: limits.Slots = 0  # parameters for forward
+    backward_lead: limits.Slots = 0  # parameters for backward
+    swap_lead: limits.Slots = 0  # swapped activations for backward
+    swap_drain: limits.Slots | None = None  # swapped activations after forward
+    update_drain: limits.Slots | None = None  # gradients, and states going down, after backward
     update_late: bool = False
 
 
@@ -178,9 +181,9 @@ class UnitPlan:
     states: Placement
     schedule: Schedule = Schedule()
     kind: UnitKind = "block"
-    parameters: tuple[str, ...] = ()
-    also_used_by: tuple[str, ...] = ()
-    own_inputs: tuple[int, ...] = (0,)
+    parameters: limits.Names = ()
+    also_used_by: Annotated[tuple[str, ...], Meta(max_length=limits.MAX_UNITS)] = ()
+    own_inputs: tuple[limits.Position, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,11 +194,11 @@ class TierBytes:
     device's allocator may hold beyond the tensors (see `Device.allocator_bytes`).
     """
 
-    device: int
-    context: int
-    host: int
-    disk: int
-    allocator: int = 0
+    device: limits.Bytes
+    context: limits.Bytes
+    host: limits.Bytes
+    disk: limits.Bytes
+    allocator: limits.Bytes = 0
 
     @property
     def reserved(self) -> int:
@@ -223,15 +226,15 @@ class Prediction:
     `Plan.clipped_percent`, and `clipped_step_seconds` those of a step that is clipped.
     """
 
-    step_seconds: float
-    lower_bound_seconds: float  # no schedule within the budgets is faster
+    step_seconds: limits.StepSeconds
+    lower_bound_seconds: limits.StepSeconds  # no schedule within the budgets is faster
     peak_bytes: TierBytes
-    error_low: float = 0.0
-    error_high: float = 0.0
-    first_step_seconds: float = 0.0  # where steps overlap
-    clipped_step_seconds: float = 0.0  # where updates are speculative
-    host_update_seconds: float = 0.0  # of a step, beside an accelerator
-    host_update_threads: int = 0  # of a rank, that take these
+    error_low: limits.Factor = 0.0
+    error_high: limits.Factor = 0.0
+    first_step_seconds: limits.OtherStepSeconds = 0.0  # where steps overlap
+    clipped_step_seconds: limits.OtherStepSeconds = 0.0  # where updates are speculative
+    host_update_seconds: limits.OtherStepSeconds = 0.0  # of a step, beside an accelerator
+    host_update_threads: limits.Number = 0  # of a rank, that take these
 
     @property
     def expected_seconds(self) -> tuple[float, float] | None:
@@ -246,9 +249,9 @@ class Prediction:
 class Budgets:
     """The most that a run may take of each tier; of the device, with all besides tensors."""
 
-    device: int
-    host: int
-    disk: int
+    device: limits.Bytes
+    host: limits.Bytes
+    disk: limits.Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,9 +262,9 @@ class DeviceGroup:
     states of each chunk that is not persistent; the groups are replicas of each other.
     """
 
-    num_devices: int = 1
-    num_replicas: int = 1  # of the sharded states; divides num_devices
-    num_nodes: int = 1  # that the devices are in, as many in each
+    num_devices: limits.Count = 1
+    num_replicas: limits.Count = 1  # of the sharded states; divides num_devices
+    num_nodes: limits.Count = 1  # that the devices are in, as many in each
 
     @property
     def in_node(self) -> int:
@@ -306,16 +309,16 @@ class StepSettings:
     A stage of a pipeline has the activations of `held` micro-batches at a time.
     """
 
-    piece_bytes: int = 0  # optimizer states move and are updated in such pieces; 0: to be chosen
+    piece_bytes: limits.SomeBytes = 0  # in which states move and are updated; 0: to be chosen
     updates: Updates = "in backward"
-    micro_batches: int = 1  # forwards and backwards per update
+    micro_batches: limits.MicroBatches = 1  # forwards and backwards per update
     reductions: Reductions = "in the last micro-batch"  # of ranks
     group: DeviceGroup = ALONE
     overlap_steps: bool = False
-    page_cache_bytes: int = 0  # of memory, that what is on disk may fill
-    clip_share: float = CLIP_SHARE  # of all steps, those whose gradients are clipped
-    disk_gain: float = DISK_GAIN
-    held: int = 1  # micro-batches whose activations stand together
+    page_cache_bytes: limits.Bytes = 0  # of memory, that what is on disk may fill
+    clip_share: limits.ShareIfKnown = CLIP_SHARE  # of all steps, those whose gradients are clipped
+    disk_gain: limits.Gain = DISK_GAIN
+    held: limits.MicroBatches = 1  # micro-batches whose activations stand together
 
     @property
     def is_single(self) -> bool:
@@ -359,9 +362,9 @@ class StagePlan:
     """
 
     first_units: tuple[str, ...]  # of each chunk
-    held: int  # micro-batches whose activations stand together
-    piece_bytes: int
-    cycle_seconds: float  # of a micro-batch: all its forwards and backwards
+    held: limits.MicroBatches  # micro-batches whose activations stand together
+    piece_bytes: limits.SomeBytes
+    cycle_seconds: limits.StepSeconds  # of a micro-batch: all its forwards and backwards
     peak_bytes: TierBytes
 
 
@@ -371,8 +374,8 @@ class PipelinePlan:
 
     schedule: PipelineSchedule
     layout: PipelineLayout = "stages across nodes"
-    num_nodes: int = 1  # that all devices are in, as many in each
-    stages: tuple[StagePlan, ...]
+    num_nodes: limits.Count = 1  # that all devices are in, as many in each
+    stages: Annotated[tuple[StagePlan, ...], Meta(min_length=2, max_length=limits.MAX_LIST)]
 
     @property
     def chunks(self) -> int:
@@ -401,8 +404,8 @@ class Plan:
     prediction: Prediction
     settings: StepSettings
     pipeline: PipelinePlan | None = None
-    units: tuple[UnitPlan, ...]
-    tensors: tuple[str, ...] = ()
+    units: Annotated[tuple[UnitPlan, ...], Meta(min_length=1, max_length=limits.MAX_UNITS)]
+    tensors: limits.Tensors = ()
 
     @property
     def num_stages(self) -> int:

@@ -7,11 +7,14 @@ A *level* is the number of live bytes between two slots.
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from protrain_runtime.contract.records import limits
 from protrain_runtime.contract.records.hardware import DeviceKind, Hardware
 
-Form = str
+Form = Annotated[str, Meta(description="the name of a form")]
 """In what form a unit's activations wait for backward: the name of an entry of `forms.FORMS`."""
 
 SPARSE = "sparse gradients"
@@ -42,12 +45,12 @@ class Workload:
     """The model and batch that were profiled, in terms that build them again."""
 
     model: str  # preset name, path of a config.json, or package.module:factory
-    model_config: str  # the resolved configuration as compact JSON ("" for a factory)
-    batch_size: int  # [sequences]
-    seq_len: int  # [tokens]
+    model_config: limits.JsonText  # the resolved configuration as compact JSON ("" for a factory)
+    batch_size: limits.Many  # [sequences]
+    seq_len: limits.Many  # [tokens]
     dtype: DType
     device: DeviceKind
-    seed: int
+    seed: limits.Seed
     precision: Precision = "pure"
     adapter: str = ""  # "lora r=16 dtype=float32": what was added, and is trained (see `adapters`)
     inputs: tuple[str, ...] = ()  # of a factory's profiled batch: "tokens 4x64", a tensor each
@@ -74,15 +77,15 @@ class FormCost:
     """
 
     form: Form
-    forward_peak_bytes: int
-    kept_bytes: int
-    backward_peak_bytes: int
-    swappable_bytes: int
-    forward_s: float
-    backward_s: float  # recomputation included
-    swap_pieces: tuple[int, ...] = ()
-    forward_launch_s: float = 0.0
-    backward_launch_s: float = 0.0
+    forward_peak_bytes: limits.Bytes
+    kept_bytes: limits.Bytes
+    backward_peak_bytes: limits.BytesBeyond
+    swappable_bytes: limits.Bytes
+    forward_s: limits.Seconds
+    backward_s: limits.Seconds  # recomputation included
+    swap_pieces: tuple[limits.Bytes, ...] = ()
+    forward_launch_s: limits.Seconds = 0.0
+    backward_launch_s: limits.Seconds = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -98,8 +101,14 @@ class FormCost:
 HANDED_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Dtypes of tensors that units hand on, with bytes of an element."""
 
-HANDED = rf"[0-9]{{1,15}}(x[0-9]{{1,15}}){{0,9}} ({'|'.join(HANDED_SIZES)})"
-"""A tensor that a unit hands on, as `Unit.gets` has it."""
+Handed = Annotated[
+    str,
+    Meta(
+        pattern=rf"^[0-9]{{1,15}}(x[0-9]{{1,15}}){{0,9}} ({'|'.join(HANDED_SIZES)})$",
+        description="shape and dtype, such as 1x4096x4096 bfloat16",
+    ),
+]
+"""A tensor that a unit hands on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,23 +138,23 @@ class Unit:
 
     name: str
     kind: UnitKind
-    num_parameters: int
-    parameter_bytes: int  # trainable and frozen
-    gradient_bytes: int
-    state_bytes: int  # optimizer states
-    used_by: tuple[int, ...]
-    forms: tuple[FormCost, ...]
-    parameters: tuple[str, ...] = ()
-    own_inputs: tuple[int, ...] = (0,)
-    parameter_pieces: tuple[int, ...] = ()
-    gradient_pieces: tuple[int, ...] = ()
+    num_parameters: Annotated[int, Meta(ge=0, le=10**15)]
+    parameter_bytes: limits.Bytes  # trainable and frozen
+    gradient_bytes: limits.Bytes
+    state_bytes: limits.Bytes  # optimizer states
+    used_by: limits.Indices
+    forms: Annotated[tuple[FormCost, ...], Meta(min_length=1, max_length=limits.MAX_LIST)]
+    parameters: limits.Names = ()
+    own_inputs: tuple[limits.Position, ...] = (0,)
+    parameter_pieces: tuple[limits.Bytes, ...] = ()
+    gradient_pieces: tuple[limits.Bytes, ...] = ()
     reached: bool = True
-    stays: str = ""
-    runs_once: str = ""
-    uneven_state_bytes: int = 0
-    largest_gradient_bytes: int = 0
-    reads: tuple[int, ...] = ()
-    gets: tuple[str, ...] = ()
+    stays: limits.Lines = ""
+    runs_once: limits.Lines = ""
+    uneven_state_bytes: limits.Bytes = 0
+    largest_gradient_bytes: limits.Bytes = 0
+    reads: limits.Indices = ()
+    gets: tuple[Handed, ...] = ()
 
     @property
     def handed_bytes(self) -> int:
@@ -174,15 +183,15 @@ class OptimizerCost:
     """
 
     name: str
-    host_parameters_per_s: float
-    device_parameters_per_s: float
-    workspace_fraction: float
-    host_piece_s: float = 0.0
-    block: int = 1
-    cut_elements: int = 64
+    host_parameters_per_s: limits.Speed
+    device_parameters_per_s: limits.Speed
+    workspace_fraction: limits.Factor
+    host_piece_s: limits.Seconds = 0.0
+    block: Annotated[int, Meta(ge=0, le=10**9)] = 1
+    cut_elements: limits.Many = 64
     at_once: bool = False
-    workspace_bytes: int = 0
-    node_parameters_per_s: float = 0.0
+    workspace_bytes: limits.Bytes = 0
+    node_parameters_per_s: limits.SpeedIfKnown = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +203,10 @@ class Repetitions:
     what is simulated for that plan; 0 where it was not timed.
     """
 
-    num_steps: int
-    low: float
-    high: float
-    planned: float = 0.0
+    num_steps: limits.Many
+    low: limits.Share
+    high: Annotated[float, Meta(ge=1, le=1e6)]
+    planned: limits.Factor = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +217,8 @@ class Compilation:
     (warm); none where the compiler has no cache.
     """
 
-    num_graphs: int  # forwards; one that trains has a backward besides
-    seconds: float
+    num_graphs: limits.Count  # forwards; one that trains has a backward besides
+    seconds: limits.Seconds
     cache: Literal["cold", "partly", "warm", "none"]
 
 
@@ -221,9 +230,9 @@ class Beside:
     """
 
     model: str
-    weight_bytes: int
-    forward_bytes: int  # at most, its batch and its outputs included
-    forward_s: float  # for a batch, before that of the first unit
+    weight_bytes: limits.Bytes
+    forward_bytes: limits.Bytes  # at most, its batch and its outputs included
+    forward_s: limits.Seconds  # for a batch, before that of the first unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,12 +260,12 @@ class Profile:
     method: Literal["measured", "estimated"]
     model_fingerprint: str  # of module structure, shapes and dtypes
     optimizer: OptimizerCost
-    base_bytes: int  # live bytes before the first slot: the batch, buffers, last step's loss
-    units: tuple[Unit, ...]
-    tensors: tuple[str, ...] = ()
-    fixed_bytes: int = 0
+    base_bytes: limits.Bytes  # live before the first slot: the batch, buffers, last step's loss
+    units: Annotated[tuple[Unit, ...], Meta(min_length=1, max_length=limits.MAX_UNITS)]
+    tensors: limits.Tensors = ()
+    fixed_bytes: limits.Bytes = 0
     repetitions: Repetitions | None = None
-    model_flops: float = 0.0
+    model_flops: Annotated[float, Meta(ge=0, le=1e27)] = 0.0
     varies: str = ""
     allowed: tuple[str, ...] = ()
     compilation: Compilation | None = None

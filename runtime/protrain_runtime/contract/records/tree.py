@@ -1,10 +1,10 @@
-"""Text -> YAML nodes, read strictly: nothing is guessed, and each value knows its line and key.
+"""Text -> plain values, read strictly: nothing is guessed, and errors name file, line and key.
 
 And JSON and TOML, within the same limits: nothing that somebody wrote takes long to read.
 
-PyYAML follows YAML 1.1, where `12:30` is an integer, `no` is false, `1e9` is a text and the second
-of two equal keys wins. Here nodes are never turned into Python objects by what they look like:
-the reader asks each one for what the record needs, and what it finds instead is an error.
+YAML 1.1 takes `12:30` for an integer, `no` for false and `1e9` for a text, and PyYAML the second of
+two equal keys. Here numbers are decimal, and what other programs read as something else is `Odd`,
+which no field takes.
 """
 
 import difflib
@@ -13,296 +13,377 @@ import math
 import re
 import tomllib
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import yaml
-from yaml.composer import ComposerError
+from msgspec import inspect
 
-from protrain_runtime.contract.errors import MAX_SHOWN, RecordError, cut
+from protrain_runtime.contract.errors import MAX_SHOWN, ProtrainError, RecordError, cut
+from protrain_runtime.contract.records.limits import MAX_TEXT, SMALLEST, Text
 
-_MAP, _SEQ, _STR, _INT, _FLOAT, _BOOL, _NULL = (
-    f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")
-)
+T = TypeVar("T")
+Path = tuple[str | int, ...]
+"""Keys and indices that lead to a value."""
 
-
-MAX_NODES, _MAX_JSON, _MAX_TOML = 50_000, 1_000_000, 20_000
+MAX_NODES, _MAX_JSON, _MAX_TOML, _MAX_DOTS = 50_000, 1_000_000, 20_000, 10_000
 """Keys, values, lists and mappings in a file: what a second is enough to read."""
 MAX_DEPTH = 20
 """Lists and mappings in one another; those of a record are seven at most."""
 _MOST_DEPTH, _MAX_DIRECTIVES, _OF_A_DOCUMENT = 100, 10, 10
 """The most nodes of anybody's file; a document counts as so many."""
-MAX_TEXT = 1_000
-"""Characters of a text, of which nothing else is said, and of a key."""
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader up to nodes, within limits; `strays` are what others may have, and no record.
-
-    Plain scalars are resolved as in YAML 1.1, so that what other programs would read as something
-    else is not taken for a text, with two exceptions: there are no dates and no base 60.
-    """
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML fills it through the class)
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.num_nodes = self.depth = self.num_directives = 0
-        self.strays: list[ComposerError] = []
-
-    def scan_directive(self) -> yaml.DirectiveToken:
-        self.num_directives += 1
-        if self.num_directives > _MAX_DIRECTIVES:
-            problem = f"more than {_MAX_DIRECTIVES} directives"
-            raise ComposerError(problem=problem, problem_mark=self.get_mark())
-        return super().scan_directive()
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
-        assert isinstance(event.start_mark, yaml.Mark)
-        self.num_nodes += 1
-        too_many = f"more than {MAX_NODES} keys and values"
-        for problem, is_so, is_so_for_all in (
-            (
-                f"nested more than {MAX_DEPTH} deep",
-                self.depth > MAX_DEPTH,
-                self.depth > _MOST_DEPTH,
-            ),
-            (too_many, self.num_nodes > MAX_NODES, True),
-            ("aliases are not allowed", isinstance(event, yaml.AliasEvent), False),
-            ("tags are not allowed", getattr(event, "tag", None) is not None, False),
-        ):
-            error = ComposerError(problem=problem, problem_mark=event.start_mark)
-            if is_so and is_so_for_all:
-                raise error
-            if is_so:
-                self.strays.append(error)
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-
-for _tag, _pattern, _first in (
-    (
-        _BOOL,
-        r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
-        "yYnNtTfFoO",
-    ),
-    (_INT, r"[-+]?(?:0b[0-1_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)", "-+0123456789"),
-    (
-        _FLOAT,
-        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        "-+0123456789.",
-    ),
-    (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-):
-    _StrictLoader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), list(_first))
-
-_DESCRIPTIONS = {
-    _STR: "the text {!r}",
-    _BOOL: "the boolean {}",
-    _NULL: "nothing",
-    _SEQ: "a list",
-    _MAP: "a mapping",
-}
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # an eighth of the time
 _MAX_CHOICES = 1_000
-_DECIMAL = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
-_MAX_INTEGER = 2**63 - 1
+
+_SCALAR = re.compile(
+    r"(?P<truth>true|false)|(?P<integer>[-+]?(?:0|[1-9][0-9_]*))"
+    r"|(?P<number>[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?)"
+    r"|(?P<nothing>~|null|Null|NULL|)"
+    r"|(?P<boolean>yes|Yes|YES|no|No|NO|True|TRUE|False|FALSE|on|On|ON|off|Off|OFF)"
+    r"|(?P<other>[-+]?(?:0b[0-1_]+|0[0-7_]+|0x[0-9a-fA-F_]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN))"
+)
+"""Words that are no text without quotes, as in YAML 1.1, but for dates and base 60."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """A YAML node, with the file and the key path (such as `units[3].name`) that it has there."""
+@dataclass(frozen=True, slots=True)
+class Odd:
+    """A value that readers of YAML disagree about, or that has no limits, or none."""
 
-    node: yaml.Node
+    text: str
+    words: str = "{}"
+
+    def __str__(self) -> str:
+        return self.words.format(cut(self.text))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Document:
+    """The values of a YAML text, or the part of them that lies at `path`."""
+
+    text: str
     source: str | None
-    key: str | None
+    data: Any
+    path: Path = ()
 
-    def error(self, problem: str, fix: str | None = None) -> RecordError:
-        """An error about this value."""
-        line = self.node.start_mark.line + 1
-        return RecordError(problem, source=self.source, line=line, key=self.key, fix=fix)
+    def at(self, *path: str | int) -> "Document":
+        """The part that lies at a path from here."""
+        data = self.data
+        for part in path:
+            data = data[part]
+        return Document(self.text, self.source, data, (*self.path, *path))
+
+    @property
+    def line(self) -> int | None:
+        """The line where this begins; None where nobody knows."""
+        return _line_at(self.text, self.path)
+
+    def error(self, problem: str, fix: str | None = None, *, at: Path = ()) -> RecordError:
+        """An error about this, or about the value at a path from here."""
+        path = (*self.path, *at)
+        line, key = _line_at(self.text, path), key_of(path)
+        return RecordError(problem, source=self.source, line=line, key=key, fix=fix)
 
     def expected(self, what: str, fix: str | None = None) -> RecordError:
         """An error that says what was expected here, and what was found."""
-        value = self.node.value
-        found = _DESCRIPTIONS.get(self.node.tag, "{}")
-        found = found.format(cut(value) if isinstance(value, str) else value)
-        if self.key is None and isinstance(value, str):
-            found = "a single value"  # a whole file that is no record is not quoted
+        match self.data:
+            case str():
+                # A whole file that is no record is not quoted.
+                found = repr(cut(self.data)) if self.path else "a single value"
+            case bool():
+                found = f"the boolean {str(self.data).lower()}"
+            case list():
+                found = f"a list of {len(self.data)}"
+            case dict():
+                found = "a mapping"
+            case None:
+                found = "nothing"
+            case _:
+                found = cut(str(self.data))
         return self.error(f"expected {what}, got {found}", fix)
 
-    def mapping(self, known: Collection[str], optional: Collection[str] = ()) -> "dict[str, Node]":
-        """The values of a mapping by key: all the `known` keys, only those, each once."""
-        values = self.any_mapping()
-        for key, value in values.items():
-            if key not in known:
-                unknown = replace(self, node=value.node)
-                raise unknown.error(
-                    f"unknown key {cut(key)!r}",
-                    did_you_mean(key, known) or f"the keys are {listed(known, 'and')}",
-                )
-        for key in known:
-            if key not in values and key not in optional:
-                raise self.error(f"missing key {key!r}")
-        return values
+    @contextmanager
+    def located(self, fix: str | None = None) -> Iterator[None]:
+        """Errors of a part are errors about this, with a fix where they have none."""
+        try:
+            yield
+        except RecordError:
+            raise
+        except ProtrainError as error:
+            raise self.error(error.message, error.fix or fix) from None
 
-    def any_mapping(self) -> "dict[str, Node]":
-        """The values of a mapping by key, whatever the keys, each once."""
-        if not isinstance(self.node, yaml.MappingNode):
-            raise self.expected("a mapping")
-        values: dict[str, Node] = {}
-        for key_node, node in self.node.value:
-            where = replace(self, node=key_node)
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise where.expected("a text as the key")
-            key = key_node.value
-            if unseen(key):
-                raise where.error(refused_character(key))
+    def read(self, kind: type[T], *, strict: bool = True) -> T:
+        """These values as one of a type that msgspec knows; RecordError where they are none."""
+        try:
+            return msgspec.convert(self.data, kind, strict=strict)
+        except msgspec.ValidationError as error:
+            raise _refusal(self, kind, str(error)) from None
+
+    def mapping(self) -> "dict[str, Document]":
+        """The values of a mapping by key, whatever the keys."""
+        return {key: self.at(key) for key in self.read(dict[str, Any])}
+
+    def headed(self, kind: str, expected: int) -> "Document":
+        """The same as a file of this kind; RecordError where its header says otherwise."""
+        values = self.mapping()
+        if "protrain" not in values:
+            raise self.error("missing key 'protrain'", f"start the file with protrain: {kind}")
+        if (found := values["protrain"].read(Text)) != kind:
+            what = f"a {kind}" if kind in ("plan", "profile") else kind
+            raise values["protrain"].expected(what, did_you_mean(found, [kind]))
+        if "version" not in values:
+            raise self.error("missing key 'version'", f"write version: {expected}")
+        version = values["version"].read(int)
+        if version > expected:
+            problem = f"version {version} is newer than this program, which reads {expected}"
+            raise values["version"].error(problem, "update protrain-plan")
+        if version < expected:
+            fix = f"make the {kind} again" if version > 0 else None
+            raise values["version"].expected(f"version {expected}", fix)
+        return self
+
+
+def checked(value: float | str, kind: Any, key: str) -> float:
+    """The number that a value says, of a type with limits; RecordError, naming the key, if none."""
+    document = Document("", None, value, (key,))
+    found: float = document.read(kind, strict=False)
+    if isinstance(_far(found, ""), Odd):
+        raise document.expected("0, or a number that is not next to it")
+    return found
+
+
+def key_of(path: Sequence[str | int]) -> str | None:
+    """`units[3].name`, None for the whole."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".") or None
+
+
+# --- YAML -----------------------------------------------------------------------------------------
+
+
+def parsed(text: str, source: str | None) -> Document:
+    """The values that a whole file holds; RecordError for no YAML, or a character of `unseen`."""
+    events = _events(text, is_record=True)
+
+    def refused(event: Any, path: Path, problem: str, fix: str | None = None) -> RecordError:
+        line, key = event.start_mark.line + 1, key_of(path)
+        return RecordError(problem, source=source, line=line, key=key, fix=fix)
+
+    def value(event: Any, path: Path) -> Any:
+        if isinstance(event, yaml.ScalarEvent):
+            if unseen(event.value, but=_BREAKS):
+                raise refused(event, path, refused_character(event.value, but=_BREAKS))
+            return _plain(event.value) if event.implicit[0] else event.value
+        if isinstance(event, yaml.SequenceStartEvent):
+            items: list[Any] = []
+            while not isinstance(event := next(events), yaml.SequenceEndEvent):
+                items.append(value(event, (*path, len(items))))
+            return items
+        found: dict[str, Any] = {}
+        while not isinstance(event := next(events), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                raise refused(event, path, "expected a text as the key")
+            if unseen(key := event.value):
+                raise refused(event, path, refused_character(key))
             if len(key) > MAX_TEXT:
-                raise where.error(f"expected a key of at most {MAX_TEXT} characters")
-            if key in values:
-                raise where.error(f"the key {cut(key)!r} stands here twice", "remove one of them")
-            path = key if self.key is None else f"{self.key}.{key}"
-            values[key] = replace(self, node=node, key=path)
-        return values
+                raise refused(event, path, f"expected a key of at most {MAX_TEXT} characters")
+            if key in found:
+                problem = f"the key {cut(key)!r} stands here twice"
+                raise refused(event, path, problem, "remove one of them")
+            found[key] = value(next(events), (*path, key))
+        return found
 
-    def sequence(self, most: int = MAX_NODES) -> "list[Node]":
-        """The items of a list, at most so many."""
-        if not isinstance(self.node, yaml.SequenceNode):
-            raise self.expected("a list")
-        if (count := len(self.node.value)) > most:
-            raise self.error(f"expected a list of at most {most}, got {count}")
-        return [
-            replace(self, node=node, key=f"{self.key}[{i}]")
-            for i, node in enumerate(self.node.value)
-        ]
-
-    @property
-    def num_nodes(self) -> int:
-        """The keys and values in here, itself included."""
-        return sum(1 for _ in _nodes(self.node))
-
-    def is_text(self) -> bool:
-        """Whether this is a text."""
-        return self.node.tag == _STR
-
-    def text(self, most: int = MAX_TEXT, *, lines: bool = False) -> str:
-        """The text, of at most so many characters; with `lines`, it may have several."""
-        if self.node.tag == _STR:
-            text = str(self.node.value)
-            if not lines and unseen(text):
-                raise self.error(refused_character(text))
-            if len(text) > most:
-                raise self.error(
-                    f"expected a text of at most {most} characters, got {len(text)} of them"
-                )
-            return text
-        scalar = isinstance(self.node, yaml.ScalarNode) and self.node.tag != _NULL
-        raise self.expected(
-            "a text", f"put it in quotes: '{cut(self.node.value)}'" if scalar else None
-        )
-
-    def boolean(self) -> bool:
-        """True or false, in these two words."""
-        if self.node.tag == _BOOL and self.node.value in ("true", "false"):
-            return bool(self.node.value == "true")
-        raise self.expected("true or false")
-
-    def integer(self, what: str = "an integer") -> int:
-        """The decimal integer."""
-        if self.node.tag != _INT or _DECIMAL.fullmatch(self.node.value) is None:
-            raise self.expected(what, self.meant_integer())
-        digits = self.node.value.replace("_", "")
-        if len(digits) > 20 or abs(int(digits)) > _MAX_INTEGER:
-            raise self.expected("an integer below 2**63")
-        return int(digits)
-
-    def number(self) -> float:
-        """The finite number."""
-        if self.node.tag == _INT:
-            return float(self.integer("a number"))
-        if self.node.tag != _FLOAT:
-            meant = _meant(self.node)
-            raise self.expected(
-                "a number", None if meant is None else f"write {number_text(meant)}"
-            )
-        digits = self.node.value.replace("_", "").lower()
-        if "inf" in digits or "nan" in digits or not math.isfinite(float(digits)):
-            raise self.expected("a finite number")
-        return float(digits)
-
-    def meant_integer(self) -> str | None:
-        """Say how to write the integer that this text means, if it means one."""
-        number = _meant(self.node)
-        if number is None or not number.is_integer() or abs(number) > 2**53:
-            return None
-        return f"write {int(number)}"
-
-
-def root(text: str, source: str | None) -> Node:
-    """The value that a whole file holds; RecordError for no YAML, or a character of `unseen`."""
-    nodes, failure = _composed(text)
-    try:
-        if failure is not None:
-            raise failure
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = None if mark is None else mark.line + 1
-        problem = error.problem or error.context
-        raise RecordError(f"not readable as YAML: {problem}", source=source, line=line) from None
-    except yaml.reader.ReaderError as error:
-        problem = f"not readable as YAML: the character #x{error.character:04x} is not allowed"
-        line = text.count("\n", 0, error.position) + 1
-        raise RecordError(problem, source=source, line=line) from None
-    except (ValueError, OverflowError):  # PyYAML's own: "\UFFFFFFFF", a version of 5,000 digits
-        problem = "not readable as YAML: a number in it is too large"
-        raise RecordError(problem, source=source) from None
-    if not nodes:
-        raise RecordError("the file is empty", source=source)
-    node = nodes[0]
-    value = Node(node=node, source=source, key=None)
-    scalars = (inner for inner in _nodes(node) if isinstance(inner, yaml.ScalarNode))
-    if any(unseen(scalar.value, but=_BREAKS) for scalar in scalars):
-        where = next(text for text in _texts(value) if unseen(text.node.value, but=_BREAKS))
-        raise where.error(refused_character(where.node.value, but=_BREAKS))
-    return value
-
-
-@lru_cache(maxsize=2)  # a plan and its profile are asked for lines again and again
-def _composed(text: str) -> tuple[tuple[yaml.Node, ...] | None, Exception | None]:
-    """The documents, None where they cannot be read; and why they are no record, if so."""
-    found, strays = list[yaml.Node](), list[ComposerError]()
-    try:
-        loader = _StrictLoader(text)
-        strays = loader.strays
-        while loader.check_node():
-            loader.num_nodes += _OF_A_DOCUMENT
-            if found:
-                problem = "but found another document"
-                strays.append(ComposerError(problem=problem, problem_mark=loader.get_mark()))
-            node = loader.get_node()
-            assert node is not None
-            found.append(node)
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        return None, strays[0] if strays else error
-    return tuple(found), strays[0] if strays else None
+    with _readable(text, source):
+        for event in events:
+            if isinstance(event, yaml.NodeEvent):
+                found = Document(text, source, value(event, ()))
+                for _ in events:
+                    pass  # there is no other document
+                return found
+    raise RecordError("the file is empty", source=source)
 
 
 def documents(text: str) -> tuple[yaml.Node, ...] | None:
     """The documents of whosever YAML it is, with aliases and tags; None where it cannot be read."""
-    return _composed(text)[0]
+    with suppress(RecordError), _readable(text, None):
+        for _ in _events(text):
+            pass  # within limits, as what follows needs it
+        return tuple(yaml.compose_all(text, Loader=_LOADER))
+    return None
+
+
+def _events(text: str, *, is_record: bool = False) -> Iterator[Any]:
+    """The events of a text, of few and not nested deeply; of a record's, all that it may have."""
+    most = MAX_DEPTH if is_record else _MOST_DEPTH
+    depth = count = num_documents = 0
+    if len(re.findall("^%", text, re.MULTILINE)) > _MAX_DIRECTIVES:
+        raise yaml.MarkedYAMLError(problem=f"more than {_MAX_DIRECTIVES} directives")
+    for event in yaml.parse(text, Loader=_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        num_documents += isinstance(event, yaml.DocumentStartEvent)
+        count += isinstance(event, yaml.NodeEvent)
+        if depth > most:
+            problem = f"nested more than {most} deep"
+        elif count + _OF_A_DOCUMENT * num_documents > MAX_NODES:
+            problem = f"more than {MAX_NODES} keys and values"
+        elif is_record and num_documents > 1:
+            problem = "but found another document"
+        elif is_record and isinstance(event, yaml.AliasEvent):
+            problem = "aliases are not allowed"
+        elif is_record and getattr(event, "tag", None) is not None:
+            problem = "tags are not allowed"
+        else:
+            yield event
+            continue
+        mark: Any = event.start_mark
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+@contextmanager
+def _readable(text: str, source: str | None) -> Iterator[None]:
+    """RecordError for what PyYAML says of a text."""
+    line: int | None = None
+    try:
+        yield
+        return
+    except yaml.MarkedYAMLError as error:
+        mark: Any = error.problem_mark or error.context_mark
+        line = mark and mark.line + 1
+        problem = error.problem or error.context or ""
+    except yaml.reader.ReaderError as error:
+        problem = f"the character #x{error.character:04x} is not allowed"
+        line = text.encode()[: error.position].count(b"\n") + 1
+    except UnicodeEncodeError as error:
+        problem = f"the character {error.object[error.start]!a} is not allowed"
+    except (ValueError, OverflowError):  # PyYAML's own: a version of 5,000 digits
+        problem = "a number in it is too large"
+    raise RecordError(f"not readable as YAML: {problem}", source=source, line=line)
+
+
+def _plain(text: str) -> Any:
+    """The value of a text without quotes."""
+    found = _SCALAR.fullmatch(text)
+    match found and found.lastgroup:
+        case None:
+            return text
+        case "truth":
+            return text == "true"
+        case "integer" if len(text) <= MAX_SHOWN:
+            return int(text.replace("_", ""))
+        case "number" if math.isfinite(number := float(text.replace("_", ""))):
+            return _far(number, text)
+        case kind:
+            return Odd(text, {"nothing": "nothing", "boolean": "the boolean {}"}.get(kind, "{}"))
+
+
+def _far(number: float, text: str) -> float | Odd:
+    """The number, where it is 0 or not next to it."""
+    return Odd(text, "{}, next to 0") if 0 < abs(number) < SMALLEST else number
+
+
+@lru_cache(maxsize=2)  # a plan and its profile are asked for lines again and again
+def _nodes(text: str) -> yaml.Node | None:
+    return yaml.compose(text, Loader=_LOADER)  # of a text that was read, and so within limits
+
+
+def _line_at(text: str, path: Path) -> int | None:
+    """The line of the value at a path, or of the last one on the way to it that is there."""
+    if not text:
+        return None
+    node = _nodes(text)
+    assert node is not None
+    for part in path:
+        match node, part:
+            case yaml.MappingNode(), str():
+                inner = [value for key, value in node.value if key.value == part]
+            case yaml.SequenceNode(), int():
+                inner = node.value[part : part + 1]
+            case _:
+                inner = []
+        if not inner:
+            break
+        node = inner[0]
+    return node.start_mark.line + 1
+
+
+# --- what msgspec refuses -------------------------------------------------------------------------
+
+
+_NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "int | str": "a size such as 1536MiB",
+    "out of range": "a number of fewer digits",
+}
+"""Words for what msgspec calls types."""
+
+
+def _refusal(document: Document, kind: Any, problem: str) -> RecordError:
+    """Msgspec's own words, with the value that was found, and a fix."""
+    problem = problem.replace("Number out of range", "Expected `out of range`")
+    said, _, where = problem.partition(" - at `$")
+    expected: Any = inspect.type_info(kind)
+    for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", where):
+        document = document.at(key or int(index))
+        expected = _keys(expected)[key] if key else getattr(expected, "type", expected).item_type
+    if said.startswith("Object"):
+        key, keys = said.split("`")[1], _keys(expected)
+        if "missing" in said:
+            return document.error(f"missing key {key!r}")
+        near = did_you_mean(key, keys) or f"the keys are {listed(keys, 'and')}"
+        error = document.error(f"unknown key {cut(key)!r}", near, at=(key,))
+        error.key = key_of(document.path)
+        return error
+    words = (getattr(expected, "extra_json_schema", None) or {}).get("description")
+    expected, value = getattr(expected, "type", expected), document.data
+    kinds = getattr(expected, "types", (expected,))  # of a union
+    choices = [str(word) for one in kinds for word in getattr(one, "values", ()) if word]
+    fix: str | None = None
+    if choices:
+        words = words or "a number or " * (len(kinds) > 1) + listed(choices, "or")
+        is_text = isinstance(value, str)
+        fix = did_you_mean(value, sorted(choices, key=len)) if is_text else None
+    elif not isinstance(expected, inspect.StrType):
+        fix = meant(value, whole=not isinstance(expected, inspect.FloatType))
+    elif not (words or isinstance(value, str | list | dict)):
+        text = value.text if isinstance(value, Odd) else value
+        fix = None if text in ("", None) else f"put it in quotes: '{text}'"
+    said = re.sub("`(.+?)`", lambda found: _NAMES.get(found[1], found[1]), said).partition(", ")[0]
+    return document.expected(words or said.removeprefix("Expected "), fix)
+
+
+def _keys(kind: Any) -> dict[str, inspect.Type]:
+    return {field.encode_name: field.type for field in getattr(kind, "type", kind).fields}
+
+
+def meant(value: Any, *, whole: bool) -> str | None:
+    """Say how to write the number that a text means, or a number where an integer should be."""
+    try:
+        number = float(value) if type(value) in ((str, float) if whole else (str,)) else math.nan
+    except ValueError:
+        return None
+    if not math.isfinite(number) or (whole and (not number.is_integer() or abs(number) > 2**53)):
+        return None
+    return f"write {int(number) if whole else number_text(number)}"
+
+
+# --- JSON and TOML --------------------------------------------------------------------------------
 
 
 def parsed_json(
     text: str | bytes, source: str | None, *, most: int = _MAX_JSON, **hooks: Any
 ) -> Any:
     """Parse a JSON text of at most so many keys and values; RecordError where it is none."""
+    line: int | None = None
     try:
         if isinstance(text, bytes):
             text = text.decode()
@@ -310,77 +391,44 @@ def parsed_json(
             raise ValueError(f"more than {most} keys and values")
         return json.loads(text, **hooks)
     except UnicodeDecodeError:
-        problem, line = "not UTF-8 text", None
+        problem = "not UTF-8 text"
     except json.JSONDecodeError as error:
         problem, line = error.msg, error.lineno
     except RecursionError:
-        problem, line = "nested too deeply", None
+        problem = "nested too deeply"
     except ValueError as error:
         is_long = "integer string conversion" in str(error)
-        problem, line = "a number is too long" if is_long else str(error), None
+        problem = "a number is too long" if is_long else str(error)
     raise RecordError(f"not readable as JSON: {problem}", source=source, line=line) from None
 
 
 def parsed_toml(text: str, source: str) -> dict[str, Any]:
-    """Parse a TOML text of keys of few parts; RecordError where it is none."""
-    problem, depth, parts, num_nodes = "", 0, 0, 0
-    for token in _TOML.finditer(text):
-        kind, found = token.lastgroup, token[0]
-        depth += (found in ("[", "{")) - (found in ("]", "}"))
-        parts = parts + (kind == "part") if kind in ("part", "dot", "space") else 0
-        num_nodes += kind == "part" or found in ("[", "{")
-        if max(depth, parts) > MAX_DEPTH:
-            problem = f"nested more than {MAX_DEPTH} deep"
-        elif num_nodes > _MAX_TOML:
-            problem = f"more than {_MAX_TOML} keys and values"
-        if problem:
-            break
+    """Parse a TOML text, not nested deeply, of few dots; RecordError where it is none."""
+    problem = ""
     try:
-        if not problem:
-            return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        problem = str(error)
+        if text.count(".") > _MAX_DOTS:  # a key of n parts takes tomllib n ** 2
+            raise ValueError(f"more than {_MAX_DOTS} dots")
+        inner: list[Any] = [found := tomllib.loads(text)]
+        count = depth = 0
+        while inner:
+            values = (one.values() if isinstance(one, dict) else one for one in inner)
+            level = [value for some in values for value in some]
+            inner = [value for value in level if isinstance(value, dict | list)]
+            count, depth = count + len(level), depth + 1
+            if count > _MAX_TOML or depth > MAX_DEPTH:
+                raise ValueError(
+                    f"more than {_MAX_TOML} values, or nested more than {MAX_DEPTH} deep"
+                )
+        return found
     except RecursionError:
         problem = "nested too deeply"
-    except ValueError:  # an integer of thousands of digits
-        problem = "a number is too long"
+    except ValueError as error:
+        is_long = "integer string conversion" in str(error)
+        problem = "a number is too long" if is_long else str(error)
     raise RecordError(f"not readable as TOML: {problem}", source=source)
 
 
-_TOML = re.compile(
-    r'''(?P<long>"""(?:[^"\\]|\\.|"(?!""))*+(?:""")?|\'{3}(?:[^']|'(?!\'\'))*+(?:\'{3})?)'''
-    r"""|(?P<part>"(?:[^"\\\n]|\\.)*+"?|'[^'\n]*+'?|[A-Za-z0-9_-]++)|(?P<dot>\.)"""
-    r"""|(?P<space>[ \t]++)|(?P<note>\#[^\n]*+)|(?P<other>.)""",
-    re.DOTALL,
-)
-
-
-def _nodes(node: yaml.Node) -> Iterator[yaml.Node]:
-    """The node and all in it, keys included."""
-    waiting = [node]
-    while waiting:
-        found = waiting.pop()
-        yield found
-        if isinstance(found, yaml.SequenceNode):
-            waiting += found.value
-        elif isinstance(found, yaml.MappingNode):
-            for pair in found.value:
-                waiting += pair
-
-
-def _texts(value: Node) -> Iterator[Node]:
-    """The keys and single values in here, in the file's order, with their places."""
-    if isinstance(value.node, yaml.ScalarNode):
-        yield value
-    elif isinstance(value.node, yaml.MappingNode):
-        for key, node in value.node.value:
-            name = cut(str(key.value)) if isinstance(key, yaml.ScalarNode) else "?"
-            path = name if value.key is None else f"{value.key}.{name}"
-            yield from _texts(replace(value, node=key))
-            yield from _texts(replace(value, node=node, key=path))
-    else:
-        for entry in value.sequence():
-            yield from _texts(entry)
+# --- words ----------------------------------------------------------------------------------------
 
 
 def unseen(text: str, *, but: str = "") -> str | None:
@@ -455,14 +503,3 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str | None:
         if close := difflib.get_close_matches(word, candidates, n=1):
             return f"did you mean {cut(candidates[close[0]])!r}?"
     return None
-
-
-def _meant(node: yaml.Node) -> float | None:
-    """The number that a text such as 1e9 or '12' means, or a float where an integer should be."""
-    if node.tag not in (_STR, _FLOAT):
-        return None
-    try:
-        number = float(node.value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None

@@ -4,35 +4,22 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin
 
-from protrain_runtime.contract.records.decisions import WORDINGS
+from protrain_runtime.contract.records.decisions import WORDINGS, Decision
 from protrain_runtime.contract.records.folding import fold, runs
-from protrain_runtime.contract.records.hardware import (
-    Collectives,
-    Contention,
-    Hardware,
-    Link,
-    Observed,
-    Rates,
+from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.limits import IS_SIZE, Lines, Slots, Tensors
+from protrain_runtime.contract.records.plan import Plan, Schedule, UnitPlan
+from protrain_runtime.contract.records.profile import Profile, Unit
+from protrain_runtime.contract.records.schema import (
+    KINDS,
+    STEP_END,
+    VERSION,
+    Record,
+    hints,
+    mark_of,
 )
-from protrain_runtime.contract.records.plan import (
-    Budgets,
-    DeviceGroup,
-    Plan,
-    Schedule,
-    StepSettings,
-    TierBytes,
-    UnitPlan,
-)
-from protrain_runtime.contract.records.profile import (
-    Compilation,
-    FormCost,
-    Profile,
-    Repetitions,
-    Unit,
-)
-from protrain_runtime.contract.records.schema import KINDS, STEP_END, VERSION, Record, is_size
 from protrain_runtime.contract.records.tree import number_text
 from protrain_runtime.contract.units import exact_bytes
 
@@ -74,10 +61,9 @@ class _Sentences(list[str]):
     """A list that is written with one item on each line."""
 
 
-_LISTS_OF_LINES = ((Hardware, "sources"), (Profile, "tensors"), (Plan, "tensors"))
 _ON_ONE_LINE = (
-    *(Link, Observed, Contention, Rates, Collectives, FormCost, Repetitions, Compilation),
-    *(Budgets, TierBytes, UnitPlan, StepSettings, DeviceGroup),
+    *("Link", "Observed", "Contention", "Rates", "Collectives", "FormCost", "Repetitions"),
+    *("Compilation", "Budgets", "TierBytes", "UnitPlan", "StepSettings", "DeviceGroup"),
 )
 
 
@@ -102,40 +88,40 @@ def _text(mapping: Mapping[str, Any]) -> str:
 
 def _mapping(record: Any) -> dict[str, Any]:
     """The record's fields as text, lists and mappings of these."""
-    mapping = _Line() if isinstance(record, _ON_ONE_LINE) else {}
+    mapping = _Line() if type(record).__name__ in _ON_ONE_LINE else {}
+    types = hints(record.__class__)
     for f in fields(record):
         value = getattr(record, f.name)
         if isinstance(value, Schedule):
             mapping |= _mapping(value)  # its fields are keys of the unit itself
         elif value != f.default:
-            mapping[f.name] = _field(record, f.name, value)
+            mapping[f.name] = _field(types[f.name], value)
     return mapping
 
 
-def _field(owner: Any, name: str, value: Any) -> Any:
+def _field(hint: Any, value: Any) -> Any:
+    of = (get_args(hint) or (hint,))[0]
     match value:
         case None:
             return STEP_END
         case bool():
             return "true" if value else "false"
-        case int() if is_size(type(owner), name):
+        case int() if mark_of(hint) == IS_SIZE:
             return exact_bytes(value)
-        case int() | float() if isinstance(owner, Schedule) and float(value).is_integer():
+        case int() | float() if Slots in (hint, of) and float(value).is_integer():
             return str(int(value))
-        case int() if get_type_hints(type(owner))[name] is not float:
-            return str(value)
         case int() | float():
-            return number_text(value)
+            return str(value) if of is int else number_text(value)
         case str():
             return _quoted(value)
-        case _ if isinstance(owner, UnitPlan) and name in ("activations", "states"):
-            return WORDINGS[value].phrase
-        case tuple() if isinstance(owner, Profile | Plan) and name == "units":
+        case (Unit() | UnitPlan(), *_):
             return _units(value)
-        case tuple() if (type(owner), name) in _LISTS_OF_LINES:
-            return _Sentences(_quoted(sentence) for sentence in value)
         case tuple():
-            return [_field(owner, name, item) for item in value]
+            item = get_args(of)[0] if get_origin(of) is tuple else of
+            texts = [_field(item, one) for one in value]
+            return _Sentences(texts) if hint == Tensors or item == Lines else texts
+        case _ if isinstance(value, Decision):
+            return WORDINGS[value].phrase
         case _:
             return _mapping(value)
 
@@ -161,14 +147,11 @@ def _block(mapping: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for key, value in mapping.items():
         match value:
-            case [dict(), *_]:
+            case [dict(), *_] | _Sentences():
                 lines.append(f"{key}:")
                 for item in value:
-                    block = [_flow(item)] if isinstance(item, _Line) else _block(item)
+                    block = _block(item) if type(item) is dict else [_flow(item)]
                     lines += (f"  {'  ' if i else '- '}{line}" for i, line in enumerate(block))
-            case _Sentences():
-                lines.append(f"{key}:")
-                lines += (f"  - {sentence}" for sentence in value)
             case dict() if not isinstance(value, _Line):
                 lines.append(f"{key}:")
                 lines += (f"  {line}" for line in _block(value))
