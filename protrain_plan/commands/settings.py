@@ -88,6 +88,9 @@ def read_settings(context: typer.Context, texts: Sequence[str] | None, sweep: st
                 key=option,
                 fix=did_you_mean(name, known) or f"there is {listed(known, 'and')}",
             )
+        typed = f"{name}-memory" if name in ("device", "host") else name
+        if name != "link" and _is_given(context, typed):
+            raise ProtrainError(f"--{typed} is given, too", key=option, fix="give one of them")
         if name in OPTIONS:
             parts = [values] if name in WITH_COMMAS else values.split(",")
             found = tuple(_option(context, name, part.strip()) for part in parts)
@@ -101,10 +104,19 @@ def read_settings(context: typer.Context, texts: Sequence[str] | None, sweep: st
     return Grid(given=given)
 
 
+def _parameter(context: typer.Context, name: str) -> Any:
+    return next(one for one in context.command.params if f"--{name}" in one.opts)
+
+
 def _option(context: typer.Context, name: str, text: str) -> Any:
     """Return an option's value, as the command line reads it."""
-    option: Any = next(one for one in context.command.params if f"--{name}" in one.opts)
-    return option.process_value(context, text)
+    return _parameter(context, name).process_value(context, text)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether somebody has typed the option itself."""
+    source = context.get_parameter_source(_parameter(context, name).name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _numbers(option: str, name: str, text: str) -> list[float]:
