@@ -70,7 +70,6 @@ from protrain_plan.commands import (
     plans,
     profile,
     run,
-    searching,
 )
 from protrain_plan.commands.output import (
     BROKEN_PIPE,
@@ -116,7 +115,7 @@ _add(hardware, machines.list_machines, "list")
 _add(hardware, machines.show_machine, "show")
 _add(hardware, machines.copy)
 _add(hardware, machines.probe)
-_add(hardware, searching.search)
+_add(hardware, fit.search)
 app.add_typer(hardware, name="hardware", help=machines.HELP, epilog=machines.EXAMPLES)
 
 

@@ -5,220 +5,333 @@ largest that fits tell what others take (`growth.between`). The one that is the 
 estimate of its own, so that what is answered is no interpolation.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
-from typing import TypeVar
+from itertools import product
+from typing import Any, TypeVar
 
-from protrain_plan.commands.answering import BestBatch
-from protrain_plan.commands.measuring import Estimates, ProfileRequest, Progress, estimated
+from protrain_plan.commands.answering import BestBatch, Fitting
+from protrain_plan.commands.measuring import ProfileRequest, Progress, estimated
 from protrain_plan.commands.option_records import BudgetOptions
-from protrain_plan.isolated.pool import answers_of, pipelined, processes_at_once, workers
-from protrain_plan.planning.questions.answers import Question
+from protrain_plan.commands.staging import SIZES, Staged, Staging, staged_on
+from protrain_plan.hardware.offers import MachineOffer
+from protrain_plan.isolated.pool import answers_of
+from protrain_plan.planning.questions.answers import Answer, Quantity, Question
+from protrain_plan.planning.questions.cells import (
+    Cell,
+    Resource,
+    Settings,
+    Tried,
+    planned,
+    with_resource,
+)
 from protrain_plan.planning.questions.kept_answers import AnswerCache
 from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
+from protrain_runtime.contract.records.plan import StepSettings
 from protrain_runtime.contract.records.profile import Profile
 
 Asked = TypeVar("Asked")
-Answer = TypeVar("Answer")
-
-_PLANNING = ("protrain_plan.planning.questions.objectives", "highspy")
-"""Imports of a process that is to plan, while models are estimated."""
+Found = TypeVar("Found")
 
 STATES_OF_8_BITS = {"adamw": "adamw8bit"}
 """Optimizers, and the same with states of 8 bits: another optimizer, with results of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A workload and its step, with the settings that make them differ from other rows'."""
+
+    request: ProfileRequest
+    step: StepSettings
+    settings: Settings = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """Every request on every group of devices: a group has the number of its machine.
+    """Every row with every offer, and each of the `values` of resources: a line of cells each.
 
     With a `global_batch`, requests have a batch of one, and each question the batch and the
     micro-batches of the fastest update of so many sequences. Where a model fits with no batch,
-    it is asked about with one sequence. `jobs` processes work at once, None: one a core.
+    it is asked about with one sequence. With `stages`, these are the numbers of stages to choose
+    from (none: all), and `sizes` the micro-batches. `jobs` processes work at once, None: one a
+    core.
     """
 
-    requests: Sequence[ProfileRequest]
-    machines: Sequence[Hardware]
-    groups: Sequence[tuple[int, DeviceGroup]]
+    rows: Sequence[Row]
+    offers: Sequence[MachineOffer]
     budgets: BudgetOptions
-    settings: StepSettings
     cache: EstimateCache
+    values: Sequence[tuple[tuple[Resource, float], ...]] = ((),)
     global_batch: int | None = None
+    stages: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] = SIZES
     jobs: int | None = None
-
-    def questions(self, progress: Progress) -> list[Question]:
-        """Return the questions of every request and group, in this order.
-
-        ProtrainError where devices cannot have equal parts of a global batch.
-        """
-        if self.global_batch is not None:
-            return self._best(progress, self.global_batch)
-        profiles = estimated(self.requests, self.machines, progress, self.cache, jobs=self.jobs)
-        return [one for each in profiles for one in self._of_groups(each)]
-
-    def _of_groups(self, profiles: Sequence[Profile]) -> list[Question]:
-        """The questions about each group, of the profiles of one request."""
-        return [self._question(profiles[place], group) for place, group in self.groups]
 
     @property
     def kept(self) -> AnswerCache:
         """Cached answers."""
         return AnswerCache(off=self.cache.is_off)
 
-    def answers(
-        self,
-        answer: Callable[[Question], Answer],
-        progress: Progress,
-        known: Callable[[Question], Answer | None],
-    ) -> Generator[tuple[Question, Answer], None, None]:
-        """Yield the questions in order, each with its answer, as soon as those before are known."""
-        if self.global_batch is not None:
-            best = self._best(progress, self.global_batch)
-            found = answered(best, answer, progress, planning, known, jobs=self.jobs)
-            yield from zip(best, found, strict=True)
-            return
-        estimates = Estimates(self.requests, self.machines, self.cache)
-        count = len(self.requests) * len(self.groups)
-        at_once = processes_at_once(count, self.jobs)
-        here = estimates.made_here(at_once=at_once)
-        share = 1 / (count + max(1, estimates.num_missing))
+    def lines(self, progress: Progress) -> list[list[Cell]]:
+        """Return the cells of every row and offer, in this order.
 
-        def estimating(what: str, fraction: float) -> None:
-            progress(what, max(at, share * fraction))
-
-        at = 0.0
-
-        def told(answered: int, asked: Question | None) -> None:
-            nonlocal at
-            at = answered / count
-            progress(planning(asked) if asked else "estimating", at)
-
-        with workers(at_once, imports=_PLANNING if estimates.num_missing else ()) as start:
-            works = [
-                estimates.work(number, estimating if here else None)
-                for number in range(len(self.requests))
+        ProtrainError where devices cannot have equal parts of a global batch, or a machine does not
+        have what is set.
+        """
+        if self.stages is not None:
+            staging = Staging(kept=self.kept)
+            return [
+                [
+                    _cell(
+                        *at,
+                        question=one.base,
+                        answer=partial(staging.answer, one),
+                        others=one.others,
+                    )
+                ]
+                for at, one in zip(self._every, self.staged(progress), strict=True)
             ]
-            yield from pipelined(
-                start,
-                works,
-                lambda number, made: self._of_groups(estimates.learnt(number, made)),
-                answer,
-                known=known,
-                at_once=at_once,
-                learn_here=here,
-                told=told,
-            )
+        if self.global_batch is not None:
+            questions = self._best(progress, self.global_batch)
+        else:
+            profiles = self._profiles([row.request for row, _ in self._every], progress, {})
+            questions = [
+                self._question(row, offer, profile)
+                for (row, offer), profile in zip(self._every, profiles, strict=True)
+            ]
+        lines: list[list[Cell]] = []
+        for (row, offer), question in zip(self._every, questions, strict=True):
+            lines.append([])
+            for values in self.values:
+                changed = question
+                for resource, value in values:
+                    changed = with_resource(changed, resource, value)
+                lines[-1].append(_cell(row, offer, values, question=changed))
+        return lines
+
+    def answers(
+        self, progress: Progress, *, compare: bool = False, helps: bool = False
+    ) -> Iterator[Tried]:
+        """Yield the answers in order, each line as soon as those before are known.
+
+        Those to `compare`, and those with what `helps`, come when all are known.
+        """
+        lines, fitting = self.lines(progress), Fitting(kept=self.kept, compare=compare)
+        answers = answered(lines, fitting, progress, _planning, fitting.known, jobs=self.jobs)
+        found = (
+            planned(*cell)
+            for line, fits in zip(lines, answers, strict=True)
+            for cell in zip(line, fits, strict=True)
+        )
+        if not compare and not helps:
+            yield from found
+            return
+        known = list(found)
+        lighter = self._with_states_of_8_bits(known, progress)
+        if compare:
+            known = self._beside_8_bits(known, lighter, progress)
+        yield from self._with_helps(known, lighter, progress) if helps else known
+
+    @property
+    def _every(self) -> list[tuple[Row, MachineOffer]]:
+        return list(product(self.rows, self.offers))
+
+    def _profiles(
+        self,
+        wanted: Sequence[ProfileRequest],
+        progress: Progress,
+        known: dict[ProfileRequest, list[Profile]],
+    ) -> list[Profile]:
+        """The profiles of requests, one for each row and offer; all listed machines are `known`."""
+        listed = list(dict.fromkeys(offer.listed for offer in self.offers))
+        new = [one for one in dict.fromkeys(wanted) if one not in known]
+        made = estimated(new, listed, progress, self.cache, jobs=self.jobs)
+        known.update(zip(new, made, strict=True))
+        return [
+            replace(known[request][listed.index(offer.listed)], hardware=offer.machine)
+            for request, (_, offer) in zip(wanted, self._every, strict=True)
+        ]
 
     def _best(self, progress: Progress, global_batch: int) -> list[Question]:
+        """The questions about the best batch and number of micro-batches of each row and offer."""
+        from protrain_plan.planning.questions.grid import divisors
         from protrain_plan.planning.questions.growth import between, largest_of
-        from protrain_plan.planning.questions.shopping import divisors
 
-        for _, group in self.groups:
-            if global_batch % group.num_devices:
+        for offer in self.offers:
+            if global_batch % offer.group.num_devices:
                 raise ProtrainError(
-                    f"{global_batch} sequences are no equal parts for {group.num_devices} devices",
+                    f"{global_batch} sequences are no equal parts for {offer.group.num_devices}"
+                    " devices",
                     key="--global-batch",
                 )
-        kept = self.kept
-        known: dict[tuple[int, int], list[Profile]] = {}  # by request and batch size, per machine
-
-        def learn(wanted: Iterable[tuple[int, int]]) -> None:
-            new = [pair for pair in dict.fromkeys(wanted) if pair not in known]
-            sized = [self.requests[request].sized(size) for request, size in new]
-            profiles = estimated(sized, self.machines, progress, self.cache, jobs=self.jobs)
-            known.update(zip(new, profiles, strict=True))
-
-        every = range(len(self.requests))
-        learn((request, 1) for request in every)
-        cells = [
-            (request, place, group, global_batch // group.num_devices)
-            for request in every
-            for place, group in self.groups
-        ]
+        known: dict[ProfileRequest, list[Profile]] = {}
+        smallest = self._profiles([row.request for row, _ in self._every], progress, known)
         sizes: list[tuple[int, ...]] = []
-        ends = dict.fromkeys(every, 1)
-        for request, place, group, part in cells:
-            question = self._question(known[request, 1][place], group)
-            if (most := kept.number("largest", question)) is None:
+        ends: dict[ProfileRequest, int] = {}
+        for (row, offer), profile in zip(self._every, smallest, strict=True):
+            question = self._question(row, offer, profile)
+            if (most := self.kept.number("largest", question)) is None:
                 most = largest_of(question, "batch-size") or 0
-                kept.keep_number(most, "largest", question)
+                self.kept.keep_number(most, "largest", question)
             # What fits is known in proportion alone: one more is looked at.
-            open_to_it = divisors(part)
-            count = sum(size <= most for size in open_to_it) + 1
-            sizes.append(open_to_it[:count])
-            ends[request] = max(ends[request], sizes[-1][-1])
-        learn(ends.items())
-        candidates: list[list[Question]] = []
-        for (request, place, group, part), tried in zip(cells, sizes, strict=True):
-            low, high = known[request, 1][place], known[request, ends[request]][place]
-            candidates.append(
-                [self._question(between(low, high, size), group, part // size) for size in tried]
+            open_to_it = divisors(global_batch // offer.group.num_devices)
+            sizes.append(open_to_it[: sum(size <= most for size in open_to_it) + 1])
+            ends[row.request] = max(ends.get(row.request, 1), sizes[-1][-1])
+        requests = [row.request.sized(ends[row.request]) for row, _ in self._every]
+        largest = self._profiles(requests, progress, known)
+
+        def asked(number: int, size: int, profile: Profile) -> Question:
+            row, offer = self._every[number]
+            return self._question(
+                row, offer, profile, global_batch // offer.group.num_devices // size
             )
-        best, words = BestBatch(kept=kept), "looking for the best micro-batches"
+
+        candidates = [
+            [asked(number, size, between(low, high, size)) for size in sizes[number]]
+            for number, (low, high) in enumerate(zip(smallest, largest, strict=True))
+        ]
+        best, words = BestBatch(kept=self.kept), "looking for the best micro-batches"
         numbers = answered(candidates, best, progress, lambda _: words, best.known, jobs=self.jobs)
         chosen = [tried[number] for tried, number in zip(sizes, numbers, strict=True)]
-        learn((cell[0], size) for cell, size in zip(cells, chosen, strict=True))
-        return [
-            self._question(known[request, size][place], group, part // size)
-            for (request, place, group, part), size in zip(cells, chosen, strict=True)
+        requests = [
+            row.request.sized(size) for (row, _), size in zip(self._every, chosen, strict=True)
         ]
+        profiles = self._profiles(requests, progress, known)
+        return [asked(*one) for one in zip(range(len(chosen)), chosen, profiles, strict=True)]
 
-    def with_states_of_8_bits(
-        self, questions: Sequence[Question], progress: Progress
-    ) -> list[Question]:
-        """Return the same questions with such an optimizer.
+    def staged(self, progress: Progress) -> list[Staged]:
+        """Return the questions about stages, of every row and offer."""
+        return [asked for row in self.rows for asked in staged_on(self, row, progress)]
+
+    def sized(self, quantity: Quantity, size: int) -> "Cells":
+        """Return the cells with another batch size or sequence length."""
+        from protrain_plan.planning.questions.growth import sized
+
+        requests = [
+            replace(row.request, workload=sized(row.request.workload, quantity, size))
+            for row in self.rows
+        ]
+        rows = zip(self.rows, requests, strict=True)
+        return replace(self, rows=[replace(row, request=request) for row, request in rows])
+
+    def _with_states_of_8_bits(
+        self, found: Sequence[Tried], progress: Progress
+    ) -> Sequence[Question]:
+        """The same questions with such an optimizer.
 
         None of them where there is none, its package is missing, or adapters have few states.
         """
-        asked = self.requests[0]
-        optimizer = STATES_OF_8_BITS.get(asked.optimizer)
-        adapter, missing = asked.workload.adapter, not find_spec("bitsandbytes")
-        if not optimizer or asked.optimizer_args or adapter or missing:
-            return []
-        workloads = [question.profile.workload for question in questions]
-        wanted = list(dict.fromkeys((w.seq_len, w.batch_size) for w in workloads))
+        asked = [row.request for row, _ in self._every for _ in self.values]
+        if not find_spec("bitsandbytes") or any(
+            one.optimizer not in STATES_OF_8_BITS or one.optimizer_args or one.workload.adapter
+            for one in asked
+        ):
+            return ()
         requests = [
             replace(
-                asked,
-                workload=replace(asked.workload, seq_len=length, batch_size=size),
-                optimizer=optimizer,
+                row.request.sized(one.cell.question.profile.workload.batch_size),
+                optimizer=STATES_OF_8_BITS[row.request.optimizer],
             )
-            for length, size in wanted
+            for (row, _), one in zip(self._every, found[:: len(self.values)], strict=True)
         ]
-        profiles = estimated(requests, self.machines, progress, self.cache, jobs=self.jobs)
-        known = dict(zip(wanted, profiles, strict=True))
-        places = [self.machines.index(question.profile.hardware) for question in questions]
+        profiles = self._profiles(requests, progress, {})
         return [
-            replace(question, profile=known[workload.seq_len, workload.batch_size][place])
-            for question, workload, place in zip(questions, workloads, places, strict=True)
+            replace(
+                question,
+                profile=replace(
+                    profiles[number // len(self.values)], hardware=question.profile.hardware
+                ),
+            )
+            for number, question in enumerate(one.cell.question for one in found)
         ]
 
+    def _beside_8_bits(
+        self, found: Sequence[Tried], lighter: Sequence[Question], progress: Progress
+    ) -> list[Tried]:
+        """The answers beside those with 8-bit states, where plain PyTorch does not fit."""
+        from protrain_plan.planning.questions.alternatives import planned as beside
+
+        asked = {
+            number: [Cell(question=question)]
+            for number, (one, question) in enumerate(zip(found, lighter, strict=False))
+            if one.reached and one.reached.verdict != "fits"
+        }
+        fitting, known = Fitting(kept=self.kept), list(found)
+        lines = list(asked.values())
+        answers = answered(lines, fitting, progress, _planning, fitting.known, jobs=self.jobs)
+        for number, (other,) in zip(asked, answers, strict=True):
+            fit = known[number].reached
+            if fit and other.solved:
+                name, plan = other.profile.optimizer.name, other.solved.plan
+                more = (*fit.alternatives, beside(name, plan, other.profile, other.binds))
+                known[number] = replace(known[number], reached=replace(fit, alternatives=more))
+        return known
+
+    def _with_helps(
+        self, found: Sequence[Tried], lighter: Sequence[Question], progress: Progress
+    ) -> Iterator[Tried]:
+        """Yield the answers with those to other machines and questions, such as 8-bit states."""
+        from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+        from protrain_plan.planning.questions.grid import changes
+
+        devices = [load_hardware(name).device for name in hardware_names()]
+        sizes = sorted({device.memory_bytes for device in devices if device.kind != "cpu"})
+        asked: list[tuple[int, Answer, Cell]] = []
+        for place, one in enumerate(found):
+            assert one.reached is not None
+            # On a CPU the device's memory is the host's.
+            others = sizes if one.reached.profile.hardware.device.kind != "cpu" else ()
+            tried = [*changes(one.cell.question, device_sizes=others)]
+            if lighter:
+                name = f"states of 8 bits (--optimizer {lighter[place].profile.optimizer.name})"
+                tried.append(Cell(name="states of 8 bits", words=name, question=lighter[place]))
+            asked += ((place, one.reached, change) for change in tried)
+        answers = answered(asked, _helped, progress, lambda one: one[2].words, jobs=self.jobs)
+        for number, one in enumerate(found):
+            yield replace(one, helps=tuple(next(answers) for place, *_ in asked if place == number))
+
     def _question(
-        self, profile: Profile, group: DeviceGroup, micro_batches: int | None = None
+        self, row: Row, offer: MachineOffer, profile: Profile, micro_batches: int | None = None
     ) -> Question:
-        many = micro_batches or self.settings.micro_batches
+        many, group = micro_batches or row.step.micro_batches, offer.group
         return Question(
             profile=profile,
-            settings=replace(self.settings, group=group, micro_batches=many),
+            settings=replace(row.step, group=group, micro_batches=many),
             replicas=group.replica_counts if group.num_replicas == 1 else (),
             budgets=self.budgets.of(profile, group),
-            allow=self.requests[0].allow,
+            allow=row.request.allow,
         )
+
+
+def _cell(
+    row: Row, offer: MachineOffer, values: tuple[tuple[Resource, float], ...] = (), **asked: Any
+) -> Cell:
+    return Cell(
+        settings=(*row.settings, *values),
+        name=offer.name,
+        price_per_hour=offer.price_per_hour,
+        **asked,
+    )
+
+
+def _helped(asked: tuple[int, Answer, Cell]) -> Tried:
+    from protrain_plan.planning.questions.grid import helped
+
+    return helped(asked[1], asked[2])
 
 
 def answered(
     asked: Sequence[Asked],
-    answer: Callable[[Asked], Answer],
+    answer: Callable[[Asked], Found],
     progress: Progress,
     words: Callable[[Asked], str],
-    known: Callable[[Asked], Answer | None] = lambda _: None,
+    known: Callable[[Asked], Found | None] = lambda _: None,
     *,
     jobs: int | None,
-) -> Generator[Answer, None, None]:
+) -> Generator[Found, None, None]:
     """Yield the answers in order, those that are not `known` from `jobs` processes at once.
 
     `words` say what is asked.
@@ -236,8 +349,9 @@ def answered(
             yield next(made) if found is None else found
 
 
-def planning(question: Question) -> str:
+def _planning(line: Sequence[Cell]) -> str:
     """Return what is done with a question, in words."""
+    question = line[0].question
     workload = question.profile.workload
     where = f"{workload.batch_size} x {workload.seq_len} tokens"
     return f"planning {where} on {question.profile.hardware.name}"

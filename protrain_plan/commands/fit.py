@@ -1,8 +1,8 @@
 """`protrain fit`: whether and how a model trains on machines, before there is any profile."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import replace
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,36 +30,35 @@ from protrain_plan.commands.options import (
     refuse_batches,
     refuse_of_factory,
 )
-from protrain_plan.commands.staging import (
-    StageOptions,
-    fits_in_stages,
-    refuse_without_global_batch,
-)
-from protrain_plan.commands.trainer_files import FileOptions, advice_of, filled
+from protrain_plan.commands.settings import read_settings
+from protrain_plan.commands.staging import StageOptions, refuse_without_global_batch
+from protrain_plan.commands.trainer_files import FileOptions, filled
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.commands.cells import Cells
     from protrain_plan.commands.measuring import Progress
-    from protrain_plan.commands.sweeping import Sweep
-    from protrain_plan.planning.questions.answers import Fit, Question
-    from protrain_plan.planning.questions.shopping import Tried
+    from protrain_plan.hardware.offers import MachineOffer
+    from protrain_plan.planning.questions.cells import Order, Tried
+    from protrain_plan.planning.questions.grid import Found
     from protrain_plan.presentation.trainer_files import Advice
-    from protrain_runtime.contract.records.hardware import Hardware
+
+
+ORDERS: "tuple[Order, ...]" = ("time", "cost", "memory")
 
 
 @option_record
 class CellOptions:
-    """The cells of the table: sizes and numbers of devices, each with each machine."""
+    """The cells of the grid: sizes and numbers of devices, each with each machine."""
 
     on: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--on",
             help="Machines: names of the catalogue or YAML files, by comma.",
             autocompletion=machine_names,
         ),
-    ]
+    ] = None
     seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = str(SEQ_LEN)
     batch_size: Annotated[
         str | None,
@@ -76,41 +75,114 @@ class CellOptions:
     num_devices: Annotated[
         str, typer.Option(help="Devices that train one model, each with such a batch; or several.")
     ] = "1"
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="A setting and its values, each a cell: host, device, disk, link, num-devices or"
+            " an option, such as host=64GiB..1TiB (doubles), link=pcie-4,64GB/s or"
+            " optimizer=adamw,sgd. Of several, all combinations.",
+            show_default=False,
+        ),
+    ] = None
+    sweep: Annotated[
+        str | None, typer.Option(help="The same as --set, for one setting.", show_default=False)
+    ] = None
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            help="time, cost (of a token) or memory (of the device), the least first; default: in"
+            " the order of the options, each cell as soon as it is known.",
+            show_default=False,
+        ),
+    ] = None
     jobs: JobsOption = None
     no_cache: NoCacheOption = False
 
-    def cells(
-        self,
-        model: str,
-        machines: "Sequence[Hardware]",
-        workload: WorkloadOptions,
-        budgets: BudgetOptions,
-        step: StepOptions,
-        *,
-        allow: list[str] | None,
-        beside: str,
-        counts: Sequence[int],
-    ) -> "Cells":
-        """The cells, on so many devices where `counts` says it."""
-        from protrain_plan.commands.cells import Cells
-        from protrain_plan.profiling.estimate_cache import EstimateCache
-        from protrain_runtime.contract.program.group import group_on
 
-        lengths = integers("--seq-len", self.seq_len)
-        batches = integers("--batch-size", self.batch_size or "1")
-        return Cells(
-            requests=workload.requests(model, lengths, batches, allow=allow, beside=beside),
-            machines=machines,
-            groups=[
-                (place, group_on(machine, count))
-                for place, machine in enumerate(machines)
-                for count in counts or integers("--num-devices", self.num_devices)
-            ],
-            budgets=budgets,
-            settings=step.settings(),
-            global_batch=self.global_batch,
-            cache=EstimateCache(off=self.no_cache),
-            jobs=self.jobs,
+@option_record
+class WantedOptions:
+    """Machines with their prices, and what is wanted of them."""
+
+    price: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a device for an hour, or one of each machine by comma; default: that of the"
+            " machine's file. Adds the columns hours and cost."
+        ),
+    ] = None
+    among: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of --on, a YAML file of machines and prices: 'rtx-4090: 0.35' in a line."
+            " Default of a search: the catalogue's machines that have a price."
+        ),
+    ] = None
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3, help="Search the cheapest that reaches so many tokens per second in all."
+        ),
+    ] = None
+    price_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="The most that all devices may cost an hour; without --speed, search the fastest.",
+        ),
+    ] = None
+
+    @property
+    def is_search(self) -> bool:
+        """Whether cells are planned only until one is the answer."""
+        return self.speed is not None or self.price_limit is not None
+
+    def offers(self, cells: CellOptions, budgets: BudgetOptions) -> "Sequence[MachineOffer]":
+        """Return all numbers of devices of all machines; ProtrainError where there is none."""
+        from protrain_plan.hardware.offers import catalogue_offers, offer, read_offers
+
+        of_on = {"--num-devices": cells.num_devices != "1", "--price": self.price is not None}
+        for option in (one for one, is_given in of_on.items() if is_given and cells.on is None):
+            raise ProtrainError("it is for machines of --on", key=option)
+        if cells.on is not None and self.among is not None:
+            raise ProtrainError("--on and --among both name machines", key="--among")
+        if cells.on is not None:
+            machines = [budgets.machine(name.strip()) for name in cells.on.split(",")]
+            budgets.refuse_host_memory(machines)
+            offered = tuple(
+                offer(machine, count, price)
+                for machine, price in zip(machines, prices_of(self.price, machines), strict=True)
+                for count in integers("--num-devices", cells.num_devices)
+            )
+        elif self.among is not None:
+            offered = read_offers(self.among)
+        elif self.is_search:
+            offered = catalogue_offers()
+        else:
+            raise ProtrainError(
+                "no machine is named",
+                key="--on",
+                fix="--on rtx-4090 (protrain hardware list has the names), or --among prices.yaml",
+            )
+        limit = self.price_limit
+        within = [one for one in offered if limit is None or one.price_per_hour <= limit]
+        if not within:
+            cheapest = min(one.price_per_hour for one in offered)
+            raise ProtrainError(
+                f"the cheapest of {len(offered)} costs {cheapest:g} an hour", key="--price-limit"
+            )
+        return within
+
+    def search(self, cells: "Cells", tell: "Progress", done: "Callable[[Tried], None]") -> "Found":
+        """Find the cell that is wanted; each that was looked at is `done`."""
+        from protrain_plan.planning.questions.grid import search
+
+        every = [cell for line in cells.lines(tell) for cell in line]
+        return search(
+            every,
+            speed=self.speed,
+            told=lambda cell, part: tell(f"planning {cell.name}", part),
+            done=done,
         )
 
 
@@ -126,13 +198,6 @@ class AnswerOptions:
             " ZeRO-Offload, FSDP2), and with 8-bit states where a plan is needed.",
         ),
     ] = False
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            help="One of host, device, disk, link, num-devices, and its values: doubles in a range"
-            " such as host=64GiB..1TiB, or link=pcie-4,64GB/s."
-        ),
-    ] = None
     what_helps: Annotated[
         bool,
         typer.Option(
@@ -141,13 +206,6 @@ class AnswerOptions:
             " worth. Each takes as long as an answer.",
         ),
     ] = False
-    price: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a device for an hour, or one of each machine by comma; default: that of the"
-            " machine's file. Adds the columns hours and cost."
-        ),
-    ] = None
     columns: Annotated[
         str | None,
         typer.Option(
@@ -160,32 +218,19 @@ class AnswerOptions:
         typer.Option(help="Write a page: tokens per second, memory and reasons of all, as bars."),
     ] = None
 
-    def swept(self, machines: "Sequence[Hardware]") -> "Sweep | None":
-        """The sweep; ProtrainError where its resource is missing, or beside what a table has."""
-        from protrain_plan.commands.sweeping import read_sweep
-
-        if self.sweep is None:
-            return None
-        sweep = read_sweep(self.sweep)
-        sweep.refuse_missing(machines)
-        for option in given(self):
-            if option != "--sweep":
-                raise ProtrainError("--sweep prints a table of its own", key=option)
-        return sweep
-
-    def shown(self, machines: "Sequence[Hardware]", prices: Sequence[float]) -> tuple[str, ...]:
+    def shown(self, offers: "Sequence[MachineOffer]", *, priced: bool) -> tuple[str, ...]:
         """The columns; ProtrainError for an unknown one, and for one without values."""
-        from protrain_plan.presentation.spending import COLUMNS
+        from protrain_plan.presentation.grids import COLUMNS
 
         names = () if self.columns is None else tuple(map(str.strip, self.columns.split(",")))
-        names = tuple(dict.fromkeys((*names, *(("hours", "cost") if self.price else ()))))
+        names = tuple(dict.fromkeys((*names, *(("hours", "cost") if priced else ()))))
         for name in names:
             choice("--columns", name, tuple(COLUMNS))
-        if "cost" in names and not any(prices):
+        if "cost" in names and not any(one.price_per_hour for one in offers):
             raise ProtrainError(
                 "no machine has a price", key="--columns", fix="say that of a device: --price 2.49"
             )
-        if "energy" in names and not any(machine.power_w for machine in machines):
+        if "energy" in names and not any(one.machine.power_w for one in offers):
             raise ProtrainError(
                 "no machine says what its device takes",
                 key="--columns",
@@ -200,6 +245,7 @@ def fit(
     model: ModelArgument,
     of_file: FileOptions,
     asked: CellOptions,
+    wanted: WantedOptions,
     workload: WorkloadOptions,
     budgets: BudgetOptions,
     step: StepOptions,
@@ -210,162 +256,137 @@ def fit(
 ) -> None:
     """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
 
-    Bytes are exact for the operators that run, seconds are estimates from data-sheet rates. MODEL
-    may also be a trainer's file (Axolotl, LLaMA-Factory, torchtune, TRL, arguments of the Trainer):
-    its settings stand where no option does, and what to change in it is told.
+    Each machine, length and batch is a cell of a grid, and so is each value of --set. Bytes are
+    exact for the operators that run, seconds are estimates from data-sheet rates. MODEL may also be
+    a trainer's file (Axolotl, LLaMA-Factory, torchtune, TRL, arguments of the Trainer): its
+    settings stand where no option does, and what to change in it is told.
 
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit llama-3.1-8b --on h200 --compare --price 2.49
     | protrain fit llama-3.1-8b --on h100-sxm --num-devices 8 --global-batch 64
     | protrain fit llama-3.1-8b --on rtx-4090 --num-devices 4 --global-batch 32 --stages auto
     | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
-    | protrain fit llama-3.1-8b --on rtx-4090 --sweep host=64GiB..512GiB
+    | protrain fit llama-3.1-8b --on rtx-4090 --set host=64GiB..512GiB --set optimizer=adamw,sgd
     | protrain fit axolotl.yaml --on rtx-4090
     """
-    from rich.console import Group
-
+    from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.output import (
         destination,
         print_json,
         print_rendered,
         progress,
     )
-    from protrain_plan.presentation.plans import cell_text, fit_json, fits_text
-    from protrain_plan.presentation.trainer_files import file_json, file_text
+    from protrain_plan.planning.questions.cells import refuse_missing
+    from protrain_plan.presentation.grids import cell_text, grid_text, row_of, search_json
+    from protrain_plan.presentation.trainer_files import advice, file_json, file_text
+    from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records.files import replace_text
 
-    names, page = asked.on.split(","), answers.report
-    page = None if page is None else destination(page, option="--report", inputs=(model, *names))
+    page = answers.report
+    if page is not None:
+        page = destination(page, option="--report", inputs=(model, *(asked.on or "").split(",")))
     if (file := of_file.read(context, model)) is not None:
         model, asked = file.options["model"], filled(asked, file, as_text=True)
         workload, step = filled(workload, file), filled(step, file)
-    refuse_of_factory(context, model)
-    beside = of_file.frozen(model, file)
-    machines = [budgets.machine(name.strip()) for name in names]
-    budgets.refuse_host_memory(machines)
-    if staged.stages is None:
-        refuse_batches(asked.global_batch, asked.batch_size, step.accumulate)
-    else:
+    grid = read_settings(context, asked.settings, asked.sweep)
+    refuse_of_factory(context, model, grid.given)
+    asked, beside = grid.filled(asked), of_file.frozen(model, file)
+    chosen = list(grid.rows(workload, step))
+    if staged.stages is not None:
         refuse_without_global_batch(asked.global_batch, asked.batch_size, step.accumulate)
-        for option in (*given(answers), *["--beside"] * bool(beside)):
-            if option in ("--beside", "--compare", "--sweep", "--what-helps"):
+        unused = (*given(answers), *["--beside"] * bool(beside), *["--set"] * bool(grid.given))
+        for option in unused:
+            if option in ("--beside", "--compare", "--set", "--what-helps"):
                 raise ProtrainError("stages are planned without it", key=option)
-    prices = prices_of(answers.price, machines)
-    columns = answers.shown(machines, prices)
-    # A price is no part of what is estimated.
-    machines = [replace(machine, price_per_hour=0.0) for machine in machines]
-    swept = answers.swept(machines)
-    counts = swept.counts if swept else ()
-    cells = asked.cells(
-        model, machines, workload, budgets, step, allow=allow, beside=beside, counts=counts
+    for option in (*given(answers), *["--sort"] * bool(asked.sort)):
+        if wanted.is_search and option in ("--compare", "--what-helps", "--sort"):
+            raise ProtrainError("a search has an order and an answer of its own", key=option)
+    for _, _, of_row in chosen:
+        refuse_batches(asked.global_batch, asked.batch_size, of_row.accumulate)
+    order = choice("--sort", asked.sort, ORDERS) if asked.sort else None
+    offers = wanted.offers(asked, budgets)
+    columns = answers.shown(offers, priced=wanted.price is not None or order == "cost")
+    for offer, (resource, _) in product(offers, grid.values[0]):
+        refuse_missing(offer.machine, resource)
+    lengths = integers("--seq-len", asked.seq_len)
+    batches = integers("--batch-size", asked.batch_size or "1")
+    cells = Cells(
+        rows=[
+            Row(request=request, step=with_step.settings(), settings=settings)
+            for settings, with_workload, with_step in chosen
+            for request in with_workload.requests(
+                model, lengths, batches, allow=allow, beside=beside
+            )
+        ],
+        offers=offers,
+        values=grid.values,
+        budgets=budgets,
+        global_batch=asked.global_batch,
+        stages=None if staged.stages is None else staged.numbers(),
+        cache=EstimateCache(off=asked.no_cache),
+        jobs=asked.jobs,
     )
-    fits: list[Fit] = []
-    helps: list[Sequence[Tried]] = []
-    lines: list[list[dict[str, Any]]] = []  # of a sweep
+    rows: list[dict[str, Any]] = []
     advised: list[Advice] = []
 
-    def known(row: "dict[str, Any]", advice: "Sequence[Advice]" = ()) -> None:
+    def known(one: "Tried") -> None:
+        row = row_of(one)
+        if file is not None:
+            changes = []
+            if (fit := one.reached) is not None:
+                plain_fits = fit.verdict == "fits"
+                changes = [advice(file, cell_text(row), fit, plain_fits=plain_fits)]
+            row |= file_json(file, changes)
+            advised.extend(changes)
+        rows.append(row)
         if as_json:
-            print_json(row | (file_json(file, advice) if file else {}), indent=None)
-        advised.extend(advice)
+            print_json(row, indent=None)
 
-    # Answers that are known wait for no import but those of what is printed.
-    if swept or answers.what_helps:
-        from protrain_plan.commands.sweeping import sweep_lines
-        from protrain_plan.presentation.choosing import helps_json, helps_text, sweep_text
-
+    found: dict[str, Any] | None = None
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
-        for line in sweep_lines(swept, cells, tell) if swept else ():
-            lines.append(line)
-            for row in line:
-                known(row)
-        for one, changes in () if swept else _answers(cells, prices, answers, staged, tell):
-            fits.append(one)
-            helps.append(changes)
-            helped = helps_json(one, changes) if answers.what_helps else {}
-            advice = []
-            if file is not None:
-                plain_fits = one.verdict == "fits"
-                cell = cell_text(one)
-                advice = [advice_of(file, one, cell, one.micro_batches, plain_fits=plain_fits)]
-            known(fit_json(one) | helped, advice)
+        if wanted.is_search:
+            best = wanted.search(cells, tell, known)
+            asked_for = {"tokens_per_second": wanted.speed, "price_limit": wanted.price_limit}
+            found = search_json(best, rows, asked_for)
+        else:
+            every = cells.answers(tell, compare=answers.compare, helps=answers.what_helps)
+            for one in sorted(every, key=lambda one: one.rank(order)) if order else every:
+                known(one)
     if page is not None:
         from protrain_plan.presentation.report.fit_page import fit_page
 
-        replace_text(page, fit_page(fits, columns=columns))
-    if not as_json:
+        replace_text(page, fit_page(rows, columns=columns))
+    if as_json and found:
+        print_json(found, indent=None)
+    elif not as_json:
         written = () if answers.report is None else (answers.report,)
-        if swept:
-            text = sweep_text(lines, cells.machines)
-        elif answers.what_helps:
-            text = helps_text(fits, helps, *written, columns=columns)
-        else:
-            text = fits_text(fits, *written, columns=columns)
-        print_rendered(Group(text, *file_text(file, advised)) if file else text)
-    verdicts = [one.verdict for one in fits] + [row["verdict"] for line in lines for row in line]
-    if all(verdict == "does not fit" for verdict in verdicts):
+        more = file_text(file, advised) if file else ()
+        print_rendered(grid_text(rows, *written, columns=columns, search=found, more=more))
+    fits = [found["best"]] if found else [row["verdict"] != "does not fit" for row in rows]
+    if not any(fits):
         raise typer.Exit(3)
 
 
-def _answers(
-    cells: "Cells",
-    prices: Sequence[float],
-    answers: AnswerOptions,
-    staged: StageOptions,
-    tell: "Progress",
-) -> "Iterator[tuple[Fit, Sequence[Tried]]]":
-    """Yield the answers, each as soon as it is known, with what helps where that was asked for."""
-    from protrain_plan.commands.answering import Fitting
+def search(**options: Any) -> None:
+    """Find the cheapest machine that trains a model at a speed, or the fastest within a price.
 
-    fitted = Fitting(kept=cells.kept, compare=answers.compare)
-    if staged.stages is None:
-        found = cells.answers(fitted, tell, fitted.known)
-    else:
-        found = fits_in_stages(cells, staged.numbers(), tell)
-    more = answers.compare or answers.what_helps
-    in_order = [prices[place] for _ in cells.requests for place, _ in cells.groups]
-    questions: list[Question] = []
-    known: list[Fit] = []
-    with closing(found):
-        for (question, one), price in zip(found, in_order, strict=True):
-            hardware = replace(one.profile.hardware, price_per_hour=price)
-            priced = replace(one.question, profile=replace(one.profile, hardware=hardware))
-            questions.append(question)
-            known.append(replace(one, question=priced))
-            if not more:
-                yield known[-1], ()
-    if not more:
-        return
-    lighter = cells.with_states_of_8_bits(questions, tell)
-    fits: Iterable[Fit] = known
-    if answers.compare and lighter:
-        fits = _with_8_bits(known, lighter, tell, cells)
-    if answers.what_helps:
-        from protrain_plan.commands.sweeping import helping
+    It is fit of the machines of --among. What cannot reach the speed is ruled out by a bound, the
+    rest is planned in the order of prices, so that the first that reaches it is the cheapest. With
+    --json, each machine that was looked at is a line, and the last line is the answer.
 
-        fits = list(fits)
-        yield from zip(fits, helping(fits, lighter, tell, jobs=cells.jobs), strict=True)
-    else:
-        yield from ((one, ()) for one in fits)
+    Examples: protrain hardware search llama-3.1-8b --speed 5000 --among prices.yaml
+    | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4
+    | protrain hardware search llama-3.1-8b --speed 20000 --stages auto --global-batch 128
+    """
+    if options["speed"] is None and options["price_limit"] is None:
+        raise ProtrainError(
+            "what is to be found?",
+            key="--speed",
+            fix="--speed 5000 for the cheapest that is as fast, --price-limit 3 for the fastest",
+        )
+    fit(**options)
 
 
-def _with_8_bits(
-    fits: "Sequence[Fit]", lighter: "Sequence[Question]", tell: "Progress", cells: "Cells"
-) -> "Iterator[Fit]":
-    """Yield the answers beside those with 8-bit states, where plain PyTorch does not fit."""
-    from protrain_plan.commands.answering import Fitting
-    from protrain_plan.commands.cells import answered, planning
-    from protrain_plan.planning.questions.alternatives import planned as beside
-
-    answer = Fitting(kept=cells.kept)
-    asked = [other for fit, other in zip(fits, lighter, strict=True) if fit.verdict != "fits"]
-    others = answered(asked, answer, tell, planning, answer.known, jobs=cells.jobs)
-    for fit in fits:
-        found = None if fit.verdict == "fits" else next(others)
-        if found is None or found.solved is None:
-            yield fit
-        else:
-            name, plan = found.profile.optimizer.name, found.solved.plan
-            one = beside(name, plan, found.profile, found.binds)
-            yield replace(fit, alternatives=(*fit.alternatives, one))
+search.__dict__["__signature__"] = inspect.signature(fit)
+search.__annotations__ = fit.__annotations__

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from protrain_plan.commands.output import prepare_streams
 from protrain_plan.garbage import collected_seldom
 from protrain_plan.isolated.ending import INTERRUPTED
-from protrain_plan.isolated.pool import processes_at_once, workers
+from protrain_plan.isolated.pool import answers_of, processes_at_once
 from protrain_plan.isolated.process import EndedError, Tell, run
 from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_plan.isolated.user_frame import explained
@@ -123,65 +123,6 @@ class ProfileRequest:
 # Torch loads in the functions below, so that --help and planning need not wait for it.
 
 
-class Estimates:
-    """The profiles of requests on machines: what the cache knows, and what is still to be made."""
-
-    def __init__(
-        self,
-        requests: Sequence[ProfileRequest],
-        machines: Sequence[Hardware],
-        cache: EstimateCache,
-    ) -> None:
-        self._requests, self._machines, self._cache = requests, machines, cache
-        frozen = [one for request in requests if (one := request.of_beside())]
-        self._beside = Estimates(frozen, machines, cache) if frozen else None
-        self._questions = [request.question() for request in requests]
-        self._found: dict[tuple[int, Hardware], Profile] = {}
-        for number, question in enumerate(self._questions):
-            tally = None if question is None else cache.tally(question) or shipped(question)
-            for machine in machines:
-                if tally and machine.device.kind == tally.profile.workload.device:
-                    self._found[number, machine] = tally.on(machine)
-
-    @property
-    def num_missing(self) -> int:
-        """Requests of which some profile is not known."""
-        here = sum(bool(self._missing(number)) for number in range(len(self._requests)))
-        return here + (self._beside.num_missing if self._beside else 0)
-
-    def made_here(self, *, at_once: int) -> bool:
-        """Return whether the model's code runs in this process: it is the user's, or runs once.
-
-        Its start would take another process seconds that this one has.
-        """
-        own = not all(self._questions) or (self._beside and not all(self._beside._questions))
-        return at_once == 1 or self.num_missing <= 1 or bool(own)
-
-    def work(self, number: int, progress: Progress | None = None) -> Callable[[], "list[Tally]"]:
-        """Return the work that makes a request's missing tallies, here or in another process."""
-        told = progress or _unheard
-        own = partial(_estimated, self._requests[number], self._missing(number), told)
-        return partial(_both, own, self._beside.work(number, progress)) if self._beside else own
-
-    def learnt(self, number: int, made: "Sequence[Tally]") -> list[Profile]:
-        """The profiles of a request, one per machine, with those that its work has `made`."""
-        question, missing = self._questions[number], self._missing(number)
-        own = made[: len(missing)]
-        for tally in {id(tally): tally for tally in own}.values():
-            if question is not None:
-                self._cache.keep_tally(question, tally)
-        for machine, tally in zip(missing, own, strict=True):
-            self._found[number, machine] = tally.on(machine)
-        found = [self._found[number, machine] for machine in self._machines]
-        if self._beside is None:
-            return found
-        frozen = self._beside.learnt(number, made[len(missing) :])
-        return [with_beside(one, other) for one, other in zip(found, frozen, strict=True)]
-
-    def _missing(self, number: int) -> list[Hardware]:
-        return [machine for machine in self._machines if (number, machine) not in self._found]
-
-
 def estimated(
     requests: Sequence[ProfileRequest],
     machines: Sequence[Hardware],
@@ -193,24 +134,40 @@ def estimated(
     """The profiles that were asked for, estimated for each machine.
 
     What the cache does not know is estimated here, or by several processes at once (at most `jobs`)
-    where there is more, and the code is not the user's own. ProtrainError where something of a
-    request cannot be had, or the model's code looks at values.
+    where there is more, and the code is not the user's own: a start takes seconds that this process
+    has behind it. ProtrainError where something of a request cannot be had, or the model's code
+    looks at values.
     """
-    estimates = Estimates(requests, machines, cache)
-    at_once = processes_at_once(estimates.num_missing, jobs)
-    here = estimates.made_here(at_once=at_once)
-    found: list[list[Profile]] = []
-    with workers(1 if here else at_once) as start:
-        works = (estimates.work(n, progress if here else None) for n in range(len(requests)))
-        made = map(start, works) if here else iter([start(work) for work in works])
-        for number, future in enumerate(made):
-            found.append(estimates.learnt(number, future.result()))
-            progress("estimating", len(found) / len(requests))
-    return found
+    frozen = {request: other for request in requests if (other := request.of_beside())}
+    questions = {request: request.question() for request in (*requests, *frozen.values())}
+    found: dict[tuple[ProfileRequest, Hardware], Profile] = {}
+    for request, question in questions.items():
+        known = None if question is None else cache.tally(question) or shipped(question)
+        for machine in machines:
+            if known and machine.device.kind == known.profile.workload.device:
+                found[request, machine] = known.on(machine)
+    missing = {
+        request: lacking
+        for request in questions
+        if (lacking := [machine for machine in machines if (request, machine) not in found])
+    }
+    jobs = processes_at_once(len(missing), jobs) if all(questions.values()) else 1
+    estimate = partial(_estimated, progress=progress if jobs == 1 else _unheard)
+    with answers_of(estimate, list(missing.items()), jobs=jobs) as made:
+        for number, (request, tallies) in enumerate(zip(missing, made, strict=True), 1):
+            question = questions[request]
+            for tally in {id(tally): tally for tally in tallies}.values():
+                if question is not None:
+                    cache.keep_tally(question, tally)
+            for machine, tally in zip(missing[request], tallies, strict=True):
+                found[request, machine] = tally.on(machine)
+            progress("estimating", number / len(missing))
 
+    def profile(request: ProfileRequest, machine: Hardware) -> Profile:
+        own = found[request, machine]
+        return with_beside(own, found[frozen[request], machine]) if request in frozen else own
 
-def _both(own: "Callable[[], list[Tally]]", beside: "Callable[[], list[Tally]]") -> "list[Tally]":
-    return own() + beside()
+    return [[profile(request, machine) for machine in machines] for request in requests]
 
 
 def _unheard(_: str, __: float) -> None:
@@ -218,10 +175,9 @@ def _unheard(_: str, __: float) -> None:
 
 
 def _estimated(
-    request: ProfileRequest, machines: Sequence[Hardware], progress: Progress
+    asked: tuple[ProfileRequest, Sequence[Hardware]], progress: Progress
 ) -> "list[Tally]":
-    if not machines:
-        return []
+    request, machines = asked
     with collected_seldom():
         from protrain_plan.models.sources import load_source
         from protrain_plan.profiling.estimated import tallies

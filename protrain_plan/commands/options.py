@@ -4,7 +4,7 @@ Every command's module is imported for the help of all: it imports at its top wh
 and the rest where it runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -212,11 +212,15 @@ def on_command_line(context: typer.Context) -> list[str]:
     return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
-def refuse_of_factory(context: typer.Context, model: str) -> None:
-    """ProtrainError for options of batches on the command line, where a factory makes them."""
+def refuse_of_factory(context: typer.Context, model: str, given: Iterable[str] = ()) -> None:
+    """ProtrainError for options of batches on the command line, where a factory makes them.
+
+    Further ones are `given` by --set.
+    """
     from protrain_plan.models.presets import is_factory
 
-    for name in on_command_line(context) if is_factory(model) else ():
+    names = (*on_command_line(context), *(name.replace("-", "_") for name in given))
+    for name in names if is_factory(model) else ():
         if name in ("batch_size", "seq_len", "global_batch", "text"):
             raise ProtrainError(
                 f"{cut(model)} is a factory, which makes batches of its own",

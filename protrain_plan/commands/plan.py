@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,8 +30,14 @@ from protrain_plan.commands.options import (
     refuse_of_factory,
     size,
 )
-from protrain_plan.commands.staging import StageOptions, plan_in_stages
-from protrain_plan.commands.trainer_files import FileOptions, advice_of, filled
+from protrain_plan.commands.staging import (
+    SIZES,
+    StageOptions,
+    about_stages,
+    plan_in_stages,
+    refuse_without_global_batch,
+)
+from protrain_plan.commands.trainer_files import FileOptions, filled
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -93,7 +98,7 @@ class PinOptions:
 
         if not self.explain or answer.solved is None:
             return None
-        return explain(answer.profile, answer.solved.plan)
+        return explain(answer.of_rank, answer.solved.plan)
 
 
 @option_record
@@ -132,7 +137,10 @@ class ObjectiveOptions:
         )
 
     def largest(
-        self, question: "Question", path: str, estimated: "Callable[[int], Question] | None"
+        self,
+        question: "Question",
+        path: str,
+        estimated: "Callable[[Quantity, int], Question] | None",
     ) -> "Question":
         """The question about the largest size that fits, `estimated` at that size.
 
@@ -158,7 +166,7 @@ class ObjectiveOptions:
                     key="--maximize",
                     fix=f"profile it, and plan that: {own}{profile_command(asked, path)}",
                 )
-            question = known[size] = estimated(size)
+            question = known[size] = estimated(quantity, size)
         here = size_of(question.profile.workload, quantity)
         return known[here if size is None else min(size, here)]
 
@@ -349,13 +357,16 @@ def plan(
     """
     from rich.console import Group
 
-    from protrain_plan.commands.output import destination, print_beside, show
+    from protrain_plan.commands.cells import Cells, Row
+    from protrain_plan.commands.output import destination, print_beside, progress, show
+    from protrain_plan.hardware.offers import MachineOffer
     from protrain_plan.models.presets import is_factory
     from protrain_plan.planning.model.fluid import Fluid
     from protrain_plan.planning.questions.answers import Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.presentation.plans import answer_json, answer_text
-    from protrain_plan.presentation.trainer_files import file_json, file_text
+    from protrain_plan.presentation.trainer_files import advice, file_json, file_text
+    from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records import write_plan, write_profile
 
     beside, file, named, beside_it = None, None, profile, ""
@@ -385,61 +396,65 @@ def plan(
             raise ProtrainError(
                 "stages are planned without it", key=unused, fix="leave it out, or --stages"
             )
-        plan_in_stages(
-            named,
-            staged.numbers(),
-            model=model,
-            workload=workload,
-            budgets=budgets,
-            devices=devices,
-            settings=step.on,
-            base=settings,
-            allow=allow,
-            explain=fixed.explain,
-            output=target,
-            beside=beside,
-            as_json=as_json,
-        )
-        return
-    estimated = None
+        refuse_without_global_batch(model.global_batch, None, settings.micro_batches)
+        if devices.replicas is not None:
+            raise ProtrainError(
+                "the replicas of each stage are found", key="--replicas", fix="leave it out"
+            )
+    leaves, kept, cells = leaves_named(allow), AnswerCache(off=model.no_cache), None
     if model.on is None:
-        record, kept = _read(profile, leaves_named(allow)), AnswerCache(off=model.no_cache)
+        record = _read(profile, leaves if staged.stages is None else ())
+        machine = record.hardware
     else:
-        estimate = partial(
-            _estimated,
+        if staged.stages is None:
+            refuse_batches(model.global_batch, model.batch_size, settings.micro_batches)
+        machine = budgets.machine(model.on)
+    budgets.refuse_host_memory([machine])
+    group = devices.on(machine)
+    settings = step.on(settings, group)
+    if model.on is not None:
+        [request] = workload.requests(
             named,
-            workload=workload,
-            budgets=budgets,
-            devices=devices,
-            settings=settings,
+            [model.seq_len or SEQ_LEN],
+            [model.batch_size or 1],
             allow=allow,
             beside=beside_it,
-            as_json=as_json,
         )
-        record, settings, kept = estimate(model)
-        if not is_factory(named):  # whose batches are its own
-
-            def estimated(largest: int) -> Question:
-                if wanted.maximize == "seq-len":
-                    return about(estimate(replace(model, seq_len=largest))[0])
-                return about(estimate(replace(model, batch_size=largest))[0])
-
-    budgets.refuse_host_memory([record.hardware])
-    group = devices.on(record.hardware)
-    pins = fixed.read()
-
-    def about(record: "Profile") -> Question:
-        return Question(
-            profile=record,
-            settings=step.on(settings, group),
-            replicas=group.replica_counts if devices.replicas is None else (),
-            budgets=budgets.of(record, group),
-            allow=leaves_named(allow),
-            pins=pins,
+        one = MachineOffer(listed=machine, machine=machine, group=group, price_per_hour=0.0)
+        cells = Cells(
+            rows=[Row(request=request, step=settings)],
+            offers=[one],
+            budgets=budgets,
+            global_batch=model.global_batch,
+            stages=None if staged.stages is None else staged.numbers(),
+            sizes=(model.batch_size,) if model.batch_size else SIZES,
+            cache=EstimateCache(off=model.no_cache),
         )
+    if staged.stages is not None:
+        if cells is None:
+            of_batch, many = {record.workload.batch_size: record}, model.global_batch or 1
+            asked = about_stages(of_batch, budgets, settings, many, staged.numbers(), leaves, None)
+        else:
+            with progress(quiet=as_json) as report:
+                [asked] = cells.staged(report)
+        plan_in_stages(asked, fixed.explain, target, beside, as_json=as_json)
+        return
+
+    def about(*size: Any) -> Question:
+        """The question about the profile, estimated with another size where that is given."""
+        if cells is None:
+            budget = budgets.of(record, group)
+            found = Question(profile=record, settings=settings, budgets=budget, allow=leaves)
+        else:
+            with progress(quiet=as_json) as report:
+                [[cell]] = (cells.sized(*size) if size else cells).lines(report)
+            found = cell.question
+        counts = group.replica_counts if devices.replicas is None else ()
+        return replace(found, replicas=counts, pins=fixed.read())
 
     place = profile if model.on is None else "profile.yaml"
-    question = wanted.largest(about(record), place, estimated)
+    is_estimated = cells is not None and not is_factory(named)  # whose batches are its own
+    question = wanted.largest(about(), place, about if is_estimated else None)
     record = question.profile
     if search.lp is not None:
         Fluid(question.problem()).write_lp(lp)
@@ -455,14 +470,13 @@ def plan(
     data = answer_json(answer, explanation)
     text = answer_text(answer, explanation, *dict.fromkeys((written, output)))
     if wanted.maximize is not None and answer.solved is not None:
-        asked = record.workload
-        data |= {"batch_size": asked.batch_size, "seq_len": asked.seq_len}
-        found = f"{asked.batch_size} sequences of {asked.seq_len} tokens"
+        size = record.workload
+        data |= {"batch_size": size.batch_size, "seq_len": size.seq_len}
+        found = f"{size.batch_size} sequences of {size.seq_len} tokens"
         text = Group(f"the largest that fits: {found}", "", text)
     if file is not None:
-        machine, plain_fits = record.hardware.name, answer.kept_seconds is not None
-        micro_batches = settings.micro_batches
-        advised = [advice_of(file, answer, machine, micro_batches, plain_fits=plain_fits)]
+        name, plain_fits = record.hardware.name, answer.kept_seconds is not None
+        advised = [advice(file, name, answer, plain_fits=plain_fits)]
         data |= file_json(file, advised)
         text = Group(text, *file_text(file, advised))
     show(as_json, data, lambda: text)
@@ -491,47 +505,6 @@ def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
             fix=f"protrain profile ... --allow {missing[0]}",
         )
     return record
-
-
-def _estimated(
-    name: str,
-    model: ModelOptions,
-    *,
-    workload: WorkloadOptions,
-    budgets: BudgetOptions,
-    devices: GroupOptions,
-    settings: "StepSettings",
-    allow: list[str] | None,
-    beside: str,
-    as_json: bool,
-) -> "tuple[Profile, StepSettings, AnswerCache]":
-    """The profile of a model by its name, the step with the best micro-batches, and answers."""
-    from protrain_plan.commands.cells import Cells
-    from protrain_plan.commands.output import progress
-    from protrain_plan.profiling.estimate_cache import EstimateCache
-
-    assert model.on is not None
-    refuse_batches(model.global_batch, model.batch_size, settings.micro_batches)
-    machine = budgets.machine(model.on)
-    cells = Cells(
-        requests=workload.requests(
-            name,
-            [model.seq_len or SEQ_LEN],
-            [model.batch_size or 1],
-            allow=allow,
-            beside=beside,
-        ),
-        machines=[machine],
-        groups=[(0, devices.on(machine))],
-        budgets=budgets,
-        settings=settings,
-        global_batch=model.global_batch,
-        cache=EstimateCache(off=model.no_cache),
-    )
-    with progress(quiet=as_json) as report:
-        [estimate] = cells.questions(report)
-    settings = replace(settings, micro_batches=estimate.settings.micro_batches)
-    return estimate.profile, settings, cells.kept
 
 
 def _places(output: Path) -> tuple[Path, Path]:

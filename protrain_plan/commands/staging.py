@@ -1,6 +1,6 @@
 """`--stages`: in how many pipeline stages a model is trained best, from its profile or its name."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from protrain_plan.commands.option_records import option_record
-from protrain_plan.commands.options import SEQ_LEN, integers, leaves_named, refuse_batches
+from protrain_plan.commands.options import integers, refuse_batches
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.commands.cells import Cells
+    from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.measuring import ProfileRequest
-    from protrain_plan.commands.option_records import BudgetOptions, WorkloadOptions
-    from protrain_plan.commands.plan import GroupOptions, ModelOptions
-    from protrain_plan.planning.questions.answers import Fit, Question
+    from protrain_plan.commands.option_records import BudgetOptions
+    from protrain_plan.planning.questions.answers import Answer, Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.planning.stages.answer import Progress, StagesAnswer, StagesQuestion
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records.hardware import Hardware
-    from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
+    from protrain_runtime.contract.records.plan import StepSettings
     from protrain_runtime.contract.records.profile import Profile
 
 SIZES = (1, 2, 4, 8)
@@ -97,7 +96,7 @@ class Staged:
             for size, profile in sorted(self.question.profiles.items())[1:]
         )
 
-    def about(self, found: "Fit") -> "Question":
+    def about(self, found: "Answer") -> "Question":
         """The question that an answer is for: with its micro-batches, on the devices of a stage."""
         if found.solved is None:
             return self.base
@@ -110,78 +109,39 @@ class Staged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """Answers of `fit --stages`, from this process or from another one."""
+    """Answers about stages, from this process or from another one."""
 
     kept: "AnswerCache"
 
-    def known(self, asked: Staged) -> "Fit | None":
-        """Return the answer of before; None where there is none."""
-        found = self.kept.fit(asked.base, "stages", asked.question)
-        return found and replace(found, question=asked.about(found))
-
-    def answer(self, asked: Staged) -> "Fit":
+    def answer(self, asked: Staged) -> "Answer":
         """Return the answer of before, or of now."""
-        return self.known(asked) or self(asked)
+        found = self.kept.answer(asked.base, "stages", asked.question)
+        if found is None:
+            found = self._planned(asked)
+            self.kept.keep(found, "stages", asked.question)
+        return replace(found, question=asked.about(found))
 
-    def __call__(self, asked: Staged) -> "Fit":
+    def _planned(self, asked: Staged) -> "Answer":
         from protrain_plan.planning.outcome import STAGES, Solved
-        from protrain_plan.planning.questions.answers import Fit
+        from protrain_plan.planning.questions.answers import Answer
         from protrain_plan.planning.questions.objectives import fit, plain_bytes
         from protrain_plan.planning.search.improving import Effort
 
         answer, base = asked.answer(Effort()), asked.base
         if (best := answer.best) is None:
-            found = fit(base, effort=Effort())
-        else:
-            plan, gap = best.plan(answer.lower_bound_seconds), answer.gap or 0.0
-            solved = Solved(
-                plan=plan,
-                status="feasible",
-                gap=gap,
-                stall_seconds=max(best.run.idle) * best.step_seconds,
-                solve_seconds=0.0,
-                solver=STAGES,
-            )
-            words = f"{best.shape}; {answer.worth} (gap {gap:.1%})"
-            needed = plain_bytes(base.problem())
-            found = Fit(
-                question=base, solved=solved, infeasible=None, binds=words, plain_bytes=needed
-            )
-        self.kept.keep(found, base, "stages", asked.question)
-        return replace(found, question=asked.about(found))
-
-
-def fits_in_stages(
-    cells: "Cells", numbers: tuple[int, ...], progress: "Callable[[str, float], None]"
-) -> "Generator[tuple[Question, Fit], None, None]":
-    """Yield the answers of all cells, each with the best of these numbers of stages; none: all."""
-    from protrain_plan.commands.cells import answered
-
-    assert cells.global_batch is not None
-    asked = [
-        one
-        for request in cells.requests
-        for one in staged_on(
-            request,
-            cells.machines,
-            [(place, cells.machines[place], group) for place, group in cells.groups],
-            cells.budgets,
-            cells.settings,
-            cells.global_batch,
-            numbers,
-            cells.cache,
-            progress,
+            return fit(base, effort=Effort())
+        gap = answer.gap or 0.0
+        solved = Solved(
+            plan=best.plan(answer.lower_bound_seconds),
+            status="feasible",
+            gap=gap,
+            stall_seconds=max(best.run.idle) * best.step_seconds,
+            solve_seconds=0.0,
+            solver=STAGES,
         )
-    ]
-    staging = Staging(kept=cells.kept)
-    found = answered(asked, staging, progress, _words, staging.known, jobs=cells.jobs)
-    for one, fit in zip(asked, found, strict=True):
-        yield one.base, fit
-
-
-def _words(asked: Staged) -> str:
-    base = asked.base
-    return f"planning {base.group} of {base.profile.hardware.name}"
+        words = f"{best.shape}; {answer.worth} (gap {gap:.1%})"
+        needed = plain_bytes(base.problem())
+        return Answer(question=base, solved=solved, binds=words, plain_bytes=needed)
 
 
 def refuse_without_global_batch(
@@ -198,7 +158,7 @@ def refuse_without_global_batch(
     return global_batch
 
 
-def staged(
+def about_stages(
     profiles: "Mapping[int, Profile]",
     budgets: "BudgetOptions",
     settings: "StepSettings",
@@ -232,20 +192,7 @@ def staged(
 
 
 def plan_in_stages(
-    named: str,
-    numbers: tuple[int, ...],
-    *,
-    model: "ModelOptions",
-    workload: "WorkloadOptions",
-    budgets: "BudgetOptions",
-    devices: "GroupOptions",
-    settings: "Callable[[StepSettings, DeviceGroup], StepSettings]",
-    base: "StepSettings",
-    allow: list[str] | None,
-    explain: bool,
-    output: Path,
-    beside: Path | None,
-    as_json: bool,
+    asked: Staged, explain: bool, output: Path, beside: Path | None, *, as_json: bool
 ) -> None:
     """Answer `plan --stages`, and write the plan; an estimated profile goes `beside` it."""
     from protrain_plan.commands.output import interruptible, progress, show
@@ -255,36 +202,9 @@ def plan_in_stages(
     from protrain_plan.planning.stages.assumed import assumptions
     from protrain_plan.presentation.plans import search_text
     from protrain_plan.presentation.staging import stages_json, stages_text
-    from protrain_plan.profiling.estimate_cache import EstimateCache
-    from protrain_runtime.contract.records import read_profile, write_plan, write_profile
+    from protrain_runtime.contract.records import write_plan, write_profile
 
-    global_batch = refuse_without_global_batch(model.global_batch, None, base.micro_batches)
-    if devices.replicas is not None:
-        raise ProtrainError(
-            "the replicas of each stage are found", key="--replicas", fix="leave it out"
-        )
     with interruptible() as interrupted, progress(quiet=as_json) as report:
-        if model.on is None:
-            record = read_profile(Path(named))
-            step, leaves = settings(base, devices.on(record.hardware)), leaves_named(allow)
-            profiles = {record.workload.batch_size: record}
-            asked = staged(profiles, budgets, step, global_batch, numbers, leaves, None)
-        else:
-            machine, cache = budgets.machine(model.on), EstimateCache(off=model.no_cache)
-            [request] = workload.requests(named, [model.seq_len or SEQ_LEN], [1], allow=allow)
-            group = devices.on(machine)
-            [asked] = staged_on(
-                request,
-                [machine],
-                [(0, machine, group)],
-                budgets,
-                settings(base, group),
-                global_batch,
-                numbers,
-                cache,
-                report,
-                sizes=(model.batch_size,) if model.batch_size else SIZES,
-            )
         effort = Effort(stopped=interrupted.is_set)
         answer = asked.answer(effort, lambda *found: report(search_text(*found), 0.5))
         assumed = assumptions(asked.question, effort) if explain else ()
@@ -321,42 +241,35 @@ def _estimate(
 
 
 def staged_on(
-    request: "ProfileRequest",
-    listed: "Sequence[Hardware]",
-    groups: "Iterable[tuple[int, Hardware, DeviceGroup]]",
-    budgets: "BudgetOptions",
-    settings: "StepSettings",
-    global_batch: int,
-    numbers: tuple[int, ...],
-    cache: "EstimateCache",
-    progress: "Callable[[str, float], None]",
-    *,
-    sizes: tuple[int, ...] = SIZES,
+    cells: "Cells", row: "Row", progress: "Callable[[str, float], None]"
 ) -> "Iterator[Staged]":
-    """Yield the questions about machines with their devices, each with its place among `listed`.
+    """Yield the questions about a row on the devices of each offer.
 
-    A machine differs from the listed one in what alters no estimate. The profiles of the first and
-    the last batch are estimates; those of others lie between.
+    The profiles of the first and the last batch are estimates; those of others lie between.
     """
     from protrain_plan.commands.measuring import estimated
     from protrain_plan.planning.questions.growth import between
 
-    sizes = tuple(size for size in sizes if size <= global_batch) or sizes
+    assert cells.global_batch is not None
+    request, cache = row.request, cells.cache
+    sizes = tuple(size for size in cells.sizes if size <= cells.global_batch) or cells.sizes
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
-    made = estimated([request.sized(size) for size in ends], listed, progress, cache, jobs=None)
+    listed = list(dict.fromkeys(offer.listed for offer in cells.offers))
+    made = estimated([request.sized(size) for size in ends], listed, progress, cache)
     known = dict(zip(ends, made, strict=True))
     by_size = {
         size: known.get(size)
         or [between(low, high, size) for low, high in zip(made[0], made[-1], strict=True)]
         for size in sizes
     }
-    for place, machine, group in groups:
-        yield staged(
-            {size: replace(row[place], hardware=machine) for size, row in by_size.items()},
-            budgets,
-            replace(settings, group=group),
-            global_batch,
-            numbers,
+    for offer in cells.offers:
+        number, machine = listed.index(offer.listed), offer.machine
+        yield about_stages(
+            {size: replace(found[number], hardware=machine) for size, found in by_size.items()},
+            cells.budgets,
+            replace(row.step, group=offer.group),
+            cells.global_batch,
+            cells.stages or (),
             request.allow,
-            partial(_estimate, request, listed[place], machine, cache),
+            partial(_estimate, request, offer.listed, machine, cache),
         )

@@ -12,8 +12,6 @@ from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.models.trainer_files import TrainerFile
-    from protrain_plan.planning.questions.answers import Answer, Fit
-    from protrain_plan.presentation.trainer_files import Advice
 
 Record = TypeVar("Record")
 
@@ -97,20 +95,3 @@ def filled(record: Record, file: "TrainerFile", *, as_text: bool = False) -> Rec
     options = {f.name: file.options[f.name] for f in fields(known) if f.name in file.options}
     changed: Record = replace(known, **{k: str(v) if as_text else v for k, v in options.items()})
     return changed
-
-
-def advice_of(
-    file: "TrainerFile", found: "Fit | Answer", cell: str, micro_batches: int, *, plain_fits: bool
-) -> "Advice":
-    """Return what to change in the file for an answer."""
-    from protrain_plan.presentation.trainer_files import advice
-
-    return advice(
-        file,
-        cell,
-        found.solved.plan if found.solved else None,
-        batch=found.profile.workload.batch_size,
-        micro_batches=micro_batches,
-        plain_fits=plain_fits,
-        largest=found.infeasible.largest_batch_size if found.infeasible else None,
-    )

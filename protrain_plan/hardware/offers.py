@@ -43,7 +43,7 @@ class MachineOffer:
     """A machine and a group of its devices, for so much an hour in all.
 
     `listed` is the machine as it stands in the list: `machine` differs from it in sizes and links,
-    which `chosen` says in words.
+    which `chosen` says in words. Neither has a price, which is no part of what is estimated.
     """
 
     listed: Hardware
@@ -79,6 +79,9 @@ class _Option:
     price: float
 
 
+_NOTHING: Mapping[str, _Option] = {}
+
+
 def read_offers(path: Path) -> tuple[MachineOffer, ...]:
     """The offers of a file; RecordError where it holds something else.
 
@@ -107,10 +110,9 @@ def catalogue_offers() -> tuple[MachineOffer, ...]:
             " lines, and name it with --among",
         )
     return tuple(
-        offer
+        offer(machine, count, machine.price_per_hour)
         for machine in priced
         for count in device_counts(machine)
-        for offer in [_offer(machine, count, machine.price_per_hour, {})]
     )
 
 
@@ -148,14 +150,15 @@ def _offers(machine: Hardware, entry: Document) -> Iterator[MachineOffer]:
     for count in counts:
         for chosen in product(*options.values()):
             with where.located():  # a group that cannot be
-                offer = _offer(machine, count, price, dict(zip(options, chosen, strict=True)))
-            yield offer
+                found = offer(machine, count, price, dict(zip(options, chosen, strict=True)))
+            yield found
 
 
-def _offer(
-    machine: Hardware, count: int, price: float, chosen: Mapping[str, _Option]
+def offer(
+    machine: Hardware, count: int, price: float, chosen: Mapping[str, _Option] = _NOTHING
 ) -> MachineOffer:
     """So many devices of a machine with what was chosen for it, and what that costs."""
+    machine = replace(machine, price_per_hour=0.0)
     group = group_on(machine, count)
     joined = machine.interconnect
     # What there is once for each device, and once for each node.

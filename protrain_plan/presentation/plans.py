@@ -6,39 +6,29 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 
 from protrain_plan.planning.outcome import STAGES
 from protrain_plan.planning.questions.allowance import (
     EXPANDABLE_MEDIAN,
-    EXPANDABLE_MOST,
     MEDIAN,
     is_unknown,
 )
 from protrain_plan.presentation.profiles import (
     caveats,
     compiled_text,
-    error_band,
     repeats,
-    trust,
-)
-from protrain_plan.presentation.spending import (
-    heads_of,
-    in_words,
-    spending_cells,
-    spending_json,
 )
 from protrain_plan.presentation.terminal import (
     Text,
     bar,
     fields_of,
-    fits_in,
     run_name,
     table_of,
     wrote,
 )
 from protrain_plan.simulation.report import in_words as report_in_words
-from protrain_plan.simulation.wear import Wear, wear, wear_lines
+from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract.program.memory import Excess, checkpoint_bytes
 from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records import activations_text, states_text
@@ -49,7 +39,6 @@ from protrain_runtime.contract.records.plan import (
     Keep,
     Persistent,
     Plan,
-    TierBytes,
 )
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.tree import listed
@@ -59,7 +48,7 @@ if TYPE_CHECKING:
     from protrain_plan.commands.training import Run
     from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.outcome import Infeasible, Replicas, Solved
-    from protrain_plan.planning.questions.answers import Alternative, Answer, Fit, Point, Question
+    from protrain_plan.planning.questions.answers import Answer, Point
 
 
 def solved_json(solved: "Solved") -> dict[str, Any]:
@@ -179,11 +168,6 @@ def headroom_text(left: Mapping[str, int]) -> list[str]:
     ]
 
 
-def headroom_of(fits: Sequence["Fit"]) -> list[str]:
-    """Say what the plans of some cells leave free."""
-    return headroom_text({fit.profile.hardware.name: fit.headroom_bytes for fit in fits})
-
-
 def spared_disk(solved: "Solved") -> list[str]:
     """Say what the disk is worth to a plan that uses it, or that it is spared."""
     plan = solved.plan
@@ -271,36 +255,37 @@ def search_text(stage: str, step_seconds: float | None, bound_seconds: float | N
     return ", ".join([stage, *told])
 
 
-def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str, Any]:
-    """Return what `protrain plan --json` prints."""
-    data: dict[str, Any] = infeasible_json(answer.infeasible) if answer.infeasible else {}
-    if answer.solved is not None:
-        lanes = answer.report.lanes if answer.report else ()
-        data |= solved_json(answer.solved)
-        data["lanes"] = {
-            lane.name: {"busy_seconds": lane.busy_s, "utilisation": lane.utilisation}
-            for lane in lanes
-        }
-    if answer.least_memory is not None:
-        data |= fields_of(answer.least_memory, but=("solved",))
-    front = [
-        {"device_bytes": point.device_bytes, **solved_json(point.solved)} for point in answer.front
-    ]
+def facts_of(answer: "Answer", profile: Profile) -> dict[str, Any]:
+    """Return what is said of a plan, or of why there is none, for a cell and for one question."""
+    solved = answer.solved
     return {
-        **data,
-        "kept_seconds": answer.kept_seconds,
-        "seconds_without_pins": answer.seconds_without_pins,
-        "front": front,
-        "explanation": explanation,
+        **(solved_json(solved) if solved else {}),
+        **(infeasible_json(answer.infeasible) if answer.infeasible else {}),
         "headroom_bytes": answer.headroom_bytes,
-        **profile_facts(answer.profile),
-        "disk_writes": writes_of(answer.solved, answer.profile),
+        **profile_facts(profile),
+        "disk_writes": wear(solved.plan, profile) if solved else None,
     }
 
 
-def writes_of(solved: "Solved | None", profile: Profile) -> Wear | None:
-    """Bytes that the plan writes to a node's disks, where it writes any."""
-    return wear(solved.plan, profile) if solved else None
+def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str, Any]:
+    """Return what `protrain plan --json` prints."""
+    least = answer.least_memory
+    lanes = {
+        lane.name: {"busy_seconds": lane.busy_s, "utilisation": lane.utilisation}
+        for lane in (answer.report.lanes if answer.report else ())
+    }
+    return {
+        **facts_of(answer, answer.of_rank),
+        **({"lanes": lanes} if answer.solved else {}),
+        **(fields_of(least, but=("solved",)) if least else {}),
+        "kept_seconds": answer.kept_seconds,
+        "seconds_without_pins": answer.seconds_without_pins,
+        "front": [
+            {"device_bytes": point.device_bytes, **solved_json(point.solved)}
+            for point in answer.front
+        ],
+        "explanation": explanation,
+    }
 
 
 def answer_text(
@@ -310,7 +295,7 @@ def answer_text(
     headroom = headroom_text({answer.profile.hardware.name: answer.headroom_bytes})
     if answer.infeasible is not None:
         headroom += (
-            [*caveats(answer.profile)] if any(profile_facts(answer.profile).values()) else []
+            [*caveats(answer.of_rank)] if any(profile_facts(answer.of_rank).values()) else []
         )
         return Group(infeasible_text(answer.infeasible), *map(Text, headroom))
     assert answer.solved is not None
@@ -320,8 +305,8 @@ def answer_text(
     notes = report_in_words(answer.report, answer.solved.plan) if answer.report is not None else []
     notes += headroom
     notes += spared_disk(answer.solved)
-    notes += wear_lines(answer.solved.plan, answer.profile)
-    notes += disk_notes(answer.solved.plan, answer.profile)
+    notes += wear_lines(answer.solved.plan, answer.of_rank)
+    notes += disk_notes(answer.solved.plan, answer.of_rank)
     if answer.seconds_without_pins is not None:
         cost = max(0.0, step_s / answer.seconds_without_pins - 1)
         notes.append(f"the pins cost {cost:.2%} of the step")
@@ -341,7 +326,7 @@ def answer_text(
         from protrain_plan.planning.explain.explaining import in_words as explained
 
         notes += ["", *explained(explanation)]
-    solved = solved_text(answer.solved, answer.profile, *paths)
+    solved = solved_text(answer.solved, answer.of_rank, *paths)
     return Group(solved, *map(Text, notes))
 
 
@@ -368,212 +353,10 @@ def _front_text(answer: "Answer") -> RenderableType:
     return Group(table, "", note)
 
 
-def fit_json(fit: "Fit") -> dict[str, Any]:
-    """Return what `protrain fit --json` prints in a line: one machine and size."""
-    data: dict[str, Any] = {
-        **cell_json(fit),
-        "micro_batches": fit.micro_batches,
-        **fields_of(fit.group),
-        **profile_facts(fit.profile),
-        "verdict": fit.verdict,
-        "tight": fit.is_tight,
-        "reserved_bytes_about": fit.reserved_bytes,
-        "headroom_bytes": fit.headroom_bytes,
-        "plain_device_bytes": fit.plain_bytes,
-        "plain_step_seconds": fit.plain_seconds,
-        "binds": fit.binds,
-        "tokens_per_second": fit.tokens_per_s,
-        **spending_json(fit.spending(fit.step_seconds)),
-        "measured_over_estimated": error_band(fit.profile.hardware),
-        "disk_writes": writes_of(fit.solved, fit.profile),
-    }
-    if fit.solved is not None:
-        data |= solved_json(fit.solved)
-    if fit.infeasible is not None:
-        data |= infeasible_json(fit.infeasible)
-    data["alternatives"] = []
-    for other in fit.alternatives:
-        seconds = other.step_seconds
-        reductions = "in every micro-batch" if other.adds_shards else "in the last micro-batch"
-        row = fields_of(other, but=("units", "is_tight", "adds_shards")) | {
-            "fits": seconds is not None,
-            "tight": other.is_tight,
-            "tokens_per_second": seconds and fit.tokens_per_step / seconds,
-            **spending_json(fit.spending(seconds)),
-            "reductions": reductions,
-        }
-        data["alternatives"].append(row)
-    return data
-
-
-def cell_json(asked: "Fit | Question") -> dict[str, Any]:
-    """The machine and the sizes."""
-    workload, name = asked.profile.workload, asked.profile.hardware.name
-    return {"hardware": name, "batch_size": workload.batch_size, "seq_len": workload.seq_len}
-
-
-def ways(fit: "Fit") -> "list[Alternative]":
-    """The ways to train in a cell: first the plan, of no bytes where there is none."""
-    from protrain_plan.planning.questions.answers import Alternative
-
-    nothing = TierBytes(device=0, context=0, host=0, disk=0)
-    plan = Alternative(
-        name="plan",
-        checkpointing=False,
-        step_seconds=fit.step_seconds,
-        peak_bytes=fit.solved.plan.prediction.peak_bytes if fit.solved else nothing,
-        binds=fit.binds,
-        is_tight=fit.is_tight,
-    )
-    return [plan, *fit.alternatives]
-
-
-def gibibytes(peak: TierBytes) -> list[str]:
-    """Return what is taken of the device, the host and the disk."""
-    sizes = (peak.on_device, peak.host, peak.disk)
-    return [f"{size / 2**30:.1f} GiB" if size else "-" for size in sizes]
-
-
-def cell_text(fit: "Fit", *, after: str = " ") -> str:
-    """Return a cell's devices and machine, then its sequences: `8 x h100-sxm 2 of 4 x 2048`."""
-    count = f"{fit.group.num_devices} x " if fit.group.num_devices > 1 else ""
-    return f"{count}{fit.profile.hardware.name}{after}{batch_text(fit)}"
-
-
-def batch_text(fit: "Fit") -> str:
-    """Return micro-batches, and sequences and tokens of one: `2 of 4 x 2048`."""
-    workload = fit.profile.workload
-    times = f"{fit.micro_batches} of " if fit.micro_batches > 1 else ""
-    return f"{times}{workload.batch_size} x {workload.seq_len}"
-
-
-TIGHT = (
-    "tight: less room than PyTorch's allocator was seen to reserve beyond tensors, up to"
-    f" {EXPANDABLE_MOST:.0%} of them with PYTORCH_ALLOC_CONF=expandable_segments:True, which"
-    " protrain run sets; a smaller --device-memory plans with room"
-)
-WHOLE_SUMS = (
-    "several micro-batches on several devices: gradients add up whole on each device, for FSDP2 as"
-    " with set_requires_gradient_sync(False). With sums in shards every micro-batch is reduced, as"
-    " FSDP2 does by default: less memory and more network. With --allow rounding a plan may do so"
-    " where others do not fit, or FSDP2 is faster so"
-)
-NO_TOKENS = (
-    "batches without tokens, such as images: tokens/s counts samples, whatever --seq-len says"
-)
 ALLOCATED = (
     "device: allocated bytes, and the context; reserved are about"
     f" {EXPANDABLE_MEDIAN:.0%} of tensors more with expandable segments, and {MEDIAN:.0%} without"
 )
-_VERDICTS = {
-    "fits": ("fits", "green"),
-    "fits with a plan": ("with a plan", "yellow"),
-    "does not fit": ("no", "red"),
-}
-
-
-class CellTable:
-    """A row for each way to train in each cell. In a narrow terminal cells are lines of their own.
-
-    No number is ever cut: where there is no room for all of a line, words wrap.
-    """
-
-    def __init__(self, heads: Sequence[str], numbers: Sequence[str]) -> None:
-        self._wide = table_of(*heads, "", *numbers, words=(0, len(heads)))
-        self._narrow = table_of("", *numbers)
-        self._num_heads = len(heads)
-        for column in self._wide.columns:
-            column.no_wrap = True
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for between in (2, 1):
-            self._wide.padding = (0, between, 0, 0)
-            if fits_in(self._wide, console, options):
-                yield self._wide
-                return
-        yield self._narrow
-
-    def add_cell(
-        self, heads: Sequence[str], heading: str, way: Text, numbers: Sequence[str]
-    ) -> None:
-        """A cell by its heads, or by one heading, with the way that was asked for."""
-        self._wide.add_row(*heads, way, *numbers)
-        self._narrow.add_row(heading)
-        self._narrow.add_row(Text("  ").append_text(way), *numbers)
-
-    def add_way(self, name: str, numbers: Sequence[str]) -> None:
-        """Another way to train in the same cell."""
-        self._wide.add_row(*[""] * self._num_heads, name, *numbers)
-        self._narrow.add_row(f"  {name}", *numbers)
-
-
-def fits_text(fits: Sequence["Fit"], *paths: Path, columns: Sequence[str] = ()) -> RenderableType:
-    """Return what `protrain fit` prints; `paths` are what it wrote.
-
-    The `columns` of `--columns` are a table of their own. Below:
-    what binds in each cell, what a plan saves, and how far to trust seconds.
-    """
-    several = any(fit.group.num_devices > 1 for fit in fits)
-    names = ("machine", *(["devices"] if several else []), "batch")
-    every = [way for fit in fits for way in ways(fit)]
-    tiers = ("device", "host", *(["disk"] * any(way.peak_bytes.disk for way in every)))
-    table = CellTable(names, ("tokens/s", *tiers))
-    bill = CellTable(names, heads_of(columns))
-    binds = ["what makes up the step, or what is missing:"]
-    faster = ["what a plan saves where plain PyTorch fits:"]
-    differs: list[str] = []
-    worn = ["what a plan writes to a node's disks:"]
-    spared: dict[str, None] = {}
-    for fit in fits:
-        group, cell = fit.group, f"  {cell_text(fit)}"
-        binds.append(f"{cell}: {fit.binds}")
-        if fit.solved is not None:
-            differs += [f"{cell[2:]}: {told}" for told in other_results(fit.solved.plan)]
-            step_s = fit.solved.plan.prediction.step_seconds
-            saved = 1 - step_s / fit.plain_seconds if fit.plain_seconds else 0.0
-            if saved >= 0.0005:
-                faster.append(f"{cell}: {saved:.1%} less time per step")
-            if (written := wear(fit.solved.plan, fit.profile)) is not None:
-                worn.append(f"{cell}: {written}")
-            spared |= {f"{cell[2:]}: {told}": None for told in spared_disk(fit.solved)}
-        words, style = _VERDICTS[fit.verdict]
-        replicas = f" ({group.num_replicas} replicas)" if group.num_replicas > 1 else ""
-        stages = fit.solved.plan.num_stages if fit.solved else 1
-        arranged = f" in {stages} stages" if stages > 1 else ""
-        arranged += replicas
-        devices = [f"{group.num_devices}{arranged}"] if several else []
-        if fit.is_tight:
-            words, style = f"{words}, tight", "yellow"
-        head = (fit.profile.hardware.name, *devices, batch_text(fit))
-        for number, way in enumerate(ways(fit)):
-            tokens = "no" if number else "-"
-            if way.step_seconds is not None:
-                tokens = f"{fit.tokens_per_step / way.step_seconds:,.0f}"
-            sizes = gibibytes(way.peak_bytes)[: len(tiers)]
-            billed = spending_cells(fit.spending(way.step_seconds), columns)
-            name = "  checkpointed" if way.checkpointing else way.name
-            name += ", sums in shards" * way.adds_shards + ", tight" * way.is_tight
-            for shown, cells in ((table, (tokens, *sizes)), (bill, billed)):
-                if number == 0:
-                    shown.add_cell(head, cell[2:] + arranged, Text(words, style=style), cells)
-                else:
-                    shown.add_way(name, cells)
-    faster, worn = (lines if len(lines) > 1 else [] for lines in (faster, worn))  # in some cell
-    machines = dict.fromkeys(fit.profile.hardware for fit in fits)
-    trusted = [f"{hardware.name}: {trust(hardware)}" for hardware in machines]
-    unknown = dict.fromkeys(said for fit in fits for said in caveats(fit.profile))
-    without = [WHOLE_SUMS] * any(
-        (fit.alternatives or not fit.solved) and fit.micro_batches > 1 < fit.group.num_devices
-        for fit in fits
-    )
-    without += [NO_TOKENS] * any(fit.profile.workload.seq_len == 1 for fit in fits)
-    tight = [ALLOCATED] * any(fit.solved is not None and is_unknown(fit.profile) for fit in fits)
-    tight += [TIGHT] * any(way.is_tight for way in every)
-    told = (*binds, *faster, *worn, *spared, *differs, *without, *headroom_of(fits), *tight)
-    notes = map(Text, (*told, *in_words(columns), *trusted, *unknown))
-    bills = (bill, "") if columns else ()
-    return Group(table, "", *bills, *notes, *map(wrote, paths))
-
 
 # A run
 
@@ -588,33 +371,31 @@ def run_json(
     profile: Profile | None = None,
 ) -> dict[str, Any]:
     """Return what `protrain run --json` prints; `profile` is the plan's, where it is at hand."""
-    expected = plan.prediction.expected_seconds
+    prediction, expected = plan.prediction, plan.prediction.expected_seconds
     outside = None
     if expected is not None and len(run.seconds) > 1:  # a first step warms up: it tells nothing
         outside = not expected[0] <= run.step_seconds <= expected[1]
+    predicted = {
+        "predicted_step_seconds": prediction.step_seconds,
+        "expected_seconds": expected,
+        "outside_expected": outside,
+        "predicted_peak_bytes": prediction.peak_bytes,
+        "disk_writes": profile and wear(plan, profile),
+    }
     again = profile_command(
         plan.workload, optimizer=plan.optimizer, output="profile.yaml", allow=plan.allowed
     )
     return {
+        **fields_of(run, but=("slot_bytes", "recording")),
+        **(dict.fromkeys(predicted) if plain else predicted),
         "plain": plain,
         "exactness": "bitwise" if plain else plan.exactness,
         "allowed": () if plain else plan.allowed,
-        "first_step": run.first_step,
-        "losses": run.losses,
         "step_seconds": run.step_seconds,
-        "seconds": run.seconds,
-        "predicted_step_seconds": None if plain else plan.prediction.step_seconds,
-        "expected_seconds": None if plain else expected,
-        "outside_expected": None if plain else outside,
-        "predicted_peak_bytes": None if plain else plan.prediction.peak_bytes,
-        "measured_peak_bytes": run.measured_peak_bytes,
-        "parameters_sha256": run.parameters_sha256,
         "verified": verified,
         "compile": plan.workload.compile,
-        "compilation": run.compilation,
         "overruns": overruns,
         "profile_again": again if overruns else None,
-        "disk_writes": None if plain or profile is None else wear(plan, profile),
     }
 
 

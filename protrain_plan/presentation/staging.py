@@ -32,29 +32,18 @@ def stages_json(
     return {
         **(infeasible_json(infeasible) if infeasible else {}),
         "status": "planned" if best else "infeasible",
-        "stages": best.shape.stages if best else None,
-        "step_seconds": best.step_seconds if best else None,
-        "lower_bound_seconds": _finite(answer.lower_bound_seconds),
+        "stages": best and best.shape.stages,
+        "step_seconds": best and best.step_seconds,
+        "lower_bound_seconds": answer.lower_bound_seconds,
         "gap": answer.gap,
         "tokens_per_step": answer.question.tokens,
         "speedup": answer.speedup,
-        "single": pipelined_json(answer.single) if answer.single else None,
-        "several": pipelined_json(answer.several) if answer.several else None,
-        "bounds": {str(p): _finite(seconds) for p, seconds in answer.bounds.items()},
+        "single": answer.single and pipelined_json(answer.single),
+        "several": answer.several and pipelined_json(answer.several),
+        "bounds": answer.bounds,
         "shapes": answer.num_shapes,
-        "assumptions": [
-            {
-                "words": one.words,
-                "single_seconds": _finite(one.single_seconds),
-                "several_seconds": _finite(one.several_seconds),
-            }
-            for one in assumed
-        ],
+        "assumptions": assumed,
     }
-
-
-def _finite(seconds: float) -> float | None:
-    return seconds if isfinite(seconds) else None
 
 
 def pipelined_json(found: "Pipelined", *, with_spans: bool = False) -> dict[str, Any]:

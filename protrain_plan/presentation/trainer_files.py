@@ -11,6 +11,7 @@ from protrain_runtime.contract.records.plan import Keep, Persistent, Plan, Recom
 
 if TYPE_CHECKING:
     from protrain_plan.models.trainer_files import TrainerFile
+    from protrain_plan.planning.questions.answers import Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,22 +36,16 @@ class Advice:
     note: str = ""
 
 
-def advice(
-    file: "TrainerFile",
-    cell: str,
-    plan: Plan | None,
-    *,
-    batch: int,
-    micro_batches: int,
-    plain_fits: bool,
-    largest: int | None = None,
-) -> Advice:
-    """Return what to change for a plan, or for the `largest` batch that fits where there is none.
+def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool) -> Advice:
+    """Return what to change for a plan, or for the largest batch that fits where there is none.
 
     A file has one switch where a plan has a decision per block. Without switches it trains as plain
     PyTorch does; with checkpointing, no block holds more than in a plan that only recomputes.
     """
+    plan = found.solved.plan if found.solved else None
+    batch, micro_batches = found.profile.workload.batch_size, found.micro_batches
     if plan is None:
+        largest = found.infeasible.largest_batch_size if found.infeasible else None
         batch, micro_batches = _smaller(batch * micro_batches, largest)
     rows, odd = divmod(batch, file.sequences_per_row)
     wanted = {"batch_size": rows, "accumulate": micro_batches} if rows and not odd else {}

@@ -16,21 +16,22 @@ from typing import Any
 import pytest
 
 from protrain_plan import kept as kept_files
-from protrain_plan.commands.answering import BestBatch, Fitting, Sweeping, ask
-from protrain_plan.commands.cells import Cells, answered
+from protrain_plan.commands.answering import BestBatch, Fitting, ask
+from protrain_plan.commands.cells import Cells, Row, answered
 from protrain_plan.commands.option_records import BudgetOptions, WorkloadOptions
+from protrain_plan.hardware.offers import offer
 from protrain_plan.kept import SWITCH
 from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.answers import Answer, Fit, Objective, Point, Question
+from protrain_plan.planning.questions.answers import Answer, Objective, Point, Question
+from protrain_plan.planning.questions.cells import Cell, with_resource
 from protrain_plan.planning.questions.growth import in_proportion
 from protrain_plan.planning.questions.kept_answers import AnswerCache
 from protrain_plan.planning.questions.planner import Solver
-from protrain_plan.planning.questions.shopping import with_resource
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.records import write_profile
-from protrain_runtime.contract.records.plan import ALONE, DeviceGroup
+from protrain_runtime.contract.records.plan import DeviceGroup
 from tests.support.commands import printed, protrain
 from tests.support.planning_cases import MB, gpu, joined, question, small, solved, within
 
@@ -95,7 +96,7 @@ def as_planned(answer: Any) -> Any:
             least_memory=least and replace(least, solved=as_planned(least.solved)),
             front=tuple(replace(one, solved=as_planned(one.solved)) for one in answer.front),
         )
-    return replace(answer, solved=as_planned(answer.solved)) if isinstance(answer, Fit) else answer
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -126,23 +127,24 @@ def test_a_kept_answer_is_the_planned_one(question: Question, objective: Objecti
 @pytest.mark.parametrize("question", [ASKED, SEVERAL, NONE], ids=["one", "several", "none"])
 @pytest.mark.parametrize("compare", [False, True])
 def test_a_kept_cell_is_the_planned_one(question: Question, compare: bool) -> None:
-    fitting = Fitting(kept=AnswerCache(), compare=compare)
-    assert fitting.known(question) is None
-    planned = fitting(question)
-    assert as_planned(Fitting(kept=AnswerCache(), compare=compare).known(question)) == planned
-    assert bool(planned.alternatives) == compare
-    assert Fitting(kept=AnswerCache(), compare=not compare).known(question) is None
-    assert Fitting(kept=AnswerCache(off=True), compare=compare).known(question) is None
+    fitting, line = Fitting(kept=AnswerCache(), compare=compare), [Cell(question=question)]
+    assert fitting.known(line) is None
+    planned = fitting(line)
+    again = Fitting(kept=AnswerCache(), compare=compare).known(line)
+    assert [as_planned(one) for one in again or ()] == planned
+    assert [bool(one.alternatives) for one in planned] == [compare]
+    assert Fitting(kept=AnswerCache(), compare=not compare).known(line) is None
+    assert Fitting(kept=AnswerCache(off=True), compare=compare).known(line) is None
 
 
-def test_a_kept_line_of_a_sweep_is_the_planned_one() -> None:
-    line = tuple(with_resource(ASKED, "device", size * MB) for size in (100, 2500, 3000))
-    sweeping = Sweeping(kept=AnswerCache())
-    assert sweeping.known(line) is None
-    planned = sweeping(line)
-    assert tuple(map(as_planned, sweeping.known(line) or ())) == planned
-    assert sweeping.known(line[1:]) is None  # answers go by those before
-    assert Fitting(kept=AnswerCache()).known(line[0]) is None
+def test_a_kept_line_of_cells_is_the_planned_one() -> None:
+    line = [Cell(question=with_resource(ASKED, "device", size * MB)) for size in (100, 2500, 3000)]
+    fitting = Fitting(kept=AnswerCache())
+    assert fitting.known(line) is None
+    planned = fitting(line)
+    assert [as_planned(one) for one in fitting.known(line) or ()] == planned
+    assert fitting.known(line[1:]) is None  # answers go by those before
+    assert fitting.known(line[:1]) is None
 
 
 def test_the_best_of_some_batches_is_known() -> None:
@@ -256,11 +258,12 @@ def test_a_search_that_was_ended_is_not_kept(cut_off: str, folder: Path) -> None
 def test_answers_are_kept_whosever_code_the_model_is(model: str, options: dict[str, Any]) -> None:
     """An answer depends on its question, which has the profile."""
     cells = Cells(
-        requests=WorkloadOptions(**options).requests(model, [64], [1]),
-        machines=[PROFILE.hardware],
-        groups=[(0, ALONE)],
+        rows=[
+            Row(request=request, step=ASKED.settings)
+            for request in WorkloadOptions(**options).requests(model, [64], [1])
+        ],
+        offers=[offer(PROFILE.hardware, 1, 0.0)],
         budgets=BudgetOptions(),
-        settings=ASKED.settings,
         cache=EstimateCache(),
     )
     assert not cells.kept.is_off

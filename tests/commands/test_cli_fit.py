@@ -3,13 +3,16 @@
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
 
+from protrain_plan.commands.fit import CellOptions
+from protrain_plan.commands.option_records import StepOptions, WorkloadOptions
 from protrain_plan.commands.output import print_json
-from protrain_plan.commands.sweeping import Sweep, read_sweep
+from protrain_plan.commands.settings import read_settings
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_plan, read_profile
 from protrain_runtime.contract.records.hardware import PCIE
@@ -20,7 +23,7 @@ from tests.support.messages import Speaker
 
 
 @pytest.mark.parametrize(
-    "machines", [["h200"], pytest.param(["cpu", "h200"], marks=pytest.mark.slow)]
+    "machines", [["rtx-4090"], pytest.param(["cpu", "rtx-4090"], marks=pytest.mark.slow)]
 )
 def test_fit_says_what_fits_with_a_plan_and_what_binds(machines: list[str], tmp_path: Path) -> None:
     asked = ("tiny-llama", "--on", ",".join(machines), "--batch-size", 120, "--seq-len", 256)
@@ -81,13 +84,13 @@ def test_a_row_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str])
 def test_fit_counts_the_tokens_of_all_devices(tmp_path: Path) -> None:
     arguments = ("tiny-llama", "--on", "h100-sxm", "--seq-len", 64, "--num-devices", "1,16")
     one, many = printed_list(tmp_path, *arguments)
-    assert "num_devices" not in one
+    assert one["num_devices"] == 1
     assert (many["num_devices"], many["num_nodes"]) == (16, 2)
     seconds = float(str(many["step_seconds"]))
     assert many["tokens_per_second"] == pytest.approx(16 * 64 / seconds)
     text = protrain("fit", *arguments, folder=tmp_path).stdout
-    assert text.splitlines()[0].split()[:3] == ["machine", "devices", "batch"]
-    assert "  16 x h100-sxm 1 x 64: " in text
+    assert text.splitlines()[0].split()[:2] == ["machine", "batch"]
+    assert "  16 x h100-sxm in 2 nodes 1 x 64: " in text
 
 
 def test_fit_says_what_is_missing_where_nothing_fits(tmp_path: Path) -> None:
@@ -169,10 +172,14 @@ def test_fit_and_profile_with_leave_know_compressed_copies(tmp_path: Path) -> No
     assert (cell["exactness"], cell["allowed"]) == ("bitwise", [])  # it fits, and nothing is gained
 
 
-# --- `protrain fit --sweep`, `--what-helps` and `protrain hardware search`, as people type them ---
+# --- `protrain fit --set`, `--what-helps` and `protrain hardware search`, as people type them ---
 
 GIB = 2**30
 SMALL = ("tiny-llama", "--seq-len", 256, "--batch-size", 120, "--dtype", "float32")
+
+
+CONTEXT: Any = None
+"""Asked by options of the command alone."""
 
 
 def answered(*arguments: object, folder: Path, code: int = 0) -> list[dict[str, Any]]:
@@ -194,7 +201,7 @@ def answered(*arguments: object, folder: Path, code: int = 0) -> list[dict[str, 
     ],
 )
 def test_ranges_double_and_end_where_they_say(text: str, values: tuple[float, ...]) -> None:
-    assert read_sweep(text) == Sweep(resource=text.partition("=")[0], values=values)  # type: ignore[arg-type]
+    assert read_settings(CONTEXT, [text], None).given == {text.partition("=")[0]: values}
 
 
 @pytest.mark.parametrize(
@@ -204,10 +211,10 @@ def test_ranges_double_and_end_where_they_say(text: str, values: tuple[float, ..
         *("link=0GB/s", "num-devices=0", "num-devices=1GiB", "host=1MiB..1024PiB"),
     ],
 )
-def test_a_wrong_sweep_is_one_error(text: str, assert_says: Speaker) -> None:
+def test_a_wrong_setting_is_one_error(text: str, assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
-        read_sweep(text)
-    assert caught.value.key == "--sweep"
+        read_settings(CONTEXT, [text], None)
+    assert caught.value.key == "--set"
     assert_says(caught.value)
 
 
@@ -216,21 +223,24 @@ def test_a_sweep_is_a_line_of_answers(tmp_path: Path) -> None:
         *("fit", *SMALL, "--on", "rtx-4090", "--sweep", "device=600MiB..1200MiB"), folder=tmp_path
     )
     for row in (small, large):
-        assert (row["sweep"], row["hardware"], row["seq_len"]) == ("device", "rtx-4090", 256)
-    assert (small["value"], large["value"]) == (600 * 2**20, 1200 * 2**20)
+        assert (row["hardware"], row["seq_len"]) == ("rtx-4090", 256)
+    assert [row["settings"] for row in (small, large)] == [
+        {"device": 600 * 2**20},
+        {"device": 1200 * 2**20},
+    ]
     assert small["verdict"] == "does not fit"
-    assert "of device memory, in " in small["binds"]
+    assert "more device memory, in " in small["binds"]
     assert large["tokens_per_second"] == pytest.approx(120 * 256 / large["step_seconds"])
 
 
 @pytest.mark.slow
-def test_a_sweep_is_a_table_with_bars(tmp_path: Path) -> None:
+def test_a_sweep_is_a_column_of_the_table(tmp_path: Path) -> None:
     text = protrain(
         *("fit", *SMALL, "--on", "rtx-4090", "--sweep", "link=1GB/s,pcie-4"),
         *("--device-memory", "1200MiB"),
         folder=tmp_path,
     ).stdout
-    assert "rtx-4090 120 x 256" in text.splitlines()[0]
+    assert text.splitlines()[0].split()[:3] == ["machine", "batch", "link"]
     assert "24 GB/s (pcie-4)  " in text
     assert max(map(len, text.splitlines()[:5])) <= 80
 
@@ -283,4 +293,106 @@ def test_a_search_says_where_nothing_is_as_fast(tmp_path: Path) -> None:
     assert [one["bound"] for one in none["looked_at"]] == ["compute", "compute"]
     assert all(one["most_tokens_per_second"] < 1e9 for one in none["looked_at"])
     text = protrain(*arguments, "--price-limit", 0.2, folder=tmp_path).stdout
-    assert "the fastest: l4 at 0.10 an hour, " in text
+    assert "the fastest: l4 1 x 64 at 0.10 an hour, " in text
+
+
+def test_settings_are_a_product_in_an_order(tmp_path: Path) -> None:
+    asked = ("fit", "tiny-llama", "--seq-len", 64, "--on", "rtx-4090", "--jobs", 1)
+    grid = ("--set", "optimizer=adamw,sgd", "--set", "link=pcie-3,pcie-4")
+    rows = answered(*asked, *grid, "--sort", "memory", folder=tmp_path)
+    assert sorted(tuple(row["settings"].items()) for row in rows) == [
+        (("optimizer", name), ("link", PCIE[link]))
+        for name in ("adamw", "sgd")
+        for link in ("pcie-3", "pcie-4")
+    ]
+    sizes = [row["peak_bytes"]["device"] for row in rows]
+    assert sizes == sorted(sizes)
+    (typed,) = answered(*asked, "--optimizer", "sgd", folder=tmp_path)
+    same = [row for row in rows if dict(row["settings"]) == {"optimizer": "sgd", "link": 24e9}]
+    assert [row["step_seconds"] for row in same] == [typed["step_seconds"]]
+
+
+def test_each_combination_of_values_is_a_row_or_a_cell_of_a_line() -> None:
+    class Read:
+        """Options as the command line has them, here as their texts."""
+
+        command = SimpleNamespace(
+            params=[
+                SimpleNamespace(opts=[f"--{name}"], process_value=lambda _, text: text)
+                for name in ("optimizer", "lora")
+            ]
+        )
+
+    told = ["host=2GiB,1GiB", "disk=1TB", "optimizer=adamw,sgd", "lora=r=8,alpha=16", "lora=r=4"]
+    grid = read_settings(cast("Any", Read), [*told, "seq-len=64..256"], "host=4GiB")
+    assert grid.values == [(("host", size * GIB), ("disk", 10**12)) for size in (1, 2, 4)]
+    rows = list(grid.rows(WorkloadOptions(), StepOptions()))
+    assert [(workload.optimizer, workload.lora) for _, workload, _ in rows] == [
+        (name, lora) for lora in ("r=8,alpha=16", "r=4") for name in ("adamw", "sgd")
+    ]
+    assert grid.filled(CellOptions(on="cpu")).seq_len == "64,128,256"
+
+
+def test_a_price_sorts_cells_by_the_cost_of_a_token(tmp_path: Path) -> None:
+    asked = ("fit", "tiny-llama", "--on", "rtx-4090,l4", "--seq-len", "64,128", "--price", "2,0.1")
+    rows = answered(*asked, "--sort", "cost", "--jobs", 1, folder=tmp_path)
+    costs = [row["cost_per_billion_tokens"] for row in rows]
+    assert costs == sorted(costs)
+    assert [row["hardware"] for row in rows] == ["l4", "l4", "rtx-4090", "rtx-4090"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--set", "optimiser=sgd"), "--set: expected a setting, got 'optimiser'"),
+        (("--set", "optimizer=adan"), "'adan'"),
+        (("--set", "optimizer=sgd", "--optimizer", "adamw"), "--set: --optimizer is given, too"),
+        (("--set", "host=8GiB", "--host-memory", "4GiB"), "--set: --host-memory is given, too"),
+        (("--sweep", "seq-len=64", "--seq-len", "32"), "--sweep: --seq-len is given, too"),
+        (("--set", "accumulate=0"), "--accumulate"),
+        (("--set", "accumulate=2", "--global-batch", "4"), "--accumulate: --global-batch finds it"),
+        (("--sort", "speed"), "--sort: expected time, cost or memory, got 'speed'"),
+        (("--sort", "cost"), "no machine has a price"),
+        (("--sort", "time", "--speed", "1"), "--sort: a search has an order and an answer"),
+        (("--what-helps", "--speed", "1"), "--what-helps: a search has an order and an answer"),
+        (("--among", "prices.yaml"), "--among: --on and --among both name machines"),
+    ],
+)
+def test_a_wrong_grid_is_one_error(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    found = protrain("fit", "tiny-llama", "--on", "h200", *arguments, folder=tmp_path)
+    assert found.returncode == 2
+    assert message in " ".join(found.stderr.split())
+
+
+@pytest.mark.parametrize("option", ["--num-devices", "--price"])
+def test_offers_say_what_options_of_machines_say(option: str, tmp_path: Path) -> None:
+    found = protrain("hardware", "search", "tiny-llama", "--speed", 1, option, 2, folder=tmp_path)
+    assert found.returncode == 2
+    assert f"{option}: it is for machines of --on" in found.stderr
+
+
+def test_a_search_among_machines_of_fit_has_a_page(tmp_path: Path) -> None:
+    asked = (
+        "fit",
+        "tiny-llama",
+        "--on",
+        "l4",
+        "--seq-len",
+        64,
+        "--price",
+        0.5,
+        "--report",
+        "a.html",
+    )
+    found = protrain(*asked, "--speed", 1e9, folder=tmp_path)
+    assert found.returncode == 3
+    assert found.stdout.startswith("none of 1 reaches 1,000,000,000 tokens/s\n")
+    assert "tiny-llama: does it fit?" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_fit_names_machines(tmp_path: Path) -> None:
+    found = protrain("fit", "tiny-llama", folder=tmp_path)
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: --on: no machine is named")

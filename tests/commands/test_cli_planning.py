@@ -125,7 +125,8 @@ def test_a_disk_that_gains_little_is_spared_and_that_is_said(tmp_path: Path) -> 
     asked = ("plan", path, "--device-memory", "1500MB", "--host-memory", "4GB")
 
     def said(*options: str) -> tuple[dict[str, Any], str]:
-        answer = printed(protrain(*asked, *options, "--json", folder=tmp_path))
+        name = f"plan{len(options)}.yaml"  # none is replaced
+        answer = printed(protrain(*asked, *options, "-o", name, "--json", folder=tmp_path))
         return answer, " ".join(protrain(*asked, *options, folder=tmp_path).stdout.split())
 
     answer, text = said()
@@ -221,7 +222,7 @@ def test_an_explanation_is_in_words(profile: Path, tmp_path: Path) -> None:
     text = " ".join(protrain(*arguments, folder=tmp_path).stdout.split())
     assert "What makes up the step, about:" in text
     assert re.search(r"layers\.\S+ (keep|swap|recompute)", text)
-    answer = printed(protrain(*arguments, "--json", folder=tmp_path))
+    answer = printed(protrain(*arguments, "-o", "again.yaml", "--json", folder=tmp_path))
     assert answer["explanation"]["groups"]
 
 

@@ -284,7 +284,6 @@ def test_plan_and_search_give_the_answer_of_fit(tmp_path: Path) -> None:
             ("fit", "--stages", "auto", "--global-batch", "4", "--batch-size", "2"),
             "--batch-size: --global-batch finds it",
         ),
-        (("hardware search", "--global-batch", "4", "--speed", "1"), "it is for stages"),
     ],
 )
 def test_refusals_of_fit_and_search(tmp_path: Path, command: tuple[str, ...], words: str) -> None:

@@ -51,11 +51,12 @@ def test_a_sweep_has_the_lists_of_the_file_in_each_line(tmp_path: Path) -> None:
     (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
     asked = ("fit", "axolotl.yaml", "--on", "h200", "--sweep", "link=pcie-3,pcie-4", "--json")
     rows = [json.loads(line) for line in protrain(*asked, folder=tmp_path).stdout.splitlines()]
-    assert [row["sweep"] for row in rows] == ["link", "link"]
+    assert [row["settings"] for row in rows] == [{"link": 12e9}, {"link": 24e9}]
     for row in rows:
         file = row["trainer_file"]
         assert file["options"]["batch_size"] == 2
-        assert file["changes"] == []
+        [advice] = file["changes"]
+        assert [one["key"] for one in advice["changes"]] == ["gradient_checkpointing"]
 
 
 @pytest.mark.slow

@@ -137,7 +137,11 @@ fit tiny-llama --on cpu --columns speed
 fit tiny-llama --on cpu --columns cost
 fit tiny-llama --on cpu --columns energy
 fit tiny-llama --on cpu --seq-len 64 --sweep host=1GiB
-fit tiny-llama --on rtx-4090 --price 1 --sweep host=64GiB
+fit tiny-llama --on rtx-4090 --set prize=1
+fit tiny-llama --on rtx-4090 --set accumulate=0
+fit tiny-llama --on rtx-4090 --set optimizer=adan
+fit tiny-llama --on rtx-4090 --sort speed
+fit tiny-llama --seq-len 64
 fit tiny-llama --on rtx-4090 --global-batch 8 --batch-size 2
 fit tiny-llama --on rtx-4090 --global-batch 8 --accumulate 2
 hardware show rtx-4091

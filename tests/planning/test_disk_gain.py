@@ -9,10 +9,10 @@ import pytest
 
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.answers import Objective, Question
+from protrain_plan.planning.questions.cells import with_resource
 from protrain_plan.planning.questions.disk import solve_sparing
-from protrain_plan.planning.questions.objectives import ask
+from protrain_plan.planning.questions.objectives import ask, fit
 from protrain_plan.planning.questions.planner import solve_any
-from protrain_plan.planning.questions.shopping import reach, with_resource
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records import dumps_plan, loads_plan
 from protrain_runtime.contract.records.plan import DISK_GAIN, Budgets
@@ -211,8 +211,8 @@ def test_a_given_up_search_without_the_disk_lets_none_in_that_gains_less() -> No
 def test_more_host_memory_spares_the_disk() -> None:
     """The plan for less memory needs the disk, and is only 19 % faster than any without it."""
     more = with_gain(WORTH, 0.25)
-    before = reach(with_resource(more, "host", 3 * GB), effort=EFFORT)
-    after = reach(more, effort=EFFORT, known=before)
+    before = fit(with_resource(more, "host", 3 * GB), effort=EFFORT)
+    after = fit(more, effort=EFFORT, known=before)
     assert solved(before.solved).uses_disk
     assert not solved(after.solved).uses_disk
     assert seconds(before.solved) < seconds(after.solved)

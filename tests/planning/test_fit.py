@@ -14,10 +14,10 @@ from protrain_plan.planning.questions.allowance import (
 )
 from protrain_plan.planning.questions.alternatives import alternatives
 from protrain_plan.planning.questions.answers import Alternative, Objective, Question
+from protrain_plan.planning.questions.grid import divisors, fastest_batch
 from protrain_plan.planning.questions.growth import in_proportion
 from protrain_plan.planning.questions.objectives import ask, fit
 from protrain_plan.planning.questions.planner import solve_any
-from protrain_plan.planning.questions.shopping import divisors, fastest_batch
 from protrain_plan.planning.questions.spending import TOKENS, Spending, spending
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.simulation.report import report
@@ -61,7 +61,7 @@ def test_each_library_is_there_with_and_without_checkpointing(num_devices: int) 
     others = by_name(answer.alternatives)
     assert list(others) == [(name, more) for name in NAMES[num_devices] for more in (False, True)]
     plain = others[NAMES[num_devices][0], False]
-    assert plain.step_seconds == pytest.approx(answer.plain_seconds)
+    assert plain.step_seconds == pytest.approx(answer.kept_seconds)
     assert plain.peak_bytes.on_device == answer.plain_bytes
     assert answer.solved is not None
     for name in NAMES[num_devices]:
@@ -218,26 +218,40 @@ def profiled(machine: Hardware, *, dtype: DType = "bfloat16", flops: float = 20e
 
 
 def test_two_devices_with_micro_batches_pay_for_each_other() -> None:
-    machine = replace(gpu(), rates=RATES, price_per_hour=2.5, power_w=400.0)
-    found = spending(profiled(machine), num_devices=2, num_tokens=2 * 3 * 2000, step_seconds=1.5)
+    machine = replace(gpu(), rates=RATES, power_w=400.0)
+    found = spending(
+        profiled(machine),
+        num_devices=2,
+        num_tokens=2 * 3 * 2000,
+        step_seconds=1.5,
+        price_per_hour=2 * 2.5,
+    )
     hours = TOKENS / (2 * 3 * 2000 / 1.5) / 3600
-    assert found.mfu == pytest.approx(3 * 20e12 / (1.5 * 100e12))
-    assert found.hours == pytest.approx(hours)
-    assert found.cost == pytest.approx(2 * 2.5 * hours)
-    assert found.energy_kwh == pytest.approx(2 * 0.4 * hours)
+    assert found.model_flops_utilisation == pytest.approx(3 * 20e12 / (1.5 * 100e12))
+    assert found.hours_per_billion_tokens == pytest.approx(hours)
+    assert found.cost_per_billion_tokens == pytest.approx(2 * 2.5 * hours)
+    assert found.kwh_per_billion_tokens == pytest.approx(2 * 0.4 * hours)
+
+
+def billed(profile: Profile, step_seconds: float) -> Spending:
+    """One device that has no price."""
+    return spending(
+        profile,
+        num_devices=1,
+        num_tokens=2000,
+        step_seconds=step_seconds,
+        price_per_hour=0.0,
+    )
 
 
 def test_the_peak_is_that_of_the_workload_s_dtype() -> None:
     machine = replace(gpu(), rates=RATES)
-    found = spending(
-        profiled(machine, dtype="float32"), num_devices=1, num_tokens=2000, step_seconds=4.0
-    )
-    assert found.mfu == pytest.approx(0.5)
+    found = billed(profiled(machine, dtype="float32"), 4.0)
+    assert found.model_flops_utilisation == pytest.approx(0.5)
 
 
 def test_what_is_not_known_is_not_said() -> None:
-    profile = profiled(replace(gpu(), rates=None, price_per_hour=0.0, power_w=0.0))
-    found = spending(profile, num_devices=1, num_tokens=2000, step_seconds=1.0)
-    assert found == Spending(mfu=None, hours=TOKENS / 2000 / 3600, cost=None, energy_kwh=None)
+    profile = profiled(replace(gpu(), rates=None, power_w=0.0))
+    assert billed(profile, 1.0) == Spending(hours_per_billion_tokens=TOKENS / 2000 / 3600)
     counted = profiled(replace(gpu(), rates=RATES), flops=0.0)
-    assert spending(counted, num_devices=1, num_tokens=2000, step_seconds=1.0).mfu is None
+    assert billed(counted, 1.0).model_flops_utilisation is None

@@ -9,22 +9,24 @@ import pytest
 
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.allowance import default_device_bytes, headroom_bytes
-from protrain_plan.planning.questions.answers import Fit, Question
-from protrain_plan.planning.questions.shopping import (
+from protrain_plan.planning.questions.answers import Answer, Question
+from protrain_plan.planning.questions.cells import (
     LANES,
     MEMORY,
     WORTH,
-    Found,
+    Cell,
     Resource,
-    Variation,
-    changes,
-    helped,
-    least_seconds,
-    reach,
-    search,
-    sweep,
     with_resource,
 )
+from protrain_plan.planning.questions.grid import (
+    Found,
+    changes,
+    fits,
+    helped,
+    least_seconds,
+    search,
+)
+from protrain_plan.planning.questions.objectives import fit
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import peak_bytes
@@ -47,11 +49,11 @@ def question(
     return asked_of(profile, budgets, replicas=group.replica_counts, group=group)
 
 
-def seconds_of(reached: Fit) -> float:
+def seconds_of(reached: Answer) -> float:
     return solved(reached.solved).plan.prediction.step_seconds
 
 
-def speed_of(reached: Fit) -> float:
+def speed_of(reached: Answer) -> float:
     return reached.tokens_per_s or 0.0
 
 
@@ -64,7 +66,7 @@ def test_more_memory_is_never_slower(resource: Resource) -> None:
     asked = question(gpu(disk_gb=10, host_gb=2), device=900 * MB)
     least = {"host": 100 * MB, "device": 700 * MB, "disk": 100 * MB}[resource]
     values = [round(least * 1.25**number) for number in range(8)]
-    line = sweep([with_resource(asked, resource, value) for value in values], gap=0.5)
+    line = fits([with_resource(asked, resource, value) for value in values], gap=0.5)
     found = [one for one in line if one.solved]
     assert len(found) >= 3
     assert [one.solved is not None for one in line] == sorted(bool(one.solved) for one in line)
@@ -82,17 +84,33 @@ def test_more_memory_is_never_slower(resource: Resource) -> None:
         assert (peaks.host, peaks.disk) <= (plan.budgets.host, plan.budgets.disk)
 
 
+def test_of_two_resources_each_cell_is_as_fast_as_all_that_have_less() -> None:
+    asked = question(gpu(disk_gb=10, host_gb=2), device=900 * MB)
+    values = [(host, device) for host in (100, 400) for device in (750, 900, 1100)]
+    line = fits(
+        [
+            with_resource(with_resource(asked, "host", host * MB), "device", device * MB)
+            for host, device in values
+        ],
+        gap=0.5,
+    )
+    for (host, device), more in zip(values, line, strict=True):
+        for (no_more, nor_more), less in zip(values, line, strict=True):
+            if no_more <= host and nor_more <= device and less.solved:
+                assert seconds_of(more) <= seconds_of(less)
+
+
 def test_the_plan_for_less_is_kept_where_no_faster_one_is_found() -> None:
     """A search that ends at once, after one that went on."""
     asked = question(gpu())
-    good = reach(asked, effort=Effort(gap_target=GAP))
+    good = fit(asked, effort=Effort(gap_target=GAP))
     more = with_resource(asked, "device", asked.budgets.device + 10 * MB)
     hasty = Effort(gap_target=100.0)
-    assert seconds_of(reach(more, effort=hasty)) > seconds_of(good), "there is nothing to keep"
-    kept = reach(more, effort=hasty, known=good)
+    assert seconds_of(fit(more, effort=hasty)) > seconds_of(good), "there is nothing to keep"
+    kept = fit(more, effort=hasty, known=good)
     assert seconds_of(kept) <= seconds_of(good)
     less = with_resource(asked, "device", asked.budgets.device - 10 * MB)
-    other = reach(less, effort=hasty, known=good)
+    other = fit(less, effort=hasty, known=good)
     assert other.solved is not None
     assert other.solved.plan.prediction.peak_bytes.on_device <= less.budgets.device
 
@@ -116,10 +134,10 @@ def test_resources_are_those_of_the_machine() -> None:
 # --- what helps -----------------------------------------------------------------------------------
 
 
-def helps(base: Fit) -> dict[str, tuple[Variation, float | None, bool]]:
+def helps(base: Answer) -> dict[str, tuple[Cell, float | None, bool]]:
     found = {}
     for change in changes(base.question, device_sizes=[800 * MB, 1500 * MB, 3000 * MB]):
-        one = helped(base, change, gap=GAP)
+        one = helped(base, change)
         found[change.name] = (change, one.times_as_fast(base), one.reached is not None)
     return found
 
@@ -127,7 +145,7 @@ def helps(base: Fit) -> dict[str, tuple[Variation, float | None, bool]]:
 def test_what_helps_is_what_planning_says() -> None:
     """Changes that a bound leaves out are planned here, and are worth less than was said."""
     asked = question(gpu())
-    base = reach(asked, effort=Effort(gap_target=GAP))
+    base = fit(asked, effort=Effort(gap_target=GAP))
     found = helps(base)
     assert found.keys() == {"host memory", "link", "device memory", "micro-batches", "batch"}
     change, times, _ = found["device memory"]
@@ -137,7 +155,7 @@ def test_what_helps_is_what_planning_says() -> None:
     assert times > 1 + WORTH
     for what in ("device memory", "host memory"):
         change, times, planned = found[what]
-        again = reach(change.question, effort=Effort(gap_target=GAP))
+        again = fit(change.question, effort=Effort(gap_target=GAP))
         if planned:
             assert times == pytest.approx(speed_of(again) / speed_of(base), rel=3 * GAP)
         else:
@@ -163,7 +181,7 @@ def test_a_larger_card_has_headroom_where_this_one_has() -> None:
 
 def test_what_would_fit_is_said_where_nothing_does() -> None:
     device = least_bytes(question(gpu()).problem()) + gpu().device.context_bytes - MB
-    base = reach(question(gpu(), device=device), effort=Effort(gap_target=GAP))
+    base = fit(question(gpu(), device=device), effort=Effort(gap_target=GAP))
     assert base.solved is None
     found = helps(base)
     assert found["device memory"][1] is None, "it fits with that, and there is nothing to divide by"
@@ -173,9 +191,9 @@ def test_what_would_fit_is_said_where_nothing_does() -> None:
 # --- machines -------------------------------------------------------------------------------------
 
 
-def offers() -> list[Variation]:
+def offers() -> list[Cell]:
     """Cards and counts of them, of which some are too small, some too slow and some too dear."""
-    made: list[Variation] = []
+    made: list[Cell] = []
     for pcie, device, price in (
         (4e9, 500 * MB, 0.1),
         (2e9, 900 * MB, 0.2),
@@ -187,7 +205,7 @@ def offers() -> list[Variation]:
             group = DeviceGroup(num_devices=count)
             asked = question(hardware, device=device, group=group)
             name = f"{count} x {device // MB} at {pcie:g}"
-            made.append(Variation(name=name, price_per_hour=count * price, question=asked))
+            made.append(Cell(name=name, price_per_hour=count * price, question=asked))
     random.Random(0).shuffle(made)
     return made
 
@@ -196,7 +214,7 @@ def offers() -> list[Variation]:
 def exhaustive() -> dict[str, float]:
     """Tokens per second of every offer, each planned by itself."""
     effort = Effort(gap_target=GAP)
-    return {one.name: speed_of(reach(one.question, effort=effort)) for one in offers()}
+    return {one.name: speed_of(fit(one.question, effort=effort)) for one in offers()}
 
 
 def speeds(known: dict[str, float]) -> Sequence[float]:
@@ -209,13 +227,13 @@ def test_the_cheapest_is_what_planning_all_of_them_finds(exhaustive: dict[str, f
     prices = {one.name: one.price_per_hour for one in offers()}
     bounds: set[str] = set()
     for speed in speeds(exhaustive)[::2]:
-        found = search(offers(), speed=speed, gap=GAP)
+        found = search(offers(), speed=speed)
         reaching = [name for name, value in exhaustive.items() if value >= speed]
         assert bool(found.best) is bool(reaching), speed
         if found.best is not None:
-            assert found.best.variation.price_per_hour == min(prices[name] for name in reaching)
+            assert found.best.cell.price_per_hour == min(prices[name] for name in reaching)
             assert found.best.tokens_per_s >= speed
-            most = exhaustive[found.best.variation.name]
+            most = exhaustive[found.best.cell.name]
             assert found.best.tokens_per_s == pytest.approx(most, rel=2 * GAP)
         holds(found, exhaustive, speed)
         bounds |= {one.bound for one in found.looked_at if one.reached is None}
@@ -223,7 +241,7 @@ def test_the_cheapest_is_what_planning_all_of_them_finds(exhaustive: dict[str, f
 
 
 def test_the_fastest_is_what_planning_all_of_them_finds(exhaustive: dict[str, float]) -> None:
-    found = search(offers(), gap=GAP)
+    found = search(offers())
     assert found.best is not None
     assert found.best.tokens_per_s == pytest.approx(max(exhaustive.values()), rel=2 * GAP)
     assert any(one.reached is None for one in found.looked_at) or found.unseen
@@ -233,9 +251,9 @@ def test_the_fastest_is_what_planning_all_of_them_finds(exhaustive: dict[str, fl
 def holds(found: Found, exhaustive: dict[str, float], speed: float) -> None:
     """No offer that was ruled out is as fast as its bound, and all offers are accounted for."""
     for one in found.looked_at:
-        assert exhaustive[one.variation.name] <= one.most_tokens_per_s * (1 + 1e-9)
+        assert exhaustive[one.cell.name] <= one.most_tokens_per_s * (1 + 1e-9)
         assert one.reached is not None or one.most_tokens_per_s <= speed
-    names = [one.variation.name for one in found.looked_at] + [one.name for one in found.unseen]
+    names = [one.cell.name for one in found.looked_at] + [one.name for one in found.unseen]
     assert sorted(names) == sorted(exhaustive)
 
 
@@ -245,7 +263,7 @@ def test_the_bound_of_a_question_is_that_of_all_its_replicas() -> None:
     bound = least_seconds(asked)
     assert bound is not None
     found = [
-        reach(replace(asked, replicas=(number,)), effort=Effort(gap_target=GAP))
+        fit(replace(asked, replicas=(number,)), effort=Effort(gap_target=GAP))
         for number in asked.replicas
     ]
     steps = [seconds_of(one) for one in found if one.solved]

@@ -17,10 +17,10 @@ from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.alternatives import alternatives
 from protrain_plan.planning.questions.answers import Alternative, Objective, Question
+from protrain_plan.planning.questions.grid import fastest_batch
 from protrain_plan.planning.questions.growth import in_proportion, largest_of
 from protrain_plan.planning.questions.objectives import SHARDED, ask, fit
 from protrain_plan.planning.questions.planner import solve_any, solve_problem
-from protrain_plan.planning.questions.shopping import fastest_batch
 from protrain_plan.planning.search.choices import plain_choices
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort

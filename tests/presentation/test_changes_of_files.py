@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.models.trainer_files import TrainerFile
+from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.answers import Answer
 from protrain_plan.presentation.trainer_files import Advice, advice, file_text
 from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Plan, Recompute
 from tests.support.checking_cases import offloading
+from tests.support.planning_cases import MB, gpu, question, small, within
 
 AXOLOTL = "base_model: gpt2\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\nbf16: true\n"
 LLAMA_FACTORY = "model_name_or_path: gpt2\nfinetuning_type: full\nbf16: true\n"
@@ -34,21 +37,38 @@ def plan_of(recomputed: int, *, offloaded: bool = False) -> Plan:
     return replace(made, units=tuple(units))
 
 
+def answered(plan: Plan | None, batch: int) -> Answer:
+    """A plan for eight sequences in batches of this size; or none, where three fit at once."""
+    profile = small(gpu(), blocks=1)
+    sized = replace(profile, workload=replace(profile.workload, batch_size=batch))
+    asked = question(sized, within(sized, 2500 * MB))
+    asked = replace(asked, settings=replace(asked.settings, micro_batches=8 // batch))
+    if plan is None:
+        lacking = Infeasible(
+            tier="device",
+            slot="forward",
+            occupants=(),
+            budget_bytes=0,
+            shortfall_bytes=1,
+            smallest_budget_bytes=1,
+            proven_budget_bytes=1,
+            advice=(),
+            largest_batch_size=3,
+        )
+        return Answer(question=asked, infeasible=lacking)
+    solved = Solved(
+        plan=plan, status="optimal", gap=0.0, stall_seconds=0.0, solve_seconds=0.0, solver="HiGHS"
+    )
+    return Answer(question=asked, solved=solved)
+
+
 def asked(
     folder: Path, text: str, plan: Plan | None, *, batch: int = 2, plain_fits: bool = False
 ) -> tuple[Advice, list[str]]:
     path = folder / "mine.yaml"
     path.write_text(text + OPTIMIZER[text[: text.index("bf16")] + "bf16: true\n"])
     file = TrainerFile(str(path))
-    found = advice(
-        file,
-        "a cell",
-        plan,
-        batch=batch,
-        micro_batches=8 // batch,
-        plain_fits=plain_fits,
-        largest=3 if plan is None else None,
-    )
+    found = advice(file, "a cell", answered(plan, batch), plain_fits=plain_fits)
     lines = [str(line) for line in file_text(file, [found])]
     return found, [line for line in lines if "->" in line or "(" in line or "for a cell" in line]
 

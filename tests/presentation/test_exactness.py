@@ -12,10 +12,12 @@ from rich.console import Console
 
 from protrain_plan.commands.training import Run
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.questions.answers import Fit, Question
+from protrain_plan.planning.questions.answers import Answer, Question
+from protrain_plan.planning.questions.cells import Cell, planned
 from protrain_plan.planning.questions.objectives import fit
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.presentation.plans import fits_text, run_json, run_text
+from protrain_plan.presentation.grids import grid_text, row_of
+from protrain_plan.presentation.plans import run_json, run_text
 from protrain_plan.presentation.profiles import profile_json, profile_text
 from protrain_plan.presentation.report.fit_page import fit_page
 from protrain_runtime.contract.records import dumps_profile, loads_profile
@@ -41,7 +43,7 @@ def text_of(shown: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def fits() -> tuple[Fit, Fit]:
+def fits() -> tuple[Answer, Answer]:
     """With room for everything; and where nothing exact fits."""
     rng = random.Random(8)
     profile = with_copies(random_profile(rng, max_blocks=3), rng)
@@ -53,11 +55,13 @@ def fits() -> tuple[Fit, Fit]:
     return ample_fit, tight_fit
 
 
-def test_a_table_and_a_page_of_fits_say_which_plans_are_not_exact(fits: tuple[Fit, Fit]) -> None:
-    ample, tight = fits
-    for shown in (text_of(fits_text([ample])), fit_page([ample])):
+def test_a_table_and_a_page_of_fits_say_which_plans_are_not_exact(
+    fits: tuple[Answer, Answer],
+) -> None:
+    ample, tight = (row_of(planned(Cell(question=one.question), one)) for one in fits)
+    for shown in (text_of(grid_text([ample])), fit_page([ample])):
         assert not TOLD.search(shown)
-    table, page = text_of(fits_text([ample, tight])), fit_page([ample, tight])
+    table, page = text_of(grid_text([ample, tight])), fit_page([ample, tight])
     for shown in (table, page):
         assert len(TOLD.findall(shown)) == 1
 
@@ -76,7 +80,7 @@ def said_of(plan: Plan, run: Run, *, plain: bool, verified: bool | None = None) 
     return text_of(run_text(plan, run_json(plan, run, plain=plain, verified=verified)))
 
 
-def test_a_run_says_that_its_plan_is_not_exact(fits: tuple[Fit, Fit]) -> None:
+def test_a_run_says_that_its_plan_is_not_exact(fits: tuple[Answer, Answer]) -> None:
     run = RUN
     ample, tight = (one.solved.plan for one in fits if one.solved is not None)
     assert TOLD.search(said_of(tight, run, plain=False, verified=None))
@@ -84,7 +88,9 @@ def test_a_run_says_that_its_plan_is_not_exact(fits: tuple[Fit, Fit]) -> None:
     assert not TOLD.search(said_of(ample, run, plain=False, verified=None))
 
 
-def test_a_run_of_compiled_blocks_says_what_it_was_compared_with(fits: tuple[Fit, Fit]) -> None:
+def test_a_run_of_compiled_blocks_says_what_it_was_compared_with(
+    fits: tuple[Answer, Answer],
+) -> None:
     assert fits[0].solved is not None
     plain = fits[0].solved.plan
     compiled = replace(plain, workload=replace(plain.workload, compile="blocks"))
@@ -110,7 +116,7 @@ def test_a_run_of_compiled_blocks_says_what_it_was_compared_with(fits: tuple[Fit
     ],
 )
 def test_what_the_compiler_did_is_said_of_a_run_and_of_a_profile(
-    fits: tuple[Fit, Fit], num_graphs: int, seconds: float, cache: Any, said: str
+    fits: tuple[Answer, Answer], num_graphs: int, seconds: float, cache: Any, said: str
 ) -> None:
     found = Compilation(num_graphs=num_graphs, seconds=seconds, cache=cache)
     assert fits[0].solved is not None

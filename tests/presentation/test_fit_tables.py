@@ -3,15 +3,15 @@
 import pytest
 from rich.console import Console
 
-from protrain_plan.presentation.plans import CellTable
+from protrain_plan.presentation.grids import CellTable
 from protrain_plan.presentation.terminal import Text
 
 NUMBERS = ("129,184", "194.6 GiB", "1063.0 GiB", "13200.5 GiB")
 
 
 def printed(width: int) -> str:
-    table = CellTable(("machine", "devices", "batch"), ("tokens/s", "device", "host", "disk"))
-    heads = ("rtx-pro-6000", "16 (2 replicas)", "16 of 1 x 131072")
+    table = CellTable(("machine", "batch"), ("tokens/s", "device", "host", "disk"))
+    heads = ("16 x rtx-pro-6000 (2 replicas)", "16 of 1 x 131072")
     heading = "16 x rtx-pro-6000 16 of 1 x 131072 (2 replicas)"
     table.add_cell(heads, heading, Text("with a plan, tight"), NUMBERS)
     table.add_way("  checkpointed, tight", ("no", "425.3 GiB", "-", "-"))
@@ -38,5 +38,5 @@ def test_where_there_is_no_room_digits_are_on_further_lines(width: int) -> None:
 
 def test_cells_are_columns_where_there_is_room() -> None:
     first = printed(160).splitlines()[1]
-    assert first.startswith("rtx-pro-6000  16 (2 replicas)  16 of 1 x 131072  with a plan, tight")
+    assert first.startswith("16 x rtx-pro-6000 (2 replicas)  16 of 1 x 131072  with a plan, tight")
     assert printed(80).splitlines()[1].startswith("16 x rtx-pro-6000 16 of 1 x 131072")

@@ -14,8 +14,10 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page
 
 from protrain_plan.planning.questions.answers import Question
+from protrain_plan.planning.questions.cells import Cell, planned
 from protrain_plan.planning.questions.objectives import fit
 from protrain_plan.planning.search.improving import Effort
+from protrain_plan.presentation.grids import row_of
 from protrain_plan.presentation.report.fit_page import fit_page
 from protrain_plan.presentation.report.page import page_text
 from protrain_plan.presentation.report.step import memory, slot_begins_s
@@ -55,7 +57,8 @@ def fits_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fits = [fit(question, effort=Effort(), compare=True) for question in asked]
     assert [one.verdict for one in fits] == ["fits", "fits with a plan", "does not fit"]
     path = tmp_path_factory.mktemp("fits") / "fits.html"
-    path.write_text(fit_page(fits, columns=["mfu", "hours"]), encoding="utf-8")
+    rows = [row_of(planned(Cell(question=one.question), one)) for one in fits]
+    path.write_text(fit_page(rows, columns=["mfu", "hours"]), encoding="utf-8")
     return path
 
 

@@ -4,7 +4,7 @@ Nothing here plans: an answer that is known is told without the planner, which t
 import.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,11 +16,10 @@ from protrain_plan.planning.questions.allowance import (
     left_free_bytes,
     reserved_bytes,
 )
-from protrain_plan.planning.questions.spending import Spending, spending, tokens_in_step
+from protrain_plan.planning.questions.spending import tokens_in_step
 from protrain_plan.simulation.report import StepReport, report
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import profile_of_rank
-from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
@@ -103,31 +102,6 @@ class Objective:
     pareto_points: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A plan, a front of plans (`solved` is the fastest), or why there is none.
-
-    `profile` is the one that was planned for: of several devices, one's part (see
-    `profile_of_rank`). `kept_seconds` is the step that keeps everything on
-    the device, where it fits. `headroom_bytes` of the device are left free.
-    """
-
-    profile: Profile
-    headroom_bytes: int = 0
-    solved: Solved | None = None
-    infeasible: Infeasible | None = None
-    least_memory: "LeastMemory | None" = None
-    front: "tuple[Point, ...]" = ()
-    seconds_without_pins: float | None = None
-    kept_seconds: float | None = None
-    program: BoundProgram | None = None  # of the plan, for one micro-batch with its update
-
-    @cached_property
-    def report(self) -> StepReport | None:
-        """The simulated step of the plan; made when it is told, for which `fit` does not ask."""
-        return report(self.program) if self.program else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastMemory:
     """The plan of least device memory found among those that take up to `limit_seconds`.
@@ -173,29 +147,47 @@ class Alternative:
 Feasibility = Literal["fits", "fits with a plan", "does not fit"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """A question with its plan, or why there is none.
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A question with a plan, a front of plans (`solved` is the fastest), or why there is none.
 
-    `binds` says in words what makes up the step, or what there is too little of. As far as that was
-    asked for: `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors
-    included; of several devices, with all states on each and DDP's buckets. `plain_seconds` is the
+    As far as that was asked for: `binds` says in words what makes up the step, or what there is too
+    little of. `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors
+    included; of several devices, with all states on each and DDP's buckets. `kept_seconds` is the
     step that keeps everything on the device, where it fits. `alternatives` are what people do
     without a planner.
     """
 
     question: Question
-    solved: Solved | None
-    infeasible: Infeasible | None
-    binds: str
+    solved: Solved | None = None
+    infeasible: Infeasible | None = None
+    binds: str = ""
     plain_bytes: int = 0
-    plain_seconds: float | None = None
+    kept_seconds: float | None = None
     alternatives: tuple[Alternative, ...] = ()
+    least_memory: LeastMemory | None = None
+    front: tuple[Point, ...] = ()
+    seconds_without_pins: float | None = None
 
     @property
     def profile(self) -> Profile:
         """The profile that was planned for, with its machine."""
         return self.question.profile
+
+    @cached_property
+    def of_rank(self) -> Profile:
+        """The profile of one device's part (see `profile_of_rank`)."""
+        return self.question.problem().profile
+
+    @cached_property
+    def report(self) -> StepReport | None:
+        """The simulated step of the plan: of one micro-batch with its update."""
+        from protrain_plan.planning.questions.planner import problem_of
+
+        if self.solved is None:
+            return None
+        problem = problem_of(self.solved, self.question.problems())
+        return report(problem.program(self.solved.plan.units))
 
     @property
     def group(self) -> DeviceGroup:
@@ -249,13 +241,14 @@ class Fit:
         """Tokens of all devices' micro-batches."""
         return self.question.tokens
 
-    def spending(self, step_seconds: float | None) -> Spending | None:
-        """Return the bill for steps of so many seconds; None where the alternative does not fit."""
-        if step_seconds is None:
+    def is_for_less(self, other: Question) -> bool | None:
+        """Whether another question has all that this one has, and maybe more memory.
+
+        None where it asks about another step, or another model.
+        """
+        mine, profile = self.question, self.profile
+        here = replace(mine, profile=replace(profile, hardware=other.profile.hardware))
+        if replace(here, budgets=other.budgets) != other:
             return None
-        return spending(
-            self.profile,
-            num_devices=self.group.num_devices,
-            num_tokens=self.tokens_per_step,
-            step_seconds=step_seconds,
-        )
+        sizes = zip(astuple(mine.budgets), astuple(other.budgets), strict=True)
+        return here == mine and all(one <= more for one, more in sizes)

@@ -9,7 +9,7 @@ kernels, casts of weights and tables of positions less. No plan to train with is
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -45,39 +45,12 @@ def in_proportion(profile: Profile, quantity: Quantity, value: int) -> Profile:
     ratio = Fraction(value, size_of(profile.workload, quantity))
     if ratio == 1:
         return profile
-
-    def grown(form: FormCost, gradients: int) -> FormCost:
-        pieces = tuple(_aligned(ratio * piece) for piece in form.swap_pieces)
-        moved = sum(pieces) if pieces else _aligned(ratio * form.swappable_bytes)
-        kept = moved + _aligned(ratio * (form.kept_bytes - form.swappable_bytes))
-        staying = min(gradients, max(0, form.backward_peak_bytes))
-        backward = ratio * (form.backward_peak_bytes - staying) + staying
-        return replace(
-            form,
-            forward_peak_bytes=max(kept, _aligned(ratio * form.forward_peak_bytes)),
-            kept_bytes=kept,
-            backward_peak_bytes=_aligned(backward),
-            swappable_bytes=moved,
-            swap_pieces=pieces,
-            forward_s=four_digits(float(ratio) * form.forward_s),
-            backward_s=four_digits(float(ratio) * form.backward_s),
-        )
-
-    def gradients(index: int) -> int:
-        return sum(unit.gradient_bytes for unit in profile.units if index in unit.used_by)
-
-    return replace(
-        profile,
-        workload=sized(profile.workload, quantity, value),
-        base_bytes=max(profile.base_bytes, _aligned(ratio * profile.base_bytes)),  # buffers, too
-        model_flops=float(ratio) * profile.model_flops,
-        units=tuple(
-            replace(
-                unit, forms=tuple(grown(form, gradients(index)) for form in unit.forms), gets=()
-            )
-            for index, unit in enumerate(profile.units)
-        ),
-    )
+    gradients = [
+        sum(unit.gradient_bytes for unit in profile.units if index in unit.used_by)
+        for index in range(len(profile.units))
+    ]
+    workload = sized(profile.workload, quantity, value)
+    return _between(profile, profile, workload, lambda one, _: ratio * one, gradients)
 
 
 def between(low: Profile, high: Profile, batch_size: int) -> Profile:
@@ -97,49 +70,64 @@ def between(low: Profile, high: Profile, batch_size: int) -> Profile:
     if batch_size in (first.batch_size, last.batch_size):
         return low if batch_size == first.batch_size else high
     share = Fraction(batch_size - first.batch_size, last.batch_size - first.batch_size)
+    workload = sized(first, "batch-size", batch_size)
+    return _between(low, high, workload, lambda one, other: one + share * (other - one))
 
-    def line(one: int, other: int) -> int:
-        return _aligned(one + share * (other - one))
 
-    def form_between(one: FormCost, other: FormCost) -> FormCost:
+_Line = Callable[[Fraction, Fraction], Fraction]
+
+
+def _between(
+    low: Profile, high: Profile, workload: Workload, line: _Line, staying: Sequence[int] = ()
+) -> Profile:
+    """The profile on a `line` between two; of a unit's backward some bytes are `staying`."""
+
+    def size(one: int, other: int) -> int:
+        return _aligned(line(Fraction(one), Fraction(other)))
+
+    def amount(one: float, other: float) -> float:
+        return float(line(Fraction(one), Fraction(other)))
+
+    def form_between(one: FormCost, other: FormCost, gradients: int) -> FormCost:
         alike = len(one.swap_pieces) == len(other.swap_pieces)
-        pieces = tuple(map(line, one.swap_pieces, other.swap_pieces)) if alike else ()
-        moved = sum(pieces) if pieces else line(one.swappable_bytes, other.swappable_bytes)
-        kept = moved + line(
+        pieces = tuple(map(size, one.swap_pieces, other.swap_pieces)) if alike else ()
+        moved = sum(pieces) if pieces else size(one.swappable_bytes, other.swappable_bytes)
+        kept = moved + size(
             one.kept_bytes - one.swappable_bytes, other.kept_bytes - other.swappable_bytes
         )
-        forward = line(one.forward_peak_bytes, other.forward_peak_bytes)
+        stays = min(gradients, max(0, one.backward_peak_bytes))
+        ends = (one.backward_peak_bytes - stays, other.backward_peak_bytes - stays)
         return replace(
             one,
-            forward_peak_bytes=max(forward, kept),
+            forward_peak_bytes=max(kept, size(one.forward_peak_bytes, other.forward_peak_bytes)),
             kept_bytes=kept,
-            backward_peak_bytes=line(one.backward_peak_bytes, other.backward_peak_bytes),
+            backward_peak_bytes=_aligned(line(Fraction(ends[0]), Fraction(ends[1])) + stays),
             swappable_bytes=moved,
             swap_pieces=pieces,
-            forward_s=four_digits(one.forward_s + float(share) * (other.forward_s - one.forward_s)),
-            backward_s=four_digits(
-                one.backward_s + float(share) * (other.backward_s - one.backward_s)
-            ),
+            forward_s=four_digits(amount(one.forward_s, other.forward_s)),
+            backward_s=four_digits(amount(one.backward_s, other.backward_s)),
         )
 
     return replace(
         low,
-        workload=replace(first, batch_size=batch_size, inputs=()),
-        base_bytes=line(low.base_bytes, high.base_bytes),
+        workload=workload,
+        base_bytes=max(low.base_bytes, size(low.base_bytes, high.base_bytes)),  # buffers, too
         fixed_bytes=max(low.fixed_bytes, high.fixed_bytes),
-        model_flops=low.model_flops + float(share) * (high.model_flops - low.model_flops),
+        model_flops=amount(low.model_flops, high.model_flops),
         units=tuple(
             replace(
                 unit,
                 forms=tuple(
-                    form_between(one, other)
+                    form_between(one, other, stays)
                     for one in unit.forms
                     for other in beyond.forms
                     if one.form == other.form
                 ),
                 gets=(),
             )
-            for unit, beyond in zip(low.units, high.units, strict=True)
+            for unit, beyond, stays in zip(
+                low.units, high.units, staying or [0] * len(low.units), strict=True
+            )
         ),
     )
 

@@ -1,7 +1,7 @@
 """Answers that were found before: what `plan` and `fit` ask is planned once.
 
 [Note: what is kept] Plans as records, with what is told beside them, as JSON by the types of
-answers. What a question has (its profile, the program of its plan) is no part of it. Planning is
+answers. The question is no part of it. Planning is
 deterministic, so that an answer by the same name is the one that would be found again. Where a time
 limit or Ctrl-C ended the search, it depends on the machine, and nobody may keep it.
 
@@ -9,17 +9,11 @@ limit or Ctrl-C ended the search, it depends on the machine, and nobody may keep
 """
 
 from contextlib import suppress
-from typing import Any, TypeVar
 
 from protrain_plan.kept import Kept, dumped, loaded
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.answers import Answer, Fit, Question
+from protrain_plan.planning.questions.answers import Answer, Question
 from protrain_runtime.contract.errors import RecordError
-
-A = TypeVar("A", Answer, Fit)
-
-_OF_QUESTIONS = {Fit: ("question",), Answer: ("profile", "program")}
-"""Fields of answers that are made of their questions."""
 
 _INSTEAD: dict[type, dict[str, object]] = {Solved: {"kept": True}}
 """Fields that are others when an answer is known."""
@@ -31,18 +25,17 @@ class AnswerCache(Kept):
     def __init__(self, *, off: bool = False) -> None:
         super().__init__("answers", ("highspy", "pulp"), off=off)
 
-    def fit(self, question: Question, *asked: object) -> Fit | None:
-        """Return the answer of `objectives.fit`, None where it is not known."""
-        return self._found(Fit, {"question": question}, question, asked)
-
     def answer(self, question: Question, *asked: object) -> Answer | None:
-        """Return the answer of `objectives.ask`, without what is made of the question."""
-        return self._found(Answer, {"profile": question.profile}, question, asked)
+        """Return an answer, None where it is not known."""
+        text = self._read(_named(question, asked))
+        with suppress(RecordError):  # written by another hand
+            return None if text is None else loaded(Answer, text, question=question)
+        return None
 
-    def keep(self, found: Fit | Answer, question: Question, *asked: object) -> None:
+    def keep(self, found: Answer, *asked: object) -> None:
         """Let an answer be known."""
-        text = dumped(found, left_out=_OF_QUESTIONS, instead=_INSTEAD)
-        self._write(_named(type(found), question, asked), text)
+        text = dumped(found, left_out={Answer: ("question",)}, instead=_INSTEAD)
+        self._write(_named(found.question, asked), text)
 
     def number(self, *asked: object) -> int | None:
         """Return the number that was found before."""
@@ -53,13 +46,7 @@ class AnswerCache(Kept):
         """Let a number be known."""
         self._write(repr(asked), str(found))
 
-    def _found(self, kind: type[A], given: Any, question: Question, asked: Any) -> A | None:
-        text = self._read(_named(kind, question, asked))
-        with suppress(RecordError):  # written by another hand
-            return None if text is None else loaded(kind, text, **given)
-        return None
 
-
-def _named(kind: type, question: Question, asked: tuple[object, ...]) -> str:
+def _named(question: Question, asked: tuple[object, ...]) -> str:
     """All that an answer depends on: the texts of records have every field, to the last bit."""
-    return repr((kind.__name__, question, asked))
+    return repr((question, asked))

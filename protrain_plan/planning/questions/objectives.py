@@ -1,23 +1,26 @@
 """Objectives of users: the fastest step, the least memory for a speed, a front.
 
 And whether a workload trains on a machine at all, how fast, and what binds (`fit`).
+
+[Note: more is never slower] A plan for less memory is a plan for more, with as many bytes and as
+many seconds. So a search begins with the decisions that are known for less, and their plan is the
+answer where no faster one is found; unless it needs the disk where there is memory now, and the
+disk is not worth it (see `disk`). For a faster link it begins with those for the slower one, and
+no more is promised: a move that ends earlier can stand in another's way.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import SAFE, Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.allowance import left_free_bytes
 from protrain_plan.planning.questions.alternatives import alternatives, bucket_bytes
 from protrain_plan.planning.questions.answers import (
     Answer,
-    Fit,
     LeastMemory,
     Objective,
     Point,
@@ -30,6 +33,7 @@ from protrain_plan.planning.questions.planner import (
     Progress,
     Solver,
     problem_of,
+    proven,
     solve_problem,
     within,
 )
@@ -68,10 +72,7 @@ def ask(
     soon as it is known.
     """
     problems, budgets = question.problems(), question.budgets
-    answer = Answer(
-        profile=problems[0].profile,
-        headroom_bytes=left_free_bytes(question.profile, budgets),
-    )
+    answer = Answer(question=question)
     outcome: Solved | Infeasible
     if objective.max_slowdown is not None:
         slowdown = objective.max_slowdown
@@ -97,7 +98,7 @@ def ask(
         )
     if isinstance(outcome, Infeasible):
         if sharded := question.adding_shards():
-            return ask(
+            found = ask(
                 sharded,
                 objective,
                 effort=effort,
@@ -106,6 +107,7 @@ def ask(
                 told=told,
                 hints=hints,
             )
+            return replace(found, question=question)
         batch, sequence = largest_of(question, "batch-size"), largest_of(question, "seq-len")
         advice = outcome.advice
         allowed = replace(question, allow=(*question.allow, ROUNDING))
@@ -138,7 +140,6 @@ def ask(
     return replace(
         answer,
         solved=outcome,
-        program=problem.program(outcome.plan.units),
         kept_seconds=kept.seconds if kept else None,
     )
 
@@ -268,26 +269,20 @@ def pareto(
     return tuple(points)
 
 
-def fit_of(
-    question: Question, problems: Sequence[Problem], found: Solved | Infeasible, **asked: Any
-) -> Fit:
-    """Return an answer to the question with these problems, in words what binds, and more."""
-    if isinstance(found, Infeasible):
-        binds = found.in_a_line
-        return Fit(question=question, solved=None, infeasible=found, binds=binds, **asked)
-    problem = problem_of(found, problems)
-    binds = lanes_in_a_line(problem, problem.choice_of(found.plan.units))
-    return Fit(question=question, solved=found, infeasible=None, binds=binds, **asked)
-
-
-def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
+def fit(
+    question: Question, *, effort: Effort, compare: bool = False, known: Answer | None = None
+) -> Answer:
     """Plan the question's profile, and say what binds; with `compare`, beside alternatives.
 
     Where an alternative is faster by more than the gap that is good enough, the search begins there
-    once more: by leave with sums in shards, if that one has such sums.
+    once more: by leave with sums in shards, if that one has such sums. The search begins with the
+    plan of a `known` answer for the same step, too, and is no slower where that is for less: see
+    [Note: more is never slower].
     """
     problems = question.problems()
-    answer = ask(question, Objective(), effort=effort)
+    before, is_for_less = (known.solved, known.is_for_less(question)) if known else (None, None)
+    hints = [before.plan.units] if before and is_for_less is not None else []
+    answer = ask(question, Objective(), effort=effort, hints=hints)
     others = alternatives(problems) if compare else ()
     for asked in filter(None, (question, question.adding_shards())):
         if answer.solved is None:
@@ -303,15 +298,30 @@ def fit(question: Question, *, effort: Effort, compare: bool = False) -> Fit:
             again = ask(asked, Objective(), effort=effort, hints=hints)
             if again.solved and again.solved.plan.prediction.step_seconds < step_s:
                 answer = again
-    problem = problem_of(answer.solved, problems) if answer.solved else problems[0]
     found = answer.solved or answer.infeasible
     assert found is not None
-    return fit_of(
-        question,
-        problems,
-        found,
+    if before and is_for_less:
+        seconds = before.plan.prediction.step_seconds
+        least = problem_of(before, problems).compute_seconds
+        worth = 1.0
+        if isinstance(found, Solved):
+            least = found.plan.prediction.lower_bound_seconds
+            worth += question.settings.disk_gain * (before.uses_disk and not found.uses_disk)
+        if isinstance(found, Infeasible) or seconds * worth < found.plan.prediction.step_seconds:
+            plan = replace(before.plan, budgets=question.budgets)
+            found = proven(replace(before, plan=plan), least, effort)
+    if isinstance(found, Infeasible):
+        solved, problem, binds = None, problems[0], found.in_a_line
+    else:
+        solved, problem = found, problem_of(found, problems)
+        binds = lanes_in_a_line(problem, problem.choice_of(found.plan.units))
+    return replace(
+        answer,
+        question=question,
+        solved=solved,
+        infeasible=None if solved else answer.infeasible,
+        binds=binds,
         plain_bytes=plain_bytes(problem),
-        plain_seconds=answer.kept_seconds,
         alternatives=others,
     )
 

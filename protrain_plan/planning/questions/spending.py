@@ -21,21 +21,16 @@ TOKENS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spending:
-    """Bill of a way to train; of a billion tokens but for `mfu`, and None where not known.
+    """Bill of a way to train; None where not known.
 
-    `cost` is in the currency of the machine's price, of all devices; `energy_kwh` that of all
+    The cost is in the currency of the machine's price, of all devices; the energy that of all
     devices' boards at the most that each takes, without their hosts.
     """
 
-    mfu: float | None
-    hours: float
-    cost: float | None
-    energy_kwh: float | None
-
-
-def cost_of(num_tokens: float, *, tokens_per_s: float, price_per_hour: float) -> float:
-    """Return the cost of so many tokens at a price of all devices together."""
-    return price_per_hour * num_tokens / tokens_per_s / 3600
+    model_flops_utilisation: float | None = None
+    hours_per_billion_tokens: float | None = None
+    cost_per_billion_tokens: float | None = None
+    kwh_per_billion_tokens: float | None = None
 
 
 def tokens_in_step(workload: Workload, group: DeviceGroup, micro_batches: int) -> int:
@@ -44,9 +39,14 @@ def tokens_in_step(workload: Workload, group: DeviceGroup, micro_batches: int) -
 
 
 def spending(
-    profile: Profile, *, num_devices: int, num_tokens: int, step_seconds: float
+    profile: Profile,
+    *,
+    num_devices: int,
+    num_tokens: int,
+    step_seconds: float,
+    price_per_hour: float,
 ) -> Spending:
-    """Return the bill for steps of so many seconds and tokens, on all devices together."""
+    """Return the bill for steps of so many seconds and tokens; price and all are of all devices."""
     workload, machine = profile.workload, profile.hardware
     tokens_per_s = num_tokens / step_seconds
     mfu, rates = None, machine.rates
@@ -55,10 +55,10 @@ def spending(
         batches = num_tokens / (workload.batch_size * workload.seq_len)
         mfu = profile.model_flops * batches / (num_devices * step_seconds * peak)
     hours = TOKENS / tokens_per_s / 3600
-    cost = energy = None
-    if machine.price_per_hour:
-        price = num_devices * machine.price_per_hour
-        cost = cost_of(TOKENS, tokens_per_s=tokens_per_s, price_per_hour=price)
-    if machine.power_w:
-        energy = num_devices * machine.power_w / 1000 * hours
-    return Spending(mfu=mfu, hours=hours, cost=cost, energy_kwh=energy)
+    kilowatts = num_devices * machine.power_w / 1000
+    return Spending(
+        model_flops_utilisation=mfu,
+        hours_per_billion_tokens=hours,
+        cost_per_billion_tokens=price_per_hour * hours or None,
+        kwh_per_billion_tokens=kilowatts * hours or None,
+    )

@@ -1,0 +1,153 @@
+"""`fit --set NAME=VALUES`: each combination of the values is a cell of the grid."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+from protrain_plan.commands.option_records import StepOptions, WorkloadOptions
+from protrain_plan.commands.options import size
+from protrain_runtime.contract.errors import ProtrainError, cut
+from protrain_runtime.contract.records.hardware import PCIE
+from protrain_runtime.contract.records.limits import MAX_COUNT
+from protrain_runtime.contract.records.tree import did_you_mean, listed
+
+if TYPE_CHECKING:
+    from protrain_plan.planning.questions.cells import Resource, Settings
+
+Record = TypeVar("Record")
+
+RESOURCES = ("host", "device", "disk", "link")
+COUNTS = ("num-devices", "seq-len", "batch-size")
+OPTIONS = tuple(
+    f.name.removesuffix("_blocks").replace("_", "-")
+    for record in (WorkloadOptions, StepOptions)
+    for f in fields(record)
+)
+WITH_COMMAS = ("lora", "optimizer-args")
+"""Options whose text has commas: each `--set` is one value."""
+MOST_VALUES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Values by names: bytes and bytes per second of resources, numbers, and options' own."""
+
+    given: dict[str, tuple[Any, ...]]
+
+    def _chosen(self, names: Iterable[str]) -> "list[Settings]":
+        return list(product(*([(n, v) for v in self.given[n]] for n in names if n in self.given)))
+
+    @property
+    def values(self) -> "list[tuple[tuple[Resource, float], ...]]":
+        """Combinations of resources: none is one."""
+        return self._chosen(RESOURCES)  # type: ignore[return-value]
+
+    def filled(self, record: Record) -> Record:
+        """Return options of numbers with those that were set, as texts."""
+        told = {n: ",".join(map(str, self.given[n])) for n in COUNTS if n in self.given}
+        filled: Record = _with(record, told)
+        return filled
+
+    def rows(
+        self, workload: WorkloadOptions, step: StepOptions
+    ) -> "Iterator[tuple[Settings, WorkloadOptions, StepOptions]]":
+        """Yield the options with each combination of those that were set."""
+        for chosen in self._chosen(OPTIONS):
+            yield chosen, _with(workload, dict(chosen)), _with(step, dict(chosen))
+
+
+def _with(record: Any, values: dict[str, Any]) -> Any:
+    named = {name.replace("-", "_"): value for name, value in values.items()}
+    named |= {"compile_blocks": named["compile"]} if "compile" in named else {}
+    known = {f.name for f in fields(record)}
+    return replace(record, **{name: value for name, value in named.items() if name in known})
+
+
+def read_settings(context: typer.Context, texts: Sequence[str] | None, sweep: str | None) -> Grid:
+    """`host=64GiB..1TiB`, `link=pcie-3,pcie-4` or `optimizer=adamw,sgd`, of --set and --sweep.
+
+    ProtrainError for what is none of these.
+    """
+    given: dict[str, tuple[Any, ...]] = {}
+    named = [("--set", text) for text in texts or ()]
+    for option, text in [*named, *([("--sweep", sweep)] if sweep else [])]:
+        name, equals, values = (part.strip() for part in text.partition("="))
+        if not equals or not values:
+            raise ProtrainError(
+                f"expected a setting and its values, such as host=64GiB..1TiB, got {cut(text)!r}",
+                key=option,
+            )
+        known = (*RESOURCES, *COUNTS, *OPTIONS)
+        if name not in known:
+            raise ProtrainError(
+                f"expected a setting, got {cut(name)!r}",
+                key=option,
+                fix=did_you_mean(name, known) or f"there is {listed(known, 'and')}",
+            )
+        typed = f"{name}-memory" if name in ("device", "host") else name
+        if name != "link" and _is_given(context, typed):
+            raise ProtrainError(f"--{typed} is given, too", key=option, fix="give one of them")
+        if name in OPTIONS:
+            parts = [values] if name in WITH_COMMAS else values.split(",")
+            found = tuple(_option(context, name, part.strip()) for part in parts)
+            given[name] = tuple(dict.fromkeys((*given.get(name, ()), *found)))
+        else:
+            given[name] = tuple(sorted({*given.get(name, ()), *_numbers(option, name, values)}))
+        if len(given[name]) > MOST_VALUES:
+            raise ProtrainError(
+                f"expected at most {MOST_VALUES} values, got {len(given[name])}", key=option
+            )
+    return Grid(given=given)
+
+
+def _parameter(context: typer.Context, name: str) -> Any:
+    return next(one for one in context.command.params if f"--{name}" in one.opts)
+
+
+def _option(context: typer.Context, name: str, text: str) -> Any:
+    """Return an option's value, as the command line reads it."""
+    return _parameter(context, name).process_value(context, text)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether somebody has typed the option itself."""
+    source = context.get_parameter_source(_parameter(context, name).name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _numbers(option: str, name: str, text: str) -> list[float]:
+    """Return the values of a text; those of a range double, and end where it says."""
+    found: list[float] = []
+    for part in text.split(","):
+        first, several, last = part.partition("..")
+        found.append(_number(option, name, first))
+        if several:
+            low, high = found[-1], _number(option, name, last)
+            if not 0 < low <= high:
+                how = "goes up" if low else "begins above nothing"
+                raise ProtrainError(f"expected a range that {how}, got {cut(part)!r}", key=option)
+            while 2 * found[-1] < high and len(found) <= MOST_VALUES:
+                found.append(2 * found[-1])
+            found.append(high)
+    return found
+
+
+def _number(option: str, name: str, text: str) -> float:
+    """A size, a speed or a count; more than nothing, but for sizes."""
+    text = text.strip()
+    if name in ("host", "device", "disk"):
+        return size(option, text, 0)
+    if name == "link":
+        expected, per_s = f"{', '.join(PCIE)} or a speed such as 12GB/s", text.removesuffix("/s")
+        value = PCIE[text] if text in PCIE else size(option, per_s, 0) if per_s != text else 0
+    else:
+        most = MAX_COUNT if name == "num-devices" else 10**9
+        expected, is_number = f"a number from 1 to {most:,}", re.fullmatch("[0-9]{1,9}", text)
+        value = int(text) if is_number and int(text) <= most else 0
+    if value <= 0:
+        raise ProtrainError(f"expected {expected}, got {cut(text)!r}", key=option)
+    return value

@@ -1,0 +1,265 @@
+"""A grid of cells: the same question with other settings, each with its answer.
+
+A setting is more memory, a faster link, another batch, or a machine that can be had. The bytes of a
+profile do not depend on a machine's sizes and links, so that one profile answers for all of these.
+What the planner would find is bounded without planning: by what units compute at least, at once,
+and then by what all lanes do at least within the memory.
+
+[Note: why it is the cheapest] Machines are looked at in the order of their prices. One is passed
+over where a bound says that no plan of it reaches the speed; otherwise it is planned. The first
+whose plan reaches the speed is the answer. A cheaper one may reach it only where its plan does not
+and the bound on its plans does, which are at most that plan's gap apart: it is named. All of this
+is about the seconds of the profile: how far they are from a machine's is another matter.
+
+[Note: why it is the fastest] Machines are looked at in the order of their first bounds, and passed
+over where a bound is no more than the best plan's speed so far. The search ends when the first
+bound of the next one is. So none is faster than the answer, but for the gaps of their plans.
+
+PHAZE (Wang et al., ICML 2024, arXiv 2407.13143) searches among architectures of accelerators, with
+an integer programme for each one's schedule inside. Here the machines are those that one can have.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from protrain_plan.planning.model.decision_model import least_lane_seconds
+from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.allowance import headroom_bytes, left_free_bytes
+from protrain_plan.planning.questions.answers import Answer, Question
+from protrain_plan.planning.questions.cells import (
+    COMPUTE,
+    GAP,
+    LANES,
+    MEMORY,
+    WORTH,
+    Cell,
+    Tried,
+    planned,
+    with_link,
+    with_resource,
+)
+from protrain_plan.planning.questions.disk import solve_sparing
+from protrain_plan.planning.questions.growth import in_proportion
+from protrain_plan.planning.questions.objectives import fit
+from protrain_plan.planning.search.improving import Effort
+from protrain_runtime.contract.records.hardware import PCIE
+from protrain_runtime.contract.records.profile import SPARSE
+from protrain_runtime.contract.units import format_bytes
+
+USUAL_HOST = 8 * 2**30
+"""Sizes of host memory are this one's doubles."""
+
+MORE_MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best cell, if there is one, and all that were looked at, in order.
+
+    `unseen` are those that no longer mattered.
+    """
+
+    best: Tried | None
+    looked_at: tuple[Tried, ...]
+    unseen: tuple[Cell, ...] = ()
+
+
+def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator[Cell]:
+    """Yield the few changes that people can make to a machine, or to what they ask of it.
+
+    host memory     the next double of 8 GiB, of a node
+    link            the next generation of PCIe that is faster
+    device memory   the next of `device_sizes`, with the speed as it is
+    disk            twice as fast: two drives, of which each has half of the bytes
+    micro-batches   four times as many for each update
+    batch           twice as many sequences, in proportion (see `growth.in_proportion`)
+    """
+    profile, budgets, settings = question.profile, question.budgets, question.settings
+    tiers = {tier.name: tier for tier in profile.hardware.tiers}
+    if host := tiers.get("host"):
+        there, size = budgets.host * question.group.in_node, USUAL_HOST
+        while size <= there:
+            size *= 2
+        yield Cell(
+            name="host memory",
+            words=f"{format_bytes(size - there)} more host memory ({format_bytes(size)})",
+            question=with_resource(question, "host", size),
+        )
+        slower = min(host.link.read_bytes_per_s, host.link.write_bytes_per_s)
+        faster = [name for name, speed in PCIE.items() if speed > 1.1 * slower]
+        if faster:
+            rate = PCIE[faster[0]]
+            yield Cell(
+                name="link",
+                words=f"a link of {rate / 1e9:g} GB/s (PCIe {faster[0][-1]}) in place of"
+                f" {slower / 1e9:.3g} GB/s",
+                question=with_resource(question, "link", rate),
+            )
+    left = left_free_bytes(profile, budgets)
+    there = budgets.device + left
+    if larger := [size for size in sorted(device_sizes) if size > there]:
+        besides = profile.hardware.device.besides_bytes
+        size = larger[0] - (headroom_bytes(larger[0], besides) if left else 0)
+        yield Cell(
+            name="device memory",
+            words=f"{format_bytes(larger[0])} of device memory in place of {format_bytes(there)}",
+            question=with_resource(question, "device", size),
+        )
+    if disk := tiers.get("disk"):
+        read, write = disk.link.read_bytes_per_s, disk.link.write_bytes_per_s
+        yield Cell(
+            name="disk",
+            words="a disk that is twice as fast",
+            question=with_link(question, "disk", 2 * read, 2 * write),
+        )
+    if not any(unit.stays == SPARSE for unit in profile.units):
+        many = MORE_MICRO_BATCHES * settings.micro_batches
+        yield Cell(
+            name="micro-batches",
+            words=f"{many} micro-batches for each update in place of {settings.micro_batches}",
+            question=replace(question, settings=replace(settings, micro_batches=many)),
+        )
+    size = profile.workload.batch_size
+    yield Cell(
+        name="batch",
+        words=f"batches of {2 * size} in place of {size} (bytes and seconds in proportion)",
+        question=replace(question, profile=in_proportion(profile, "batch-size", 2 * size)),
+    )
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def fits(questions: Sequence[Question], *, compare: bool = False, gap: float = GAP) -> list[Answer]:
+    """Answer each question; none is slower than one before that has no more memory."""
+    found: list[Answer] = []
+    for question in questions:
+        less = [one for one in found if one.is_for_less(question)]
+        known = max(less or found[-1:], key=lambda one: one.tokens_per_s or 0.0, default=None)
+        effort = Effort(gap_target=gap)
+        found.append(fit(question, effort=effort, compare=compare, known=known))
+    return found
+
+
+def least_seconds(question: Question) -> float | None:
+    """Return a bound below all plans, with any number of replicas; None where there is no plan.
+
+    The bound of `least_lane_seconds`: what links, updates and compute have to do within the
+    budgets. It takes about a second where planning takes ten.
+    """
+    found = (least_lane_seconds(problem) for problem in question.problems())
+    return min((bound for bound in found if bound is not None), default=None)
+
+
+def tried(
+    cell: Cell,
+    tokens_per_s: float,
+    effort: Effort,
+    *,
+    first: float = inf,
+    known: Answer | None = None,
+) -> Tried:
+    """Answer a cell, or rule it out by bounds where it does not reach a speed.
+
+    `first` is a bound on its speed that is at hand, `known` an answer to begin with.
+    """
+    question = cell.question
+    if first < tokens_per_s:
+        return Tried(cell=cell, most_tokens_per_s=first, bound=COMPUTE)
+    if cell.answer is not None:
+        return planned(cell, cell.answer())
+    if tokens_per_s or known is None:
+        seconds = least_seconds(question)
+        if seconds is None:
+            return Tried(cell=cell, most_tokens_per_s=0.0, bound=MEMORY)
+        if (most := question.tokens / seconds) < tokens_per_s:
+            return Tried(cell=cell, most_tokens_per_s=most, bound=LANES)
+    return planned(cell, fit(question, effort=effort, known=known))
+
+
+def helped(base: Answer, change: Cell) -> Tried:
+    """Answer a change, unless a bound says that it is worth too little."""
+    worth = (base.tokens_per_s or 0.0) * (1 + WORTH)
+    below = change.question.tokens / worth if worth else inf
+    return tried(change, worth, Effort(gap_target=GAP, below_s=below), known=base)
+
+
+def search(
+    cells: Sequence[Cell],
+    *,
+    speed: float | None = None,
+    told: Callable[[Cell, float], None] = lambda *_: None,
+    done: Callable[[Tried], None] = lambda _: None,
+) -> Found:
+    """Find the cheapest cell that reaches a speed; without one, the fastest whatever it costs.
+
+    See [Note: why it is the cheapest] and [Note: why it is the fastest]. Of cells that cost the
+    same, the first by its bound of computing. The cheapest is planned to the end: its plan is as
+    fast as the planner finds. Each is `told` before it is looked at, with the part that is behind,
+    and `done` after that.
+    """
+    firsts = {id(one): one.first_bound for one in cells}
+
+    def order(one: Cell) -> tuple[float, float]:
+        price, bound = one.price_per_hour, -firsts[id(one)]
+        return (price, bound) if speed else (bound, price)
+
+    ordered, looked_at = sorted(cells, key=order), list[Tried]()
+    best: Tried | None = None
+    for number, cell in enumerate(ordered):
+        needed = speed or (best.tokens_per_s if best else 0.0)
+        first = firsts[id(cell)]
+        if not speed and first <= needed:
+            return Found(best=best, looked_at=tuple(looked_at), unseen=tuple(ordered[number:]))
+        told(cell, number / len(ordered))
+        seconds = cell.question.tokens / needed if needed else inf
+        # As fast as that is enough; a search that cannot get there is given up.
+        effort = Effort(gap_target=GAP)
+        effort = replace(effort, enough_s=seconds) if speed else replace(effort, below_s=seconds)
+        found = tried(cell, needed, effort, first=first)
+        reaches = bool(speed) and found.tokens_per_s >= needed
+        if reaches and cell.answer is None:
+            effort = Effort(gap_target=GAP)
+            found = planned(cell, fit(cell.question, effort=effort, known=found.reached))
+        looked_at.append(found)
+        done(found)
+        if reaches:
+            unseen = tuple(ordered[number + 1 :])
+            return Found(best=found, looked_at=tuple(looked_at), unseen=unseen)
+        if not speed and found.tokens_per_s > needed:
+            best = found
+    return Found(best=best, looked_at=tuple(looked_at))
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return all divisors, the least first."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | None:
+    """Return the number of the question with the fastest step; None where none has a plan.
+
+    The questions are of the same sequences per update, in ever larger micro-batches. One is planned
+    where its bound promises a step that is faster by more than the gap asked for: so the answer is
+    the fastest but for that gap. Where bounds are equal, the larger micro-batch comes first.
+    """
+    bounds: dict[int, float] = {}
+    asked = list(questions)
+    for number, question in enumerate(questions):
+        for one in filter(None, (question, question.adding_shards())):
+            bound = least_lane_seconds(one.problem(), stopped=effort.spent)
+            if bound is not None:  # a larger one may fit where this one adds up whole gradients
+                bounds[number], asked[number] = bound, one
+                break
+    best, best_s = None, inf
+    for number in sorted(bounds, key=lambda number: (bounds[number], -number)):
+        if bounds[number] * (1 + effort.gap_target) >= best_s:
+            break
+        question = asked[number]
+        found = solve_sparing(
+            question.problems(), question.budgets, effort=replace(effort, below_s=best_s)
+        )
+        if isinstance(found, Solved) and found.plan.prediction.step_seconds < best_s:
+            best, best_s = number, found.plan.prediction.step_seconds
+    return best

@@ -1,0 +1,414 @@
+"""The grid of `protrain fit` and `hardware search`: a row for each cell, as JSON and as a table.
+
+The rows are plain data. The table and the page (`report/fit_page.py`) are made of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+
+from protrain_plan.planning.questions.allowance import EXPANDABLE_MOST
+from protrain_plan.planning.questions.cells import MEMORY, WORTH
+from protrain_plan.presentation.plans import (
+    ALLOCATED,
+    facts_of,
+    headroom_text,
+    other_results,
+    spared_disk,
+)
+from protrain_plan.presentation.profiles import caveats, error_band, trust
+from protrain_plan.presentation.terminal import Text, fields_of, fits_in, table_of, wrote
+from protrain_plan.simulation.wear import wear_lines
+from protrain_runtime.contract.records.hardware import PCIE
+from protrain_runtime.contract.records.plan import TierBytes
+from protrain_runtime.contract.units import exact_bytes
+
+if TYPE_CHECKING:
+    from protrain_plan.planning.questions.answers import Answer
+    from protrain_plan.planning.questions.cells import Tried
+    from protrain_plan.planning.questions.grid import Found
+
+Row = dict[str, Any]
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def row_of(one: "Tried") -> Row:
+    """Return what `--json` prints of a cell in a line."""
+    cell, fit = one.cell, one.reached
+    question = fit.question if fit else cell.question
+    workload, machine = question.profile.workload, question.profile.hardware
+    row: Row = {
+        "name": cell.name or machine.name,
+        "model": workload.model,
+        "workload": {
+            "dtype": workload.dtype,
+            "precision": f"{workload.precision} precision",
+            "optimizer": question.profile.optimizer.name,
+            "adapter": workload.adapter,
+            "quantize": workload.quantize,
+            "compile": "compiled blocks" * bool(workload.compile),
+        },
+        "hardware": machine.name,
+        "batch_size": workload.batch_size,
+        "seq_len": workload.seq_len,
+        "micro_batches": question.settings.micro_batches,
+        **fields_of(fit.group if fit else question.group),
+        "settings": dict(cell.settings),
+        "price_per_hour": cell.price_per_hour,
+        "most_tokens_per_second": one.most_tokens_per_s,
+        "bound": one.bound,
+        "notes": [f"{machine.name}: {trust(machine)}", *caveats(question.profile)],
+    }
+    if fit is not None:
+        row |= _answer(one, fit)
+    if one.helps and fit is not None:
+        ranked = sorted(one.helps, key=lambda one: -one.tokens_per_s)
+        row["what_helps"] = [
+            {
+                **row_of(change),
+                "what": change.cell.name,
+                "change": change.cell.words,
+                "fits": change.times_as_fast(fit) != 0,
+                "times_as_fast": change.times_as_fast(fit),
+                "planned": change.reached is not None,
+                "tokens_per_second": change.tokens_per_s or None,
+            }
+            for change in ranked
+        ]
+    return row
+
+
+def _answer(one: "Tried", fit: "Answer") -> Row:
+    solved, profile = fit.solved, fit.profile
+    about: list[str] = []
+    if solved is not None:
+        step_s = solved.plan.prediction.step_seconds
+        saved = 1 - step_s / fit.kept_seconds if fit.kept_seconds else 0.0
+        about += [f"{saved:.1%} less time per step than plain PyTorch"] * (saved >= 0.0005)
+        about += [*wear_lines(solved.plan, profile), *spared_disk(solved)]
+        about += other_results(solved.plan)
+    return {
+        **facts_of(fit, profile),
+        "verdict": fit.verdict,
+        "tight": fit.is_tight,
+        "reserved_bytes_about": fit.reserved_bytes,
+        "budget_bytes": fit.question.budgets.device,
+        "plain_device_bytes": fit.plain_bytes,
+        "plain_step_seconds": fit.kept_seconds,
+        "binds": fit.binds,
+        "about": about,
+        "tokens_per_second": fit.tokens_per_s,
+        **fields_of(one.spending(fit.step_seconds)),
+        "measured_over_estimated": error_band(profile.hardware),
+        "alternatives": [
+            {
+                **fields_of(other, but=("units", "is_tight", "adds_shards")),
+                "fits": other.step_seconds is not None,
+                "tight": other.is_tight,
+                "tokens_per_second": other.step_seconds
+                and fit.tokens_per_step / other.step_seconds,
+                **fields_of(one.spending(other.step_seconds)),
+                "reductions": "in every micro-batch"
+                if other.adds_shards
+                else "in the last micro-batch",
+            }
+            for other in fit.alternatives
+        ],
+    }
+
+
+def search_json(found: "Found", rows: Sequence[Row], asked: Row) -> Row:
+    """Return what `--json` prints last of a search: the answer, and all that was looked at."""
+    best = None if found.best is None else rows[found.looked_at.index(found.best)]
+    unseen = [{"name": one.name, "price_per_hour": one.price_per_hour} for one in found.unseen]
+    return {**asked, "best": best, "looked_at": rows, "not_looked_at": unseen}
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    """A column that `--columns` names: its key in rows, its head, and what it is."""
+
+    key: str
+    head: str
+    words: str
+    form: Callable[[float], str]
+
+    def text(self, way: Row) -> str:
+        """Return the cell's text; `-` for what is not known."""
+        value = way.get(self.key)
+        return "-" if value is None else self.form(value)
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+COLUMNS = {
+    "mfu": Column(
+        "model_flops_utilisation",
+        "MFU",
+        "FLOPs of forward and backward, without recomputation, over the device's peak rate",
+        "{:.1%}".format,
+    ),
+    "hours": Column("hours_per_billion_tokens", "hours", "of a billion tokens", _amount),
+    "cost": Column(
+        "cost_per_billion_tokens", "cost", "of a billion tokens, all devices together", _amount
+    ),
+    "energy": Column(
+        "kwh_per_billion_tokens",
+        "kWh",
+        "of a billion tokens, the boards of all devices at the most that they take",
+        _amount,
+    ),
+}
+"""By the names that `--columns` takes."""
+
+_SETTINGS = {"host": "host memory", "device": "device memory", "disk": "disk space"}
+"""Heads of settings that are also tiers of the table; others are their own."""
+
+TIGHT = (
+    "tight: less room than PyTorch's allocator was seen to reserve beyond tensors, up to"
+    f" {EXPANDABLE_MOST:.0%} of them with PYTORCH_ALLOC_CONF=expandable_segments:True, which"
+    " protrain run sets; a smaller --device-memory plans with room"
+)
+WHOLE_SUMS = (
+    "several micro-batches on several devices: gradients add up whole on each device, for FSDP2 as"
+    " with set_requires_gradient_sync(False). With sums in shards every micro-batch is reduced, as"
+    " FSDP2 does by default: less memory and more network. With --allow rounding a plan may do so"
+    " where others do not fit, or FSDP2 is faster so"
+)
+NO_TOKENS = (
+    "batches without tokens, such as images: tokens/s counts samples, whatever --seq-len says"
+)
+_VERDICTS = {
+    "fits": ("fits", "green"),
+    "fits with a plan": ("with a plan", "yellow"),
+    "does not fit": ("no", "red"),
+}
+
+
+def ways(row: Row) -> list[Row]:
+    """The ways to train in a cell: first the plan."""
+    return [row | {"name": "plan", "checkpointing": False}, *row.get("alternatives", ())]
+
+
+def way_name(way: Row, name: str, checkpointed: str) -> str:
+    """Return the name of a way to train, with what is special about it."""
+    name = checkpointed if way["checkpointing"] else name
+    name += ", sums in shards" * (way.get("reductions") == "in every micro-batch")
+    return name + ", tight" * bool(way.get("tight"))
+
+
+def gibibytes(peak: TierBytes | None) -> list[str]:
+    """Return what is taken of the device, the host and the disk."""
+    sizes = (peak.on_device, peak.host, peak.disk) if peak else (0, 0, 0)
+    return [f"{size / 2**30:.1f} GiB" if size else "-" for size in sizes]
+
+
+def batch_text(row: Row) -> str:
+    """Return micro-batches, and sequences and tokens of one: `2 of 4 x 2048`."""
+    times = f"{row['micro_batches']} of " if row["micro_batches"] > 1 else ""
+    return f"{times}{row['batch_size']} x {row['seq_len']}"
+
+
+def setting_text(name: str, value: Any) -> str:
+    """Return a setting's value as one types it."""
+    if name == "link":
+        named = [f" ({pcie})" for pcie, speed in PCIE.items() if speed == value]
+        return f"{value / 1e9:.3g} GB/s{''.join(named)}"
+    return exact_bytes(int(value)) if name in _SETTINGS else str(value)
+
+
+def cell_text(row: Row, *, after: str = " ") -> str:
+    """Return a cell in words: `8 x h100-sxm 2 of 4 x 2048, host 64GiB`."""
+    settings = (f", {name} {setting_text(name, v)}" for name, v in row["settings"].items())
+    return f"{row['name']}{after}{batch_text(row)}{''.join(settings)}"
+
+
+class CellTable:
+    """A row for each way to train in each cell. In a narrow terminal cells are lines of their own.
+
+    No number is ever cut: where there is no room for all of a line, words wrap.
+    """
+
+    def __init__(self, heads: Sequence[str], numbers: Sequence[str]) -> None:
+        self._wide = table_of(*heads, "", *numbers, words=(0, len(heads)))
+        self._narrow = table_of("", *numbers)
+        self._num_heads = len(heads)
+        for column in self._wide.columns:
+            column.no_wrap = True
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for between in (2, 1):
+            self._wide.padding = (0, between, 0, 0)
+            if fits_in(self._wide, console, options):
+                yield self._wide
+                return
+        yield self._narrow
+
+    def add_cell(
+        self, heads: Sequence[str], heading: str, way: Text, numbers: Sequence[str]
+    ) -> None:
+        """A cell by its heads, or by one heading, with the way that was asked for."""
+        self._wide.add_row(*heads, way, *numbers)
+        self._narrow.add_row(heading)
+        self._narrow.add_row(Text("  ").append_text(way), *numbers)
+
+    def add_way(self, name: str, numbers: Sequence[str]) -> None:
+        """Another way to train in the same cell."""
+        self._wide.add_row(*[""] * self._num_heads, name, *numbers)
+        self._narrow.add_row(f"  {name}", *numbers)
+
+
+def _table(
+    rows: Sequence[Row], numbers: Sequence[str], cells: Callable[[Row], Sequence[str]]
+) -> CellTable:
+    """A table of all ways in all cells, with the `cells` of each way below the heads `numbers`."""
+    names = list(dict.fromkeys(name for row in rows for name in row["settings"]))
+    table = CellTable(("machine", "batch", *(_SETTINGS.get(name, name) for name in names)), numbers)
+    for row in rows:
+        plan, *others = ways(row)
+        slow = "no" if row["bound"] == MEMORY else f"too slow: {row['bound']}"
+        words, style = _VERDICTS.get(row.get("verdict", ""), (slow, ""))
+        if row.get("tight"):
+            words, style = f"{words}, tight", "yellow"
+        stages = len(row["pipeline"].stages) if row.get("pipeline") else 1
+        arranged = f" in {stages} stages" * (stages > 1)
+        arranged += f" ({row['num_replicas']} replicas)" * (row["num_replicas"] > 1)
+        settings = (
+            setting_text(name, row["settings"][name]) if name in row["settings"] else ""
+            for name in names
+        )
+        heads = (row["name"] + arranged, batch_text(row), *settings)
+        table.add_cell(heads, cell_text(row) + arranged, Text(words, style=style), cells(plan))
+        for way in others:
+            table.add_way(way_name(way, way["name"], "  checkpointed"), cells(way))
+    return table
+
+
+def grid_text(
+    rows: Sequence[Row],
+    *paths: Path,
+    columns: Sequence[str] = (),
+    search: Row | None = None,
+    more: Sequence[RenderableType] = (),
+) -> RenderableType:
+    """Return what `protrain fit` prints, with `more` below; `paths` are what it wrote.
+
+    The `columns` of `--columns` are a table of their own. Below: what binds in each cell, what else
+    is to be said of it, and how far to trust seconds. Of a `search`, its answer comes first.
+    """
+    every = [way for row in rows for way in ways(row)]
+    disk = any(way["peak_bytes"].disk for way in every if way.get("peak_bytes"))
+    tiers = ("device", "host", *["disk"] * disk)
+    offered = ("an hour", "at most") if search else ()
+
+    def numbers(way: Row) -> Sequence[str]:
+        tokens = way.get("tokens_per_second")
+        first = [f"{tokens:,.0f}" if tokens else "-" if way["name"] == "plan" else "no"]
+        sizes = gibibytes(way.get("peak_bytes"))[: len(tiers)]
+        if offered:
+            most = way.get("most_tokens_per_second")
+            first = [f"{way['price_per_hour']:.2f}", *first, f"{most:,.0f}"]
+        return *first, *sizes
+
+    parts: list[RenderableType] = []
+    if search is not None:
+        parts += [*_found_text(search, rows), ""]
+    heads = ("tokens/s", *tiers) if not offered else ("an hour", "tokens/s", "at most", *tiers)
+    parts += [_table(rows, heads, numbers), ""]
+    shown = [COLUMNS[name] for name in columns]
+    if shown:
+        bill = _table(rows, [one.head for one in shown], lambda w: [one.text(w) for one in shown])
+        parts += [bill, ""]
+    answered = [row for row in rows if "binds" in row]
+    told = ["what makes up the step, or what is missing:"] * bool(answered)
+    told += [f"  {cell_text(row)}: {row['binds']}" for row in answered]
+    about: dict[str, list[str]] = {}
+    for row in answered:
+        for words in row["about"]:
+            about.setdefault(words, []).append(cell_text(row))
+    count = sum(row["verdict"] != "does not fit" for row in answered)
+    for words, cells in about.items():
+        told.append(words if len(cells) == count > 1 else f"{'; '.join(cells)}: {words}")
+    told += notes(answered, columns)
+    parts += [*map(Text, told), *map(wrote, paths)]
+    for row in rows:
+        parts += _helps_text(row)
+    return Group(*parts, *more)
+
+
+def notes(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[str]:
+    """Say what words and figures of some cells mean, and how far to trust them."""
+    every = [way for row in rows for way in ways(row)]
+    fitting = [row for row in rows if row.get("peak_bytes")]
+    said = [WHOLE_SUMS] * any(
+        (row["alternatives"] or not row.get("peak_bytes"))
+        and row["micro_batches"] > 1 < row["num_devices"]
+        for row in rows
+    )
+    said += [NO_TOKENS] * any(row["seq_len"] == 1 for row in rows)
+    said += headroom_text({row["hardware"]: row["headroom_bytes"] for row in rows})
+    said += [ALLOCATED] * any(
+        row["reserved_bytes_about"] > row["peak_bytes"].on_device for row in fitting
+    )
+    said += [TIGHT] * any(way.get("tight") for way in every)
+    said += [f"{COLUMNS[name].head}: {COLUMNS[name].words}" for name in columns]
+    return said + list(dict.fromkeys(note for row in rows for note in row["notes"]))
+
+
+def _helps_text(row: Row) -> Iterator[RenderableType]:
+    """Say what is worth most, each change by itself."""
+    if "what_helps" not in row:
+        return
+    tokens = row["tokens_per_second"]
+    speed = f", {tokens:,.0f} tokens/s" if tokens else ", which does not fit"
+    yield ""
+    yield Text(f"what helps {cell_text(row)}{speed}, each by itself:")
+    little, unfit, named = list[str](), list[str](), list[str]()
+    for one in row["what_helps"]:
+        times, words = one["times_as_fast"], one["change"]
+        if times is None:
+            speed = f"{one['tokens_per_second']:,.0f} tokens/s"
+            named.append(f"  would fit with {words}: {speed}")
+        elif times >= 1 + WORTH:
+            named.append(f"  {times:.2f} times as fast with {words}")
+        else:
+            (little if times else unfit).append(one["what"])
+    named = named or ["  nothing of what was tried"]
+    for words, others in (("less than 2 %, and left out", little), ("does not fit", unfit)):
+        named += [f"  {words}: {', '.join(others)}"] if others else []
+    yield from map(Text, named)
+
+
+def _found_text(search: Row, rows: Sequence[Row]) -> Iterator[Text]:
+    """Say which is the cheapest or the fastest."""
+    speed, unseen, best = search["tokens_per_second"], search["not_looked_at"], search["best"]
+    asked = f"{speed:,.0f} tokens/s" if speed else "a speed"
+    count = len(rows) + len(unseen)
+    if best is None:
+        yield Text(f"none of {count} reaches {asked}", style="bold")
+    else:
+        price, reached = best["price_per_hour"], best["tokens_per_second"]
+        which = f"the cheapest that reaches {asked}" if speed else "the fastest"
+        yield Text(
+            f"{which}: {cell_text(best)} at {price:.2f} an hour, {reached:,.0f} tokens/s,"
+            f" {price / reached / 3600 * 1e6:.3g} for a million tokens",
+            style="bold",
+        )
+    for one in rows:
+        reached = one.get("tokens_per_second") or 0
+        if speed and reached < speed <= one["most_tokens_per_second"]:
+            yield Text(
+                f"{cell_text(one)} is cheaper: its plan reaches {reached:,.0f}, and whether another"
+                f" reaches {asked} is open"
+            )
+    if unseen:
+        what = "dearer" if speed else "slower"
+        yield Text(f"{len(unseen)} {what} ones of {count} were not looked at")
