@@ -3,12 +3,14 @@
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from protrain_runtime.contract import records
-from protrain_runtime.contract.errors import RecordError
+from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.schema import Record
 from protrain_runtime.contract.records.tree import number_text
 from tests.support.messages import Speaker
@@ -229,3 +231,38 @@ def test_every_number_has_limits(kind: str) -> None:
                 LOADERS[kind](bad, kind)
             assert caught.value.key
             assert "expected a" in caught.value.message
+
+
+@pytest.mark.parametrize("kind", sorted(TEXT))
+@pytest.mark.parametrize("value", ["'1'", "'-1'", "'1e9'", "1.0", "1.0e+30", "true", "yes"])
+def test_a_fix_that_says_what_to_write_works(kind: str, value: str) -> None:
+    """In the place of any value of a file: with the fix, the same value is no error any more."""
+
+    def error_at(place: re.Match[str], written: str) -> RecordError | None:
+        text = place.string[: place.start()] + written + place.string[place.end() :]
+        with suppress(RecordError):
+            LOADERS[kind](text, "a.yaml")
+            return None
+        with pytest.raises(RecordError) as caught:
+            LOADERS[kind](text, "a.yaml")
+        return caught.value
+
+    for place in re.finditer(r"(?<=: )[^\s{}\[\],#][^{}\[\],#\n]*", TEXT[kind]):
+        error = error_at(place, value)
+        fix = re.fullmatch(r"(?:write|put it in quotes:) (\S+)", (error and error.fix) or "")
+        if error and fix and error.key != "version":  # an old file is made again
+            again = error_at(place, fix[1])
+            assert again is None or again.key != error.key, again
+
+
+@pytest.mark.parametrize("text", ["", "r", "8", "r=8,", "r=8,,", "r=8, ,alpha=4"])
+def test_words_of_adapters_say_values(text: str) -> None:
+    with pytest.raises(ProtrainError, match="expected words such as r=16"):
+        parse_lora(text)
+
+
+@pytest.mark.parametrize("text", ["r=0", "r=-1", "r=8,alpha=0", "r=8,dropout=1", "r=8,dropout=-1"])
+def test_no_fix_says_a_number_that_is_refused(text: str) -> None:
+    with pytest.raises(ProtrainError) as caught:
+        parse_lora(text)
+    assert caught.value.fix is None

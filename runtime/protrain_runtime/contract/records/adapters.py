@@ -128,6 +128,8 @@ def _read(words: list[str], key: str, dtype: AdapterDType) -> Lora:
     for word in map(str.strip, words):
         name, equals, value = word.partition("=")
         name = _PEFT_KEYS.get(name, name)
+        if not equals and name not in (*_FLAGS, *_ALONE):
+            raise whole.error(f"expected words such as r=16, got {cut(word)!r}")
         if name in said:
             raise whole.error(f"{cut(name)!r} stands there twice", "remove one of them")
         if name in _FLAGS and equals:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from types import NoneType
 from typing import Any, TypeVar, cast, get_args, get_origin
 
+from msgspec import inspect
+
 from protrain_runtime.contract.errors import RecordError, cut
 from protrain_runtime.contract.records.decisions import ACTIVATIONS
 from protrain_runtime.contract.records.folding import MAX_RUN, run_length, unfold
@@ -102,7 +104,7 @@ def _text(hint: Any, document: Document) -> Any:
             return words[text]
     extra = mark_of(hint)
     if extra == IS_SIZE:
-        with document.located(meant(text, whole=True)):
+        with document.located(meant(text, inspect.type_info(hint))):
             return replace(document, data=parse_bytes(text)).read(hint)
     if NoneType in get_args(hint):
         return None  # until the step's end

@@ -79,7 +79,8 @@ def _content(
         header: Any = ("protrain", Literal[KINDS[owner]]), ("version", Literal[VERSION])
         columns = [*header, *columns]
     if owner in (Unit, UnitPlan):
-        run = Annotated[Text, Meta(pattern="[0-9]-[0-9]")]
+        description = "a run of units such as layers.0-11; a single unit has a name"
+        run = Annotated[Text, Meta(pattern="[0-9]-[0-9]", description=description)]
         columns.insert(1, ("names", run, msgspec.field(default_factory=NoneType)))
     return msgspec.defstruct(owner.__name__, columns, kw_only=True, forbid_unknown_fields=True)
 

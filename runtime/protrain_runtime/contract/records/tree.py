@@ -10,6 +10,7 @@ which no field takes.
 import difflib
 import json
 import math
+import operator
 import re
 import tomllib
 import unicodedata
@@ -25,7 +26,7 @@ import yaml
 from msgspec import inspect
 
 from protrain_runtime.contract.errors import MAX_SHOWN, ProtrainError, RecordError, cut
-from protrain_runtime.contract.records.limits import MAX_TEXT, SMALLEST, Text
+from protrain_runtime.contract.records.limits import MAX_TEXT, SMALLEST
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
@@ -132,9 +133,9 @@ class Document:
         values = self.mapping()
         if "protrain" not in values:
             raise self.error("missing key 'protrain'", f"start the file with protrain: {kind}")
-        if (found := values["protrain"].read(Text)) != kind:
+        if (found := values["protrain"].data) != kind:
             what = f"a {kind}" if kind in ("plan", "profile") else kind
-            raise values["protrain"].expected(what, did_you_mean(found, [kind]))
+            raise values["protrain"].expected(what, did_you_mean(str(found), [kind]))
         if "version" not in values:
             raise self.error("missing key 'version'", f"write version: {expected}")
         version = values["version"].read(int)
@@ -353,10 +354,11 @@ def _refusal(document: Document, kind: Any, problem: str) -> RecordError:
         is_text = isinstance(value, str)
         fix = did_you_mean(value, sorted(choices, key=len)) if is_text else None
     elif not isinstance(expected, inspect.StrType):
-        fix = meant(value, whole=not isinstance(expected, inspect.FloatType))
+        fix = meant(value, expected)
     elif not (words or isinstance(value, str | list | dict)):
-        text = value.text if isinstance(value, Odd) else value
-        fix = None if text in ("", None) else f"put it in quotes: '{text}'"
+        text = value.text if isinstance(value, Odd) else str(value)
+        text = text.lower() if isinstance(value, bool) else text
+        fix = None if value is None or not text else f"put it in quotes: '{text}'"
     said = re.sub("`(.+?)`", lambda found: _NAMES.get(found[1], found[1]), said).partition(", ")[0]
     return document.expected(words or said.removeprefix("Expected "), fix)
 
@@ -365,15 +367,31 @@ def _keys(kind: Any) -> dict[str, inspect.Type]:
     return {field.encode_name: field.type for field in getattr(kind, "type", kind).fields}
 
 
-def meant(value: Any, *, whole: bool) -> str | None:
-    """Say how to write the number that a text means, or a number where an integer should be."""
+def meant(value: Any, kind: Any) -> str | None:
+    """Say how to write the number that a text means, or a number where an integer should be.
+
+    None where the field, whose type msgspec has inspected, would not take that number.
+    """
+    kind = getattr(kind, "type", kind)
+    kinds = [getattr(one, "type", one) for one in getattr(kind, "types", (kind,))]
+    numeric = next((one for one in kinds if isinstance(one, _NUMERIC)), None)
+    whole = isinstance(numeric, inspect.IntType)
     try:
         number = float(value) if type(value) in ((str, float) if whole else (str,)) else math.nan
     except ValueError:
         return None
-    if not math.isfinite(number) or (whole and (not number.is_integer() or abs(number) > 2**53)):
+    if numeric is None or not math.isfinite(number) or isinstance(_far(number, ""), Odd):
+        return None
+    if whole and (not number.is_integer() or abs(number) > 2**53):
+        return None
+    limits = ("ge", operator.ge), ("gt", operator.gt), ("le", operator.le), ("lt", operator.lt)
+    bounds = ((holds, getattr(numeric, name)) for name, holds in limits)
+    if not all(bound is None or holds(number, bound) for holds, bound in bounds):
         return None
     return f"write {int(number) if whole else number_text(number)}"
+
+
+_NUMERIC = (inspect.IntType, inspect.FloatType)
 
 
 # --- JSON and TOML --------------------------------------------------------------------------------
