@@ -289,6 +289,7 @@ def fit(
         model, asked = file.options["model"], filled(asked, file, as_text=True)
         workload, step = filled(workload, file), filled(step, file)
     grid = read_settings(context, asked.settings, asked.sweep)
+    grid.refuse_typed(context)
     refuse_of_factory(context, model, grid.given)
     asked, beside = grid.filled(asked), of_file.frozen(model, file)
     chosen = list(grid.rows(workload, step))

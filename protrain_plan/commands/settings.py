@@ -52,6 +52,16 @@ class Grid:
         filled: Record = _with(record, told)
         return filled
 
+    def refuse_typed(self, context: typer.Context) -> None:
+        """ProtrainError where somebody has typed an option that is set, too."""
+        for name in (name for name in self.given if name != "link"):
+            typed = f"{name}-memory" if name in ("device", "host") else name
+            source = context.get_parameter_source(_parameter(context, typed).name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise ProtrainError(
+                    f"--set has values of {name}", key=f"--{typed}", fix="give one of the two"
+                )
+
     def rows(
         self, workload: WorkloadOptions, step: StepOptions
     ) -> "Iterator[tuple[Settings, WorkloadOptions, StepOptions]]":
@@ -88,9 +98,6 @@ def read_settings(context: typer.Context, texts: Sequence[str] | None, sweep: st
                 key=option,
                 fix=did_you_mean(name, known) or f"there is {listed(known, 'and')}",
             )
-        typed = f"{name}-memory" if name in ("device", "host") else name
-        if name != "link" and _is_given(context, typed):
-            raise ProtrainError(f"--{typed} is given, too", key=option, fix="give one of them")
         if name in OPTIONS:
             parts = [values] if name in WITH_COMMAS else values.split(",")
             found = tuple(_option(context, name, part.strip()) for part in parts)
@@ -111,12 +118,6 @@ def _parameter(context: typer.Context, name: str) -> Any:
 def _option(context: typer.Context, name: str, text: str) -> Any:
     """Return an option's value, as the command line reads it."""
     return _parameter(context, name).process_value(context, text)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether somebody has typed the option itself."""
-    source = context.get_parameter_source(_parameter(context, name).name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _numbers(option: str, name: str, text: str) -> list[float]:

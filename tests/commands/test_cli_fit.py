@@ -346,9 +346,15 @@ def test_a_price_sorts_cells_by_the_cost_of_a_token(tmp_path: Path) -> None:
     [
         (("--set", "optimiser=sgd"), "--set: expected a setting, got 'optimiser'"),
         (("--set", "optimizer=adan"), "'adan'"),
-        (("--set", "optimizer=sgd", "--optimizer", "adamw"), "--set: --optimizer is given, too"),
-        (("--set", "host=8GiB", "--host-memory", "4GiB"), "--set: --host-memory is given, too"),
-        (("--sweep", "seq-len=64", "--seq-len", "32"), "--sweep: --seq-len is given, too"),
+        (
+            ("--set", "optimizer=sgd", "--optimizer", "adamw"),
+            "--optimizer: --set has values of optimizer",
+        ),
+        (
+            ("--set", "host=8GiB", "--host-memory", "4GiB"),
+            "--host-memory: --set has values of host",
+        ),
+        (("--sweep", "seq-len=64", "--seq-len", "32"), "--seq-len: --set has values of seq-len"),
         (("--set", "accumulate=0"), "--accumulate"),
         (("--set", "accumulate=2", "--global-batch", "4"), "--accumulate: --global-batch finds it"),
         (("--sort", "speed"), "--sort: expected time, cost or memory, got 'speed'"),
