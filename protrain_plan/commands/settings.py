@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from protrain_plan.commands.option_records import StepOptions, WorkloadOptions
-from protrain_plan.commands.options import size
+from protrain_plan.commands.options import on_command_line, size
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.hardware import PCIE
 from protrain_runtime.contract.records.limits import MAX_COUNT
@@ -54,10 +54,10 @@ class Grid:
 
     def refuse_typed(self, context: typer.Context) -> None:
         """ProtrainError where somebody has typed an option that is set, too."""
+        given = on_command_line(context)
         for name in (name for name in self.given if name != "link"):
             typed = f"{name}-memory" if name in ("device", "host") else name
-            source = context.get_parameter_source(_parameter(context, typed).name)
-            if source is not None and source.name == "COMMANDLINE":
+            if _parameter(context, typed).name in given:
                 raise ProtrainError(
                     f"--set has values of {name}", key=f"--{typed}", fix="give one of the two"
                 )

@@ -247,7 +247,7 @@ class _Planning:
         self.walks = max(LEAST_WALKS, min(MOST_WALKS, WALKED_UNITS // problem.count))
         if isfinite(effort.below_s):  # another number of replicas has a plan
             self.walks //= ANOTHER
-        first = self.evaluator.evaluate(lean, paces=PACES[:1])
+        first = self.evaluator.evaluate(lean)
         assert first, "the leanest choice meets the budgets"
         self.evaluator.stopped = effort.spent  # from here on there is a plan
         self.best: Evaluation = first

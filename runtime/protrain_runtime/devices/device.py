@@ -131,9 +131,8 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 def record_event(device: torch.device, *, timing: bool = False) -> torch.Event:
     """The moment at which the device's current stream has done what was submitted to it."""
-    event = torch.Event(device=device, enable_timing=timing)
-    # Without a stream it would be that of the thread's current device.
-    event.record(torch._C._accelerator_getStream(device.index))
+    events = [torch.Event(device=device, enable_timing=True)] if timing else []
+    event: torch.Event = torch._C._accelerator_getStream(device.index).record_event(*events)
     return event
 
 

@@ -336,8 +336,7 @@ class StreamLane:
     def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         refuse_forked(self._process, what)
         ticket = StreamTicket(what, self.name, self._device, self._limit_s)
-        fence = devices.current_stream(self._device).record_event()
-        item = _Item(work, after, fence, lambda _: None)
+        item = _Item(work, after, devices.record_event(self._device), lambda _: None)
         if self._waiting is not None and self._waiting.issued():
             self._waiting = None
         if self._waiting is None and all(other.issued() for other in after):

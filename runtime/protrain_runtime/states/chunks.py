@@ -412,7 +412,7 @@ class Chunk:
             buffer, lasting = self.buffers[number], self.lasting.get(number)
             lasts = lasting is not None and buffer is lasting.buffer
             if not (lasts and number in self.viewing):
-                self._view(number, buffer)
+                self._view(number, buffer, lasting.elements if lasting and lasts else {})
             elif number in self.hollow:
                 come_back(*[parameter for parameter, _ in self.places[number]])
                 for part in self.groups[number].slices:
@@ -424,10 +424,10 @@ class Chunk:
                 self.holders[number] = num_holders(lasting.storage)
             self.hollow.discard(number)
 
-    def _view(self, number: int, buffer: torch.Tensor) -> None:
+    def _view(
+        self, number: int, buffer: torch.Tensor, typed: dict[torch.dtype, torch.Tensor]
+    ) -> None:
         self.viewing.discard(number)
-        lasting = self.lasting.get(number)
-        typed = lasting.elements if lasting is not None and buffer is lasting.buffer else {}
         with torch.inference_mode(mode=False):  # a parameter's, also where a forward is without
             for part in self.groups[number].slices:
                 come_back(part.parameter)

@@ -14,6 +14,7 @@ import operator
 import re
 import tomllib
 import unicodedata
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -202,8 +203,7 @@ def parsed(text: str, source: str | None) -> Document:
         for event in events:
             if isinstance(event, yaml.NodeEvent):
                 found = Document(text, source, value(event, ()))
-                for _ in events:
-                    pass  # there is no other document
+                deque(events, maxlen=0)  # there is no other document
                 return found
     raise RecordError("the file is empty", source=source)
 
@@ -211,8 +211,7 @@ def parsed(text: str, source: str | None) -> Document:
 def documents(text: str) -> tuple[yaml.Node, ...] | None:
     """The documents of whosever YAML it is, with aliases and tags; None where it cannot be read."""
     with suppress(RecordError), _readable(text, None):
-        for _ in _events(text):
-            pass  # within limits, as what follows needs it
+        deque(_events(text), maxlen=0)  # within limits, as what follows needs it
         return tuple(yaml.compose_all(text, Loader=_LOADER))
     return None
 
@@ -412,17 +411,13 @@ def parsed_json(
         problem = "not UTF-8 text"
     except json.JSONDecodeError as error:
         problem, line = error.msg, error.lineno
-    except RecursionError:
-        problem = "nested too deeply"
-    except ValueError as error:
-        is_long = "integer string conversion" in str(error)
-        problem = "a number is too long" if is_long else str(error)
+    except (RecursionError, ValueError) as error:
+        problem = _unreadable(error)
     raise RecordError(f"not readable as JSON: {problem}", source=source, line=line) from None
 
 
 def parsed_toml(text: str, source: str) -> dict[str, Any]:
     """Parse a TOML text, not nested deeply, of few dots; RecordError where it is none."""
-    problem = ""
     try:
         if text.count(".") > _MAX_DOTS:  # a key of n parts takes tomllib n ** 2
             raise ValueError(f"more than {_MAX_DOTS} dots")
@@ -438,12 +433,16 @@ def parsed_toml(text: str, source: str) -> dict[str, Any]:
                     f"more than {_MAX_TOML} values, or nested more than {MAX_DEPTH} deep"
                 )
         return found
-    except RecursionError:
-        problem = "nested too deeply"
-    except ValueError as error:
-        is_long = "integer string conversion" in str(error)
-        problem = "a number is too long" if is_long else str(error)
+    except (RecursionError, ValueError) as error:
+        problem = _unreadable(error)
     raise RecordError(f"not readable as TOML: {problem}", source=source)
+
+
+def _unreadable(error: Exception) -> str:
+    """Say what a parser of Python's library found wrong."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "a number is too long" if "integer string conversion" in str(error) else str(error)
 
 
 # --- words ----------------------------------------------------------------------------------------
