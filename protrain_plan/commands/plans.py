@@ -65,8 +65,8 @@ def simulate(
     Example: protrain simulate plan.yaml --trace trace.json
     """
     from protrain_plan.commands import output
-    from protrain_plan.presentation.report.page import trace_text
-    from protrain_plan.presentation.report.screen import summary_json, summary_text
+    from protrain_plan.presentation.report.page import summary_json, trace_text
+    from protrain_plan.presentation.report.screen import summary_text
     from protrain_plan.presentation.report.stages import StagesScreen
     from protrain_plan.presentation.report.step import read_step
     from protrain_plan.presentation.terminal import wrote

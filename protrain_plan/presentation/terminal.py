@@ -5,7 +5,8 @@ inside plain data as JSON.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,27 @@ from rich.style import Style
 from protrain_runtime.contract.escaping import one_line
 
 
-def fields_of(record: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
-    """A record's fields as keys of an answer."""
-    names = (field.name for field in fields(record) if field.name not in but)
-    return {name: getattr(record, name) for name in names}
+def fields_of(record: Any, *names: str, but: Collection[str] = ()) -> dict[str, Any]:
+    """A record's fields, or its attributes of these `names`, as keys of an answer; none of None."""
+    taken = names or [field.name for field in fields(record)] if record is not None else ()
+    return {name: getattr(record, name) for name in taken if name not in but}
+
+
+def plain(data: Any) -> Any:
+    """Return records as their fields, and numbers that JSON does not have as null."""
+    match data:
+        case dict():
+            return {key: plain(value) for key, value in data.items()}
+        case tuple() if hasattr(data, "_asdict"):  # a named one
+            return plain(data._asdict())
+        case list() | tuple():
+            return [plain(value) for value in data]
+        case float():
+            return data if isfinite(data) else None
+        case _ if is_dataclass(data):
+            return plain(fields_of(data))
+        case _:
+            return data
 
 
 class Text(rich.text.Text):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protrain_plan.presentation.terminal import Text
+from protrain_plan.presentation.terminal import Text, fields_of
 from protrain_runtime.contract.records.plan import Keep, Persistent, Plan, Recompute
 
 if TYPE_CHECKING:
@@ -82,11 +82,8 @@ def _switched(file: "TrainerFile", switch: Any, *, on: bool) -> list[Change]:
     key = next((key for key in switch.keys if file.decided.get(key) is not None), switch.keys[0])
     now = file.decided.get(key)
     new = switch.on if on else switch.off
-    return (
-        []
-        if new == (switch.default if now is None else now)
-        else [Change(key=key, now=now, new=new)]
-    )
+    is_so = new == (switch.default if now is None else now)
+    return [] if is_so else [Change(key=key, now=now, new=new)]
 
 
 def _recomputes(plan: Plan) -> bool:
@@ -103,18 +100,8 @@ def _recomputes(plan: Plan) -> bool:
 
 def file_json(file: "TrainerFile", advised: Sequence[Advice]) -> dict[str, Any]:
     """Return what `--json` says of a file: its keys in lists, and changes for each answer."""
-    return {
-        "trainer_file": {
-            "path": file.path,
-            "format": file.format.name,
-            "options": file.options,
-            "understood": file.understood,
-            "by_default": file.by_default,
-            "decided": dict(file.decided),
-            "ignored": dict(file.ignored),
-            "changes": advised,
-        }
-    }
+    told = fields_of(file, "path", "options", "understood", "by_default", "decided", "ignored")
+    return {"trainer_file": {**told, "format": file.format.name, "changes": advised}}
 
 
 def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:

@@ -8,7 +8,7 @@ import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,13 +24,13 @@ from protrain_plan.presentation.report import page
 from protrain_plan.presentation.report.page import (
     page_text,
     step_data,
+    summary_json,
     trace_events,
     trace_text,
 )
 from protrain_plan.presentation.report.screen import (
     KIND_MARKS,
     Screen,
-    summary_json,
     summary_text,
 )
 from protrain_plan.presentation.report.stages import StagesScreen
@@ -44,6 +44,7 @@ from protrain_plan.presentation.report.step import (
     slot_begins_s,
     waits,
 )
+from protrain_plan.presentation.terminal import plain
 from protrain_runtime.contract.program.program import MoveKind
 from protrain_runtime.contract.program.recording import Event
 from protrain_runtime.contract.records import fingerprint, write_plan, write_profile
@@ -248,7 +249,7 @@ def test_every_kind_of_bytes_has_a_letter() -> None:
 
 
 def as_json(data: Any) -> str:
-    return json.dumps(data, indent=1, default=asdict) + "\n"
+    return json.dumps(plain(data), indent=1) + "\n"
 
 
 def summary(step: Step) -> str:
@@ -455,7 +456,6 @@ def test_a_step_that_is_not_clipped_says_so() -> None:
 
 
 def test_every_kind_of_move_has_words_and_a_colour() -> None:
-    script = (Path(page.__file__).parent / "page.js").read_text(encoding="utf-8")
-    for table in ("DOES", "COLOUR"):
-        body = script.split(f"const {table} = {{", 1)[1].split("};", 1)[0]
-        assert set(get_args(MoveKind)) <= set(re.findall(r'"([a-z -]+)":', body))
+    script = (Path(page.__file__).parent / "lanes.js").read_text(encoding="utf-8")
+    body = script.split("const MOVES = {", 1)[1].split("};", 1)[0]
+    assert set(get_args(MoveKind)) <= set(re.findall(r'"([a-z -]+)": \["[a-z]+", ', body))

@@ -3,11 +3,10 @@
 import base64
 import hashlib
 import html
-import itertools
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from importlib.resources import files
 from math import floor, log10
 from string import Template
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 from protrain_plan.presentation.plans import fastest
 from protrain_plan.presentation.report.step import (
-    Bar,
     OfStages,
     Step,
     bars,
@@ -25,6 +23,7 @@ from protrain_plan.presentation.report.step import (
     waits,
 )
 from protrain_plan.presentation.staging import layout_text, pace_text, pipelined_json
+from protrain_plan.presentation.terminal import fields_of, plain
 from protrain_plan.simulation.report import in_words, part_in_words
 from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract import __version__
@@ -32,9 +31,12 @@ from protrain_runtime.contract.escaping import one_line
 from protrain_runtime.contract.program.program import COMPUTE, unit_words
 from protrain_runtime.contract.program.recording import Recording
 from protrain_runtime.contract.records import activations_text, fingerprint, states_text
-from protrain_runtime.contract.records.plan import UnitPlan
 
 Data = dict[str, Any]
+
+
+PANELS = ("shared", "memory", "lanes", "time", "decisions", "alternatives", "page")
+"""The page's scripts, which are put into one, in this order."""
 
 
 class FrontPoint(NamedTuple):
@@ -46,7 +48,7 @@ class FrontPoint(NamedTuple):
 
 
 class _Scale:
-    """Writer of times and kinds as numbers."""
+    """Writer of columns, in which times are ticks and kinds are numbers."""
 
     def __init__(self, step: Step) -> None:
         seconds = step.report.step_seconds
@@ -57,79 +59,76 @@ class _Scale:
     def ticks(self, seconds: Iterable[float]) -> list[int]:
         return [round(time / self.tick_s) for time in seconds]
 
-    def bars(self, found: Sequence[Bar]) -> Data:
-        return {
-            "start": self.ticks(bar.start_s for bar in found),
-            "end": self.ticks(bar.end_s for bar in found),
-            "kind": [self.kinds[bar.kind] for bar in found],
-            "unit": [bar.unit for bar in found],
-        }
+    def columns(self, found: Sequence[Any], *names: str) -> Data:
+        """Return start and end of each, and its other fields of these names."""
+        lists = {name: [getattr(one, name) for one in found] for name in names}
+        if "kind" in lists:
+            lists["kind"] = [self.kinds[kind] for kind in lists["kind"]]
+        starts, ends = (one.start_s for one in found), (one.end_s for one in found)
+        return {"start": self.ticks(starts), "end": self.ticks(ends), **lists}
 
-    def moved(self, found: Sequence[Bar]) -> Data:
-        """Return the same, with what each transfers."""
-        return self.bars(found) | {
-            "slot": [bar.slot for bar in found],
-            "bytes": [bar.bytes for bar in found],
-            "pieces": [bar.num_pieces for bar in found],
-        }
+
+def summary_json(step: Step) -> Data:
+    """The step's seconds and peaks, in seconds and bytes; `step_data` has the time line, too."""
+    report = step.report
+    return {
+        **_summed_up(step),
+        **fields_of(report, "critical_path", "stall_by_lane", "lanes"),
+        "peak_slot": report.peak_slot.name,
+        "peak_slot_bytes": report.slots[report.peak_slot.index].device.by_kind,
+        "peak_bytes": report.tier_peaks,
+    }
+
+
+def _summed_up(step: Step) -> Data:
+    """The part that the summary and the page have in common."""
+    prediction = step.plan.prediction
+    return {
+        **fields_of(step.plan.group),
+        **pipeline_data(step),
+        **fields_of(step.report, "step_seconds"),
+        "predicted_step_seconds": prediction.step_seconds,
+        **fields_of(prediction, "clipped_step_seconds", "expected_seconds"),
+        **fields_of(step.report, "stall_seconds", "stall_by_cause"),
+    }
 
 
 def step_data(
-    step: Step,
-    *,
-    recording: Recording | None = None,
-    front: Sequence[FrontPoint] = (),
+    step: Step, *, recording: Recording | None = None, front: Sequence[FrontPoint] = ()
 ) -> Data:
     """Everything that is shown of a step; a recording must be one of its plan."""
-    scale, found, ran = _Scale(step), waits(step), bars(step, step.timeline.spans)
-    plan, report = step.plan, step.report
-    workload, prediction = plan.workload, plan.prediction
-    worn = wear(plan, step.profile)
-    units: list[Data] = []
-    for index, (decided, unit) in enumerate(zip(plan.units, step.profile.units, strict=True)):
-        one: Data = {
-            "name": decided.name,
-            "activations": activations_text(decided.activations),
-            "states": states_text(decided.states),
-            "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
-            "keep_bytes": unit.cost("keep").kept_bytes,
-        }
-        if (words := unit_words(plan.units, index)) != unit.name:
-            one["words"] = words
-        units.append(one)
+    scale, plan, report = _Scale(step), step.plan, step.report
+    ran = bars(step, step.timeline.spans)
     return {
+        **_summed_up(step),
         "program": f"protrain-plan {__version__}",
-        "model": workload.model,
+        **fields_of(plan.workload, "model"),
         "workload": workload_text(step),
-        "hardware": plan.hardware,
-        "optimizer": plan.optimizer,
-        "exactness": plan.exactness,
-        "allowed": plan.allowed,
-        "updates": plan.settings.updates,
-        "micro_batches": plan.settings.micro_batches,
+        **fields_of(plan, "hardware", "optimizer", "exactness", "allowed", "gap"),
+        **fields_of(plan.settings, "updates", "micro_batches"),
         "part": part_in_words(plan),
-        **asdict(plan.group),
-        **pipeline_data(step),
         "plan_fingerprint": fingerprint(step.whole),
         "profile_fingerprint": plan.profile_fingerprint,
         "profile_method": step.profile.method,
         "tick_seconds": scale.tick_s,
-        "step_seconds": report.step_seconds,
-        "predicted_step_seconds": prediction.step_seconds,
-        "expected_seconds": prediction.expected_seconds,
-        "gap": plan.gap,
         "fastest": fastest(step.whole),
-        "stall_seconds": report.stall_seconds,
-        "stall_by_cause": report.stall_by_cause,
         "words": [*in_words(report, plan), *wear_lines(plan, step.profile)],
-        "disk_writes": asdict(worn) if worn else None,
-        "units": units,
-        "decisions": decisions(step),
-        "slots": {
-            "begin": scale.ticks(slot_begins_s(step)),
-            "start": scale.ticks(slot.start_s for slot in report.slots),
-            "end": scale.ticks(slot.end_s for slot in report.slots),
-        },
+        "disk_writes": wear(plan, step.profile),
+        "units": [
+            {
+                **fields_of(decided, "name", "kind"),
+                "words": unit_words(plan.units, index),
+                "activations": activations_text(decided.activations),
+                "states": states_text(decided.states),
+                **fields_of(decided.schedule),
+                "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
+                "keep_bytes": unit.cost("keep").kept_bytes,
+            }
+            for index, (decided, unit) in enumerate(
+                zip(plan.units, step.profile.units, strict=True)
+            )
+        ],
+        "slots": scale.columns(report.slots) | {"begin": scale.ticks(slot_begins_s(step))},
         "peak_slot": report.peak_slot.index,
         "tiers": [
             {
@@ -147,26 +146,17 @@ def step_data(
         ],
         "kinds": list(scale.kinds),
         "lanes": [
-            {
-                "name": lane.name,
-                "busy_seconds": lane.busy_s,
-                "utilisation": lane.utilisation,
-                "bytes": lane.bytes,
-                "num_moves": lane.num_moves,
-                "bars": scale.moved(ran.get(lane.name, ())),
+            fields_of(lane)
+            | {
+                "bars": scale.columns(
+                    ran.get(lane.name, ()), "kind", "unit", "slot", "bytes", "num_pieces"
+                )
             }
             for lane in report.lanes
         ],
-        "waits": {
-            "start": scale.ticks(wait.start_s for wait in found),
-            "end": scale.ticks(wait.end_s for wait in found),
-            **{
-                name: [getattr(wait, name) for wait in found]
-                for name in ("slot", "cause", "waited_for", "lane")
-            },
-        },
-        "front": [point._asdict() for point in front],
-        "recording": None if recording is None else _recording(step, recording, scale),
+        "waits": scale.columns(waits(step), "slot", "cause", "waited_for", "lane"),
+        "front": front,
+        "recording": recording and _recording(step, recording, scale),
     }
 
 
@@ -200,45 +190,20 @@ def workload_text(step: Step) -> str:
     return ", ".join(parts)
 
 
-def decisions(step: Step) -> list[Data]:
-    """Runs of units with the same decisions, in order."""
-    found: list[Data] = []
-
-    def decided_alike(item: tuple[int, UnitPlan]) -> object:
-        # Parts that happen to follow one another are no run.
-        _, unit = item
-        name = unit.name if unit.kind == "part" else ""
-        return name, unit.activations, unit.states, unit.schedule
-
-    for _, run in itertools.groupby(enumerate(step.plan.units), key=decided_alike):
-        members = list(run)
-        first, decided = members[0]
-        found.append(
-            {
-                "first": first,
-                "last": members[-1][0],
-                "activations": activations_text(decided.activations),
-                "states": states_text(decided.states),
-                **asdict(decided.schedule),
-            }
-        )
-    return found
-
-
 def _recording(step: Step, recording: Recording, scale: _Scale) -> Data:
     """The recorded step, to be drawn over the simulated one."""
-    by_lane = bars(step, recording.events)
-    busy: dict[str, float] = {}
+    busy: dict[str, float] = defaultdict(float)
     for one in recording.events:
-        busy[one.lane] = busy.get(one.lane, 0.0) + one.end_s - one.start_s
-    predicted = [slot.device.total for slot in step.report.slots]
-    above = [index for index, size in enumerate(recording.slot_bytes) if size > predicted[index]]
+        busy[one.lane] += one.end_s - one.start_s
+    sizes = zip(recording.slot_bytes, step.report.slots, strict=False)
     return {
-        "step_seconds": recording.step_seconds,
-        "lanes": {lane: scale.bars(of_lane) for lane, of_lane in by_lane.items()},
+        **fields_of(recording, "step_seconds", "slot_bytes"),
+        "lanes": {
+            lane: scale.columns(of_lane, "kind", "unit")
+            for lane, of_lane in bars(step, recording.events).items()
+        },
         "busy_seconds": busy,
-        "slot_bytes": list(recording.slot_bytes),
-        "slots_above": above,
+        "slots_above": [n for n, (size, slot) in enumerate(sizes) if size > slot.device.total],
     }
 
 
@@ -246,11 +211,12 @@ def page_text(
     step: Step, *, recording: Recording | None = None, front: Sequence[FrontPoint] = ()
 ) -> str:
     """The page; a recording must be one of the step's plan."""
-    data = _shown(step_data(step, recording=recording, front=front))
-    style, script = part("page.css"), part("page.js")
+    data = _shown(plain(step_data(step, recording=recording, front=front)))
     several = step.of_stages is not None
-    style += part("stages.css") if several else ""
-    script = script.replace("  /* stages.js */\n", part("stages.js") if several else "")
+    style = part("page.css") + (part("stages.css") if several else "")
+    panels = "".join(part(f"{name}.js") for name in (*PANELS, *["stages"] * several))
+    # In a block: at the top, names such as `top` are the window's.
+    script = f'"use strict";\n{{\n{panels}}}\n'
     # No name, which may hold any character, can end the element around the data.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return Template(part("page.html")).substitute(
@@ -280,7 +246,7 @@ def _shown(data: Any) -> Any:
     match data:
         case str():
             return one_line(data)
-        case list() | tuple():
+        case list():
             return [_shown(value) for value in data]
         case dict():
             return {_shown(key): _shown(value) for key, value in data.items()}
