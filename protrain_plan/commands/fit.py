@@ -270,12 +270,7 @@ def fit(
     | protrain fit axolotl.yaml --on rtx-4090
     """
     from protrain_plan.commands.cells import Cells, Row
-    from protrain_plan.commands.output import (
-        destination,
-        print_json,
-        print_rendered,
-        progress,
-    )
+    from protrain_plan.commands.output import destination, print_json, print_rendered, progress
     from protrain_plan.planning.questions.cells import refuse_missing
     from protrain_plan.presentation.grids import cell_text, grid_text, row_of, search_json
     from protrain_plan.presentation.trainer_files import advice, file_json, file_text
