@@ -135,9 +135,12 @@ def refuse_closed_output() -> None:
         raise ProtrainError("standard output is closed", fix="send it to /dev/null")
 
 
-def show(as_json: bool, data: dict[str, Any], text: Callable[[], RenderableType]) -> None:
-    """Print a result: as one JSON object, or for people."""
-    print_any(data if as_json else text())
+def show(as_json: bool, data: object, text: Callable[[], RenderableType]) -> None:
+    """Print a result, plain data or a record: as one JSON object, or for people."""
+    if as_json:
+        print_json(data)
+    else:
+        print_rendered(text())
 
 
 def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:

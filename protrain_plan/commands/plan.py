@@ -26,6 +26,7 @@ from protrain_plan.commands.options import (
     machine_names,
     model_names,
     on_command_line,
+    refuse,
     refuse_batches,
     refuse_of_factory,
     size,
@@ -309,10 +310,8 @@ class ModelOptions:
         kept = [option for option in given(self) if option not in ours]
         kept += ["--model"] if of_file.named else []
         kept += ["--beside"] if of_file.beside else []
-        for option in (*kept, *given(workload)):
-            raise ProtrainError(
-                "a profile says it already", key=option, fix="plan a model by its name with --on"
-            )
+        fix = "plan a model by its name with --on"
+        refuse((*kept, *given(workload)), "a profile says it already", fix)
 
 
 @with_records
@@ -392,15 +391,11 @@ def plan(
     objective, settings = wanted.objective(model.global_batch), step.settings()
     if staged.stages is not None:
         others = (*given(fixed), *given(wanted), *given(search), *["--beside"] * bool(beside_it))
-        for unused in (option for option in others if option != "--explain"):
-            raise ProtrainError(
-                "stages are planned without it", key=unused, fix="leave it out, or --stages"
-            )
+        unused = (option for option in others if option != "--explain")
+        refuse(unused, "stages are planned without it", "leave it out, or --stages")
         refuse_without_global_batch(model.global_batch, None, settings.micro_batches)
-        if devices.replicas is not None:
-            raise ProtrainError(
-                "the replicas of each stage are found", key="--replicas", fix="leave it out"
-            )
+        replicas = ["--replicas"] * (devices.replicas is not None)
+        refuse(replicas, "the replicas of each stage are found", "leave it out")
     leaves, kept, cells = leaves_named(allow), AnswerCache(off=model.no_cache), None
     if model.on is None:
         record = _read(profile, leaves if staged.stages is None else ())

@@ -245,11 +245,14 @@ def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str
         },
         **fields_of(answer.least_memory, but=("solved",)),
         **fields_of(answer, "kept_seconds", "seconds_without_pins"),
-        "front": [
-            fields_of(point, "device_bytes") | solved_json(point.solved) for point in answer.front
-        ],
+        "front": front_json(answer.front),
         "explanation": explanation,
     }
+
+
+def front_json(points: "Sequence[Point]") -> list[dict[str, Any]]:
+    """Return plans on the front of memory against time."""
+    return [fields_of(point, "device_bytes") | solved_json(point.solved) for point in points]
 
 
 def answer_text(
@@ -292,23 +295,21 @@ def answer_text(
 
 def point_text(point: "Point") -> str:
     """Say one point of a front in a line, while others are looked for."""
-    memory, seconds = _point(point)
-    return f"{memory}: a step of {format_seconds(seconds)}"
+    return f"{_typed(point)}: a step of {format_seconds(point.step_seconds)}"
 
 
-def _point(point: "Point") -> tuple[str, float]:
-    """Return a point's memory as one would type it, rounded up, and its seconds."""
-    return f"{-(-point.device_bytes // 2**20)}MiB", point.solved.plan.prediction.step_seconds
+def _typed(point: "Point") -> str:
+    """Return a point's memory as one would type it, rounded up."""
+    return f"{-(-point.device_bytes // 2**20)}MiB"
 
 
 def _front_text(answer: "Answer") -> RenderableType:
     """Return memory against time, the bars in proportion to the slowest step."""
     table = table_of("device memory", "step", "gap", "")
-    slowest = max(_point(point)[1] for point in answer.front)
+    slowest = max(point.step_seconds for point in answer.front)
     for point in answer.front:
-        memory, seconds = _point(point)
-        drawn = bar(30 * seconds / slowest)
-        table.add_row(memory, format_seconds(seconds), f"{point.solved.gap:.2%}", drawn)
+        told = (_typed(point), format_seconds(point.step_seconds), f"{point.solved.gap:.2%}")
+        table.add_row(*told, bar(30 * point.step_seconds / slowest))
     note = Text("each line is a plan; --device-memory with a line's memory writes it")
     return Group(table, "", note)
 

@@ -4,7 +4,7 @@ Everything that is printed for people is made of these; `commands/output.py` pri
 inside plain data as JSON.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass
 from math import isfinite
 from pathlib import Path
@@ -25,19 +25,21 @@ def fields_of(record: Any, *names: str, but: Collection[str] = ()) -> dict[str, 
     return {name: getattr(record, name) for name in taken if name not in but}
 
 
-def plain(data: Any) -> Any:
-    """Return records as their fields, and numbers that JSON does not have as null."""
+def plain(data: Any, words: Callable[[str], str] = str) -> Any:
+    """Return records as their fields, texts as `words` has them, and infinite numbers as null."""
     match data:
+        case str():
+            return words(data)
         case dict():
-            return {key: plain(value) for key, value in data.items()}
+            return {plain(key, words): plain(value, words) for key, value in data.items()}
         case tuple() if hasattr(data, "_asdict"):  # a named one
-            return plain(data._asdict())
+            return plain(data._asdict(), words)
         case list() | tuple():
-            return [plain(value) for value in data]
+            return [plain(value, words) for value in data]
         case float():
             return data if isfinite(data) else None
         case _ if is_dataclass(data):
-            return plain(fields_of(data))
+            return plain(fields_of(data), words)
         case _:
             return data
 

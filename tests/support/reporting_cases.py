@@ -9,7 +9,6 @@ from pathlib import Path
 from protrain_plan.planning.stages.cycles import Pipeline
 from protrain_plan.planning.stages.pipelines import Stage, pipelined, planned
 from protrain_plan.planning.stages.shapes import Shape
-from protrain_plan.presentation.report.page import FrontPoint
 from protrain_plan.presentation.report.step import Step, simulated
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.program.recording import Event, Recording
@@ -186,4 +185,7 @@ def recorded(step: Step) -> Recording:
     )
 
 
-FRONT = (FrontPoint(6 * 10**9, 0.9, 0.002), FrontPoint(9 * 10**9, 0.7, 0.0))
+FRONT = [
+    {"device_bytes": size, "step_seconds": seconds, "gap": gap}
+    for size, seconds, gap in ((6 * 10**9, 0.9, 0.002), (9 * 10**9, 0.7, 0.0))
+]

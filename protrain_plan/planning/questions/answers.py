@@ -122,6 +122,11 @@ class Point:
     device_bytes: int
     solved: Solved
 
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of its step."""
+        return self.solved.plan.prediction.step_seconds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from math import floor, log10
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 from protrain_plan.presentation.plans import fastest
 from protrain_plan.presentation.report.step import (
@@ -37,14 +37,6 @@ Data = dict[str, Any]
 
 PANELS = ("shared", "memory", "lanes", "time", "decisions", "alternatives", "page")
 """The page's scripts, which are put into one, in this order."""
-
-
-class FrontPoint(NamedTuple):
-    """A plan on the front of memory against time; `device_bytes` with the context."""
-
-    device_bytes: int
-    step_seconds: float
-    gap: float
 
 
 class _Scale:
@@ -82,10 +74,14 @@ def summary_json(step: Step) -> Data:
 
 def _summed_up(step: Step) -> Data:
     """The part that the summary and the page have in common."""
-    prediction = step.plan.prediction
+    prediction, of, pipeline = step.plan.prediction, step.of_stages, None
+    if of is not None:
+        words = f"{pace_text(of.pipeline)}{layout_text(of.pipeline)}"
+        pipeline = {"words": words, **pipelined_json(of.pipeline, with_spans=True)}
     return {
         **fields_of(step.plan.group),
-        **pipeline_data(step),
+        "stage": of and of.stage,
+        "pipeline": pipeline,
         **fields_of(step.report, "step_seconds"),
         "predicted_step_seconds": prediction.step_seconds,
         **fields_of(prediction, "clipped_step_seconds", "expected_seconds"),
@@ -94,9 +90,12 @@ def _summed_up(step: Step) -> Data:
 
 
 def step_data(
-    step: Step, *, recording: Recording | None = None, front: Sequence[FrontPoint] = ()
+    step: Step, *, recording: Recording | None = None, front: Sequence[Data] = ()
 ) -> Data:
-    """Everything that is shown of a step; a recording must be one of its plan."""
+    """Everything that is shown of a step; a recording must be one of its plan.
+
+    The `front` of memory against time is that of `plan --json`.
+    """
     scale, plan, report = _Scale(step), step.plan, step.report
     ran = bars(step, step.timeline.spans)
     return {
@@ -160,15 +159,6 @@ def step_data(
     }
 
 
-def pipeline_data(step: Step) -> Data:
-    """The pipeline that the step's stage is of, where it is of one."""
-    if (of := step.of_stages) is None:
-        return {"stage": None, "pipeline": None}
-    found = of.pipeline
-    told = {"words": f"{pace_text(found)}{layout_text(found)}"}
-    return {"stage": of.stage, "pipeline": told | pipelined_json(found, with_spans=True)}
-
-
 def workload_text(step: Step) -> str:
     """`2 sequences of 256 tokens on each of 8 devices, float32`."""
     workload = step.plan.workload
@@ -207,11 +197,10 @@ def _recording(step: Step, recording: Recording, scale: _Scale) -> Data:
     }
 
 
-def page_text(
-    step: Step, *, recording: Recording | None = None, front: Sequence[FrontPoint] = ()
-) -> str:
+def page_text(step: Step, *, recording: Recording | None = None, front: Sequence[Data] = ()) -> str:
     """The page; a recording must be one of the step's plan."""
-    data = _shown(plain(step_data(step, recording=recording, front=front)))
+    # In names, what cannot be seen is shown as an escape.
+    data = plain(step_data(step, recording=recording, front=front), one_line)
     several = step.of_stages is not None
     style = part("page.css") + (part("stages.css") if several else "")
     panels = "".join(part(f"{name}.js") for name in (*PANELS, *["stages"] * several))
@@ -239,19 +228,6 @@ def part(name: str) -> str:
 def hash_source(text: str) -> str:
     """Name a style or a script as a page's policy does."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _shown(data: Any) -> Any:
-    """Return the data; in names, what cannot be seen is shown as an escape."""
-    match data:
-        case str():
-            return one_line(data)
-        case list():
-            return [_shown(value) for value in data]
-        case dict():
-            return {_shown(key): _shown(value) for key, value in data.items()}
-        case _:
-            return data
 
 
 # The trace
