@@ -473,6 +473,9 @@ def _offloads(unit: UnitPlan) -> bool:
     return isinstance(unit.states, Offload) and unit.states.tier != "device"
 
 
+_IN_BACKWARD = "in backward: here gradients stand until the step"
+_ON_DEVICE = "on the device: here the host updates them"
+_AHEAD = "before the norm is known: here all updates wait"
 _NO_DISK = "States on disk cannot be said: they go to host memory."
 
 
@@ -522,21 +525,12 @@ def _common_losses(plan: Plan, switches: Switches, *, said: Collection[Sayable] 
         losses.append(f"{_blocks(stay)} would keep their states on the device: all are offloaded.")
     elif switches.shard_states and stay:
         losses.append(f"{_blocks(stay)} would have their states on every device: all are sharded.")
-    stepped = sum(unit.states == STEPPED for unit in blocks)
-    if stepped:
-        losses.append(
-            f"{_blocks(stepped)} would be updated in backward: here gradients stand until the step."
-        )
-    streamed = sum(unit.states.update_on_device for unit in blocks)
-    if streamed:
-        losses.append(
-            f"{_blocks(streamed)} would be updated on the device: here the host updates them."
-        )
-    ahead = sum(unit.states.speculate for unit in blocks)
-    if ahead:
-        losses.append(
-            f"{_blocks(ahead)} would be updated before the norm is known: here all updates wait."
-        )
+    for updates, words in (
+        ([unit.states == STEPPED for unit in blocks], _IN_BACKWARD),
+        ([unit.states.update_on_device for unit in blocks], _ON_DEVICE),
+        ([unit.states.speculate for unit in blocks], _AHEAD),
+    ):
+        losses += [f"{_blocks(sum(updates))} would be updated {words}."] * any(updates)
     if plan.whole.num_devices > 1:
         nodes = f" in {plan.whole.num_nodes} nodes" if plan.whole.num_nodes > 1 else ""
         started = f"{plan.whole.num_devices}{nodes}"
