@@ -60,7 +60,7 @@ onKeys(strip, { ArrowLeft: pickBy(-1), ArrowRight: pickBy(1), Escape: () => { pi
 // Runs of units with the same decisions. Parts that happen to follow one another are no run.
 const SCHEDULE = ["forward_lead", "backward_lead", "swap_lead", "swap_drain", "update_drain"];
 const decidedAlike = (one, other) => (one.kind === "part" ? one === other : other.kind !== "part")
-  && ["activations", "states", ...SCHEDULE].every((what) => one[what] === other[what]);
+  && ["activations", "states", "update_late", ...SCHEDULE].every((what) => one[what] === other[what]);
 const decisionsTable = () => {
   const runs = [];
   for (const unit of units) {

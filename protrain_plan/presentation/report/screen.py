@@ -93,8 +93,7 @@ class Screen:
             f" {fastest(self.step.whole)}"
             + ("" if part else f"; compute waits {format_seconds(report.stall_seconds)}")
         )
-        for words in other_results(plan):
-            yield from self._sentence(words)
+        yield from self._sentence(*other_results(plan))
         if part:
             yield Text(f"{part}:")
         yield from self._decisions()
@@ -103,9 +102,8 @@ class Screen:
         yield Text()
         yield from self._lanes()
         waited, *_ = in_words(report, plan)
-        yield from self._sentence(f"{WAITING} {waited}" if report.stall_seconds else waited)
-        for words in wear_lines(plan, self.step.profile):
-            yield from self._sentence(words)
+        waited = f"{WAITING} {waited}" if report.stall_seconds else waited
+        yield from self._sentence(waited, *wear_lines(plan, self.step.profile))
 
     # Decisions
 
@@ -210,8 +208,9 @@ class Screen:
 
     # Words
 
-    def _sentence(self, words: str) -> Iterator[Text]:
-        yield from self._wrapped(one_line(words).split(" "), between=" ", indent="  ")
+    def _sentence(self, *sentences: str) -> Iterator[Text]:
+        for words in sentences:
+            yield from self._wrapped(one_line(words).split(" "), between=" ", indent="  ")
 
     def _wrapped(
         self, words: Iterable[str], *, between: str = "   ", indent: str = ""
