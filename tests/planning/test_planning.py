@@ -318,6 +318,22 @@ def test_nothing_moves_for_less_than_a_tenth_of_the_step(device_speed: float, mo
     assert (answer.gap > 0.01) is not moved  # and told
 
 
+@pytest.mark.parametrize("hardware", [cpu(), gpu()], ids=["cpu", "gpu"])
+def test_recomputation_that_is_faster_needs_no_tenth_of_the_step(hardware: Hardware) -> None:
+    """It moves nothing. To write activations to memory may cost a processor more."""
+    profile = small(hardware)
+    units = list(profile.units)
+    for index in (2, 4):
+        full = units[index].cost("full")
+        quick = replace(full, backward_s=units[index].cost("keep").backward_s * 0.8)
+        forms = tuple(quick if form == full else form for form in units[index].forms)
+        units[index] = replace(units[index], forms=forms)
+    answer = solved(plan(replace(profile, units=tuple(units)), within(profile, 20_000 * MB)))
+    for index, unit in enumerate(answer.plan.units):
+        recomputed = Recompute() if index in (2, 4) else Keep()
+        assert (unit.activations, unit.states) == (recomputed, Persistent())
+
+
 def test_updates_that_wait_for_the_norm_forfeit_their_overlap_with_backward() -> None:
     modes: tuple[Updates, ...] = ("in backward", "after backward")
     early, late = (seconds_of(model(gpu()), 700 * MB, clip_share=1.0, updates=u) for u in modes)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Literal, NamedTuple, get_args
 
-from protrain_plan.planning.model.options import homes
+from protrain_plan.planning.model.options import Decision, homes
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.choices import uniform
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
@@ -102,6 +102,25 @@ def keeping(problem: Problem, evaluator: Evaluator) -> Evaluation | None:
     if not kept or not all(isinstance(option.decision, Persistent) for option in states):
         return None
     return evaluator.evaluate(choice)
+
+
+def staying(problem: Problem, evaluator: Evaluator) -> Evaluation | None:
+    """The faster of two plans that move nothing; None where keeping everything does not fit.
+
+    One keeps everything. In the other each unit's activations have the form that computes the
+    least: of large activations that a processor has to write to memory, that may be recomputation.
+    """
+    kept = keeping(problem, evaluator)
+    if kept is None:
+        return None
+    fastest: list[Decision] = []
+    for options, (_, states) in zip(problem.options, kept.choice, strict=True):
+        stay = [
+            (one.cost.compute_s, n) for n, one in enumerate(options.activations) if not one.swapped
+        ]
+        fastest.append((min(stay)[1], states))
+    other = evaluator.evaluate(tuple(fastest))
+    return other if other and other.seconds < kept.seconds else kept
 
 
 def leanest_variant(name: Baseline, problem: Problem) -> Choice:
