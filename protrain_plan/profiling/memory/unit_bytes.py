@@ -34,7 +34,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_of
 from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
-from protrain_runtime.contract.records.plan import Keep, Persistent, UnitPlan
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, UnitPlan
 from protrain_runtime.contract.records.profile import (
     HANDS_ON,
     SPARSE,
@@ -716,8 +716,8 @@ def _described(
             parameters=_listed(unit),
             also_used_by=tuple(found[user].name for user in chunk.used_by if user != index),
             own_inputs=own.own_inputs,
-            activations=Keep(),
-            states=Persistent(),
+            activations=KEEP,
+            states=PERSISTENT,
         )
         for index, (unit, chunk, own) in enumerate(zip(found, chunks, saved, strict=True))
     ]

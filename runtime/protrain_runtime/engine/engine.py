@@ -21,7 +21,7 @@ from protrain_runtime.activations.saved_tensors import Begun, ByPointer, SavedTe
 from protrain_runtime.activations.twice import RAN, end_runs
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
-from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput
+from protrain_runtime.contract.records.plan import KEEP
 from protrain_runtime.devices.lanes import LaneError, Ticket, WorkLane, is_held, nothing
 from protrain_runtime.devices.memory_meter import addresses
 from protrain_runtime.devices.stores import DeviceStore
@@ -250,7 +250,7 @@ class Engine:
 
     def differentiate(self, unit: int) -> None:
         plan = self._plans[unit]
-        if plan.activations == Keep() and isinstance(plan.states, Persistent):
+        if plan.activations == KEEP and plan.states.is_persistent:
             return
         raise RuntimeError(
             f"the forward asks for gradients itself (torch.autograd.grad) through {plan.name!r},"
@@ -682,7 +682,7 @@ class Engine:
         if not slot.forward and slot.unit in self._slots:
             self._slots[slot.unit].begun = True
         plan, reads = self._plans[slot.unit], self._reads[slot.unit]
-        swaps = isinstance(plan.activations, Swap | SwapInput)
+        swaps = plan.activations.tier is not None
         # Autograd saves what leaves the device.
         if slot.forward and (swaps or reads):
             own = foreign = frozenset[int]()
