@@ -409,16 +409,15 @@ def decision_name(value: object) -> str:
     if isinstance(value, tuple):
         return "-".join(decision_name(part) for part in value)
     if isinstance(value, Activations):
-        name = "Swap" * bool(value.tier) + ("Input" if value.recomputes else "")
-        if value.recomputes:
-            return f"{name or 'Recompute'}_{value.form}"
-        return name or "Keep"
-    assert isinstance(value, Placement)
+        kept, again = ("Swap", "SwapInput") if value.tier else ("Keep", "Recompute")
+        return f"{again}_{value.form}" if value.recomputes else kept
     if value == OPTIMIZER_IN_BACKWARD:
         return "Stepped"
-    if value.update_on_device:
+    if isinstance(value, Placement) and value.update_on_device:
         return "UpdatedOnDevice"
-    return "Persistent" if value.is_persistent else "Offload"
+    if isinstance(value, Placement):
+        return "Persistent" if value.is_persistent else "Offload"
+    return type(value).__name__
 
 
 def decided(
