@@ -27,7 +27,7 @@ from protrain_runtime.contract.records.plan import KEEP, Budgets, Placement
 from protrain_runtime.contract.records.profile import Profile, Unit, Workload
 from protrain_runtime.diagnostics.matching import with_batch_sizes
 from protrain_runtime.model.prepared import engine_of
-from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.parameters import refuse_parameters
 from tests.support.estimates import bytes_alone, machine
 from tests.support.fuzzed_modules import fuzzed, source
 from tests.support.hostile_models import HOSTILE, Hostile, Stack, batch_of, tokens_of

@@ -34,7 +34,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
 )
 from protrain_runtime.contract.records.profile import Profile, Quantize
-from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import (
     packed_layers,
     products_of_a_card,

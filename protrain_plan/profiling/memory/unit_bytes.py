@@ -55,7 +55,8 @@ from protrain_runtime.devices.memory_meter import (
     storages_of,
 )
 from protrain_runtime.states.chunk_layouts import make_chunk, unit_parameters
-from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice, of_one_storage, overlapping
+from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice
+from protrain_runtime.states.parameters import of_one_storage, overlapping
 from protrain_runtime.states.quantized import absent_scale_bytes
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 

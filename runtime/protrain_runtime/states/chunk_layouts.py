@@ -9,16 +9,8 @@ from torch import nn
 from protrain_runtime.contract.program.program import SHARD_ALIGNMENT, grouped, shard_bytes
 from protrain_runtime.contract.records.plan import UnitPlan
 from protrain_runtime.ranks.group import Ranks
-from protrain_runtime.states.chunks import (
-    ALIGNMENT,
-    Chunk,
-    CommonCopy,
-    Group,
-    Region,
-    Sharding,
-    Slice,
-    dense_strides,
-)
+from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Group, Slice, dense_strides
+from protrain_runtime.states.sharing import CommonCopy, Region, Sharding
 
 
 def make_chunk(
