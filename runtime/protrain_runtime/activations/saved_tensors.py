@@ -166,7 +166,7 @@ class SavedTensors:
             for chunk in chunks
             for group, buffer in chunk.buffers.items()
         }
-        self._swaps, self._foreign, self._own = swaps, foreign, own
+        self.swaps, self._foreign, self._own = swaps, foreign, own
         self._before: ByPointer = {} if handed_on is None else handed_on
         self.handed_on: ByPointer = {}
         # What autograd lets go of within the forward (the graph of what is detached) is gone here,
@@ -209,7 +209,7 @@ class SavedTensors:
             # Asked of its class, since parameters have an `isinstance` of their own.
             if issubclass(type(tensor), nn.Parameter) and held[1] in held[0].viewing:
                 return tensor
-        elif not self._swaps or (place := self._swapped_place(tensor)) is None:
+        elif not self.swaps or (place := self._swapped_place(tensor)) is None:
             return tensor.detach()  # the tensor itself would hold the graph that holds it
         assert place is not None
         return place, (
