@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protrain_plan.presentation.terminal import Text, fields_of
-from protrain_runtime.contract.records.plan import Keep, Persistent, Plan, Recompute
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Plan
 
 if TYPE_CHECKING:
     from protrain_plan.models.trainer_files import TrainerFile
@@ -60,7 +60,7 @@ def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool)
         return Advice(cell=cell, changes=tuple(changes))
     recomputes = not plain_fits and _recomputes(plan)
     blocks = [unit for unit in plan.units if unit.kind == "block"]
-    many = sum(isinstance(unit.activations, Recompute) for unit in blocks)
+    many = sum(unit.activations.recomputes and not unit.activations.tier for unit in blocks)
     note = f"the plan recomputes {many} of {len(blocks)} blocks, and the file all"
     changes += _switched(file, file.format.checkpointing, on=recomputes)
     changes += _switched(file, file.format.offloading, on=False)
@@ -89,11 +89,9 @@ def _switched(file: "TrainerFile", switch: Any, *, on: bool) -> list[Change]:
 def _recomputes(plan: Plan) -> bool:
     """Whether the plan does no more than recompute blocks, as checkpointing does with all."""
     return all(
-        unit.states == Persistent()
-        and (
-            unit.activations == Keep()
-            or (unit.kind == "block" and isinstance(unit.activations, Recompute))
-        )
+        unit.states == PERSISTENT
+        and not unit.activations.tier
+        and (unit.activations == KEEP or (unit.kind == "block" and unit.activations.recomputes))
         for unit in plan.units
     )
 

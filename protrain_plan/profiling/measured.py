@@ -91,7 +91,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
-from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import settle_quantized
 from protrain_runtime.states.update_rules import UpdateRules
 

@@ -48,7 +48,14 @@ from protrain_plan.presentation.terminal import plain
 from protrain_runtime.contract.program.program import MoveKind
 from protrain_runtime.contract.program.recording import Event
 from protrain_runtime.contract.records import fingerprint, write_plan, write_profile
-from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Recompute, UnitPlan
+from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
+    Activations,
+    Placement,
+    UnitPlan,
+)
 from protrain_runtime.contract.units import format_seconds
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
@@ -376,15 +383,13 @@ def without_host() -> Step:
     decided = [(u.activations, u.states, u.schedule) for u in small_step().plan.units[:1]] * 3
     kept = step_of(decoder(cpu(), blocks=1), decided)
     first, block, last = kept.plan.units
-    units = (first, replace(block, states=Offload(tier="host")), last)
+    units = (first, replace(block, states=Placement(tier="host")), last)
     return replace(kept, plan=replace(kept.plan, units=units))
 
 
 def idle() -> Step:
     profile = decoder(cpu(), blocks=1, block_parameters=0, embedding_parameters=0, seconds=0.0)
-    units = tuple(
-        UnitPlan(name=u.name, activations=Keep(), states=Persistent()) for u in profile.units
-    )
+    units = tuple(UnitPlan(name=u.name, activations=KEEP, states=PERSISTENT) for u in profile.units)
     plan = replace(small_step().plan, profile_fingerprint=fingerprint(profile), units=units)
     return replace(small_step(), plan=plan, profile=profile)
 
@@ -393,8 +398,8 @@ UNITS = small_step().plan.units
 REFUSED: dict[str, Callable[[], Step]] = {
     "another profile": lambda: replace(small_step(), profile=decoder(cpu(), blocks=3)),
     "another unit": lambda: with_unit(2, name="layer.1"),
-    "a part that recomputes": lambda: with_unit(0, activations=Recompute()),
-    "a form that was not profiled": lambda: with_unit(1, activations=Recompute(form="mlp")),
+    "a part that recomputes": lambda: with_unit(0, activations=RECOMPUTE),
+    "a form that was not profiled": lambda: with_unit(1, activations=Activations(form="mlp")),
     "a unit less": lambda: with_units(*UNITS[:-1]),
     "a unit more": lambda: with_units(*UNITS, replace(UNITS[-1], name="tail")),
     "a tier that is not there": without_host,

@@ -34,10 +34,10 @@ from protrain_runtime.contract.records.decisions import activations_text, states
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms
 from protrain_runtime.contract.records.hardware import Hardware, Tier, TierName, is_accelerator
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
     Activations,
     Budgets,
-    Keep,
-    Persistent,
     Placement,
     Plan,
     Schedule,
@@ -457,8 +457,8 @@ class Problem:
                 parameters=unit.parameters,
                 also_used_by=tuple(units[user].name for user in unit.used_by if user != index),
                 own_inputs=unit.own_inputs,
-                activations=Keep(),
-                states=Persistent(),
+                activations=KEEP,
+                states=PERSISTENT,
             )
             for index, unit in enumerate(units)
         )

@@ -34,7 +34,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_of
 from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
-from protrain_runtime.contract.records.plan import Keep, Persistent, UnitPlan
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, UnitPlan
 from protrain_runtime.contract.records.profile import (
     HANDS_ON,
     SPARSE,
@@ -55,7 +55,8 @@ from protrain_runtime.devices.memory_meter import (
     storages_of,
 )
 from protrain_runtime.states.chunk_layouts import make_chunk, unit_parameters
-from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice, of_one_storage, overlapping
+from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice
+from protrain_runtime.states.parameters import of_one_storage, overlapping
 from protrain_runtime.states.quantized import absent_scale_bytes
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 
@@ -716,8 +717,8 @@ def _described(
             parameters=_listed(unit),
             also_used_by=tuple(found[user].name for user in chunk.used_by if user != index),
             own_inputs=own.own_inputs,
-            activations=Keep(),
-            states=Persistent(),
+            activations=KEEP,
+            states=PERSISTENT,
         )
         for index, (unit, chunk, own) in enumerate(zip(found, chunks, saved, strict=True))
     ]
