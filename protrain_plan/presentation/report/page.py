@@ -12,10 +12,12 @@ from math import floor, log10
 from string import Template
 from typing import Any
 
+from protrain_plan.planning.stages.schedule import StageSpan
 from protrain_plan.presentation.plans import fastest
 from protrain_plan.presentation.report.step import (
     OfStages,
     Step,
+    Wait,
     bars,
     memory,
     named,
@@ -25,6 +27,7 @@ from protrain_plan.presentation.report.step import (
 from protrain_plan.presentation.staging import layout_text, pace_text, pipelined_json
 from protrain_plan.presentation.terminal import fields_of, plain
 from protrain_plan.simulation.report import in_words, part_in_words
+from protrain_plan.simulation.timeline import Span
 from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.escaping import one_line
@@ -161,23 +164,20 @@ def step_data(
 
 def workload_text(step: Step) -> str:
     """`2 sequences of 256 tokens on each of 8 devices, float32`."""
-    workload = step.plan.workload
+    workload, many = step.plan.workload, step.plan.settings.micro_batches
     sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
     devices = f" on each of {step.plan.group}" if step.plan.group.num_devices > 1 else ""
-    parts = [f"{sequences} of {workload.seq_len} tokens{devices}", workload.dtype]
-    if workload.precision != "pure":
-        parts.append(f"{workload.precision} precision")
-    if workload.adapter:
-        parts.append(workload.adapter)
-    if workload.quantize:
-        parts.append(f"{workload.quantize} weights")
-    if workload.compile:
-        parts.append("compiled blocks")
-    if workload.deterministic:
-        parts.append("deterministic kernels")
-    if step.plan.settings.micro_batches > 1:
-        parts.append(f"{step.plan.settings.micro_batches} micro-batches")
-    return ", ".join(parts)
+    parts = (
+        f"{sequences} of {workload.seq_len} tokens{devices}",
+        workload.dtype,
+        f"{workload.precision} precision" if workload.precision != "pure" else "",
+        workload.adapter,
+        f"{workload.quantize} weights" if workload.quantize else "",
+        "compiled blocks" if workload.compile else "",
+        "deterministic kernels" if workload.deterministic else "",
+        f"{many} micro-batches" if many > 1 else "",
+    )
+    return ", ".join(filter(None, parts))
 
 
 def _recording(step: Step, recording: Recording, scale: _Scale) -> Data:
@@ -278,11 +278,10 @@ def trace_events(step: Step) -> Iterator[Data]:
             shown = f"{bar.kind} {details['unit']}"
         if bar.bytes:
             details["bytes"] = bar.bytes
-        yield _slice(shown, bar.kind, threads[span.lane], span.start_s, span.end_s, details)
+        yield _slice(span, shown, bar.kind, threads[span.lane], details)
     for wait in waits(step):
         details = {"waited_for": wait.waited_for, "lane": wait.lane, "slot": wait.slot}
-        name = f"for {wait.cause}"
-        yield _slice(name, "wait", threads[WAITS], wait.start_s, wait.end_s, details)
+        yield _slice(wait, f"for {wait.cause}", "wait", threads[WAITS], details)
     for tier in memory(step):
         for index, time in enumerate(tier.times_s):
             yield {
@@ -304,22 +303,20 @@ def stage_events(of: OfStages) -> Iterator[Data]:
     for span in of.pipeline.run.spans:
         details = span.action._asdict() if span.action else {}
         name = f"{span.kind} {details['micro_batch']}" if details else span.kind
-        yield _slice(name, span.kind, span.stage + 1, span.start_s, span.end_s, details)
+        yield _slice(span, name, span.kind, span.stage + 1, details)
 
 
 def _about(what: str, process: int, thread: int, **said: str | int) -> Data:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": said}
 
 
-def _slice(
-    name: str, category: str, thread: int, start_s: float, end_s: float, details: Data
-) -> Data:
+def _slice(span: Span | Wait | StageSpan, name: str, kind: str, thread: int, details: Data) -> Data:
     """A complete event; its end is rounded like the next one's start, so that none overlap."""
-    start, end = _microseconds(start_s), _microseconds(end_s)
+    start, end = _microseconds(span.start_s), _microseconds(span.end_s)
     return {
         "ph": "X",
         "name": name,
-        "cat": category,
+        "cat": kind,
         "pid": STEP,
         "tid": thread,
         "ts": start,

@@ -1,4 +1,4 @@
-"""What the engine asks of a programme at every boundary, worked out once."""
+"""The engine's questions to a programme at every boundary, answered once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
