@@ -1,4 +1,4 @@
-"""What the engine asks of a programme at every boundary, worked out once."""
+"""The facts that the engine asks of a programme at every boundary, worked out once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
