@@ -46,7 +46,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import SPARSE, Profile
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 
 MIN_PIECE_BYTES = 8 * 2**20
 """Smaller pieces spend their time on starting."""
