@@ -530,7 +530,7 @@ class Problem:
 
         def changes(option: ActivationOption | StateOption) -> tuple[tuple[int, int], ...]:
             sums: dict[int, int] = {}
-            for held in option.holdings:
+            for held in option.live_ranges:
                 sums[held.first] = sums.get(held.first, 0) + held.bytes
                 sums[held.last + 1] = sums.get(held.last + 1, 0) - held.bytes
             return tuple((slot, size) for slot, size in sums.items() if size)
