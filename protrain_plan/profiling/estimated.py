@@ -35,7 +35,8 @@ from protrain_plan.models.optimizers import (
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory.block_classes import filled
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
-from protrain_plan.profiling.memory.unit_bytes import Loaded, without_falls
+from protrain_plan.profiling.memory.lasting import Loaded
+from protrain_plan.profiling.memory.unit_bytes import without_falls
 from protrain_plan.profiling.optimizer_cost import optimizer_cost, refuse_sparse, told_of_steps
 from protrain_plan.profiling.tally import Tally, UpdateWork, library_bytes, rates_of
 from protrain_plan.profiling.unit_by_unit import (

@@ -24,12 +24,11 @@ from protrain_plan.profiling.memory.block_classes import (
     equal_blocks,
     filled,
     stubs_in_place,
-    with_inputs,
 )
+from protrain_plan.profiling.memory.lasting import other_bytes
 from protrain_plan.profiling.memory.unit_bytes import (
     analyze_units,
     measure_bytes,
-    other_bytes,
     without_falls,
 )
 from protrain_plan.profiling.optimizer_cost import optimizer_cost, refuse_sparse, told_of_steps
@@ -219,7 +218,7 @@ def measure_model(
         rehearsal = rehearse(
             model,
             batch,
-            with_inputs(structure.plans, counted),
+            structure.described(counted.representatives),
             workload,
             spill_directory,
             reserve,
