@@ -14,18 +14,15 @@ from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.planning.search.choices import min_memory
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Plan,
-    Recompute,
     Schedule,
     StepSettings,
-    Swap,
-    SwapInput,
 )
 from protrain_runtime.contract.records.profile import Profile
 
@@ -125,18 +122,18 @@ class _Policy:
 
 
 _POLICIES: dict[PlanKind, _Policy] = {
-    "keep": _Policy((Keep(),), Persistent()),
-    "recompute": _Policy((Recompute(),), Persistent()),
+    "keep": _Policy((KEEP,), PERSISTENT),
+    "recompute": _Policy((RECOMPUTE,), PERSISTENT),
     "partial": _Policy(
         (
-            Recompute(form="lite"),
-            Recompute(form="mlp"),
-            Recompute(form="attn"),
-            SwapInput(tier="disk"),
+            Activations(form="lite"),
+            Activations(form="mlp"),
+            Activations(form="attn"),
+            Activations(form="full", tier="disk"),
         ),
-        Persistent(),
+        PERSISTENT,
     ),
-    "offload": _Policy((Swap(tier="disk"),), Offload(tier="disk")),
+    "offload": _Policy((Activations(tier="disk"),), Placement(tier="disk")),
 }
 
 

@@ -29,7 +29,7 @@ from protrain_plan.planning.stages.answer import (
 )
 from protrain_plan.planning.stages.cuts import handed_bytes
 from protrain_plan.profiling.estimated import estimate
-from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, Keep, Plan, StepSettings
+from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, Plan, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
 
@@ -103,7 +103,9 @@ def way_of(plan: Plan, specimen: Specimen) -> Way:
         micro_batches=plan.settings.micro_batches,
         cuts=tuple(stage.first_units[0] for stage in plan.pipeline.stages[1:]),
         eager=plan.pipeline.schedule == "eager 1F1B",
-        recomputed=tuple(one.name for one in plan.units if not isinstance(one.activations, Keep)),
+        recomputed=tuple(
+            one.name for one in plan.units if one.activations.tier or one.activations.recomputes
+        ),
     )
 
 

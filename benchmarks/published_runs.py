@@ -27,13 +27,11 @@ from protrain_runtime.contract.program.group import group_on
 from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
     Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
     Schedule,
     StepSettings,
     UnitPlan,
@@ -394,18 +392,18 @@ def units_of(run: Run, problem: Problem) -> list[UnitPlan]:
 
     A unit that has no such option keeps its activations, and its states on the device.
     """
-    checkpointed: tuple[Activations, ...] = (Recompute(form="full"), Keep())
-    in_place: tuple[Activations, ...] = (Keep(form="in place"), Keep())
-    sharded: Placement = Persistent()
+    checkpointed: tuple[Activations, ...] = (Activations(form="full"), KEEP)
+    in_place: tuple[Activations, ...] = (Activations(form="in place"), KEEP)
+    sharded: Placement = PERSISTENT
     if run.sharding in ("full", "full in nodes", "states and gradients"):
         whole = run.sharding == "states and gradients"
-        sharded = Offload(tier="device", keep_gathered=whole)
+        sharded = Placement(tier="device", keep_gathered=whole)
     last = len(problem.options) - 1
 
     def wanted(index: int) -> tuple[Activations, ...]:
         if run.loss == "chunked" and index == last:
             return in_place
-        return checkpointed if run.checkpointing == "full" else (Keep(),)
+        return checkpointed if run.checkpointing == "full" else (KEEP,)
 
     return [
         decided(problem, index, wanted(index), sharded, _PREFETCHED) for index in range(last + 1)

@@ -32,10 +32,10 @@ from protrain_runtime.contract.program.group import group_on, profile_of_rank
 from protrain_runtime.contract.records.hardware import Collectives, Hardware, Interconnect
 from protrain_runtime.contract.records.plan import (
     ALONE,
+    KEEP,
+    PERSISTENT,
+    Activations,
     Budgets,
-    Keep,
-    Persistent,
-    Recompute,
     Schedule,
     StepSettings,
 )
@@ -86,8 +86,8 @@ def arranged_s(profile: Profile, shape: Shape, layers: Sequence[int], recomputed
         ((first, end),) = runs = pipeline.runs(ends, s)
         problem, plans = pipeline.problem(runs, s), []
         for unit in range(first, end):
-            forms = (Recompute(form="full"), Keep())[not 0 < unit <= recomputed :]
-            plans.append(decided(problem, unit - first, forms, Persistent(), schedule))
+            forms = (Activations(form="full"), KEEP)[not 0 < unit <= recomputed :]
+            plans.append(decided(problem, unit - first, forms, PERSISTENT, schedule))
         middle, last = (problem.program(plans, updating=one) for one in (False, True))
         stages.append(stage_seconds(middle, last, [end - first]))
     return simulated(shape, stages, pipeline.hops).step_seconds

@@ -62,15 +62,7 @@ if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF
 
 import typer
 
-from protrain_plan.commands import (
-    check,
-    fit,
-    machines,
-    plan,
-    plans,
-    profile,
-    run,
-)
+from protrain_plan.commands import check, fit, machines, plan, plans, profile, run
 from protrain_plan.commands.output import (
     BROKEN_PIPE,
     flush,

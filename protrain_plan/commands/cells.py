@@ -82,26 +82,17 @@ class Cells:
         have what is set.
         """
         if self.stages is not None:
-            staging = Staging(kept=self.kept)
+            staged, find = self.staged(progress), Staging(kept=self.kept).answer
             return [
-                [
-                    _cell(
-                        *at,
-                        question=one.base,
-                        answer=partial(staging.answer, one),
-                        others=one.others,
-                    )
-                ]
-                for at, one in zip(self._every, self.staged(progress), strict=True)
+                [_cell(*at, question=one.base, answer=partial(find, one), others=one.others)]
+                for at, one in zip(self._every, staged, strict=True)
             ]
         if self.global_batch is not None:
             questions = self._best(progress, self.global_batch)
         else:
             profiles = self._profiles([row.request for row, _ in self._every], progress, {})
-            questions = [
-                self._question(row, offer, profile)
-                for (row, offer), profile in zip(self._every, profiles, strict=True)
-            ]
+            asked = zip(self._every, profiles, strict=True)
+            questions = [self._question(*at, profile) for at, profile in asked]
         lines: list[list[Cell]] = []
         for (row, offer), question in zip(self._every, questions, strict=True):
             lines.append([])
@@ -185,9 +176,8 @@ class Cells:
 
         def asked(number: int, size: int, profile: Profile) -> Question:
             row, offer = self._every[number]
-            return self._question(
-                row, offer, profile, global_batch // offer.group.num_devices // size
-            )
+            many = global_batch // offer.group.num_devices // size
+            return self._question(row, offer, profile, many)
 
         candidates = [
             [asked(number, size, between(low, high, size)) for size in sizes[number]]
@@ -196,9 +186,8 @@ class Cells:
         best, words = BestBatch(kept=self.kept), "looking for the best micro-batches"
         numbers = answered(candidates, best, progress, lambda _: words, best.known, jobs=self.jobs)
         chosen = [tried[number] for tried, number in zip(sizes, numbers, strict=True)]
-        requests = [
-            row.request.sized(size) for (row, _), size in zip(self._every, chosen, strict=True)
-        ]
+        every = zip(self._every, chosen, strict=True)
+        requests = [row.request.sized(size) for (row, _), size in every]
         profiles = self._profiles(requests, progress, known)
         return [asked(*one) for one in zip(range(len(chosen)), chosen, profiles, strict=True)]
 
@@ -210,12 +199,11 @@ class Cells:
         """Return the cells with another batch size or sequence length."""
         from protrain_plan.planning.questions.growth import sized
 
-        requests = [
-            replace(row.request, workload=sized(row.request.workload, quantity, size))
-            for row in self.rows
-        ]
-        rows = zip(self.rows, requests, strict=True)
-        return replace(self, rows=[replace(row, request=request) for row, request in rows])
+        def resized(row: Row) -> Row:
+            workload = sized(row.request.workload, quantity, size)
+            return replace(row, request=replace(row.request, workload=workload))
+
+        return replace(self, rows=[*map(resized, self.rows)])
 
     def _with_states_of_8_bits(
         self, found: Sequence[Tried], progress: Progress
@@ -238,15 +226,12 @@ class Cells:
             for (row, _), one in zip(self._every, found[:: len(self.values)], strict=True)
         ]
         profiles = self._profiles(requests, progress, {})
-        return [
-            replace(
-                question,
-                profile=replace(
-                    profiles[number // len(self.values)], hardware=question.profile.hardware
-                ),
-            )
-            for number, question in enumerate(one.cell.question for one in found)
-        ]
+        lighter = (profile for profile in profiles for _ in self.values)
+
+        def changed(question: Question, profile: Profile) -> Question:
+            return replace(question, profile=replace(profile, hardware=question.profile.hardware))
+
+        return [changed(one.cell.question, next(lighter)) for one in found]
 
     def _beside_8_bits(
         self, found: Sequence[Tried], lighter: Sequence[Question], progress: Progress

@@ -27,6 +27,7 @@ from protrain_plan.commands.options import (
     integers,
     machine_names,
     prices_of,
+    refuse,
     refuse_batches,
     refuse_of_factory,
 )
@@ -141,9 +142,9 @@ class WantedOptions:
         """Return all numbers of devices of all machines; ProtrainError where there is none."""
         from protrain_plan.hardware.offers import catalogue_offers, offer, read_offers
 
-        of_on = {"--num-devices": cells.num_devices != "1", "--price": self.price is not None}
-        for option in (one for one, is_given in of_on.items() if is_given and cells.on is None):
-            raise ProtrainError("it is for machines of --on", key=option)
+        of_on = ["--num-devices"] * (cells.num_devices != "1")
+        of_on += ["--price"] * (self.price is not None)
+        refuse(of_on if cells.on is None else (), "it is for machines of --on")
         if cells.on is not None and self.among is not None:
             raise ProtrainError("--on and --among both name machines", key="--among")
         if cells.on is not None:
@@ -270,12 +271,7 @@ def fit(
     | protrain fit axolotl.yaml --on rtx-4090
     """
     from protrain_plan.commands.cells import Cells, Row
-    from protrain_plan.commands.output import (
-        destination,
-        print_json,
-        print_rendered,
-        progress,
-    )
+    from protrain_plan.commands.output import destination, print_json, print_rendered, progress
     from protrain_plan.planning.questions.cells import refuse_missing
     from protrain_plan.presentation.grids import cell_text, grid_text, row_of, search_json
     from protrain_plan.presentation.trainer_files import advice, file_json, file_text
@@ -293,15 +289,14 @@ def fit(
     refuse_of_factory(context, model, grid.given)
     asked, beside = grid.filled(asked), of_file.frozen(model, file)
     chosen = list(grid.rows(workload, step))
+    helps = [option for option in given(answers) if option in ("--compare", "--what-helps")]
     if staged.stages is not None:
         refuse_without_global_batch(asked.global_batch, asked.batch_size, step.accumulate)
-        unused = (*given(answers), *["--beside"] * bool(beside), *["--set"] * bool(grid.given))
-        for option in unused:
-            if option in ("--beside", "--compare", "--set", "--what-helps"):
-                raise ProtrainError("stages are planned without it", key=option)
-    for option in (*given(answers), *["--sort"] * bool(asked.sort)):
-        if wanted.is_search and option in ("--compare", "--what-helps", "--sort"):
-            raise ProtrainError("a search has an order and an answer of its own", key=option)
+        unused = (*helps, *["--beside"] * bool(beside), *["--set"] * bool(grid.given))
+        refuse(unused, "stages are planned without it")
+    if wanted.is_search:
+        unused = (*helps, *["--sort"] * bool(asked.sort))
+        refuse(unused, "a search has an order and an answer of its own")
     for _, _, of_row in chosen:
         refuse_batches(asked.global_batch, asked.batch_size, of_row.accumulate)
     order = choice("--sort", asked.sort, ORDERS) if asked.sort else None

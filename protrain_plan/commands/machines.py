@@ -1,6 +1,6 @@
 """`protrain models` and `protrain hardware`: the catalogues, and the probe of a machine."""
 
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +43,7 @@ def models(as_json: JsonOption = False) -> None:
     from protrain_plan.presentation.profiles import presets_text
 
     listed = presets()
-    show(as_json, {"models": [asdict(preset) for preset in listed]}, lambda: presets_text(listed))
+    show(as_json, {"models": listed}, lambda: presets_text(listed))
 
 
 def list_machines(as_json: JsonOption = False) -> None:
@@ -56,8 +56,7 @@ def list_machines(as_json: JsonOption = False) -> None:
     from protrain_plan.presentation.profiles import machines_text
 
     machines = [load_hardware(name) for name in hardware_names()]
-    data = {"machines": [asdict(machine) for machine in machines]}
-    show(as_json, data, lambda: machines_text(machines))
+    show(as_json, {"machines": machines}, lambda: machines_text(machines))
 
 
 def show_machine(
@@ -73,7 +72,7 @@ def show_machine(
     from protrain_plan.presentation.profiles import machine_text
 
     machine = load_hardware(name)
-    show(as_json, asdict(machine), lambda: machine_text(machine))
+    show(as_json, machine, lambda: machine_text(machine))
 
 
 def copy(
@@ -136,14 +135,9 @@ def probe(
         return_freed_memory()
     rank, directory = Rank.launched(), spill_directory or Path(tempfile.gettempdir())
     with progress(quiet=as_json, rank=rank.number if rank else 0) as report:
-        machine = (
-            measured(where, spill_directory=directory, name=name, watch=watch, progress=report)
-            if rank is None
-            else probe_with_ranks(
-                where, rank, spill_directory=directory, name=name, watch=watch, progress=report
-            )
-        )
+        measure = measured if rank is None else partial(probe_with_ranks, rank=rank)
+        machine = measure(where, spill_directory=directory, name=name, watch=watch, progress=report)
     if machine is None:
         return
     write_hardware(machine, target)
-    show(as_json, asdict(machine), lambda: machine_text(machine, written=output))
+    show(as_json, machine, lambda: machine_text(machine, written=output))

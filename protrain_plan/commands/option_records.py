@@ -14,24 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform, 
 
 import typer
 
-from protrain_plan.commands.options import (
-    TightOption,
-    choice,
-    leaves_named,
-    part,
-    size,
-)
+from protrain_plan.commands.options import TightOption, choice, leaves_named, part, size
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.commands.measuring import ProfileRequest
     from protrain_runtime.contract.records.hardware import Hardware
-    from protrain_runtime.contract.records.plan import (
-        Budgets,
-        DeviceGroup,
-        StepSettings,
-        Updates,
-    )
+    from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings, Updates
     from protrain_runtime.contract.records.profile import Profile
 
 

@@ -120,6 +120,12 @@ SEQ_LEN = 2048
 """Tokens per sequence that a model is asked about with, where nothing is said."""
 
 
+def refuse(options: Iterable[str], why: str, fix: str | None = None) -> None:
+    """ProtrainError for the first of the options, where there is one."""
+    for option in options:
+        raise ProtrainError(why, key=option, fix=fix)
+
+
 @contextmanager
 def naming(option: str) -> Iterator[None]:
     """Let errors inside name an option."""
@@ -193,7 +199,7 @@ def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
 def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
     """Return what `--allow` names, each once and in order; ProtrainError for unknown names."""
     from protrain_runtime.contract.records.forms import FORMS, leaves_of
-    from protrain_runtime.contract.records.tree import did_you_mean, listed
+    from protrain_runtime.contract.records.words import did_you_mean, listed
 
     known = leaves_of(FORMS)
     for name in given or ():
@@ -239,7 +245,6 @@ def found_device(text: str) -> "torch.device":
 
 def refuse_batches(global_batch: int | None, batch_size: object, accumulate: int) -> None:
     """ProtrainError where a global batch is given with what it finds."""
-    if global_batch is not None:
-        for option, given in (("--batch-size", batch_size), ("--accumulate", accumulate > 1)):
-            if given:
-                raise ProtrainError("--global-batch finds it", key=option)
+    given = {"--batch-size": batch_size, "--accumulate": accumulate > 1}
+    found = [option for option, is_given in given.items() if is_given and global_batch is not None]
+    refuse(found, "--global-batch finds it")

@@ -15,15 +15,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, is_dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console, Group, RenderableType
 
-from protrain_plan.presentation.terminal import Text
+from protrain_plan.presentation.terminal import Text, plain
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.escaping import as_printed, lines, one_line
 from protrain_runtime.contract.units import format_seconds
@@ -137,9 +135,12 @@ def refuse_closed_output() -> None:
         raise ProtrainError("standard output is closed", fix="send it to /dev/null")
 
 
-def show(as_json: bool, data: dict[str, Any], text: Callable[[], RenderableType]) -> None:
-    """Print a result: as one JSON object, or for people."""
-    print_any(data if as_json else text())
+def show(as_json: bool, data: object, text: Callable[[], RenderableType]) -> None:
+    """Print a result, plain data or a record: as one JSON object, or for people."""
+    if as_json:
+        print_json(data)
+    else:
+        print_rendered(text())
 
 
 def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:
@@ -149,22 +150,7 @@ def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:
 
 def print_json(data: object, *, indent: int | None = 2) -> None:
     """Print plain data, and records inside, as one JSON object; in a line with no `indent`."""
-    print_text(json.dumps(_plain(data), indent=indent))
-
-
-def _plain(data: Any) -> Any:
-    """Return records as their fields, and numbers that JSON does not have as null."""
-    match data:
-        case dict():
-            return {key: _plain(value) for key, value in data.items()}
-        case list() | tuple():
-            return [_plain(value) for value in data]
-        case float():
-            return data if isfinite(data) else None
-        case _ if is_dataclass(data) and not isinstance(data, type):
-            return _plain(asdict(data))
-        case _:
-            return data
+    print_text(json.dumps(plain(data), indent=indent))
 
 
 def print_any(result: RenderableType | str | dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from protrain_plan.commands.options import (
     machine_names,
     model_names,
     on_command_line,
+    refuse,
     refuse_batches,
     refuse_of_factory,
     size,
@@ -309,10 +310,8 @@ class ModelOptions:
         kept = [option for option in given(self) if option not in ours]
         kept += ["--model"] if of_file.named else []
         kept += ["--beside"] if of_file.beside else []
-        for option in (*kept, *given(workload)):
-            raise ProtrainError(
-                "a profile says it already", key=option, fix="plan a model by its name with --on"
-            )
+        fix = "plan a model by its name with --on"
+        refuse((*kept, *given(workload)), "a profile says it already", fix)
 
 
 @with_records
@@ -365,6 +364,7 @@ def plan(
     from protrain_plan.planning.questions.answers import Question
     from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.presentation.plans import answer_json, answer_text
+    from protrain_plan.presentation.terminal import fields_of
     from protrain_plan.presentation.trainer_files import advice, file_json, file_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records import write_plan, write_profile
@@ -375,12 +375,9 @@ def plan(
     else:
         output, beside = _places(output)
         if (file := of_file.read(context, profile)) is not None:
-            named, model, devices = (
-                file.options["model"],
-                filled(model, file),
-                filled(devices, file),
-            )
-            workload, step = filled(workload, file), filled(step, file)
+            named, model = file.options["model"], filled(model, file)
+            devices, workload = filled(devices, file), filled(workload, file)
+            step = filled(step, file)
         refuse_of_factory(context, named)
         beside_it = of_file.frozen(named, file)
     read = (profile, model.on, fixed.pins, beside)
@@ -392,15 +389,11 @@ def plan(
     objective, settings = wanted.objective(model.global_batch), step.settings()
     if staged.stages is not None:
         others = (*given(fixed), *given(wanted), *given(search), *["--beside"] * bool(beside_it))
-        for unused in (option for option in others if option != "--explain"):
-            raise ProtrainError(
-                "stages are planned without it", key=unused, fix="leave it out, or --stages"
-            )
+        unused = (option for option in others if option != "--explain")
+        refuse(unused, "stages are planned without it", "leave it out, or --stages")
         refuse_without_global_batch(model.global_batch, None, settings.micro_batches)
-        if devices.replicas is not None:
-            raise ProtrainError(
-                "the replicas of each stage are found", key="--replicas", fix="leave it out"
-            )
+        replicas = ["--replicas"] * (devices.replicas is not None)
+        refuse(replicas, "the replicas of each stage are found", "leave it out")
     leaves, kept, cells = leaves_named(allow), AnswerCache(off=model.no_cache), None
     if model.on is None:
         record = _read(profile, leaves if staged.stages is None else ())
@@ -413,13 +406,8 @@ def plan(
     group = devices.on(machine)
     settings = step.on(settings, group)
     if model.on is not None:
-        [request] = workload.requests(
-            named,
-            [model.seq_len or SEQ_LEN],
-            [model.batch_size or 1],
-            allow=allow,
-            beside=beside_it,
-        )
+        sizes = [model.seq_len or SEQ_LEN], [model.batch_size or 1]
+        [request] = workload.requests(named, *sizes, allow=allow, beside=beside_it)
         one = MachineOffer(listed=machine, machine=machine, group=group, price_per_hour=0.0)
         cells = Cells(
             rows=[Row(request=request, step=settings)],
@@ -466,12 +454,11 @@ def plan(
             write_profile(record, beside)
         write_plan(answer.solved.plan, target)
     explanation = fixed.explained(answer)
-    written = output if beside is None else beside
     data = answer_json(answer, explanation)
-    text = answer_text(answer, explanation, *dict.fromkeys((written, output)))
+    text = answer_text(answer, explanation, *filter(None, (beside, output)))
     if wanted.maximize is not None and answer.solved is not None:
         size = record.workload
-        data |= {"batch_size": size.batch_size, "seq_len": size.seq_len}
+        data |= fields_of(size, "batch_size", "seq_len")
         found = f"{size.batch_size} sequences of {size.seq_len} tokens"
         text = Group(f"the largest that fits: {found}", "", text)
     if file is not None:

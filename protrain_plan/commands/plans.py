@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -16,7 +16,6 @@ from protrain_plan.commands.options import (
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 
 if TYPE_CHECKING:
-    from protrain_plan.presentation.report.page import FrontPoint
     from protrain_plan.presentation.report.step import Step
 
 DiffFormat = Literal["text", "json", "markdown"]
@@ -65,8 +64,8 @@ def simulate(
     Example: protrain simulate plan.yaml --trace trace.json
     """
     from protrain_plan.commands import output
-    from protrain_plan.presentation.report.page import trace_text
-    from protrain_plan.presentation.report.screen import summary_json, summary_text
+    from protrain_plan.presentation.report.page import summary_json, trace_text
+    from protrain_plan.presentation.report.screen import summary_text
     from protrain_plan.presentation.report.stages import StagesScreen
     from protrain_plan.presentation.report.step import read_step
     from protrain_plan.presentation.terminal import wrote
@@ -135,14 +134,13 @@ def _read_for(plan: Path, profile: Path | None = None) -> tuple[Path, ...]:
     return plan, profile or plan.parent / "profile.yaml"
 
 
-def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
+def _front(step: "Step", points: int) -> list[dict[str, Any]]:
     """The front up to all of the device, with the plan's other budgets."""
     from protrain_plan.commands import output
     from protrain_plan.planning.questions.answers import Objective, Question
     from protrain_plan.planning.questions.objectives import ask
     from protrain_plan.planning.search.improving import Effort
-    from protrain_plan.presentation.plans import search_text
-    from protrain_plan.presentation.report.page import FrontPoint
+    from protrain_plan.presentation.plans import front_json, search_text
 
     plan, device = step.plan, step.profile.hardware.device
     budgets = replace(plan.budgets, device=max(plan.budgets.device, device.memory_bytes))
@@ -155,10 +153,7 @@ def _front(step: "Step", points: int) -> "tuple[FrontPoint, ...]":
             effort=Effort(stopped=interrupted.is_set),
             progress=lambda *found: tell(search_text(*found), 0.5),
         )
-    return tuple(
-        FrontPoint(point.device_bytes, point.solved.plan.prediction.step_seconds, point.solved.gap)
-        for point in answer.front
-    )
+    return front_json(answer.front)
 
 
 def diff(

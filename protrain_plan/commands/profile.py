@@ -23,6 +23,7 @@ from protrain_plan.commands.options import (
     NoCacheOption,
     SpillOption,
     machine_names,
+    refuse,
     refuse_of_factory,
     size,
 )
@@ -156,8 +157,7 @@ def profile(
     refuse_of_factory(context, model)
     machine = None if on is None else load_hardware(on)
     joined = None if interconnect is None else _joined(interconnect)
-    for option in given(measuring) if machine is not None else ():
-        raise ProtrainError("is for measuring; --on estimates", key=option)
+    refuse(given(measuring) if machine else (), "is for measuring; --on estimates")
     target = destination(output, inputs=(model, on, interconnect, text))
     [request] = workload.requests(
         model,

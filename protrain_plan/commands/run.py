@@ -258,6 +258,6 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     drawn = options.weights is None and options.resume is None
     if drawn and record.workload.model_config and not as_json:
         print_beside("trained random weights; --weights FOLDER starts from a model's own")
-    show(as_json, data, lambda: run_text(record, data, overruns))
+    show(as_json, data, lambda: run_text(record, data))
     if options.verify and (overruns or not verified):
         raise typer.Exit(1)

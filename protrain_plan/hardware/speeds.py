@@ -24,15 +24,15 @@ from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_runtime import prepare, record, restore
 from protrain_runtime.contract.records.hardware import Contention, Link, Rates, TierName
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
+    Placement,
     Plan,
     Prediction,
     Schedule,
     StepSettings,
-    Swap,
     TierBytes,
     UnitPlan,
 )
@@ -641,14 +641,14 @@ def _plan(model: nn.Module, device: torch.device) -> Plan:
     tier: TierName = "disk" if on_host(device) else "host"
     schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
     first, last = (
-        UnitPlan(name=name, kind="part", activations=Keep(), states=Persistent())
+        UnitPlan(name=name, kind="part", activations=KEEP, states=PERSISTENT)
         for name in ("(input)", "(output)")
     )
     layers = tuple(
         UnitPlan(
             name=f"layers.{number}",
-            activations=Swap(tier=tier),
-            states=Offload(tier=tier),
+            activations=Activations(tier=tier),
+            states=Placement(tier=tier),
             schedule=schedule,
         )
         for number in range(_LAYERS)

@@ -24,17 +24,13 @@ from protrain_runtime.contract.records.adapters import option_of
 from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
-    Keep,
-    Offload,
-    Persistent,
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
     Plan,
-    Recompute,
-    Swap,
-    SwapInput,
     UnitPlan,
 )
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 
 Config = dict[str, Any]
 
@@ -65,7 +61,7 @@ class Switches:
 
     @staticmethod
     def of(plan: Plan) -> "Switches":
-        moved = [unit.states for unit in plan.units if isinstance(unit.states, Offload)]
+        moved = [unit.states for unit in plan.units if not unit.states.is_persistent]
         held = [states for states in moved if states.keep_gathered]
         decided = [unit.activations for unit in plan.units]
         return Switches(
@@ -73,9 +69,9 @@ class Switches:
             offload_states=any(states.tier != "device" for states in moved),
             states_on_disk=any(states.tier == "disk" for states in moved),
             fetch_twice=plan.group.num_devices == 1 or len(held) < len(plan.units),
-            recompute=any(isinstance(one, Recompute | SwapInput) for one in decided),
-            offload_inputs=any(isinstance(one, SwapInput) for one in decided),
-            offload_saved=any(isinstance(one, Swap) for one in decided),
+            recompute=any(one.recomputes for one in decided),
+            offload_inputs=any(bool(one.tier) and one.recomputes for one in decided),
+            offload_saved=any(bool(one.tier) and not one.recomputes for one in decided),
         )
 
 
@@ -450,7 +446,7 @@ def _all_blocks(plan: Plan) -> list[UnitPlan]:
 
 def _recomputes(unit: UnitPlan) -> bool:
     """Whether a block's forward is done again where nothing can be swapped."""
-    return unit.kind == "block" and not isinstance(unit.activations, Keep)
+    return unit.kind == "block" and bool(unit.activations.tier or unit.activations.recomputes)
 
 
 def _stage_losses(plan: Plan, switches: Switches) -> list[str]:
@@ -470,9 +466,12 @@ def _stage_losses(plan: Plan, switches: Switches) -> list[str]:
 
 
 def _offloads(unit: UnitPlan) -> bool:
-    return isinstance(unit.states, Offload) and unit.states.tier != "device"
+    return not unit.states.is_persistent and unit.states.tier != "device"
 
 
+_IN_BACKWARD = "in backward: here gradients stand until the step"
+_ON_DEVICE = "on the device: here the host updates them"
+_AHEAD = "before the norm is known: here all updates wait"
 _NO_DISK = "States on disk cannot be said: they go to host memory."
 
 
@@ -515,52 +514,42 @@ def _common_losses(plan: Plan, switches: Switches, *, said: Collection[Sayable] 
     if plan.optimizer != "adamw":
         losses.append(f"The optimizer ({plan.optimizer}) is the script's.")
     blocks = [unit for unit in plan.units if unit.kind == "block"]
-    stay = sum(isinstance(unit.states, Persistent) for unit in blocks)
+    stay = sum(unit.states.is_persistent for unit in blocks)
     if "shares of states" in said:
         pass
     elif switches.offload_states and stay:
         losses.append(f"{_blocks(stay)} would keep their states on the device: all are offloaded.")
     elif switches.shard_states and stay:
         losses.append(f"{_blocks(stay)} would have their states on every device: all are sharded.")
-    stepped = sum(unit.states == STEPPED for unit in blocks)
-    if stepped:
-        losses.append(
-            f"{_blocks(stepped)} would be updated in backward: here gradients stand until the step."
-        )
-    streamed = sum(unit.states.update_on_device for unit in blocks)
-    if streamed:
-        losses.append(
-            f"{_blocks(streamed)} would be updated on the device: here the host updates them."
-        )
-    ahead = sum(unit.states.speculate for unit in blocks)
-    if ahead:
-        losses.append(
-            f"{_blocks(ahead)} would be updated before the norm is known: here all updates wait."
-        )
+    for updates, words in (
+        ([unit.states == OPTIMIZER_IN_BACKWARD for unit in blocks], _IN_BACKWARD),
+        ([unit.states.update_on_device for unit in blocks], _ON_DEVICE),
+        ([unit.states.speculate for unit in blocks], _AHEAD),
+    ):
+        losses += [f"{_blocks(sum(updates))} would be updated {words}."] * any(updates)
     if plan.whole.num_devices > 1:
         nodes = f" in {plan.whole.num_nodes} nodes" if plan.whole.num_nodes > 1 else ""
         started = f"{plan.whole.num_devices}{nodes}"
         losses.append(f"How many processes run is the launcher's: it has to start {started}.")
     if plan.group.num_replicas > 1 and switches.shard_states and "replicas" not in said:
         losses.append("That shards are replicated has to be said to the launcher or the script.")
-    tiers = {unit.states.tier for unit in blocks if not isinstance(unit.states, Persistent)}
+    tiers = {unit.states.tier for unit in blocks if not unit.states.is_persistent}
     if len(tiers) > 1 and "shares of states" not in said:
         named = {"device": "devices", "host": "host", "disk": "disk"}
         where = listed([word for tier, word in named.items() if tier in tiers], "and")
         losses.append(f"States are split between {where} in the plan: here all go one way.")
-    keep = sum(isinstance(unit.activations, Keep) for unit in blocks)
+    keep = sum(not _recomputes(unit) for unit in blocks)
     counted = "numbers of blocks" in said
     if keep and (switches.recompute or switches.offload_saved) and not counted:
         losses.append(f"{_blocks(keep)} would keep their activations: none does here.")
     in_part = sum(
-        isinstance(unit.activations, Recompute | SwapInput) and unit.activations.form != "full"
-        for unit in blocks
+        unit.activations.recomputes and unit.activations.form != "full" for unit in blocks
     )
     if in_part and not counted:
         losses.append(f"{_blocks(in_part)} would recompute in part: here the whole block is.")
     if any(FORMS[unit.activations.form].of == "last part" for unit in plan.units):
         losses.append("The loss would be computed in place: here it takes more memory.")
-    decided = any(unit.states != Persistent() or unit.activations != Keep() for unit in plan.units)
+    decided = any(unit.states != PERSISTENT or unit.activations != KEEP for unit in plan.units)
     if decided or plan.pipeline is not None:
         losses.append(
             "When transfers run (leads, drains, pieces) is the tool's choice: the predicted peak"

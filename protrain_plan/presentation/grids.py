@@ -43,30 +43,27 @@ def row_of(one: "Tried") -> Row:
     workload, machine = question.profile.workload, question.profile.hardware
     row: Row = {
         "name": cell.name or machine.name,
-        "model": workload.model,
+        **fields_of(workload, "model", "batch_size", "seq_len"),
         "workload": {
             "dtype": workload.dtype,
             "precision": f"{workload.precision} precision",
             "optimizer": question.profile.optimizer.name,
-            "adapter": workload.adapter,
-            "quantize": workload.quantize,
+            **fields_of(workload, "adapter", "quantize"),
             "compile": "compiled blocks" * bool(workload.compile),
         },
         "hardware": machine.name,
-        "batch_size": workload.batch_size,
-        "seq_len": workload.seq_len,
-        "micro_batches": question.settings.micro_batches,
+        **fields_of(question.settings, "micro_batches"),
         **fields_of(fit.group if fit else question.group),
         "settings": dict(cell.settings),
-        "price_per_hour": cell.price_per_hour,
+        **fields_of(cell, "price_per_hour"),
         "most_tokens_per_second": one.most_tokens_per_s,
-        "bound": one.bound,
+        **fields_of(one, "bound"),
         "notes": [f"{machine.name}: {trust(machine)}", *caveats(question.profile)],
     }
-    if fit is not None:
-        row |= _answer(one, fit)
-    if one.helps and fit is not None:
-        ranked = sorted(one.helps, key=lambda one: -one.tokens_per_s)
+    if fit is None:
+        return row
+    row |= _answer(one, fit)
+    if one.helps:
         row["what_helps"] = [
             {
                 **row_of(change),
@@ -77,7 +74,7 @@ def row_of(one: "Tried") -> Row:
                 "planned": change.reached is not None,
                 "tokens_per_second": change.tokens_per_s or None,
             }
-            for change in ranked
+            for change in sorted(one.helps, key=lambda one: -one.tokens_per_s)
         ]
     return row
 
@@ -93,13 +90,12 @@ def _answer(one: "Tried", fit: "Answer") -> Row:
         about += other_results(solved.plan)
     return {
         **facts_of(fit, profile),
-        "verdict": fit.verdict,
+        **fields_of(fit, "verdict", "binds"),
         "tight": fit.is_tight,
         "reserved_bytes_about": fit.reserved_bytes,
         "budget_bytes": fit.question.budgets.device,
         "plain_device_bytes": fit.plain_bytes,
         "plain_step_seconds": fit.kept_seconds,
-        "binds": fit.binds,
         "about": about,
         "tokens_per_second": fit.tokens_per_s,
         **fields_of(one.spending(fit.step_seconds)),
@@ -109,12 +105,9 @@ def _answer(one: "Tried", fit: "Answer") -> Row:
                 **fields_of(other, but=("units", "is_tight", "adds_shards")),
                 "fits": other.step_seconds is not None,
                 "tight": other.is_tight,
-                "tokens_per_second": other.step_seconds
-                and fit.tokens_per_step / other.step_seconds,
+                "tokens_per_second": (s := other.step_seconds) and fit.tokens_per_step / s,
                 **fields_of(one.spending(other.step_seconds)),
-                "reductions": "in every micro-batch"
-                if other.adds_shards
-                else "in the last micro-batch",
+                "reductions": f"in {'every' if other.adds_shards else 'the last'} micro-batch",
             }
             for other in fit.alternatives
         ],
@@ -124,7 +117,7 @@ def _answer(one: "Tried", fit: "Answer") -> Row:
 def search_json(found: "Found", rows: Sequence[Row], asked: Row) -> Row:
     """Return what `--json` prints last of a search: the answer, and all that was looked at."""
     best = None if found.best is None else rows[found.looked_at.index(found.best)]
-    unseen = [{"name": one.name, "price_per_hour": one.price_per_hour} for one in found.unseen]
+    unseen = [fields_of(one, "name", "price_per_hour") for one in found.unseen]
     return {**asked, "best": best, "looked_at": rows, "not_looked_at": unseen}
 
 

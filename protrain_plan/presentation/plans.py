@@ -9,24 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.planning.outcome import STAGES
-from protrain_plan.planning.questions.allowance import (
-    EXPANDABLE_MEDIAN,
-    MEDIAN,
-    is_unknown,
-)
-from protrain_plan.presentation.profiles import (
-    caveats,
-    compiled_text,
-    repeats,
-)
-from protrain_plan.presentation.terminal import (
-    Text,
-    bar,
-    fields_of,
-    run_name,
-    table_of,
-    wrote,
-)
+from protrain_plan.planning.questions.allowance import EXPANDABLE_MEDIAN, MEDIAN, is_unknown
+from protrain_plan.presentation.profiles import caveats, compiled_text, repeats
+from protrain_plan.presentation.terminal import Text, bar, fields_of, run_name, table_of, wrote
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract.program.memory import Excess, checkpoint_bytes
@@ -35,13 +20,9 @@ from protrain_runtime.contract.records import activations_text, states_text
 from protrain_runtime.contract.records.commands import profile_command
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import is_accelerator
-from protrain_runtime.contract.records.plan import (
-    Keep,
-    Persistent,
-    Plan,
-)
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Plan
 from protrain_runtime.contract.records.profile import Profile
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
 
 if TYPE_CHECKING:
@@ -58,11 +39,9 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
         **fields_of(solved, but=("plan",)),
         **fields_of(plan.whole),
         **fields_of(plan.prediction),
-        "expected_seconds": plan.prediction.expected_seconds,
-        "pipeline": plan.pipeline,
-        "exactness": plan.exactness,
-        "allowed": plan.allowed,
-        "disk_gain": plan.settings.disk_gain,
+        **fields_of(plan.prediction, "expected_seconds"),
+        **fields_of(plan, "pipeline", "exactness", "allowed"),
+        **fields_of(plan.settings, "disk_gain"),
     }
 
 
@@ -93,11 +72,6 @@ def other_results(plan: Plan) -> list[str]:
             " CPU (--exact-updates avoids it)"
         )
     return lines
-
-
-def profile_facts(profile: Profile) -> dict[str, Any]:
-    """The frozen second model, and layers that run several times."""
-    return {"beside": profile.beside, "repeats": repeats(profile)}
 
 
 def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableType:
@@ -141,9 +115,7 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
         f"{format_seconds(solved.solve_seconds)})"
     ]
     notes += [ALLOCATED] * is_unknown(profile)
-    notes += other_results(plan)
-    notes += other_steps(plan)
-    notes += caveats(profile)
+    notes += [*other_results(plan), *other_steps(plan), *caveats(profile)]
     if several:
         notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:
@@ -157,13 +129,10 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
 
 def headroom_text(left: Mapping[str, int]) -> list[str]:
     """Say in a line what plans leave free of the devices, by the names of their machines."""
-    found = {name: format_bytes(size) for name, size in left.items() if size}
-    if not found:
-        return []
-    names = [f"{name} {size}" for name, size in found.items()]
-    sizes = names if len(found) > 1 else found.values()
-    return [
-        f"{', '.join(sizes)} of the device stay free for what PyTorch's allocator reserves beyond"
+    sizes = {name: format_bytes(size) for name, size in left.items() if size}
+    named = [f"{name} {size}" if len(sizes) > 1 else size for name, size in sizes.items()]
+    return bool(named) * [
+        f"{', '.join(named)} of the device stay free for what PyTorch's allocator reserves beyond"
         " tensors; --tight uses them"
     ]
 
@@ -175,7 +144,7 @@ def spared_disk(solved: "Solved") -> list[str]:
     if without is not None:
         longer = without / plan.prediction.step_seconds - 1
         return [f"without the disk the fastest step found takes {longer:.1%} longer"]
-    moves = any(unit.activations != Keep() or unit.states != Persistent() for unit in plan.units)
+    moves = any(unit.activations != KEEP or unit.states != PERSISTENT for unit in plan.units)
     if not (moves and spares_disk(plan)) or solved.solver == STAGES:
         return []
     return [
@@ -218,9 +187,8 @@ def _replicas_text(one: "Replicas") -> str:
     """Say what another number of replicas would take."""
     if one.lower_bound_seconds is None:
         return f"{one.number}: no plan fits"
-    if one.step_seconds is None:
-        return f"{one.number}: at least {format_seconds(one.lower_bound_seconds)}"
-    return f"{one.number}: {format_seconds(one.step_seconds)}"
+    least = "at least " * (one.step_seconds is None)
+    return f"{one.number}: {least}{format_seconds(one.step_seconds or one.lower_bound_seconds)}"
 
 
 def infeasible_json(answer: "Infeasible") -> dict[str, Any]:
@@ -257,35 +225,34 @@ def search_text(stage: str, step_seconds: float | None, bound_seconds: float | N
 
 def facts_of(answer: "Answer", profile: Profile) -> dict[str, Any]:
     """Return what is said of a plan, or of why there is none, for a cell and for one question."""
-    solved = answer.solved
+    solved, infeasible = answer.solved, answer.infeasible
     return {
-        **(solved_json(solved) if solved else {}),
-        **(infeasible_json(answer.infeasible) if answer.infeasible else {}),
-        "headroom_bytes": answer.headroom_bytes,
-        **profile_facts(profile),
-        "disk_writes": wear(solved.plan, profile) if solved else None,
+        **(solved_json(solved) if solved else infeasible_json(infeasible) if infeasible else {}),
+        **fields_of(answer, "headroom_bytes"),
+        **fields_of(profile, "beside"),
+        "repeats": repeats(profile),
+        "disk_writes": solved and wear(solved.plan, profile),
     }
 
 
 def answer_json(answer: "Answer", explanation: "Explanation | None") -> dict[str, Any]:
     """Return what `protrain plan --json` prints."""
-    least = answer.least_memory
-    lanes = {
-        lane.name: {"busy_seconds": lane.busy_s, "utilisation": lane.utilisation}
-        for lane in (answer.report.lanes if answer.report else ())
-    }
     return {
         **facts_of(answer, answer.of_rank),
-        **({"lanes": lanes} if answer.solved else {}),
-        **(fields_of(least, but=("solved",)) if least else {}),
-        "kept_seconds": answer.kept_seconds,
-        "seconds_without_pins": answer.seconds_without_pins,
-        "front": [
-            {"device_bytes": point.device_bytes, **solved_json(point.solved)}
-            for point in answer.front
-        ],
+        "lanes": {
+            lane.name: {"busy_seconds": lane.busy_s, "utilisation": lane.utilisation}
+            for lane in (answer.report.lanes if answer.report else ())
+        },
+        **fields_of(answer.least_memory, but=("solved",)),
+        **fields_of(answer, "kept_seconds", "seconds_without_pins"),
+        "front": front_json(answer.front),
         "explanation": explanation,
     }
+
+
+def front_json(points: "Sequence[Point]") -> list[dict[str, Any]]:
+    """Return plans on the front of memory against time."""
+    return [fields_of(point, "device_bytes") | solved_json(point.solved) for point in points]
 
 
 def answer_text(
@@ -293,20 +260,18 @@ def answer_text(
 ) -> RenderableType:
     """Return what `protrain plan` prints; `paths` are what it wrote, the plan last."""
     headroom = headroom_text({answer.profile.hardware.name: answer.headroom_bytes})
+    profile = answer.of_rank
     if answer.infeasible is not None:
-        headroom += (
-            [*caveats(answer.of_rank)] if any(profile_facts(answer.of_rank).values()) else []
-        )
-        return Group(infeasible_text(answer.infeasible), *map(Text, headroom))
+        more = caveats(profile) if profile.beside or repeats(profile) else ()
+        return Group(infeasible_text(answer.infeasible), *map(Text, (*headroom, *more)))
     assert answer.solved is not None
+    assert answer.report is not None
     if answer.front:
         return Group(_front_text(answer), *map(Text, headroom))
-    step_s = answer.solved.plan.prediction.step_seconds
-    notes = report_in_words(answer.report, answer.solved.plan) if answer.report is not None else []
-    notes += headroom
-    notes += spared_disk(answer.solved)
-    notes += wear_lines(answer.solved.plan, answer.of_rank)
-    notes += disk_notes(answer.solved.plan, answer.of_rank)
+    plan = answer.solved.plan
+    step_s = plan.prediction.step_seconds
+    notes = [*report_in_words(answer.report, plan), *headroom, *spared_disk(answer.solved)]
+    notes += [*wear_lines(plan, profile), *disk_notes(plan, profile)]
     if answer.seconds_without_pins is not None:
         cost = max(0.0, step_s / answer.seconds_without_pins - 1)
         notes.append(f"the pins cost {cost:.2%} of the step")
@@ -315,8 +280,7 @@ def answer_text(
             "keeping everything on the device fits as well, and its step takes"
             f" {answer.kept_seconds / step_s - 1:.1%} longer: --pin '*: keep, persistent'"
         )
-    if answer.least_memory is not None:
-        least = answer.least_memory
+    if (least := answer.least_memory) is not None:
         notes.append(
             f"within {least.limit_seconds / least.fastest_seconds:g} times the fastest step"
             f" ({format_seconds(least.fastest_seconds)}) no plan needs less device memory than"
@@ -326,29 +290,26 @@ def answer_text(
         from protrain_plan.planning.explain.explaining import in_words as explained
 
         notes += ["", *explained(explanation)]
-    solved = solved_text(answer.solved, answer.of_rank, *paths)
-    return Group(solved, *map(Text, notes))
+    return Group(solved_text(answer.solved, profile, *paths), *map(Text, notes))
 
 
 def point_text(point: "Point") -> str:
     """Say one point of a front in a line, while others are looked for."""
-    memory, seconds = _point(point)
-    return f"{memory}: a step of {format_seconds(seconds)}"
+    return f"{_typed(point)}: a step of {format_seconds(point.step_seconds)}"
 
 
-def _point(point: "Point") -> tuple[str, float]:
-    """Return a point's memory as one would type it, rounded up, and its seconds."""
-    return f"{-(-point.device_bytes // 2**20)}MiB", point.solved.plan.prediction.step_seconds
+def _typed(point: "Point") -> str:
+    """Return a point's memory as one would type it, rounded up."""
+    return f"{-(-point.device_bytes // 2**20)}MiB"
 
 
 def _front_text(answer: "Answer") -> RenderableType:
     """Return memory against time, the bars in proportion to the slowest step."""
     table = table_of("device memory", "step", "gap", "")
-    slowest = max(_point(point)[1] for point in answer.front)
+    slowest = max(point.step_seconds for point in answer.front)
     for point in answer.front:
-        memory, seconds = _point(point)
-        drawn = bar(30 * seconds / slowest)
-        table.add_row(memory, format_seconds(seconds), f"{point.solved.gap:.2%}", drawn)
+        told = (_typed(point), format_seconds(point.step_seconds), f"{point.solved.gap:.2%}")
+        table.add_row(*told, bar(30 * point.step_seconds / slowest))
     note = Text("each line is a plan; --device-memory with a line's memory writes it")
     return Group(table, "", note)
 
@@ -387,13 +348,13 @@ def run_json(
     )
     return {
         **fields_of(run, but=("slot_bytes", "recording")),
+        **fields_of(run, "step_seconds"),
+        **fields_of(plan.workload, "compile"),
         **(dict.fromkeys(predicted) if plain else predicted),
         "plain": plain,
         "exactness": "bitwise" if plain else plan.exactness,
         "allowed": () if plain else plan.allowed,
-        "step_seconds": run.step_seconds,
         "verified": verified,
-        "compile": plan.workload.compile,
         "overruns": overruns,
         "profile_again": again if overruns else None,
     }
@@ -403,9 +364,10 @@ _MOST_OVERRUNS = 3
 """As many are printed; --json has all."""
 
 
-def run_text(plan: Plan, data: dict[str, Any], overruns: Sequence[Excess] = ()) -> RenderableType:
+def run_text(plan: Plan, data: dict[str, Any]) -> RenderableType:
     """Return what `protrain run` prints: `data`, as `run_json` has it, in words."""
-    plain, verified, measured = (data[key] for key in ("plain", "verified", "measured_peak_bytes"))
+    names = ("plain", "verified", "measured_peak_bytes", "overruns")
+    plain, verified, measured, overruns = (data[name] for name in names)
     resumed = f" from step {data['first_step'] + 1} on" if data["first_step"] else ""
     losses = Text(f"losses{resumed} " + " ".join(f"{loss:.4f}" for loss in data["losses"]))
     took, expected = format_seconds(data["step_seconds"]), format_range(data["expected_seconds"])

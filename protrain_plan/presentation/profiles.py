@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from protrain_plan.presentation.terminal import Table, Text, run_name, table_of, wrote
+from protrain_plan.presentation.terminal import Table, Text, fields_of, run_name, table_of, wrote
 from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records.folding import unfold
-from protrain_runtime.contract.records.hardware import (
-    KEPT_PROBE,
-    Hardware,
-    is_accelerator,
-)
+from protrain_runtime.contract.records.hardware import KEPT_PROBE, Hardware, is_accelerator
 from protrain_runtime.contract.records.profile import HANDS_ON, Compilation, Profile, Unit
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
@@ -29,28 +25,21 @@ if TYPE_CHECKING:
 
 def profile_json(profile: Profile) -> dict[str, Any]:
     """Return what `protrain profile --json` prints."""
-    keep = [unit.cost("keep") for unit in profile.units]
+    keep, estimated = [unit.cost("keep") for unit in profile.units], profile.method == "estimated"
     return {
-        "model": profile.workload.model,
+        **fields_of(profile.workload, "model", "compile"),
         "hardware": profile.hardware.name,
-        "method": profile.method,
-        "compile": profile.workload.compile,
-        "compilation": profile.compilation,
-        "model_fingerprint": profile.model_fingerprint,
+        **fields_of(profile, "method", "compilation", "model_fingerprint", "repetitions"),
+        **fields_of(profile.hardware.device, "context_bytes", "allocator_bytes"),
         "num_units": len(profile.units),
         "num_parameters": sum(unit.num_parameters for unit in profile.units),
         "model_states_bytes": _states_bytes(profile.units),
         "activation_bytes": sum(cost.kept_bytes for cost in keep),
         "forward_seconds": sum(cost.forward_s for cost in keep),
         "backward_seconds": sum(cost.backward_s for cost in keep),
-        "context_bytes": profile.hardware.device.context_bytes,
-        "allocator_bytes": profile.hardware.device.allocator_bytes,
-        "repetitions": profile.repetitions,
         "unsteady": unsteady(profile),
         "caveats": [*caveats(profile)],
-        "measured_over_estimated": error_band(profile.hardware)
-        if profile.method == "estimated"
-        else None,
+        "measured_over_estimated": error_band(profile.hardware) if estimated else None,
     }
 
 

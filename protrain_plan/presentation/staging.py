@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.presentation.plans import infeasible_json, infeasible_text
-from protrain_plan.presentation.terminal import Text, table_of, wrote
+from protrain_plan.presentation.terminal import Text, fields_of, table_of, wrote
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.units import format_bytes, format_seconds
@@ -31,16 +30,13 @@ def stages_json(
     best = answer.best
     return {
         **(infeasible_json(infeasible) if infeasible else {}),
+        **fields_of(answer, "lower_bound_seconds", "gap", "speedup", "bounds"),
         "status": "planned" if best else "infeasible",
         "stages": best and best.shape.stages,
         "step_seconds": best and best.step_seconds,
-        "lower_bound_seconds": answer.lower_bound_seconds,
-        "gap": answer.gap,
         "tokens_per_step": answer.question.tokens,
-        "speedup": answer.speedup,
         "single": answer.single and pipelined_json(answer.single),
         "several": answer.several and pipelined_json(answer.several),
-        "bounds": answer.bounds,
         "shapes": answer.num_shapes,
         "assumptions": assumed,
     }
@@ -48,35 +44,43 @@ def stages_json(
 
 def pipelined_json(found: "Pipelined", *, with_spans: bool = False) -> dict[str, Any]:
     """Return a pipeline as its plan has it, its step, and when each stage computes what."""
-    shape, told = found.shape, asdict(found.record)
-    stages = zip(told["stages"], found.stages, found.run.idle, strict=True)
-    for number, (of_stage, stage, idle) in enumerate(stages):
-        of_stage |= {
-            "units": len(stage.plan.units),
-            "seconds": asdict(stage.seconds),
-            "idle": idle,
-            "device_bytes": stage.plan.prediction.peak_bytes.on_device,
-            "decisions": decisions_text(stage.plan),
-            **({"spans": _spans_json(found, number)} if with_spans else {}),
-        }
-    return told | {
-        "group": asdict(shape.group),
-        "batch": shape.batch,
-        "micro_batches": shape.micro_batches,
-        "chunks": shape.chunks,
-        "step_seconds": found.step_seconds,
-        "hop_seconds": list(found.pipeline.hops),
+    rows = stage_rows(found)
+    for number, row in enumerate(rows if with_spans else ()):
+        row["spans"] = _spans_json(found, number)
+    return {
+        **fields_of(found.record),
+        **fields_of(found.shape, "group", "batch", "micro_batches", "chunks"),
+        **fields_of(found, "step_seconds"),
+        "hop_seconds": found.pipeline.hops,
+        "stages": rows,
     }
+
+
+def stage_rows(found: "Pipelined") -> list[dict[str, Any]]:
+    """Return each stage as its plan has it, with its seconds, and the share in which it waits."""
+    return [
+        {
+            **fields_of(record),
+            **fields_of(stage, "seconds"),
+            "units": len(stage.plan.units),
+            "idle": idle,
+            "device_bytes": record.peak_bytes.on_device,
+            "decisions": decisions_text(stage.plan),
+        }
+        for record, stage, idle in zip(
+            found.record.stages, found.stages, found.run.idle, strict=True
+        )
+    ]
 
 
 def _spans_json(found: "Pipelined", stage: int) -> dict[str, list[Any]]:
     """Return columns of what a stage computes, in order; the update is of no micro-batch."""
     spans = [span for span in found.run.spans if span.stage == stage]
-    chunks = found.shape.stages
+    actions, chunks = [span.action for span in spans], found.shape.stages
     return {
         "kind": [span.kind for span in spans],
-        "micro_batch": [span.action.micro_batch if span.action else None for span in spans],
-        "chunk": [span.action.part // chunks if span.action else None for span in spans],
+        "micro_batch": [action and action.micro_batch for action in actions],
+        "chunk": [action and action.part // chunks for action in actions],
         "start_seconds": [span.start_s for span in spans],
         "end_seconds": [span.end_s for span in spans],
     }
@@ -144,17 +148,15 @@ def stages_table(found: "Pipelined") -> RenderableType:
     """Return a row for each stage."""
     names = ("stage", "from", "units", "held", "a micro-batch", "waits", "device", "host")
     table = table_of(*names, words=(1,))
-    rows = zip(found.stages, found.record.stages, found.run.idle, strict=True)
-    for number, (stage, record, idle) in enumerate(rows):
-        peak = stage.plan.prediction.peak_bytes
+    for number, row in enumerate(stage_rows(found)):
         table.add_row(
             str(number),
-            ", ".join(record.first_units),
-            str(len(stage.plan.units)),
-            str(stage.held),
-            format_seconds(stage.seconds.cycle_s),
-            f"{idle:.0%}",
-            format_bytes(peak.on_device),
-            format_bytes(peak.host),
+            ", ".join(row["first_units"]),
+            str(row["units"]),
+            str(row["held"]),
+            format_seconds(row["cycle_seconds"]),
+            f"{row['idle']:.0%}",
+            format_bytes(row["device_bytes"]),
+            format_bytes(row["peak_bytes"].host),
         )
     return table

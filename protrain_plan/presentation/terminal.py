@@ -4,8 +4,9 @@ Everything that is printed for people is made of these; `commands/output.py` pri
 inside plain data as JSON.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, is_dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,29 @@ from rich.style import Style
 from protrain_runtime.contract.escaping import one_line
 
 
-def fields_of(record: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
-    """A record's fields as keys of an answer."""
-    names = (field.name for field in fields(record) if field.name not in but)
-    return {name: getattr(record, name) for name in names}
+def fields_of(record: Any, *names: str, but: Collection[str] = ()) -> dict[str, Any]:
+    """A record's fields, or its attributes of these `names`, as keys of an answer; none of None."""
+    taken = names or [field.name for field in fields(record)] if record is not None else ()
+    return {name: getattr(record, name) for name in taken if name not in but}
+
+
+def plain(data: Any, words: Callable[[str], str] = str) -> Any:
+    """Return records as their fields, texts as `words` has them, and infinite numbers as null."""
+    match data:
+        case str():
+            return words(data)
+        case dict():
+            return {plain(key, words): plain(value, words) for key, value in data.items()}
+        case tuple() if hasattr(data, "_asdict"):  # a named one
+            return plain(data._asdict(), words)
+        case list() | tuple():
+            return [plain(value, words) for value in data]
+        case float():
+            return data if isfinite(data) else None
+        case _ if is_dataclass(data):
+            return plain(fields_of(data), words)
+        case _:
+            return data
 
 
 class Text(rich.text.Text):

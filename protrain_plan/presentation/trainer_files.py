@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protrain_plan.presentation.terminal import Text
-from protrain_runtime.contract.records.plan import Keep, Persistent, Plan, Recompute
+from protrain_plan.presentation.terminal import Text, fields_of
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Plan
 
 if TYPE_CHECKING:
     from protrain_plan.models.trainer_files import TrainerFile
@@ -60,7 +60,7 @@ def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool)
         return Advice(cell=cell, changes=tuple(changes))
     recomputes = not plain_fits and _recomputes(plan)
     blocks = [unit for unit in plan.units if unit.kind == "block"]
-    many = sum(isinstance(unit.activations, Recompute) for unit in blocks)
+    many = sum(unit.activations.recomputes and not unit.activations.tier for unit in blocks)
     note = f"the plan recomputes {many} of {len(blocks)} blocks, and the file all"
     changes += _switched(file, file.format.checkpointing, on=recomputes)
     changes += _switched(file, file.format.offloading, on=False)
@@ -82,39 +82,24 @@ def _switched(file: "TrainerFile", switch: Any, *, on: bool) -> list[Change]:
     key = next((key for key in switch.keys if file.decided.get(key) is not None), switch.keys[0])
     now = file.decided.get(key)
     new = switch.on if on else switch.off
-    return (
-        []
-        if new == (switch.default if now is None else now)
-        else [Change(key=key, now=now, new=new)]
-    )
+    is_so = new == (switch.default if now is None else now)
+    return [] if is_so else [Change(key=key, now=now, new=new)]
 
 
 def _recomputes(plan: Plan) -> bool:
     """Whether the plan does no more than recompute blocks, as checkpointing does with all."""
     return all(
-        unit.states == Persistent()
-        and (
-            unit.activations == Keep()
-            or (unit.kind == "block" and isinstance(unit.activations, Recompute))
-        )
+        unit.states == PERSISTENT
+        and not unit.activations.tier
+        and (unit.activations == KEEP or (unit.kind == "block" and unit.activations.recomputes))
         for unit in plan.units
     )
 
 
 def file_json(file: "TrainerFile", advised: Sequence[Advice]) -> dict[str, Any]:
     """Return what `--json` says of a file: its keys in lists, and changes for each answer."""
-    return {
-        "trainer_file": {
-            "path": file.path,
-            "format": file.format.name,
-            "options": file.options,
-            "understood": file.understood,
-            "by_default": file.by_default,
-            "decided": dict(file.decided),
-            "ignored": dict(file.ignored),
-            "changes": advised,
-        }
-    }
+    told = fields_of(file, "path", "options", "understood", "by_default", "decided", "ignored")
+    return {"trainer_file": {**told, "format": file.format.name, "changes": advised}}
 
 
 def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:

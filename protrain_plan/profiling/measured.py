@@ -85,7 +85,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
-from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import settle_quantized
 
 

@@ -33,12 +33,12 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import FILE_BYTES
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
-    Keep,
-    Offload,
-    Persistent,
+    KEEP,
+    PERSISTENT,
+    Activations,
+    Placement,
     Plan,
     Schedule,
-    Swap,
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import Workload
@@ -207,8 +207,8 @@ def rehearse(
         if index in left_alone
         else replace(
             unit,
-            activations=Swap(tier=tier) if unit.kind == "block" else Keep(),
-            states=Persistent() if index in staying else Offload(tier=tier),
+            activations=Activations(tier=tier) if unit.kind == "block" else KEEP,
+            states=PERSISTENT if index in staying else Placement(tier=tier),
             schedule=schedule,
         )
         for index, unit in enumerate(units)

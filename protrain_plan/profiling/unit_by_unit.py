@@ -65,7 +65,7 @@ from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.states.absent import without_parameters
-from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import packed_layers
 
 SHARE_OF_FREE_MEMORY = 0.5

@@ -32,7 +32,7 @@ from protrain_runtime.contract.program.compiling import compile_plan
 from protrain_runtime.contract.program.program import gradient_home, pinned_bytes
 from protrain_runtime.contract.records import fingerprint, read_plan
 from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import Persistent, Plan, Swap, SwapInput
+from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import (
     WAIT_LIMIT_S,
@@ -282,7 +282,7 @@ def _below(model: nn.Module, plan: Plan) -> set[nn.Parameter]:
     return {
         parameter
         for unit, parameters in chunks
-        if not isinstance(unit.states, Persistent)
+        if not unit.states.is_persistent
         for _, parameter in parameters
     }
 
@@ -435,9 +435,9 @@ def _attach(
     check_stepped(plan, chunks, rules, optimizer)
     swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # what cannot be opened is told before anything changes
-        if not isinstance(unit.states, Persistent):
+        if unit.states.tier:
             stores.get(unit.states.tier)
-        if isinstance(unit.activations, Swap | SwapInput):
+        if unit.activations.tier:
             swap_stores[unit.activations.tier] = stores.get(unit.activations.tier)
     if ranks is not None:
         ranks.meeting.meet("prepare()")
@@ -527,7 +527,7 @@ def _offload(
     """Bring states to where the plan has them; returns the chunks that are on disk."""
     leaving: list[Chunk] = []
     for chunk, unit in zip(chunks, prepared.plan.units, strict=True):
-        if isinstance(unit.states, Persistent) or not chunk.slices:
+        if not unit.states.tier or not chunk.slices:
             continue
         home = gradient_home(unit.states, prepared.plan.settings, kind)
         offload(

@@ -17,7 +17,13 @@ from protrain_plan.checking.rules import RULES, Failed, Passed, Report, Skipped,
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_hardware, write_hardware
 from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, Keep, Offload, Plan
+from protrain_runtime.contract.records.plan import (
+    Activations,
+    Budgets,
+    DeviceGroup,
+    Placement,
+    Plan,
+)
 from tests.support.checking_cases import PROFILE, AssertGolden, commit, find_plans, offloading
 from tests.support.forked import protrain
 from tests.support.messages import Speaker
@@ -143,7 +149,7 @@ WRONG: dict[str, Callable[[Path], Report]] = {
     ),
     "PLN001, a unit's name": lambda a: checked(commit(a, with_unit(name="layers.9"))),
     "PLN001, a unit's kind": lambda a: checked(commit(a, with_unit(kind="part"))),
-    "PLN001, no such tier": lambda a: checked(commit(a, with_unit(states=Offload(tier="host")))),
+    "PLN001, no such tier": lambda a: checked(commit(a, with_unit(states=Placement(tier="host")))),
     "SIM001, a number": lambda a: checked(commit(a, less_told())),
     "SIM001, a decision": lambda a: checked(edited(commit(a), SMALL, "activations: keep")),
     "HDW001, another kind of device": lambda a: checked(commit(a), on=(gpu(),)),
@@ -185,7 +191,7 @@ def test_exa001_tells_a_plan_that_the_repository_gives_no_leave_for(
     profile = replace(PROFILE, allowed=leave, units=tuple(units))
     exact = offloading(profile)
     planned = tuple(
-        replace(unit, activations=Keep(form="int8")) if unit.kind == "block" else unit
+        replace(unit, activations=Activations(form="int8")) if unit.kind == "block" else unit
         for unit in exact.units
     )
     approximate = replace(exact, units=planned, exact=False, exactness="approximate", allowed=leave)

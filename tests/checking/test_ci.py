@@ -366,7 +366,7 @@ def test_every_step_of_the_action_runs_as_in_a_job(runner: dict[str, str]) -> No
 
     installed, *_, held = job()
     assert installed.returncode == held.returncode == 0, (installed, held)
-    passed = "::notice title=protrain check::16 passed in 1 plan; 2 files seen, 2 records checked,"
+    passed = "::notice title=protrain check::17 passed in 1 plan; 2 files seen, 2 records checked,"
     assert held.stdout == f"{passed} 0 failed\n"
     widen(example)
     *_, over = job()
@@ -409,7 +409,7 @@ def test_pre_commit_runs_the_hook_as_the_example_says(example: Path, tmp_path: P
     widen(example)
     second = commits()
     assert second.returncode == 1
-    assert "14 passed, 2 failed in 1 plan" in second.stderr
+    assert "15 passed, 2 failed in 1 plan" in second.stderr
 
 
 def test_the_hooks_run_our_commands(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from protrain_plan.checking.diffing import in_words, plan_diff
 from protrain_plan.checking.plan_on_machine import predicted
 from protrain_plan.presentation.checks.diffs import diff_markdown, diff_text
 from protrain_runtime.contract.records import write_plan
-from protrain_runtime.contract.records.plan import Keep, Persistent, Plan, Schedule
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Plan, Schedule
 from tests.support.checking_cases import BUDGETS, PROFILE, AssertGolden, offloading
 from tests.support.forked import protrain
 from tests.support.planning_cases import MB
@@ -23,7 +23,7 @@ OLD = offloading()
 def faster(plan: Plan = OLD) -> Plan:
     """Two blocks keep everything, for which there is a larger budget."""
     units = tuple(
-        replace(unit, activations=Keep(), states=Persistent(), schedule=Schedule())
+        replace(unit, activations=KEEP, states=PERSISTENT, schedule=Schedule())
         if unit.name in ("layers.1", "layers.2")
         else unit
         for unit in plan.units

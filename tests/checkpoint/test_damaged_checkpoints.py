@@ -28,7 +28,7 @@ from protrain_runtime.checkpoint.index import INDEX, Saved, seal
 from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.checkpoint.training import encoded, read_training
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import DeviceGroup, Keep, Offload, Persistent, Placement
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, DeviceGroup, Placement
 from protrain_runtime.states.values import Held, Source, part_of
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
@@ -118,9 +118,9 @@ def trained(tier: str, folder: Path, *, seed: int, count: int = 1) -> Training:
     if tier == "plain":
         training = Training(model, factory(model.parameters()))
     else:
-        below: Placement = Offload(tier="disk" if tier == "disk" else "device")
-        *units, head = decided(units_of(Tiny(), TOKENS), Keep(), below)
-        units.append(replace(head, states=Persistent()))
+        below: Placement = Placement(tier="disk" if tier == "disk" else "device")
+        *units, head = decided(units_of(Tiny(), TOKENS), KEEP, below)
+        units.append(replace(head, states=PERSISTENT))
         plan = plan_for(model, units, piece_bytes=64)
         plan = with_settings(plan, group=DeviceGroup(num_devices=count))
         made = prepare(model, plan, optimizer=factory, spill_directory=folder, wait_limit_s=60)

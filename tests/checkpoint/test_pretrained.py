@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from protrain_runtime import prepare, save, save_pretrained
-from protrain_runtime.contract.records.plan import DeviceGroup, Keep, Offload, Persistent
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, DeviceGroup, Placement
 from tests.support import quantized_models
 from tests.support.faults import file_limit
 from tests.support.messages import Speaker
@@ -110,7 +110,7 @@ def test_peft_reads_adapters_alone(packs: bool, tmp_path: Path) -> None:
     batches = quantized_models.batches()
     make = partial(with_adapters, packs=packs)
     subject = Subject(make, lambda number: batches[number % 2])
-    units = decided(subject.units(), Keep(), Offload(tier="disk"))
+    units = decided(subject.units(), KEEP, Placement(tier="disk"))
     planned: Any
     planned, optimizer = prepare(
         subject.build(1),
@@ -135,7 +135,7 @@ def saving(rank: int, count: int, folder: Path) -> Any:
     subject = CATALOGUE["llama-tied"]
     units = in_turn(
         "llama-tied",
-        *(Persistent(), Offload(tier="device"), Offload(tier="host"), Offload(tier="disk")),
+        *(PERSISTENT, Placement(tier="device"), Placement(tier="host"), Placement(tier="disk")),
     )
     model, _ = prepare(
         subject.build(rank),

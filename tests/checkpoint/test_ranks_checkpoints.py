@@ -14,16 +14,16 @@ from protrain_runtime import load, prepare, save
 from protrain_runtime.checkpoint.exporting import export
 from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import Offload, Persistent, Placement
+from protrain_runtime.contract.records.plan import PERSISTENT, Placement
 from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
 from tests.support.routed_model import State, built, made, plan_of, same, state_of, step
 from tests.support.runtime_cases import ADAMW, differences
 
-SHARED: tuple[Placement, ...] = (Offload(tier="device"), Persistent(), Offload(tier="disk"))
+SHARED: tuple[Placement, ...] = (Placement(tier="device"), PERSISTENT, Placement(tier="disk"))
 OTHERWISE: tuple[Placement, ...] = (
-    Offload(tier="host"),
-    Offload(tier="device", keep_gathered=True),
-    Persistent(),
+    Placement(tier="host"),
+    Placement(tier="device", keep_gathered=True),
+    PERSISTENT,
 )
 
 
@@ -72,7 +72,7 @@ def test_four_ranks_save_and_two_one_and_plain_pytorch_go_on(tmp_path: Path) -> 
     (then, _), *_ = run_ranks(saving, 4, tmp_path, tmp_path)
     for _, state in run_ranks(resuming, 2, tmp_path, tmp_path / "first", OTHERWISE, False):
         same(state, then)
-    places: tuple[Placement, ...] = (Offload(tier="host"), Persistent(), Offload(tier="disk"))
+    places: tuple[Placement, ...] = (Placement(tier="host"), PERSISTENT, Placement(tier="disk"))
     for planned in (True, False):
         plain = built(9)
         optimizer: torch.optim.Optimizer = ADAMW(list(plain.parameters()))

@@ -13,14 +13,14 @@ from torch import nn
 
 from protrain_runtime import prepare, save
 from protrain_runtime.checkpoint.index import Saved
-from protrain_runtime.contract.records.plan import DeviceGroup, Keep, Offload, Persistent, Plan
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, DeviceGroup, Placement, Plan
 from tests.support import quantized_models
 from tests.support.plan_settings import with_settings
 from tests.support.quantized_models import PACKINGS, base, packed_with_adapters
 from tests.support.ranks_cases import end_ranks, ranks_on_every_device_at_night, run_ranks
 from tests.support.runtime_cases import CATALOGUE, Subject, copied, decided, differences, plan_for
 
-PLACES = (Offload(tier="device"), Persistent(), Offload(tier="host"), Offload(tier="disk"))
+PLACES = (Placement(tier="device"), PERSISTENT, Placement(tier="host"), Placement(tier="disk"))
 SGD = partial(torch.optim.SGD, lr=2**-7)
 
 
@@ -48,7 +48,7 @@ CATALOGUE["wide"] = Subject(Wide, lambda number: torch.full((2, 512), 1.0 + numb
 def plan_of(subject: Subject, count: int) -> Plan:
     units = tuple(
         replace(unit, states=PLACES[number % len(PLACES)])
-        for number, unit in enumerate(decided(subject.units(), Keep(), Persistent()))
+        for number, unit in enumerate(decided(subject.units(), KEEP, PERSISTENT))
     )
     plan = plan_for(subject.build(), units)
     return with_settings(plan, group=DeviceGroup(num_devices=count))

@@ -33,7 +33,14 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import checkpoint_bytes
 from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.contract.records import read_plan, write_plan
-from protrain_runtime.contract.records.plan import Budgets, Keep, Offload, Persistent, Plan, Swap
+from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    Activations,
+    Budgets,
+    Placement,
+    Plan,
+)
 from protrain_runtime.contract.records.profile import Precision, Workload
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices.memory_meter import MemoryMeter
@@ -252,7 +259,7 @@ def transposed(model: nn.Module) -> None:
 def test_an_offloaded_parameter_need_not_be_row_major(tmp_path: Path) -> None:
     made = Scenario(
         model=replace(CATALOGUE["functional"], change=transposed),
-        units=lambda units: decided(units, Keep(), Offload(tier="disk")),
+        units=lambda units: decided(units, KEEP, Placement(tier="disk")),
         factory=ADAMW,
     )
     for first in (None, tmp_path):
@@ -336,7 +343,7 @@ def test_every_dtype_is_written_as_the_package_writes_it(tmp_path: Path) -> None
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=["kept", "on disk"])
+@pytest.mark.parametrize("states", [PERSISTENT, Placement(tier="disk")], ids=["kept", "on disk"])
 def test_saving_and_loading_take_one_buffer(states: Any, tmp_path: Path) -> None:
     model = llama(tied=False)
     big = nn.Linear(2048, 1024)  # 8 MiB in one tensor
@@ -348,7 +355,7 @@ def test_saving_and_loading_take_one_buffer(states: Any, tmp_path: Path) -> None
         return output.loss + big(torch.ones(2048)).sum() * 0
 
     model.forward = with_big
-    units = list(decided(described("llama"), Keep(), states))
+    units = list(decided(described("llama"), KEEP, states))
     last = units[-1]
     units[-1] = replace(last, parameters=(*last.parameters, "big.weight", "big.bias"))
     plan = plan_for(model, units)
@@ -377,7 +384,7 @@ def test_a_plan_says_where_saving_takes_more_than_a_step() -> None:
     for profile, more in ((tiny, True), (decoder(cpu(), blocks=1), False)):
         solved = plan_within(profile, Budgets(device=10**12, host=0, disk=10**12))
         assert isinstance(solved, Solved)
-        assert all(isinstance(unit.states, Persistent) for unit in solved.plan.units)
+        assert all(unit.states.is_persistent for unit in solved.plan.units)
         standing = sum(unit.parameter_bytes + unit.state_bytes for unit in profile.units)
         expected = profile.base_bytes + standing + SAVING_BYTES
         assert checkpoint_bytes(solved.plan.units, profile) == expected
@@ -400,7 +407,7 @@ def saved_functional(directory: Path, *, seed: int = 0) -> nn.Module:
 
 def offloaded(name: str, folder: Path, **options: Callable[[nn.Module], Any]) -> Pair:
     model = build(name)
-    plan = plan_for(model, decided(described(name), Keep(), Offload(tier="disk")))
+    plan = plan_for(model, decided(described(name), KEEP, Placement(tier="disk")))
     given = {key: make(model) for key, make in options.items()}
     return prepare(model, plan, optimizer=ADAMW, spill_directory=folder, **given)
 
@@ -514,7 +521,7 @@ def plan_of_factory(**changes: Any) -> Plan:
         device="cpu",
         seed=0,
     )
-    units = decided(described("gpt2"), Swap(tier="disk"), Offload(tier="disk"))
+    units = decided(described("gpt2"), Activations(tier="disk"), Placement(tier="disk"))
     fingerprint = model_fingerprint(build("gpt2"))
     plan = plan_of(units, fingerprint=fingerprint, workload=workload)
     return with_settings(plan, micro_batches=2, **changes)

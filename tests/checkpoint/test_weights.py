@@ -27,7 +27,7 @@ from protrain_runtime import prepare, restore, save, without_parameters
 from protrain_runtime.checkpoint.files import joined_sums
 from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Plan
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Placement, Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory, return_freed_memory
 from tests.support import quantized_models
@@ -105,13 +105,13 @@ def test_every_placement_has_the_bits_of_the_whole_model(
     assert list(differences(run.model.state_dict(), trained_values, "restored")) == []
 
 
-@pytest.mark.parametrize("states", [Persistent(), Offload(tier="host")], ids=["all", "nothing"])
+@pytest.mark.parametrize("states", [PERSISTENT, Placement(tier="host")], ids=["all", "nothing"])
 def test_a_plan_that_keeps_all_and_one_that_keeps_nothing(
-    states: Persistent | Offload, tmp_path: Path
+    states: Placement, tmp_path: Path
 ) -> None:
     subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
     save(values, None, tmp_path / "saved")
-    plan = plan_for(values, decided(described("llama"), Keep(), states))
+    plan = plan_for(values, decided(described("llama"), KEEP, states))
     given = without_values(subject)
     assert_like_the_whole(subject, plan, tmp_path, tmp_path / "saved", given, values)
 
@@ -209,7 +209,7 @@ def buffers_saved(folder: Path) -> tuple[nn.Module, Plan]:
         if number % 2:
             buffer.fill_(number)
     save(values, None, folder)
-    units = decided(BUFFERS.units(), Keep(), Offload(tier="host"))
+    units = decided(BUFFERS.units(), KEEP, Placement(tier="host"))
     return values, plan_for(values, units)
 
 
@@ -358,7 +358,7 @@ def test_a_damaged_checkpoint_of_ours_is_found_while_it_is_read(
 def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, assert_says: Speaker) -> None:
     subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
     save(values, None, tmp_path / "saved")
-    plan = plan_for(values, decided(described("llama"), Keep(), Offload(tier="disk")))
+    plan = plan_for(values, decided(described("llama"), KEEP, Placement(tier="disk")))
     with file_limit(300_000):
         error = refused(without_values(subject, "inside"), plan, tmp_path, tmp_path / "saved")
     assert_says(error)
@@ -384,7 +384,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
     values.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
     os.utime(tmp_path / "saved" / "model.safetensors", (1, 1))
-    plan = plan_for(values, decided(described("llama"), Keep(), Offload(tier="host")))
+    plan = plan_for(values, decided(described("llama"), KEEP, Placement(tier="host")))
     model = without_values(subject, "inside")
     with _Writing(tmp_path / "saved" / "model.safetensors"):
         error = refused(model, plan, tmp_path, tmp_path / "saved")
@@ -396,7 +396,7 @@ def test_values_are_asked_for_where_there_are_none_and_there_alone(
 ) -> None:
     subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
     save(values, None, tmp_path / "saved")
-    plan = plan_for(values, decided(described("llama"), Keep(), Offload(tier="host")))
+    plan = plan_for(values, decided(described("llama"), KEEP, Placement(tier="host")))
     for model, options in (
         (without_values(subject, "on meta"), {}),
         (values, {"weights": tmp_path / "saved"}),
@@ -562,7 +562,7 @@ def test_a_model_of_four_times_the_memory_is_loaded_and_drawn(tmp_path: Path) ->
     save(values, None, tmp_path / "saved", shard_bytes=2**25)
     plans = [
         buffers_saved(tmp_path / "small")[1],
-        plan_for(values, decided(WIDE.units(), Keep(), Offload(tier="disk"))),
+        plan_for(values, decided(WIDE.units(), KEEP, Placement(tier="disk"))),
     ]
     run = Run(WIDE, values, SGD(values.parameters()))
     run.step(0, 1)

@@ -16,7 +16,7 @@ from protrain_plan.commands.option_records import StepOptions
 from protrain_plan.planning.questions.planner import MOVING_GAIN
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_plan, read_profile, write_hardware, write_profile
-from protrain_runtime.contract.records.plan import Recompute, Swap
+from protrain_runtime.contract.records.plan import RECOMPUTE, Activations
 from protrain_runtime.contract.units import format_bytes
 from tests.support.commands import PROTRAIN, printed
 from tests.support.forked import protrain
@@ -46,8 +46,8 @@ def test_pins_are_kept_and_their_cost_is_told(profile: Path, tmp_path: Path) -> 
     pinned = (*arguments, "--pin", "layers.5: swap to host, offload to host")
     answer = printed(protrain(*pinned, "--json", folder=tmp_path))
     units = {unit.name: unit for unit in read_plan(tmp_path / "plan.yaml").units}
-    assert units["layers.0"].activations == units["layers.1"].activations == Recompute()
-    assert units["layers.5"].activations == Swap(tier="host")
+    assert units["layers.0"].activations == units["layers.1"].activations == RECOMPUTE
+    assert units["layers.5"].activations == Activations(tier="host")
     assert answer["seconds_without_pins"] <= answer["step_seconds"] * 1.005
     text = protrain(*pinned, folder=tmp_path)
     assert re.search(r"the pins cost \d+\.\d\d% of the step", text.stdout)

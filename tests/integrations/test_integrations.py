@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from protrain_runtime import restore, with_master_weights
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import write_plan
-from protrain_runtime.contract.records.plan import Persistent, Plan, Recompute, SwapInput
+from protrain_runtime.contract.records.plan import PERSISTENT, Plan
 from protrain_runtime.contract.records.profile import Precision
 from protrain_runtime.integrations import accelerate as in_accelerate
 from protrain_runtime.integrations import transformers as in_transformers
@@ -162,16 +162,15 @@ def twice(trainer: Trainer) -> None:
 
 def all_on_device(name: str) -> Plan:
     made = plan(name)
-    return replace(made, units=tuple(replace(unit, states=Persistent()) for unit in made.units))
+    return replace(made, units=tuple(replace(unit, states=PERSISTENT) for unit in made.units))
 
 
 def of_blocks(name: str) -> Plan:
     """Compiled ones, which are recomputed whole."""
     made = plan(name)
-    again = (Recompute, SwapInput)
     units = [
         replace(unit, activations=replace(unit.activations, form="full"))
-        if isinstance(unit.activations, again)
+        if unit.activations.recomputes
         else unit
         for unit in made.units
     ]

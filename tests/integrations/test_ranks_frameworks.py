@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments
 
-from protrain_runtime.contract.records.plan import Offload, Persistent, Placement, Plan
+from protrain_runtime.contract.records.plan import PERSISTENT, Placement, Plan
 from protrain_runtime.integrations import accelerate, transformers
 from protrain_runtime.integrations.lightning import PlannedRanks, UsePlan
 from tests.support.plan_settings import with_settings
@@ -23,10 +23,10 @@ from tests.support.ranks_loops import Loop, in_turn, leaves, several
 from tests.support.runtime_cases import ADAMW, build, copied, differences
 
 PLACES: tuple[Placement, ...] = (
-    Offload(tier="disk"),
-    Persistent(),
-    Offload(tier="device"),
-    Offload(tier="host", keep_gathered=True),
+    Placement(tier="disk"),
+    PERSISTENT,
+    Placement(tier="device"),
+    Placement(tier="host", keep_gathered=True),
 )
 LOOP = Loop("llama", double=True)
 ROUNDING = 1e-11  # in float64: of one norm, which all of them clip to or log

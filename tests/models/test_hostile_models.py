@@ -23,11 +23,11 @@ from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.optimizer_cost import refuse_sparse
 from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import Budgets, Keep, Offload
+from protrain_runtime.contract.records.plan import KEEP, Budgets, Placement
 from protrain_runtime.contract.records.profile import Profile, Unit, Workload
 from protrain_runtime.diagnostics.matching import with_batch_sizes
 from protrain_runtime.model.prepared import engine_of
-from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.parameters import refuse_parameters
 from tests.support.estimates import bytes_alone, machine
 from tests.support.fuzzed_modules import fuzzed, source
 from tests.support.hostile_models import HOSTILE, Hostile, Stack, batch_of, tokens_of
@@ -272,7 +272,7 @@ def test_states_that_stay_are_not_taken_by_hand(tmp_path: Path) -> None:
     subject = HOSTILE["takes: sparse gradient"]
     profile = profiled(subject, tmp_path)
     plan = plan_of(
-        decided(described_by(profile), Keep(), Offload(tier="disk")),
+        decided(described_by(profile), KEEP, Placement(tier="disk")),
         fingerprint=profile.model_fingerprint,
     )
     factory = optimizer_factory("sgd")

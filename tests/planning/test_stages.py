@@ -42,12 +42,12 @@ from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.hardware import Collectives, Interconnect
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    RECOMPUTE,
+    Activations,
     Budgets,
     DeviceGroup,
-    Keep,
-    Recompute,
     StepSettings,
-    Swap,
 )
 from protrain_runtime.contract.records.profile import Profile, Workload
 from tests.support import random_models
@@ -129,7 +129,7 @@ def few_decisions(problem: Problem) -> Problem:
     """Keep, recompute or swap to host memory; states that stay, or are streamed to be updated."""
     left = []
     for options in problem.options:
-        kinds = (Keep(), Recompute(), Swap(tier="host"))
+        kinds = (KEEP, RECOMPUTE, Activations(tier="host"))
         activations = [n for n, one in enumerate(options.activations) if one.decision in kinds]
         left.append((activations, [0, len(options.states) - 1]))
     return problem.with_options(left)

@@ -13,7 +13,7 @@ from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import dumps_profile, loads_profile
-from protrain_runtime.contract.records.plan import Budgets, Offload, Persistent
+from protrain_runtime.contract.records.plan import PERSISTENT, Budgets, Placement
 from protrain_runtime.contract.records.profile import SPARSE, Profile
 from tests.support.messages import Speaker
 from tests.support.planning_cases import MB, decoder, gpu, infeasible, least_bytes, solved
@@ -45,8 +45,8 @@ def test_states_that_stay_are_persistent_where_all_others_leave() -> None:
     assert loads_profile(dumps_profile(profile()), source="p.yaml") == profile()
     found = solved(plan(profile(), budgets(int(least() * 1.05))))
     states = [unit.states for unit in found.plan.units]
-    assert [states[index] for index in STAYING] == [Persistent()] * len(STAYING)
-    assert Offload(tier="host") in states
+    assert [states[index] for index in STAYING] == [PERSISTENT] * len(STAYING)
+    assert Placement(tier="host") in states
     assert misfit(found.plan, profile()) is None
     assert found.plan.prediction.lower_bound_seconds <= found.plan.prediction.step_seconds
 
@@ -62,7 +62,7 @@ def test_every_baseline_leaves_them_there() -> None:
         evaluation = baseline(name, problem, Evaluator(problem))
         assert evaluation is not None
         _, states = problem.chosen(evaluation.choice)
-        assert [states[index].decision for index in STAYING] == [Persistent()] * len(STAYING)
+        assert [states[index].decision for index in STAYING] == [PERSISTENT] * len(STAYING)
 
 
 def test_a_pin_against_it_is_refused_with_the_reason() -> None:
@@ -85,7 +85,7 @@ def test_where_no_plan_fits_the_reason_is_among_the_advice() -> None:
 
 def test_a_plan_that_moves_them_does_not_fit_its_profile() -> None:
     made = solved(plan(profile(""), budgets(least())))
-    units = tuple(replace(unit, states=Offload(tier="host")) for unit in made.plan.units)
+    units = tuple(replace(unit, states=Placement(tier="host")) for unit in made.plan.units)
     name = profile().units[0].name
     assert misfit(replace(made.plan, units=units), profile()) == (
         f"{name} cannot have its states there: they stay on the device ({WHY})"

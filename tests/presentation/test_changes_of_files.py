@@ -12,7 +12,7 @@ from protrain_plan.models.trainer_files import TrainerFile
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.answers import Answer
 from protrain_plan.presentation.trainer_files import Advice, advice, file_text
-from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Plan, Recompute
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, RECOMPUTE, Placement, Plan
 from tests.support.checking_cases import offloading
 from tests.support.planning_cases import MB, gpu, question, small, within
 
@@ -25,12 +25,12 @@ OPTIMIZER = {V1: "", AXOLOTL: "optimizer: adamw_torch\n", LLAMA_FACTORY: ""}
 def plan_of(recomputed: int, *, offloaded: bool = False) -> Plan:
     """A plan that recomputes some blocks."""
     made = offloading()
-    states = Offload(tier="host") if offloaded else Persistent()
+    states = Placement(tier="host") if offloaded else PERSISTENT
     units = [
         replace(
             unit,
             states=states,
-            activations=Recompute() if 0 < number <= recomputed else Keep(),
+            activations=RECOMPUTE if 0 < number <= recomputed else KEEP,
         )
         for number, unit in enumerate(made.units)
     ]

@@ -17,18 +17,15 @@ from protrain_plan.presentation.exporting import EXPORTERS, export
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    Activations,
     DeviceGroup,
-    Keep,
-    Offload,
-    Persistent,
     PipelinePlan,
     PipelineSchedule,
     Placement,
     Plan,
-    Recompute,
     StagePlan,
-    Swap,
-    SwapInput,
 )
 from tests.support.checking_cases import AssertGolden, offloading
 from tests.support.forked import protrain
@@ -44,7 +41,7 @@ the predicted seconds do not hold for it."
 def plain() -> Plan:
     """Everything stays on the device."""
     made = offloading()
-    units = (replace(unit, activations=Keep(), states=Persistent()) for unit in made.units)
+    units = (replace(unit, activations=KEEP, states=PERSISTENT) for unit in made.units)
     return replace(made, units=tuple(units))
 
 
@@ -53,10 +50,14 @@ def mixed() -> Plan:
     made = offloading()
     first, *blocks, last = made.units
     decided = (
-        replace(blocks[0], activations=Keep(), states=Persistent()),
-        replace(blocks[1], activations=Swap(tier="host"), states=Offload(tier="host")),
-        replace(blocks[2], activations=SwapInput(tier="host"), states=Offload(tier="disk")),
-        replace(blocks[3], activations=Recompute(form="mlp"), states=Offload(tier="host")),
+        replace(blocks[0], activations=KEEP, states=PERSISTENT),
+        replace(blocks[1], activations=Activations(tier="host"), states=Placement(tier="host")),
+        replace(
+            blocks[2],
+            activations=Activations(form="full", tier="host"),
+            states=Placement(tier="disk"),
+        ),
+        replace(blocks[3], activations=Activations(form="mlp"), states=Placement(tier="host")),
     )
     return replace(
         made,
@@ -137,7 +138,7 @@ def test_a_model_with_other_parts_is_refused(tool: str) -> None:
 def test_a_loss_in_place_is_told(tool: str) -> None:
     told = "The loss would be computed in place: here it takes more memory."
     made = plain()
-    in_place = replace(made.units[-1], activations=Keep(form="in place"))
+    in_place = replace(made.units[-1], activations=Activations(form="in place"))
     assert told in export(replace(made, units=(*made.units[:-1], in_place)), tool).losses
     assert told not in export(made, tool).losses
 
@@ -232,8 +233,8 @@ def test_states_leave_by_their_share_of_trained_parameters() -> None:
     """The largest share of any stage: 1000 of 3000 in the first one, 4000 of 6000 in the other."""
     made = staged((0,), (3,))
     sizes = ("1000", "1000x1", "20x50", "1000", "3000", "2000")
-    stay, shard = Persistent(), Offload(tier="device")
-    host, disk = Offload(tier="host"), Offload(tier="disk")
+    stay, shard = PERSISTENT, Placement(tier="device")
+    host, disk = Placement(tier="host"), Placement(tier="disk")
     placed: tuple[Placement, ...] = (stay, host, stay, host, disk, shard)
     units = tuple(
         replace(unit, parameters=(f"{unit.name}.weight",), states=states)
@@ -251,7 +252,7 @@ def test_states_leave_by_their_share_of_trained_parameters() -> None:
 def test_forms_of_the_mlp_are_selective_for_megatron() -> None:
     made = plain()
     of_mlp = tuple(
-        replace(unit, activations=Recompute(form="mlp")) if unit.kind == "block" else unit
+        replace(unit, activations=Activations(form="mlp")) if unit.kind == "block" else unit
         for unit in made.units
     )
     found = arguments(replace(made, units=of_mlp))
@@ -261,7 +262,7 @@ def test_forms_of_the_mlp_are_selective_for_megatron() -> None:
 
 def test_shards_without_stages_are_fsdp2_for_megatron() -> None:
     made = plain()
-    units = tuple(replace(unit, states=Offload(tier="device")) for unit in made.units)
+    units = tuple(replace(unit, states=Placement(tier="device")) for unit in made.units)
     settings = replace(made.settings, group=DeviceGroup(num_devices=4))
     found = arguments(replace(made, units=units, settings=settings))
     assert "--use-torch-fsdp2" in found

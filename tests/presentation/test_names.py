@@ -32,6 +32,7 @@ from protrain_plan.presentation.profiles import (
 )
 from protrain_plan.presentation.report.page import page_text, step_data, trace_text
 from protrain_plan.presentation.report.screen import Screen, summary_text
+from protrain_plan.presentation.terminal import plain
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.escaping import in_code, lines, one_line
 from protrain_runtime.contract.records.commands import profile_command
@@ -367,7 +368,7 @@ def test_a_trace_says_names_exactly() -> None:
     assert trace["otherData"]["model"] == step.plan.workload.model
     units = {event["args"].get("unit") for event in trace["traceEvents"] if event["ph"] == "X"}
     assert set(NAMES) <= units
-    assert json.loads(json.dumps(step_data(step)))["units"][0]["name"] == NAMES[0]
+    assert plain(step_data(step))["units"][0]["name"] == NAMES[0]
 
 
 # --- commands -------------------------------------------------------------------------------------

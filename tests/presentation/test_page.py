@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,15 @@ from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.grids import row_of
 from protrain_plan.presentation.report.fit_page import fit_page
 from protrain_plan.presentation.report.page import page_text
-from protrain_plan.presentation.report.step import memory, slot_begins_s
+from protrain_plan.presentation.report.step import memory, simulated, slot_begins_s
 from protrain_runtime.contract.escaping import one_line
-from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    Budgets,
+    Placement,
+    Schedule,
+)
 from protrain_runtime.contract.units import format_bytes, format_seconds
 from tests.support.browsers import chromium, needs_chromium, opened
 from tests.support.hostile_names import NAMES, hostile_step
@@ -30,10 +37,12 @@ from tests.support.planning_cases import MB, decoder, gpu
 from tests.support.reporting_cases import (
     FRONT,
     GOLDEN,
+    Decision,
     deep_step,
     recorded,
     small_step,
     stages_step,
+    step_of,
 )
 
 pytestmark = [pytest.mark.browser, needs_chromium]
@@ -223,6 +232,36 @@ def test_a_page_of_many_blocks_is_drawn_without_an_error(browser: Browser, tmp_p
         settled(page)
         assert page.locator("#strip rect[data-unit]").count() == 2 * 128
         assert page.locator("#decisions-table tbody tr").count() == 128
+
+
+def test_rows_of_decisions_are_runs_of_blocks_that_decide_all_alike(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """Ends are parts, and never of a run, even where they decide as blocks do."""
+    host, soon = Placement(tier="host"), Schedule(update_drain=2)
+    kept: tuple[Decision, ...] = ((KEEP, PERSISTENT, Schedule()),) * 3
+    moved = [(KEEP, host, one) for one in (*(soon,) * 4, replace(soon, forward_lead=1))]
+    plain = step_of(decoder(gpu(), blocks=9), [*kept, *moved, *kept])
+    units = [
+        replace(unit, schedule=replace(unit.schedule, update_late=number in (3, 4)))
+        for number, unit in enumerate(plain.plan.units)
+    ]
+    settings = replace(plain.plan.settings, overlap_steps=True)
+    plan = replace(plain.plan, settings=settings, units=tuple(units))
+    path = tmp_path / "report.html"
+    path.write_text(page_text(simulated(plan, plain.profile)), encoding="utf-8")
+    with opened(browser) as page:
+        page.goto(path.as_uri())
+        rows = page.locator("#decisions-table tbody td:first-child").all_text_contents()
+    assert rows == [
+        "embedding",
+        "layers.0 to 1",
+        "layers.2 to 3",
+        "layers.4 to 5",
+        "layers.6",
+        "layers.7 to 8",
+        "head and the loss",
+    ]
 
 
 def test_the_page_s_texts_are_the_golden_ones(page: Page, request: pytest.FixtureRequest) -> None:

@@ -8,7 +8,7 @@ import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,13 +24,13 @@ from protrain_plan.presentation.report import page
 from protrain_plan.presentation.report.page import (
     page_text,
     step_data,
+    summary_json,
     trace_events,
     trace_text,
 )
 from protrain_plan.presentation.report.screen import (
     KIND_MARKS,
     Screen,
-    summary_json,
     summary_text,
 )
 from protrain_plan.presentation.report.stages import StagesScreen
@@ -44,10 +44,18 @@ from protrain_plan.presentation.report.step import (
     slot_begins_s,
     waits,
 )
+from protrain_plan.presentation.terminal import plain
 from protrain_runtime.contract.program.program import MoveKind
 from protrain_runtime.contract.program.recording import Event
 from protrain_runtime.contract.records import fingerprint, write_plan, write_profile
-from protrain_runtime.contract.records.plan import Keep, Offload, Persistent, Recompute, UnitPlan
+from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
+    Activations,
+    Placement,
+    UnitPlan,
+)
 from protrain_runtime.contract.units import format_seconds
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
@@ -248,7 +256,7 @@ def test_every_kind_of_bytes_has_a_letter() -> None:
 
 
 def as_json(data: Any) -> str:
-    return json.dumps(data, indent=1, default=asdict) + "\n"
+    return json.dumps(plain(data), indent=1) + "\n"
 
 
 def summary(step: Step) -> str:
@@ -375,15 +383,13 @@ def without_host() -> Step:
     decided = [(u.activations, u.states, u.schedule) for u in small_step().plan.units[:1]] * 3
     kept = step_of(decoder(cpu(), blocks=1), decided)
     first, block, last = kept.plan.units
-    units = (first, replace(block, states=Offload(tier="host")), last)
+    units = (first, replace(block, states=Placement(tier="host")), last)
     return replace(kept, plan=replace(kept.plan, units=units))
 
 
 def idle() -> Step:
     profile = decoder(cpu(), blocks=1, block_parameters=0, embedding_parameters=0, seconds=0.0)
-    units = tuple(
-        UnitPlan(name=u.name, activations=Keep(), states=Persistent()) for u in profile.units
-    )
+    units = tuple(UnitPlan(name=u.name, activations=KEEP, states=PERSISTENT) for u in profile.units)
     plan = replace(small_step().plan, profile_fingerprint=fingerprint(profile), units=units)
     return replace(small_step(), plan=plan, profile=profile)
 
@@ -392,8 +398,8 @@ UNITS = small_step().plan.units
 REFUSED: dict[str, Callable[[], Step]] = {
     "another profile": lambda: replace(small_step(), profile=decoder(cpu(), blocks=3)),
     "another unit": lambda: with_unit(2, name="layer.1"),
-    "a part that recomputes": lambda: with_unit(0, activations=Recompute()),
-    "a form that was not profiled": lambda: with_unit(1, activations=Recompute(form="mlp")),
+    "a part that recomputes": lambda: with_unit(0, activations=RECOMPUTE),
+    "a form that was not profiled": lambda: with_unit(1, activations=Activations(form="mlp")),
     "a unit less": lambda: with_units(*UNITS[:-1]),
     "a unit more": lambda: with_units(*UNITS, replace(UNITS[-1], name="tail")),
     "a tier that is not there": without_host,
@@ -455,7 +461,6 @@ def test_a_step_that_is_not_clipped_says_so() -> None:
 
 
 def test_every_kind_of_move_has_words_and_a_colour() -> None:
-    script = (Path(page.__file__).parent / "page.js").read_text(encoding="utf-8")
-    for table in ("DOES", "COLOUR"):
-        body = script.split(f"const {table} = {{", 1)[1].split("};", 1)[0]
-        assert set(get_args(MoveKind)) <= set(re.findall(r'"([a-z -]+)":', body))
+    script = (Path(page.__file__).parent / "lanes.js").read_text(encoding="utf-8")
+    body = script.split("const MOVES = {", 1)[1].split("};", 1)[0]
+    assert set(get_args(MoveKind)) <= set(re.findall(r'"([a-z -]+)": \["[a-z]+", ', body))

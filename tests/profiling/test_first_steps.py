@@ -14,7 +14,12 @@ from protrain_plan.commands.training import train
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.profiling.first_steps import first_steps
 from protrain_runtime.contract.program.memory import promised_bytes
-from protrain_runtime.contract.records.plan import STEPPED, Persistent, Recompute
+from protrain_runtime.contract.records.plan import (
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    RECOMPUTE,
+    Placement,
+)
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.states.update_rules import UpdateRules
@@ -183,11 +188,13 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return replace(found, base_bytes=found.base_bytes - others)
 
 
-@pytest.mark.parametrize("states", [Persistent(), STEPPED], ids=["after", "in backward"])
+@pytest.mark.parametrize(
+    "states", [PERSISTENT, OPTIMIZER_IN_BACKWARD], ids=["after", "in backward"]
+)
 def test_slow_steps_train_as_plain_torch_within_what_was_predicted(
-    profile: Profile, states: Persistent, tmp_path: Path
+    profile: Profile, states: Placement, tmp_path: Path
 ) -> None:
-    units = decided(described_by(profile), Recompute(), states)
+    units = decided(described_by(profile), RECOMPUTE, states)
     made = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
     plan = replace(made, optimizer=profile.optimizer.name)
     most = promised_bytes(plan, profile)

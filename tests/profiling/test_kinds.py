@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from protrain_plan.models.batches import Batch
 from protrain_runtime import prepare
-from protrain_runtime.contract.records.plan import Offload, Recompute
+from protrain_runtime.contract.records.plan import RECOMPUTE, Placement
 from tests.support.hostile_models import WIDTH, Block, Hostile
 from tests.support.judging import PlanName, judged
 from tests.support.plan_settings import with_settings
@@ -170,7 +170,7 @@ def test_two_models_with_a_plan_each_train_like_plain(at_once: bool, tmp_path: P
     models, optimizers = made(), list[torch.optim.Optimizer]()
     for index, (model, rows, width) in enumerate(zip(models, (1, 2), (8, 16), strict=True)):
         units = units_of(model, (drawn(0, width).repeat(rows, 1),))
-        plan = plan_for(model, decided(units, Recompute(), Offload(tier="disk")))
+        plan = plan_for(model, decided(units, RECOMPUTE, Placement(tier="disk")))
         if index:
             micro_batches = 1 if at_once else 2
             plan = with_settings(plan, updates="after backward", micro_batches=micro_batches)

@@ -18,10 +18,9 @@ from protrain_runtime.contract.records import dumps_plan, loads_plan
 from protrain_runtime.contract.records.hardware import DeviceKind
 from protrain_runtime.contract.records.plan import (
     ALONE,
+    KEEP,
+    PERSISTENT,
     DeviceGroup,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Schedule,
     StateTier,
@@ -56,7 +55,7 @@ def compiled(
     schedule: Schedule = Schedule(),  # noqa: B008
 ) -> Program:
     units = [
-        UnitPlan(name=f"layers.{n}", activations=Keep(), states=place, schedule=schedule)
+        UnitPlan(name=f"layers.{n}", activations=KEEP, states=place, schedule=schedule)
         for n, place in enumerate(states)
     ]
     chunks = [replace(CHUNK, used_by=(number,)) for number in range(len(states))]
@@ -92,7 +91,7 @@ def test_on_one_device_a_chunk_is_its_own_shard() -> None:
 
 
 def test_collectives_stand_behind_what_they_need_on_one_lane() -> None:
-    program = compiled(Persistent(), Offload(tier="device"), Offload(tier="disk"))
+    program = compiled(PERSISTENT, Placement(tier="device"), Placement(tier="disk"))
     assert names(program) == [
         "all-gather 1 @1",
         "fetch 2 @2",
@@ -123,7 +122,7 @@ def test_collectives_stand_behind_what_they_need_on_one_lane() -> None:
 
 
 def test_a_common_copy_is_fetched_whole_and_not_gathered() -> None:
-    common = Offload(tier="host", common_copy=True)
+    common = Placement(tier="host", common_copy=True)
     own = shard_of(CHUNK, IN_BACKWARD, common_copy=True)
     whole = padded(CHUNK, IN_BACKWARD, common_copy=True)
     # Of 2500 trainable bytes as ever; of 500 trainable and 1000 frozen ones: 1 and 4 blocks.
@@ -137,7 +136,7 @@ def test_a_common_copy_is_fetched_whole_and_not_gathered() -> None:
     frozen = replace(
         CHUNK, gradient_bytes=0, num_parameters=0, state_bytes=0, gradient_pieces=(0, 0)
     )
-    units = [UnitPlan(name="layers.0", activations=Keep(), states=common)]
+    units = [UnitPlan(name="layers.0", activations=KEEP, states=common)]
     program = compile_plan(units, [frozen], IN_BACKWARD, device="cpu")
     assert names(program) == ["fetch 0 @0"]
     assert program.moves[0].bytes == 10 * 256 + 6 * 256
@@ -145,7 +144,9 @@ def test_a_common_copy_is_fetched_whole_and_not_gathered() -> None:
 
 def test_gathered_parameters_leave_after_every_stay() -> None:
     program = compiled(
-        Offload(tier="device"), Offload(tier="disk", keep_gathered=True), Offload(tier="device")
+        Placement(tier="device"),
+        Placement(tier="disk", keep_gathered=True),
+        Placement(tier="device"),
     )
     assert [slot.release for slot in program.slots] == [[0], [], [], [2], [1], [0]]
 
@@ -155,14 +156,16 @@ def test_where_the_shard_of_the_gradients_waits(device: DeviceKind) -> None:
     for updates in ("in backward", "after backward"):
         of = settings(2, updates=updates)
         on_disk = "device" if device == "cpu" else "host"
-        assert gradient_home(Offload(tier="device"), of, device) == "device"
-        assert gradient_home(Offload(tier="host"), of, device) == "host"
-        assert gradient_home(Offload(tier="disk"), of, device) == on_disk
+        assert gradient_home(Placement(tier="device"), of, device) == "device"
+        assert gradient_home(Placement(tier="host"), of, device) == "host"
+        assert gradient_home(Placement(tier="disk"), of, device) == on_disk
 
 
 def test_a_drain_waits_for_the_sum_and_for_the_shard() -> None:
     schedule = Schedule(update_drain=0)
-    program = compiled(Persistent(), Offload(tier="host"), Offload(tier="disk"), schedule=schedule)
+    program = compiled(
+        PERSISTENT, Placement(tier="host"), Placement(tier="disk"), schedule=schedule
+    )
     drained = [[program.move_name(number) for number in slot.drained] for slot in program.slots]
     assert drained[4:] == [
         ["reduce-scatter 2 @3", "write states 2 @3 [288:384]"],
@@ -171,13 +174,13 @@ def test_a_drain_waits_for_the_sum_and_for_the_shard() -> None:
 
 
 def test_micro_batches_before_the_last_reduce_nothing() -> None:
-    units = [UnitPlan(name="layers.0", activations=Keep(), states=Offload(tier="disk"))]
+    units = [UnitPlan(name="layers.0", activations=KEEP, states=Placement(tier="disk"))]
     program = compile_plan(units, [CHUNK], IN_BACKWARD, device="cpu", updating=False)
     assert names(program) == ["fetch 0 @0", "all-gather 0 @0"]
     every = replace(IN_BACKWARD, micro_batches=2, reductions="in every micro-batch")
     for tier in get_args(StateTier):
-        shared = replace(units[0], states=Offload(tier=tier, keep_gathered=True))
-        kept = UnitPlan(name="layers.1", activations=Keep(), states=Persistent())
+        shared = replace(units[0], states=Placement(tier=tier, keep_gathered=True))
+        kept = UnitPlan(name="layers.1", activations=KEEP, states=PERSISTENT)
         chunks = [replace(CHUNK, used_by=(unit,)) for unit in (0, 1)]
         program = compile_plan([shared, kept], chunks, every, device="cuda", updating=False)
         assert names(program)[-1] == "reduce-scatter 0 @3"
@@ -188,7 +191,7 @@ def test_micro_batches_before_the_last_reduce_nothing() -> None:
 
 
 def test_plans_for_several_devices_read_back_and_others_do_not_mention_them() -> None:
-    shard, held = Offload(tier="device"), Offload(tier="device", keep_gathered=True)
+    shard, held = Placement(tier="device"), Placement(tier="device", keep_gathered=True)
     units = (replace(PLAN.units[0], states=shard), replace(PLAN.units[1], states=held))
     several = replace(
         PLAN,
@@ -213,7 +216,7 @@ def test_large_chunks_are_fetched_and_gathered_in_parts() -> None:
         parameter_pieces=sizes,
         gradient_pieces=sizes,
     )
-    units = [UnitPlan(name="layers.0", activations=Keep(), states=Offload(tier="host"))]
+    units = [UnitPlan(name="layers.0", activations=KEEP, states=Placement(tier="host"))]
     program = compile_plan(units, [chunk], IN_BACKWARD, device="cpu", updating=False)
     moves = [(move.kind, move.bytes >> 20, move.after) for move in program.moves]
     # At most four parts, of at least a quarter of the chunk but for the last one.

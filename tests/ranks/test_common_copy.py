@@ -19,13 +19,12 @@ from torch import nn
 from protrain_runtime import full_parameters, load, prepare, restore, save
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     DeviceGroup,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Plan,
-    Recompute,
     UnitPlan,
 )
 from protrain_runtime.model.prepared import below_device, prepared_of
@@ -47,7 +46,7 @@ from tests.support.runtime_cases import (
 )
 from tests.support.scenario import Loop, Run
 
-COMMON = Offload(tier="host", common_copy=True)
+COMMON = Placement(tier="host", common_copy=True)
 HELD = replace(COMMON, keep_gathered=True)
 
 
@@ -126,15 +125,15 @@ def compared(rank: int, count: int, plans: Sequence[Plan], folder: Path) -> list
 
 
 def in_turn(*places: Placement) -> tuple[UnitPlan, ...]:
-    units = decided(SUBJECT.units(), Recompute(), Persistent(), FRACTIONAL[0])
+    units = decided(SUBJECT.units(), RECOMPUTE, PERSISTENT, FRACTIONAL[0])
     return tuple(replace(u, states=places[n % len(places)]) for n, u in enumerate(units))
 
 
 @ranks_on_every_device_at_night
 def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
     plans = [
-        plan_on(2, decided(SUBJECT.units(), Keep(), COMMON)),
-        plan_on(2, in_turn(HELD, COMMON, Offload(tier="device"), Persistent())),
+        plan_on(2, decided(SUBJECT.units(), KEEP, COMMON)),
+        plan_on(2, in_turn(HELD, COMMON, Placement(tier="device"), PERSISTENT)),
     ]
     for found in run_ranks(compared, 2, tmp_path, plans, tmp_path):
         assert found == [[]] * len(plans)
@@ -152,7 +151,7 @@ def on_two_nodes(rank: int, count: int, plan: Plan, folder: Path) -> tuple[list[
 @pytest.mark.slow
 def test_nodes_have_a_copy_each(tmp_path: Path) -> None:
     """Four ranks on one machine, which the plan takes for two; sums of four are rounded."""
-    plan = plan_on(4, decided(SUBJECT.units(), Keep(), COMMON), num_nodes=2)
+    plan = plan_on(4, decided(SUBJECT.units(), KEEP, COMMON), num_nodes=2)
     for found, sharing in run_ranks(on_two_nodes, 4, tmp_path, plan, tmp_path):
         assert found == []
         assert sharing == pytest.approx(2, rel=0.1)
@@ -170,7 +169,7 @@ def from_folder(
 def test_a_folders_weights_go_straight_into_the_common_copy(tmp_path: Path) -> None:
     model: Any = SUBJECT.build(seed=5)
     model.save_pretrained(tmp_path / "weights", max_shard_size="100KB")
-    plan = plan_on(2, decided(SUBJECT.units(), Keep(), COMMON))
+    plan = plan_on(2, decided(SUBJECT.units(), KEEP, COMMON))
     for sizes, values in run_ranks(from_folder, 2, tmp_path, plan, tmp_path / "weights"):
         assert sizes
         assert not [*differences(values, copied(model.state_dict()), "loaded")]
@@ -186,8 +185,8 @@ def frozen_bytes() -> int:
 def counting(rank: int, _: int, plan: Plan, folder: Path) -> tuple[list[int], int, int]:
     """Bytes that are mapped, and this rank's part; host bytes that it tells, and would without."""
     seen, told = [0], list[int]()
-    for states in (COMMON, Offload(tier="host")):
-        units = decided(plan.units, Keep(), states)
+    for states in (COMMON, Placement(tier="host")):
+        units = decided(plan.units, KEEP, states)
         run = made(replace(plan, units=units), rank, folder)
         if states == COMMON:
             assert frozen(run.model) == []
@@ -201,7 +200,7 @@ def counting(rank: int, _: int, plan: Plan, folder: Path) -> tuple[list[int], in
 
 def test_a_node_has_frozen_parameters_once(tmp_path: Path) -> None:
     """As the system counts, and as the runtime tells."""
-    plan = plan_on(3, decided(SUBJECT.units(), Keep(), COMMON))
+    plan = plan_on(3, decided(SUBJECT.units(), KEEP, COMMON))
     found = run_ranks(counting, 3, tmp_path, plan, tmp_path)
     pages = 4096 * len(plan.units)
     for (size, part), told, apart in found:
@@ -240,7 +239,7 @@ def ending(rank: int, _: int, plan: Plan, folder: Path) -> tuple[int, list[str]]
 
 
 def test_a_killed_rank_leaves_the_others_their_values_and_no_memory(tmp_path: Path) -> None:
-    plan = plan_on(2, decided(SUBJECT.units(), Keep(), COMMON))
+    plan = plan_on(2, decided(SUBJECT.units(), KEEP, COMMON))
     killed, left = end_ranks(ending, 2, tmp_path, plan, tmp_path)
     assert killed.exit_code == -signal.SIGKILL
     file, found = left.result
@@ -278,7 +277,7 @@ def writing(rank: int, count: int, plan: Plan, folder: Path) -> list[list[str]]:
 
 
 def test_frozen_values_are_written_for_all_ranks_and_saved_once(tmp_path: Path) -> None:
-    plan = plan_on(3, decided(SUBJECT.units(), Keep(), COMMON))
+    plan = plan_on(3, decided(SUBJECT.units(), KEEP, COMMON))
     for found in run_ranks(writing, 3, tmp_path, plan, tmp_path):
         assert found == [[]] * len(found)
     alone = SUBJECT.build(9)
@@ -302,7 +301,7 @@ def on_machines(rank: int, count: int, plan: Plan, folder: Path) -> str:
 
 
 def test_a_copy_is_for_ranks_of_one_machine(tmp_path: Path, assert_says: Speaker) -> None:
-    plan = plan_on(2, decided(SUBJECT.units(), Keep(), COMMON))
+    plan = plan_on(2, decided(SUBJECT.units(), KEEP, COMMON))
     told = run_ranks(on_machines, 2, tmp_path, plan, tmp_path)
     # Who hears it of the other rank first says so.
     first = next(each for each in told if each.startswith("settings.group"))
@@ -312,5 +311,5 @@ def test_a_copy_is_for_ranks_of_one_machine(tmp_path: Path, assert_says: Speaker
 
 def test_a_copy_is_for_several_devices(tmp_path: Path, assert_says: Speaker) -> None:
     model = SUBJECT.build()
-    plan = plan_for(model, decided(SUBJECT.units(), Keep(), COMMON))
+    plan = plan_for(model, decided(SUBJECT.units(), KEEP, COMMON))
     assert_says.refused(prepare, model, plan, optimizer=ADAMW)

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from protrain_runtime import restore
-from protrain_runtime.contract.records.plan import DeviceGroup, Offload, Persistent, Plan, Recompute
+from protrain_runtime.contract.records.plan import (
+    PERSISTENT,
+    RECOMPUTE,
+    DeviceGroup,
+    Placement,
+    Plan,
+)
 from tests.support import quantized_models
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
@@ -64,13 +70,13 @@ def compared(rank: int, count: int, plans: Sequence[Plan], folder: Path) -> list
 
 def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
     units = SUBJECT.units()
-    places = (Offload(tier="device"), Persistent(), Offload(tier="host"), Offload(tier="disk"))
+    places = (Placement(tier="device"), PERSISTENT, Placement(tier="host"), Placement(tier="disk"))
     in_turn = tuple(
         replace(unit, states=places[number % len(places)]) for number, unit in enumerate(units)
     )
     plans = [
         with_settings(plan_for(SUBJECT.build(), units), group=DeviceGroup(num_devices=2))
-        for units in (decided(units, Recompute(), Offload(tier="device")), in_turn)
+        for units in (decided(units, RECOMPUTE, Placement(tier="device")), in_turn)
     ]
     for found in run_ranks(compared, 2, tmp_path, plans, tmp_path):
         assert found == [[]] * len(plans)

@@ -27,12 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.contract.records.plan import (
-    Keep,
-    Offload,
-    Persistent,
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
+    Activations,
+    Placement,
     Plan,
-    Recompute,
-    Swap,
     UnitPlan,
 )
 from protrain_runtime.diagnostics.compiling import compiled_whole
@@ -70,7 +70,7 @@ def mixed(name: str, seed: int) -> tuple[UnitPlan, ...]:
             unit,
             activations=rng.choice(activation_decisions(rng.choice(("host", "disk"))))
             if unit.kind == "block"
-            else Keep(),
+            else KEEP,
             states=rng.choice(PLACES),
             schedule=random_schedule(rng),
         )
@@ -79,13 +79,13 @@ def mixed(name: str, seed: int) -> tuple[UnitPlan, ...]:
 
 
 def everywhere(name: str) -> list[tuple[UnitPlan, ...]]:
-    return [decided(described(name), Keep(), place) for place in PLACES]
+    return [decided(described(name), KEEP, place) for place in PLACES]
 
 
 def cut(name: str) -> list[tuple[UnitPlan, ...]]:
     """Recomputed and swapped units, cut transfers, slow lanes."""
     swapped = [
-        decided(described(name), Swap(tier="disk"), Offload(tier=tier), FRACTIONAL[0])
+        decided(described(name), Activations(tier="disk"), Placement(tier=tier), FRACTIONAL[0])
         for tier in TIERS
     ]
     return [*swapped, *(mixed(name, number) for number in range(3))]
@@ -97,13 +97,13 @@ def turn(name: str) -> list[tuple[UnitPlan, ...]]:
 
 def loss_in_place(name: str) -> list[tuple[UnitPlan, ...]]:
     *others, last = in_turn(name, *PLACES)
-    return [(*others, replace(last, activations=Keep(form="in place")))]
+    return [(*others, replace(last, activations=Activations(form="in place")))]
 
 
 def compiled(name: str) -> list[tuple[UnitPlan, ...]]:
-    units = in_turn(name, Persistent(), Offload(tier="device"), Offload(tier="disk"))
+    units = in_turn(name, PERSISTENT, Placement(tier="device"), Placement(tier="disk"))
     moved = [
-        replace(unit, activations=Recompute() if number % 2 else Swap(tier="disk"))
+        replace(unit, activations=RECOMPUTE if number % 2 else Activations(tier="disk"))
         if unit.kind == "block"
         else unit
         for number, unit in enumerate(units)
@@ -196,7 +196,7 @@ CASES: dict[str, Case] = {
     "compiled": case(compiled, at_night=False, micro_batches=2, compiled="aot_eager"),
     "compiled by inductor": case(compiled, micro_batches=2, compiled="inductor"),
     "four, recomputed": case(
-        lambda n: [decided(described(n), Recompute(), Offload(tier="disk"))],
+        lambda n: [decided(described(n), RECOMPUTE, Placement(tier="disk"))],
         double=True,
         count=4,
         tolerance=ROUNDING,

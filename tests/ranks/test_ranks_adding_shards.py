@@ -21,7 +21,7 @@ from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.presentation.plans import other_results
 from protrain_runtime.contract.errors import RecordError
 from protrain_runtime.contract.records import dumps_plan, loads_plan
-from protrain_runtime.contract.records.plan import Offload, Persistent, Plan, Recompute, UnitPlan
+from protrain_runtime.contract.records.plan import PERSISTENT, RECOMPUTE, Plan, UnitPlan
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
 from tests.support.ranks_loops import (
@@ -41,7 +41,7 @@ from tests.support.ranks_loops import (
 from tests.support.runtime_cases import FRACTIONAL, decided, described, device
 from tests.support.scenario import Run
 
-SHARED = [place for place in PLACES if isinstance(place, Offload)]
+SHARED = [place for place in PLACES if not place.is_persistent]
 
 
 @dataclass
@@ -135,8 +135,8 @@ CASES: dict[str, tuple[Loop, float, bool]] = {
 )
 def test_ranks_match_fsdp_that_reduces_every_micro_batch(name: str, tmp_path: Path) -> None:
     loop, tolerance, _ = CASES[name]
-    units = [in_turn(loop.name, *SHARED), in_turn(loop.name, *reversed(SHARED), Persistent())]
-    units += [decided(described(loop.name), Recompute(), SHARED[0], FRACTIONAL[0])]
+    units = [in_turn(loop.name, *SHARED), in_turn(loop.name, *reversed(SHARED), PERSISTENT)]
+    units += [decided(described(loop.name), RECOMPUTE, SHARED[0], FRACTIONAL[0])]
     plans = [sharing(loop, each) for each in units]
     plans += [with_settings(plans[0], updates="after backward")]
     for found in run_ranks(compared, 2, tmp_path, loop, plans, tmp_path, tolerance):

@@ -13,14 +13,14 @@ from protrain_plan.planning.questions.planner import plan as solve
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import promised_bytes
 from protrain_runtime.contract.records import write_plan
-from protrain_runtime.contract.records.plan import Budgets, Offload, Persistent, Placement
+from protrain_runtime.contract.records.plan import PERSISTENT, Budgets, Placement
 from tests.support.runtime_cases import profiled_here
 
 ROOT = Path(__file__).parents[2]
 PLACES: tuple[Placement, ...] = (
-    Persistent(),
-    Offload(tier="device"),
-    Offload(tier="disk", keep_gathered=True),
+    PERSISTENT,
+    Placement(tier="device"),
+    Placement(tier="disk", keep_gathered=True),
 )
 
 

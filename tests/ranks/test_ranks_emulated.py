@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_runtime import prepare
-from protrain_runtime.contract.records.plan import Offload, Persistent, Swap
+from protrain_runtime.contract.records.plan import PERSISTENT, Activations, Placement
 from protrain_runtime.devices.lanes import StreamTicket
 from tests.support.cards import host_waits
 from tests.support.ranks_cases import ranks_on_emulated, run_ranks
@@ -45,7 +45,7 @@ NAME = "functional"
 
 def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
     """Every placement, and transfers cut in two."""
-    cut = decided(described(NAME), Swap(tier="host"), Offload(tier="host"), FRACTIONAL[0])
+    cut = decided(described(NAME), Activations(tier="host"), Placement(tier="host"), FRACTIONAL[0])
     units = (in_turn(NAME, *PLACES), in_turn(NAME, *PLACES[2:], *PLACES[:2]), cut)
     assert_as_ddp(2, Loop(NAME), [several(Loop(NAME), each, 2) for each in units], tmp_path)
 
@@ -53,7 +53,7 @@ def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
 def waits(rank: int, count: int) -> list[Counter[str]]:
     """Where the host waits for its device in a third step: under DistributedDataParallel, plans."""
     found: list[Counter[str]] = []
-    for place in (None, Persistent(), Offload(tier="device"), Offload(tier="host")):
+    for place in (None, PERSISTENT, Placement(tier="device"), Placement(tier="host")):
         model = build(NAME)
         optimizer: torch.optim.Optimizer
         if place is None:
@@ -66,9 +66,9 @@ def waits(rank: int, count: int) -> list[Counter[str]]:
         for number in range(3):
             with host_waits() as waited, waits_for_lanes(waited):
                 loss_of(call_model(model, inputs[number])).backward()
-                if place != Offload(tier="host"):
+                if place != Placement(tier="host"):
                     optimizer.step()
-            if place == Offload(tier="host"):
+            if place == Placement(tier="host"):
                 optimizer.step()  # waits for the host's own updates
             optimizer.zero_grad()
         found.append(waited)

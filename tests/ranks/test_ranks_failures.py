@@ -27,7 +27,7 @@ from protrain_runtime import full_parameters, load, preparation, prepare, restor
 from protrain_runtime.checkpoint import loading, saving
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import write_plan
-from protrain_runtime.contract.records.plan import Offload, Persistent, Placement, TierBytes
+from protrain_runtime.contract.records.plan import PERSISTENT, Placement, TierBytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.model.between_steps import FullParameters
@@ -40,10 +40,10 @@ LIMIT_S, LIMIT_IN_STEPS_S = 3600.0, 5.0
 UNREADABLE = OSError(5, "Input/output error")
 FAILING = 1
 PLACES: tuple[Placement, ...] = (
-    Persistent(),
-    Offload(tier="device"),
-    Offload(tier="disk"),
-    Offload(tier="host"),
+    PERSISTENT,
+    Placement(tier="device"),
+    Placement(tier="disk"),
+    Placement(tier="host"),
 )
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -165,7 +165,7 @@ FAILURES: dict[str, tuple[Prepares, str, str]] = {
     ),
     "changed dtype": (changed(lambda model: model.to(torch.float64)), "ProtrainError", ""),
     "a plan for one": (
-        given(plan=lambda model, _: plan_of(model, 1, (Persistent(),))),
+        given(plan=lambda model, _: plan_of(model, 1, (PERSISTENT,))),
         "ProtrainError",
         "settings.group.num_devices: the plan is for 1 device, and 2 run\n"
         "  fix: plan with --num-devices 2",

@@ -22,13 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from protrain_runtime import full_parameters, load, prepare, restore, save
 from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import (
-    Offload,
-    Persistent,
-    Placement,
-    Plan,
-    Schedule,
-)
+from protrain_runtime.contract.records.plan import PERSISTENT, Placement, Plan, Schedule
 from protrain_runtime.devices.preflight import Room, for_each
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.ranks.failure import RanksError
@@ -116,7 +110,7 @@ def scaled(rank: int, count: int, places: Sequence[tuple[Placement, ...]]) -> li
 @ranks_on_every_device_at_night
 def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     """Whichever rank has the part in which it overflows; bitwise what DDP and its scaler do."""
-    places = [(place,) for place in (*SHARED, Offload(tier="host"))]
+    places = [(place,) for place in (*SHARED, Placement(tier="host"))]
     assert run_ranks(scaled, 2, tmp_path, places) == [[[]] * len(places)] * 2
 
 
@@ -124,7 +118,7 @@ def evaluated_between(rank: int, count: int, lead: int) -> list[list[str]]:
     """Differences from DistributedDataParallel, evaluated between forwards and backwards."""
 
     def plan(plain: nn.Module) -> Plan:
-        made = plan_of(plain, count, (*SHARED, Offload(tier="host")))
+        made = plan_of(plain, count, (*SHARED, Placement(tier="host")))
         schedule = Schedule(forward_lead=lead, backward_lead=lead)
         return replace(made, units=tuple(replace(unit, schedule=schedule) for unit in made.units))
 
@@ -158,7 +152,7 @@ def test_ranks_evaluate_between_a_forward_and_its_backward(lead: int, tmp_path: 
 
 
 def with_another_plan(rank: int, count: int) -> None:
-    made(rank, count, SHARED if rank < 2 else (Persistent(),))
+    made(rank, count, SHARED if rank < 2 else (PERSISTENT,))
 
 
 def test_another_plan_on_one_rank_is_told_by_its_number_on_all(tmp_path: Path) -> None:
@@ -369,7 +363,7 @@ def test_loops_compute_what_ddp_does_when_the_message_is_followed(
 
 
 def another_plan(rank: int, count: int) -> None:
-    made(rank, count, (SHARED, (Persistent(),))[rank])
+    made(rank, count, (SHARED, (PERSISTENT,))[rank])
 
 
 def another_optimizer(rank: int, count: int) -> None:
@@ -378,7 +372,7 @@ def another_optimizer(rank: int, count: int) -> None:
 
 
 def for_one(rank: int, count: int) -> None:
-    made(rank, 1, (Persistent(),))
+    made(rank, 1, (PERSISTENT,))
 
 
 def in_another_call(rank: int, count: int) -> None:
@@ -429,10 +423,10 @@ def test_ranks_of_a_machine_share_its_memory_and_its_disk() -> None:
 # --- a rank that is killed: all are started anew, and nothing is lost or changed ------------------
 
 ALL_PLACES: tuple[Placement, ...] = (
-    Persistent(),
-    Offload(tier="device"),
-    Offload(tier="host", keep_gathered=True),
-    Offload(tier="disk"),
+    PERSISTENT,
+    Placement(tier="device"),
+    Placement(tier="host", keep_gathered=True),
+    Placement(tier="disk"),
 )
 NUM_STEPS, EVERY, KILLED_AT = 7, 2, 4
 

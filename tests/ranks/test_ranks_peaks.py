@@ -20,13 +20,12 @@ from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import gap_bytes, promised_bytes, slot_name
 from protrain_runtime.contract.records import read_profile
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     DeviceGroup,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Plan,
-    Recompute,
     Reductions,
     UnitPlan,
     Updates,
@@ -154,7 +153,7 @@ def explained(rank: int, _: int, plan: Plan, profile: Profile) -> str:
 
 
 def test_memory_that_runs_out_on_a_rank_is_explained(profile: Profile, tmp_path: Path) -> None:
-    units = decided(described_by(profile), Keep(), Offload(tier="device"))
+    units = decided(described_by(profile), KEEP, Placement(tier="device"))
     made = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
     plan = replace(made, settings=replace(made.settings, group=replace(made.group, num_devices=2)))
     planned = promised_bytes(plan, profile)[len(units) + 1]
@@ -165,21 +164,21 @@ def test_memory_that_runs_out_on_a_rank_is_explained(profile: Profile, tmp_path:
 
 
 PLACES: tuple[Placement, ...] = (
-    Persistent(),
-    Offload(tier="device"),
-    Offload(tier="device", keep_gathered=True),
-    Offload(tier="disk"),
-    Offload(tier="disk", keep_gathered=True),
+    PERSISTENT,
+    Placement(tier="device"),
+    Placement(tier="device", keep_gathered=True),
+    Placement(tier="disk"),
+    Placement(tier="disk", keep_gathered=True),
 )
 
 
 def placed(units: tuple[UnitPlan, ...]) -> list[tuple[UnitPlan, ...]]:
-    return [without_freedom(decided(units, Keep(), place)) for place in PLACES]
+    return [without_freedom(decided(units, KEEP, place)) for place in PLACES]
 
 
 def at_random(units: tuple[UnitPlan, ...]) -> list[tuple[UnitPlan, ...]]:
     """Decisions and drains at random: the promise is for the slowest lanes."""
-    found = [decided(units, Recompute(), PLACES[1])]
+    found = [decided(units, RECOMPUTE, PLACES[1])]
     for seed in range(2):
         rng = random.Random(seed)
         found.append(
@@ -188,7 +187,7 @@ def at_random(units: tuple[UnitPlan, ...]) -> list[tuple[UnitPlan, ...]]:
                     unit,
                     activations=rng.choice(activation_decisions("disk"))
                     if unit.kind == "block"
-                    else Keep(),
+                    else KEEP,
                     states=rng.choice(PLACES),
                     schedule=random_schedule(rng),
                 )

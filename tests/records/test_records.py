@@ -29,19 +29,17 @@ from protrain_runtime.contract.records.hardware import (
 )
 from protrain_runtime.contract.records.limits import IS_SIZE
 from protrain_runtime.contract.records.plan import (
-    Activations,
-    Keep,
-    Offload,
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    RECOMPUTE,
     PipelinePlan,
     Placement,
     Plan,
     Prediction,
-    Recompute,
     Schedule,
     StagePlan,
     StepSettings,
-    Swap,
-    SwapInput,
     TierBytes,
     UnitPlan,
 )
@@ -53,7 +51,7 @@ from protrain_runtime.contract.records.profile import (
     Workload,
 )
 from protrain_runtime.contract.records.schema import Record, hints
-from protrain_runtime.contract.records.tree import number_text, unseen
+from protrain_runtime.contract.records.words import number_text, unseen
 from tests.support.commands import ROOT, ran
 from tests.support.messages import Speaker
 from tests.support.record_samples import (
@@ -74,9 +72,8 @@ def test_a_plan_of_32_layers_is_this_text() -> None:
 
 
 def test_a_change_of_three_layers_is_a_few_lines() -> None:
-    swapped: Activations = SwapInput(tier="disk")
-    recomputed: Activations = Recompute()
-    decisions = [*[swapped] * 12, *[recomputed] * 2, *[Keep()] * 3, *[recomputed] * 15]
+    swapped = replace(RECOMPUTE, tier="disk")
+    decisions = [*[swapped] * 12, *[RECOMPUTE] * 2, *[KEEP] * 3, *[RECOMPUTE] * 15]
     after = records.dumps_plan(replace(PLAN, units=layers(*decisions))).splitlines()
     before = PLAN_TEXT.splitlines()
     assert [line for line in before if line not in after] == [
@@ -111,12 +108,12 @@ def test_what_is_committed_is_written_as_it_is(path: Path) -> None:
 
 
 def test_every_decision_can_be_written() -> None:
-    known = ACTIVATIONS.values()
-    assert {type(decision) for decision in known} == set(get_args(Activations))
-    assert {type(placement) for placement in STATES.values()} == set(get_args(Placement))
+    assert {KEEP, RECOMPUTE} <= set(ACTIVATIONS.values())
+    assert {PERSISTENT, OPTIMIZER_IN_BACKWARD} <= set(STATES.values())
     for tier in get_args(TierName):
-        assert {Swap(tier=tier), SwapInput(tier=tier)} <= set(ACTIVATIONS.values())
-        assert {Offload(tier=tier), Offload(tier=tier, keep_gathered=True)} <= set(STATES.values())
+        assert {replace(one, tier=tier) for one in (KEEP, RECOMPUTE)} <= set(ACTIVATIONS.values())
+        gathered = Placement(tier=tier, keep_gathered=True)
+        assert {Placement(tier=tier), gathered} <= set(STATES.values())
 
 
 def test_the_same_record_gives_the_same_bytes_in_every_process() -> None:

@@ -39,17 +39,14 @@ from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.hardware import Hardware, TierName
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Plan,
-    Recompute,
     Schedule,
-    Swap,
-    SwapInput,
     TierBytes,
 )
 from protrain_runtime.contract.records.profile import Precision, Profile
@@ -80,13 +77,14 @@ from tests.support.runtime_cases import (
     device,
     differences,
     mixed,
+    phrase,
     plan_for,
     plan_of,
 )
 from tests.support.scenario import Loop, Run, Scenario, Units, refusal
 from tests.support.thinning import thinned
 
-HOST = Offload(tier="host")
+HOST = Placement(tier="host")
 
 
 @pytest.fixture(autouse=True, params=CARDS)
@@ -98,7 +96,7 @@ def card(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 def on_host(
-    activations: Activations = Keep(),  # noqa: B008
+    activations: Activations = KEEP,
     states: Placement = HOST,
     schedule: Schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1),  # noqa: B008
     *,
@@ -163,7 +161,7 @@ def test_a_half_precision_model_is_scaled_like_plain_torch(tmp_path: Path) -> No
             run.seen += [loss.detach(), scaler.get_scale()]
 
     settings = {"updates": "after backward"}
-    asked = on_host(Recompute(), model="llama-tied", settings=settings, script=script)
+    asked = on_host(RECOMPUTE, model="llama-tied", settings=settings, script=script)
     run = asked.assert_like_plain(tmp_path)
     assert run.seen[1] > run.seen[3] == run.seen[5], "two steps were skipped"
 
@@ -228,10 +226,10 @@ def changes_between_steps(run: Run) -> None:
 @pytest.mark.parametrize(
     ("activations", "states"),
     thinned(
-        [Keep(), Recompute(), Swap(tier="host")],
-        [HOST, Offload(tier="host", update_on_device=True), Offload(tier="disk")],
+        [KEEP, RECOMPUTE, Activations(tier="host")],
+        [HOST, Placement(tier="host", update_on_device=True), Placement(tier="disk")],
     ),
-    ids=str,
+    ids=phrase,
 )
 def test_buffers_that_last_have_what_is_changed_between_steps(
     activations: Activations, states: Placement, tmp_path: Path
@@ -305,15 +303,15 @@ def views_held(
 @pytest.mark.parametrize(
     ("activations", "states", "lead", "reader", "first", "in_graph"),
     thinned(
-        [Keep(), Recompute()],
-        [HOST, Offload(tier="host", update_on_device=True), Offload(tier="disk")],
+        [KEEP, RECOMPUTE],
+        [HOST, Placement(tier="host", update_on_device=True), Placement(tier="disk")],
         [1, 1000],
         ["model.layers.1", "model.norm"],
         [1, 3],
         [True, False],
         every=6,
     ),
-    ids=str,
+    ids=phrase,
 )
 def test_views_that_are_held_in_any_step_have_the_values(
     activations: Activations,
@@ -380,7 +378,7 @@ def test_state_dicts_in_any_order_are_those_of_plain_torch(
     order: tuple[str, ...], tier: TierName, tmp_path: Path
 ) -> None:
     """Each act twice, with nothing in between that waits; then the plan is taken off."""
-    asked = on_host(Swap(tier=tier), Offload(tier=tier), model="functional")
+    asked = on_host(Activations(tier=tier), Placement(tier=tier), model="functional")
     other = asked.start(seed=7)
     other.step(99)
     states = copied(other.model.state_dict()), copied(other.optimizer.state_dict())
@@ -440,8 +438,8 @@ def test_a_checked_run_updates_on_the_host_what_its_plan_updates_there(
     def half(units: Units) -> Units:
         half = len(units) // 2
         return (
-            *decided(units[:half], Keep(), HOST),
-            *decided(units[half:], Keep(), Persistent()),
+            *decided(units[:half], KEEP, HOST),
+            *decided(units[half:], KEEP, PERSISTENT),
         )
 
     def plan(model: Any) -> Plan:
@@ -473,10 +471,10 @@ def test_a_checked_run_updates_on_the_host_what_its_plan_updates_there(
 # --- what only a card shows -----------------------------------------------------------------------
 
 DECISIONS: list[tuple[Activations, Placement]] = [
-    (Swap(tier="host"), HOST),
-    (SwapInput(tier="host"), HOST),
-    (Recompute(form="lite"), HOST),
-    (Keep(), Offload(tier="disk")),
+    (Activations(tier="host"), HOST),
+    (Activations(form="full", tier="host"), HOST),
+    (Activations(form="lite"), HOST),
+    (KEEP, Placement(tier="disk")),
 ]
 AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
 
@@ -558,15 +556,15 @@ import sys, tempfile, torch
 from pathlib import Path
 from tests.emulated.device import extension
 extension()
-from protrain_runtime.contract.records.plan import Offload, Swap
+from protrain_runtime.contract.records.plan import Activations, Placement
 from protrain_runtime import restore
 from tests.support.runtime_cases import decided, on_device
 from tests.support.scenario import Scenario
 def units(given):
     half = len(given) // 2
     return (
-        *decided(given[:half], Swap(tier="host"), Offload(tier="host")),
-        *decided(given[half:], Swap(tier="disk"), Offload(tier="disk")),
+        *decided(given[:half], Activations(tier="host"), Placement(tier="host")),
+        *decided(given[half:], Activations(tier="disk"), Placement(tier="disk")),
     )
 torch.accelerator.set_device_index(1)
 with on_device("emulated:1"):
@@ -607,7 +605,7 @@ def test_a_type_that_lacks_something_is_refused(
     """Without this flag PyTorch recomputes dropout with other numbers, and says nothing."""
     if device().type == "cuda":
         pytest.skip("CUDA's own module asks for the flag, too")
-    asked = on_host(Recompute(), model="gpt2")
+    asked = on_host(RECOMPUTE, model="gpt2")
     model = asked.subject.build()
     before = attached(model)
     monkeypatch.delattr(torch.get_device_module(device()), "_initialized")
@@ -626,7 +624,7 @@ def test_python_takes_short_turns_while_a_plan_runs(tmp_path: Path) -> None:
 
 
 def test_host_memory_is_pinned_and_takes_what_is_swapped(tmp_path: Path) -> None:
-    run = on_host(Swap(tier="host")).start(tmp_path)
+    run = on_host(Activations(tier="host")).start(tmp_path)
     before, _ = below_device(run.model)
     with record(run.model) as recorder:
         run.step(0, 1)
@@ -727,10 +725,10 @@ def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
     """Bytes of the first step, which makes the optimizer's states, and of those that follow."""
     speculate = how == "ahead of the norm"
     schedule = Schedule(forward_lead=1, update_drain=1)
-    states = Offload(tier="host", update_on_device=True, speculate=speculate)
+    states = Placement(tier="host", update_on_device=True, speculate=speculate)
     plan = planned(
         profile,
-        decided(described_by(profile), Recompute(), states, schedule),
+        decided(described_by(profile), RECOMPUTE, states, schedule),
         piece_bytes=1 << 16,
         overlap_steps=how != "apart",
         updates="after backward" if speculate else "in backward",
@@ -768,7 +766,7 @@ def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) 
     batches = source.batches(batch_size=4, seq_len=64, device=device())
     run = Scenario(
         model=Subject(lambda: source.build(dtype="bfloat16"), lambda _: next(batches)),
-        plan=lambda _: planned(profile, decided(described_by(profile), Keep(), HOST)),
+        plan=lambda _: planned(profile, decided(described_by(profile), KEEP, HOST)),
     ).start(tmp_path)
     given = run.subject.batch(0)
     run.subject = replace(run.subject, batches=lambda _: given)

@@ -20,14 +20,11 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import Lane
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
-    Swap,
-    SwapInput,
     Updates,
 )
 from protrain_runtime.devices.lanes import Backend, LaneError, nothing
@@ -85,7 +82,7 @@ def copied_beside(model: Any = NAME, updates: Updates = "in backward", **options
 
 
 def all_on_disk(units: Units) -> Units:
-    return decided(units, Recompute(), Offload(tier="disk"))
+    return decided(units, RECOMPUTE, Placement(tier="disk"))
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "functional"])
@@ -166,8 +163,8 @@ def test_parameters_that_somebody_else_changes_are_a_difference(tmp_path: Path) 
 
 
 def summed(
-    activations: Activations = Keep(),  # noqa: B008
-    states: Placement = Persistent(),  # noqa: B008
+    activations: Activations = KEEP,
+    states: Placement = PERSISTENT,
     *,
     clipped: bool = False,
     **options: Any,
@@ -188,12 +185,12 @@ def assert_trained(run: Run, *numbers: int) -> None:
 
 
 SOUND = [
-    (Swap(tier="disk"), Offload(tier="host"), False),
-    (Swap(tier="host"), Offload(tier="disk", keep_gathered=True), False),
-    (SwapInput(tier="host", form="full"), Offload(tier="disk"), True),
-    (SwapInput(tier="disk", form="lite"), Offload(tier="host", keep_gathered=True), True),
-    (Recompute(form="attn"), Offload(tier="host"), True),
-    (Swap(tier="disk"), Persistent(), False),
+    (Activations(tier="disk"), Placement(tier="host"), False),
+    (Activations(tier="host"), Placement(tier="disk", keep_gathered=True), False),
+    (Activations(tier="host", form="full"), Placement(tier="disk"), True),
+    (Activations(tier="disk", form="lite"), Placement(tier="host", keep_gathered=True), True),
+    (Activations(form="attn"), Placement(tier="host"), True),
+    (Activations(tier="disk"), PERSISTENT, False),
 ]
 
 
@@ -220,7 +217,7 @@ def test_mixed_plans_match_plain_torch_bitwise(seed: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize("tier", TIERS)
 def test_whoever_writes_keeps_the_sums(tier: TierName, tmp_path: Path) -> None:
     """Checkpoints, state dicts, averages and changes by hand, between steps that check them."""
-    run = summed(Swap(tier=tier), Offload(tier=tier)).start(tmp_path)
+    run = summed(Activations(tier=tier), Placement(tier=tier)).start(tmp_path)
     model, optimizer = run.model, run.optimizer
     average = MovingAverage(model)
     run.step(0, 1)
@@ -307,7 +304,7 @@ STATES = [
 def test_a_bit_of_a_state_is_found_before_it_is_used(
     tier: TierName, what: str, lane: str, tmp_path: Path
 ) -> None:
-    run = summed(states=Offload(tier=tier)).start(tmp_path)
+    run = summed(states=Placement(tier=tier)).start(tmp_path)
     run.step(0, 1)
     damage(run.model, what)
     error = refusal(partial(run.step, 2), LaneError)
@@ -324,7 +321,7 @@ def test_a_bit_of_a_state_is_found_before_it_is_used(
 @every_device
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_bit_of_a_gradient_that_waits_is_found(tier: TierName, tmp_path: Path) -> None:
-    run = summed(states=Offload(tier=tier), clipped=True).start(tmp_path)
+    run = summed(states=Placement(tier=tier), clipped=True).start(tmp_path)
     run.step(0)
     run.backward(1)
     damage(run.model, "gradient")
@@ -342,7 +339,7 @@ def test_a_bit_of_a_swapped_activation_is_found(
     swaps_input: bool, tier: TierName, tmp_path: Path
 ) -> None:
     """It is flipped when all have left; the step is given up, and the next is a plain one."""
-    decision = SwapInput(tier=tier, form="full") if swaps_input else Swap(tier=tier)
+    decision = Activations(tier=tier, form="full") if swaps_input else Activations(tier=tier)
     run = summed(decision).start(tmp_path)
     engine = run.engine
     unit = next(n for n, unit in enumerate(described(NAME)) if unit.name == BLOCK)
@@ -381,7 +378,7 @@ READS: dict[str, Callable[[Run, Path], object]] = {
 @linux
 @pytest.mark.parametrize(("use", "tier"), thinned(tuple(READS), TIERS, every=2))
 def test_whoever_reads_finds_a_bit(use: str, tier: TierName, tmp_path: Path) -> None:
-    run = summed(states=Offload(tier=tier)).start(tmp_path)
+    run = summed(states=Placement(tier=tier)).start(tmp_path)
     run.step(0)
     damage(run.model, "exp_avg" if use == "optimizer.state_dict" else "parameter")
     message = refusal(partial(READS[use], run, tmp_path), ProtrainError).message
@@ -392,7 +389,7 @@ def test_whoever_reads_finds_a_bit(use: str, tier: TierName, tmp_path: Path) -> 
 @linux
 def test_a_full_disk_costs_a_checked_step_and_nothing_else(tmp_path: Path) -> None:
     """A write that is left half done is neither trusted nor in the way of the next."""
-    run = summed(Swap(tier="disk"), Offload(tier="disk")).start(tmp_path)
+    run = summed(Activations(tier="disk"), Placement(tier="disk")).start(tmp_path)
     states = os.fstat(spill_descriptor(tmp_path)).st_size
     with file_limit(states), pytest.raises(ProtrainError, match="no room for "):
         run.step(0)

@@ -31,14 +31,11 @@ from protrain_runtime.contract.records import (
 )
 from protrain_runtime.contract.records.forms import FORMS, exactness_of, leaves_of
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
+    Placement,
     Plan,
-    Recompute,
-    Swap,
-    SwapInput,
-    activations_in,
 )
 from protrain_runtime.contract.records.profile import Compilation, Compile, Profile, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
@@ -75,11 +72,11 @@ BACKENDS = [
     ),
 ]
 DECISIONS: dict[str, Any] = {
-    "keep": Keep(),
-    "recompute": Recompute(),
-    "lite": Recompute(form="lite"),
-    "swap": Swap(tier="disk"),
-    "swap-input": SwapInput(tier="disk"),
+    "keep": KEEP,
+    "recompute": RECOMPUTE,
+    "lite": Activations(form="lite"),
+    "swap": Activations(tier="disk"),
+    "swap-input": Activations(form="full", tier="disk"),
 }
 
 
@@ -105,7 +102,7 @@ BLOCKS = {"workload": workload({"precision": "float32", "compiled": "blocks"})}
 
 
 def tried(
-    activations: Activations = Recompute(),  # noqa: B008
+    activations: Activations = RECOMPUTE,
     *,
     model: str | Subject = "llama",
     blocks: bool = True,
@@ -115,7 +112,7 @@ def tried(
     """Two steps of a plan for compiled blocks."""
     return Scenario(
         model=model,
-        units=decided(described("llama"), activations, Offload(tier="disk")),
+        units=decided(described("llama"), activations, Placement(tier="disk")),
         settings={**(BLOCKS if blocks else {}), **settings},
         script=Loop(num_steps=2),
         options=options or {},
@@ -147,7 +144,7 @@ def test_plans_of_compiled_blocks_compute_the_bits_of_the_compiled_model(
 def test_what_is_recomputed_in_the_graph_is_one_run_of_compiled_code(
     form: str, tmp_path: Path
 ) -> None:
-    asked = tried(Recompute(form=form), exact=form == "full", allowed=("rounding",))
+    asked = tried(Activations(form=form), exact=form == "full", allowed=("rounding",))
     expected = replace(asked, model=replace(asked.subject, change=compiled_here)).plain()
     run = asked.start(tmp_path)
     with torch.profiler.profile() as recorded:
@@ -342,7 +339,7 @@ def test_compiled_blocks_train_when_the_message_is_followed(
 def edited(form: str) -> Plan:
     exactness, allowed = exactness_of([form]), leaves_of([form])
     exact = exactness == "bitwise"
-    asked = tried(activations_in(form), exact=exact, exactness=exactness, allowed=allowed)
+    asked = tried(Activations(form=form), exact=exact, exactness=exactness, allowed=allowed)
     return asked.planned_for(build("llama"))
 
 

@@ -30,15 +30,12 @@ from protrain_runtime.activations.compressed import GROUP, MIN_ELEMENTS, dequant
 from protrain_runtime.activations.forms import in_form, wrap_forward
 from protrain_runtime.contract.records.decisions import ACTIVATIONS
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
     Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Plan,
-    Recompute,
-    Swap,
 )
 from protrain_runtime.contract.records.profile import Form, Profile
 from tests.support.peaks import (
@@ -504,11 +501,11 @@ def assert_packs_alike(asked: Scenario, forms: Mapping[int, Form] | Form, folder
 
 
 PLACES: list[tuple[str, Placement]] = [
-    ("keep", Persistent()),
-    ("keep", Offload(tier="host")),
-    ("keep", Offload(tier="disk", keep_gathered=True)),
-    ("host", Persistent()),
-    ("disk", Offload(tier="disk")),
+    ("keep", PERSISTENT),
+    ("keep", Placement(tier="host")),
+    ("keep", Placement(tier="disk", keep_gathered=True)),
+    ("host", PERSISTENT),
+    ("disk", Placement(tier="disk")),
 ]
 
 
@@ -542,9 +539,8 @@ MIXTURE: dict[int, Form] = {0: "int8", 1: "lite", 2: "low-rank", 3: "full"}
 
 def mixture(units: Units) -> Units:
     forms = iter(MIXTURE.values())
-    kinds = iter((Keep, Recompute, Keep, Recompute))
     return [
-        replace(unit, activations=next(kinds)(form=next(forms))) if unit.kind == "block" else unit
+        replace(unit, activations=Activations(form=next(forms))) if unit.kind == "block" else unit
         for unit in units
     ]
 
@@ -584,7 +580,7 @@ def test_precisions_and_adapters_are_those_of_plain_pytorch_which_packs_alike(
     row = {"model": "llama", "precision": precision, "trained": trained}
     asked = Scenario(
         model=of_row(row),
-        units=partial(decided, activations=Keep(form=form), states=Offload(tier="disk")),
+        units=partial(decided, activations=Activations(form=form), states=Placement(tier="disk")),
         script=THREE,
         settings={"workload": workload(row)},
         plain_factory=with_master_weights(ADAMW) if precision == "master" else None,
@@ -602,7 +598,7 @@ def test_micro_batches_add_up_and_training_resumes_as_in_plain_pytorch(
 
     asked = Scenario(
         model="gpt2",
-        units=partial(decided, activations=Keep(form=form), states=Offload(tier="disk")),
+        units=partial(decided, activations=Activations(form=form), states=Placement(tier="disk")),
         script=Loop(num_steps=2, micro_batches=2, before=resume),
         settings={"micro_batches": 2},
     )
@@ -636,14 +632,14 @@ def test_a_profile_says_what_each_form_keeps(profile: Profile) -> None:
 
 
 DECISIONS: list[Activations] = [
-    *(Keep(form=form) for form in FORMS),
-    *(Swap(tier="disk", form=form) for form in FORMS),
+    *(Activations(form=form) for form in FORMS),
+    *(Activations(tier="disk", form=form) for form in FORMS),
 ]
 
 
 @pytest.mark.parametrize(
     ("activations", "states"),
-    thinned(DECISIONS, [Persistent(), Offload(tier="disk")], every=2),
+    thinned(DECISIONS, [PERSISTENT, Placement(tier="disk")], every=2),
     ids=decision_name,
 )
 def test_measured_bytes_match_predicted_in_every_slot_with_copies(
@@ -687,7 +683,7 @@ def test_measured_bytes_of_mixtures_hold_where_a_block_saves_what_it_hands_on(
         return profiled_here(model, folder, allow=LEAVES)
 
     held = profile_made(tmp_path_factory, "compressed-relu", make)
-    kept = (Keep(), Keep(), Keep(form="int8"))
+    kept = (KEEP, KEEP, Activations(form="int8"))
     units = with_copies(described_by(held), random.Random(seed), *kept)
     assert_within_the_promise(peaks(held, tuple(units), tmp_path))
 

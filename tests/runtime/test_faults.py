@@ -24,7 +24,7 @@ import torch
 
 from protrain_runtime import prepare, restore
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import Offload, Swap
+from protrain_runtime.contract.records.plan import Activations, Placement
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import Backend, LaneError
 from protrain_runtime.devices.memory_meter import process_memory, storage_bytes
@@ -61,7 +61,7 @@ def spilling(page_cache_bytes: int = 0, *, clipped: bool = False, **options: Any
     updates = "after backward" if clipped else "in backward"
     return Scenario(
         model=NAME,
-        units=lambda units: decided(units, Swap(tier="disk"), Offload(tier="disk")),
+        units=lambda units: decided(units, Activations(tier="disk"), Placement(tier="disk")),
         settings={"page_cache_bytes": page_cache_bytes, "updates": updates},
         options=options,
     )

@@ -31,12 +31,11 @@ from protrain_runtime import (
 )
 from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
-    Offload,
-    Persistent,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    RECOMPUTE,
     Placement,
     Plan,
-    Recompute,
 )
 from tests.support.hostile_models import (
     Block,
@@ -677,7 +676,7 @@ class Fix:
     micro_batches: int = 1
     clip: bool = False  # the plan, for the other loop
     clipped: bool = False  # the plan that refuses
-    states: Placement = Offload(tier="disk")  # noqa: RUF009 (frozen)
+    states: Placement = Placement(tier="disk")  # noqa: RUF009 (frozen)
 
 
 FIXES = {
@@ -713,9 +712,15 @@ FIXES = {
     "a look at what is away": Fix(refused=looks_between, loop=looks_between_inside, clip=True),
     "a full look before the step: --clip": Fix(refused=looks_between_inside, clip=True),
     "a full look before the step": Fix(refused=looks_between_inside, loop=looks_after),
-    "a look before the step: --clip": Fix(refused=looks_between, clip=True, states=STEPPED),
-    "a look before the step: before": Fix(refused=looks_between, loop=looks_before, states=STEPPED),
-    "a look before the step: after": Fix(refused=looks_between, loop=looks_after, states=STEPPED),
+    "a look before the step: --clip": Fix(
+        refused=looks_between, clip=True, states=OPTIMIZER_IN_BACKWARD
+    ),
+    "a look before the step: before": Fix(
+        refused=looks_between, loop=looks_before, states=OPTIMIZER_IN_BACKWARD
+    ),
+    "a look before the step: after": Fix(
+        refused=looks_between, loop=looks_after, states=OPTIMIZER_IN_BACKWARD
+    ),
     "training inside": Fix(refused=trains_inside, loop=trains_behind),
     "assigned values": Fix(refused=assigns, loop=loads),
     "a wider state: its kind": Fix(refused=widens_a_state, loop=keeps_a_states_kind),
@@ -759,10 +764,10 @@ def test_a_loop_trains_when_the_message_is_followed(
     fix = FIXES[name]
 
     def scripted(script: Script, updates: Literal["in backward", "after backward"]) -> Scenario:
-        late = fix.states == STEPPED and updates == "after backward"
-        states = Persistent() if late else fix.states
+        late = fix.states == OPTIMIZER_IN_BACKWARD and updates == "after backward"
+        states = PERSISTENT if late else fix.states
         return Scenario(
-            units=lambda units: decided(units, Recompute(), states),
+            units=lambda units: decided(units, RECOMPUTE, states),
             script=script,
             settings={"updates": updates, "micro_batches": fix.micro_batches},
         )
@@ -778,7 +783,7 @@ def test_a_loop_trains_when_the_message_is_followed(
     scripted(fix.loop or fix.refused, updates).assert_like_plain(tmp_path / "trained")
 
 
-LOOP = Scenario(units=lambda units: decided(units, Recompute(), Offload(tier="disk")))
+LOOP = Scenario(units=lambda units: decided(units, RECOMPUTE, Placement(tier="disk")))
 """The plan of the rows below, which trains once `prepare` takes what it is given."""
 
 
@@ -934,9 +939,9 @@ def test_prepare_takes_what_its_message_says(
     assert_bitwise(LOOP.played(GIVEN[name](tmp_path, True)), LOOP.plain())
 
 
-def asked(states: Placement = Offload(tier="disk"), **given: Any) -> Scenario:  # noqa: B008
+def asked(states: Placement = Placement(tier="disk"), **given: Any) -> Scenario:  # noqa: B008
     """A plan, as `prepare` is asked to carry it out."""
-    given.setdefault("units", lambda units: decided(units, Recompute(), states))
+    given.setdefault("units", lambda units: decided(units, RECOMPUTE, states))
     return Scenario(**{"script": Loop(num_steps=3), **given})
 
 
@@ -1013,7 +1018,7 @@ def adds_a_group(run: Run) -> None:
 
 
 ODD = partial(made_odd, lr=1e-3)
-SHARD = Offload(tier="device")
+SHARD = Placement(tier="device")
 
 
 def of_masters(states: Placement, **given: Any) -> Scenario:
@@ -1027,7 +1032,7 @@ def of_masters(states: Placement, **given: Any) -> Scenario:
     return replace(scenario, plan=planned)
 
 
-EARLY = Offload(tier="disk", speculate=True)
+EARLY = Placement(tier="disk", speculate=True)
 CLIP: dict[str, Any] = {"updates": "after backward"}
 SHARING = changed(shares_memory)
 PLANS: dict[str, tuple[Scenario, Scenario]] = {
@@ -1035,14 +1040,14 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
         asked(options={"check": "bits"}),
         asked(options={"check": "bitwise"}),
     ),
-    "a shard on one device": (asked(SHARD), asked(Persistent())),
+    "a shard on one device": (asked(SHARD), asked(PERSISTENT)),
     "a common copy on one device": (
-        asked(Offload(tier="host", common_copy=True)),
-        asked(Offload(tier="host")),
+        asked(Placement(tier="host", common_copy=True)),
+        asked(Placement(tier="host")),
     ),
     "an update in backward, with --clip": (
-        asked(STEPPED, settings=CLIP),
-        asked(Persistent(), settings=CLIP),
+        asked(OPTIMIZER_IN_BACKWARD, settings=CLIP),
+        asked(PERSISTENT, settings=CLIP),
     ),
     "an update ahead of the norm, without --clip": (asked(EARLY), asked()),
     "overlapping steps of micro-batches": (
@@ -1057,11 +1062,11 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
     ),
     "memory that blocks share: persistent": (
         asked(model=SHARING),
-        asked(Persistent(), model=SHARING),
+        asked(PERSISTENT, model=SHARING),
     ),
     "memory that blocks share, updated in backward": (
-        asked(STEPPED, model=SHARING),
-        asked(Persistent(), model=SHARING),
+        asked(OPTIMIZER_IN_BACKWARD, model=SHARING),
+        asked(PERSISTENT, model=SHARING),
     ),
     "names of groups: the model's": (
         asked(groups=partial(named, prefix="my ")),
@@ -1073,16 +1078,16 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
         asked(groups=partial(two_kinds, amsgrad=True)),
     ),
     "an optimizer of all parameters in backward: persistent": (
-        asked(STEPPED, factory=partial(ODD, features=TOGETHER[0])),
-        asked(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
+        asked(OPTIMIZER_IN_BACKWARD, factory=partial(ODD, features=TOGETHER[0])),
+        asked(PERSISTENT, factory=partial(ODD, features=TOGETHER[0])),
     ),
     "an optimizer of all parameters in backward: AdamW": (
-        asked(STEPPED, factory=partial(ODD, features=TOGETHER[0])),
-        asked(STEPPED),
+        asked(OPTIMIZER_IN_BACKWARD, factory=partial(ODD, features=TOGETHER[0])),
+        asked(OPTIMIZER_IN_BACKWARD),
     ),
     "an optimizer of whole parameters: it stays": (
         asked(factory=torch.optim.Adafactor),
-        asked(Persistent(), factory=torch.optim.Adafactor),
+        asked(PERSISTENT, factory=torch.optim.Adafactor),
     ),
     "an optimizer of whole parameters: AdamW": (asked(factory=torch.optim.Adafactor), asked()),
     "an optimizer with states beside": (
@@ -1094,12 +1099,12 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
         asked(),
     ),
     "master weights: pure": (
-        of_masters(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
-        asked(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
+        of_masters(PERSISTENT, factory=partial(ODD, features=TOGETHER[0])),
+        asked(PERSISTENT, factory=partial(ODD, features=TOGETHER[0])),
     ),
     "master weights: AdamW": (
-        of_masters(Persistent(), factory=partial(ODD, features=TOGETHER[0])),
-        of_masters(Persistent()),
+        of_masters(PERSISTENT, factory=partial(ODD, features=TOGETHER[0])),
+        of_masters(PERSISTENT),
     ),
     "a group that was added late": (
         asked(script=adds_a_group),

@@ -23,13 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 from protrain_plan.models.batches import call_model
 from protrain_runtime import MovingAverage, full_parameters, load, restore, save
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
-    Swap,
 )
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import OWN_THREADS, nothing
@@ -56,8 +54,8 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
 
 
 def tried(
-    activations: Activations = Swap(tier="disk"),  # noqa: B008
-    states: Placement = Offload(tier="disk"),  # noqa: B008
+    activations: Activations = Activations(tier="disk"),  # noqa: B008
+    states: Placement = Placement(tier="disk"),  # noqa: B008
     *,
     clipped: bool = False,
     factory: Factory = ADAMW,
@@ -190,7 +188,7 @@ def forks(folder: Path) -> None:
 def resident(folder: Path) -> None:
     """Reads that need no lane work."""
     torch.set_num_threads(1)  # those of a pool are not in a fork either, and PyTorch waits for them
-    run = tried(states=Persistent()).start(folder)
+    run = tried(states=PERSISTENT).start(folder)
     run.step(0)
 
     def total() -> float:
@@ -206,7 +204,7 @@ def resident(folder: Path) -> None:
     assert in_fork(look) == [len(run.model.state_dict()), total()]
     run.step(1)
 
-    run = tried(Recompute(), Persistent()).start(folder)  # which no lane serves
+    run = tried(RECOMPUTE, PERSISTENT).start(folder)  # which no lane serves
     run.step(0)
 
     def stepped() -> float:
@@ -492,7 +490,7 @@ def test_a_step_waits_for_no_checkpoint_and_is_refused_meanwhile(tmp_path: Path)
 
 
 def test_a_block_that_another_thread_calls_is_refused(tmp_path: Path) -> None:
-    run = tried(Recompute(), Persistent()).start(tmp_path)
+    run = tried(RECOMPUTE, PERSISTENT).start(tmp_path)
     name = next(unit.name for unit in described(NAME) if unit.kind == "block")
     errors: list[BaseException | None] = []
 
@@ -510,7 +508,7 @@ def test_a_block_that_another_thread_calls_is_refused(tmp_path: Path) -> None:
 
 def test_replicas_of_a_planned_model_are_refused(tmp_path: Path) -> None:
     """As torch.nn.parallel.replicate makes them, one for each of several devices."""
-    model = tried(Keep(), Offload(tier="host")).start(tmp_path).model
+    model = tried(KEEP, Placement(tier="host")).start(tmp_path).model
     with pytest.raises(RuntimeError, match=r"torch\.nn\.DataParallel would call copies of it in"):
         model._replicate_for_data_parallel()
     restore(model)

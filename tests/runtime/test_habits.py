@@ -28,13 +28,12 @@ from torch.utils.checkpoint import checkpoint
 from protrain_runtime import full_parameters, restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
-    Keep,
-    Offload,
-    Persistent,
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    RECOMPUTE,
+    Activations,
     Placement,
-    Recompute,
-    Swap,
     Updates,
 )
 from protrain_runtime.devices.preflight import NoRoomError
@@ -47,11 +46,12 @@ from tests.support.runtime_cases import (
     assert_bitwise,
     decided,
     differences,
+    phrase,
 )
 from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal
 
 STACK = Subject(Stack, batch_of)
-DISK = Offload(tier="disk")
+DISK = Placement(tier="disk")
 BOTH: tuple[Updates, ...] = ("in backward", "after backward")
 BETWEEN = r"between backward\(\) and optimizer\.step\(\)"
 
@@ -66,7 +66,7 @@ def tried(
     """All states in one place."""
     given: dict[str, Any] = {
         "model": STACK,
-        "units": lambda units: decided(units, Keep(), states),
+        "units": lambda units: decided(units, KEEP, states),
         "settings": {"updates": updates},
     }
     return Scenario(script=script, **{**given, **options})
@@ -78,7 +78,7 @@ def planned(folder: Path, *, updates: Updates = "in backward", states: Placement
 
 def with_away(name: str, units: Units) -> Units:
     """One unit's states are away."""
-    return [replace(unit, states=DISK if unit.name == name else Persistent()) for unit in units]
+    return [replace(unit, states=DISK if unit.name == name else PERSISTENT) for unit in units]
 
 
 def assert_refuses(error: Exception, words: str) -> None:
@@ -141,7 +141,7 @@ def pickled(model: nn.Module) -> nn.Module:
     return loaded
 
 
-@pytest.mark.parametrize("states", [DISK, Persistent()])
+@pytest.mark.parametrize("states", [DISK, PERSISTENT])
 def test_a_copy_is_plain_with_the_values_that_there_are(states: Placement, tmp_path: Path) -> None:
     run = planned(tmp_path, states=states)
     run.step(0, 1)
@@ -710,7 +710,7 @@ def scaled(run: Run) -> None:
 
 
 @pytest.mark.parametrize("updates", BOTH)
-@pytest.mark.parametrize("states", [DISK, Persistent()])
+@pytest.mark.parametrize("states", [DISK, PERSISTENT])
 def test_parameters_of_another_module_are_trained_as_plain(
     updates: Updates, states: Placement, tmp_path: Path
 ) -> None:
@@ -773,7 +773,7 @@ READ: dict[str, Script] = {
 }
 
 
-@pytest.mark.parametrize("states", [DISK, STEPPED], ids=["disk", "device"])
+@pytest.mark.parametrize("states", [DISK, OPTIMIZER_IN_BACKWARD], ids=["disk", "device"])
 def test_between_backward_and_step_nothing_is_read(
     states: Placement, assert_says: Speaker, tmp_path: Path
 ) -> None:
@@ -811,7 +811,7 @@ def test_restore_gives_back_a_forward_that_an_instance_had(tmp_path: Path) -> No
     block = model.get_submodule("blocks.1")
     mine = block.forward
     block.forward = mine  # on the instance from now on
-    run = tried(units=lambda units: decided(units, Recompute(), DISK)).prepared(model, tmp_path)
+    run = tried(units=lambda units: decided(units, RECOMPUTE, DISK)).prepared(model, tmp_path)
     assert block.__dict__["forward"] is not mine
     restore(run.model)
     assert block.__dict__["forward"] is mine
@@ -834,7 +834,7 @@ def test_a_write_to_a_saved_activation_is_refused_as_in_plain_pytorch(
         else:
             inputs[0].detach().mul_(2)
 
-    swapping = Scenario(units=lambda units: decided(units, Swap(tier="disk"), Persistent()))
+    swapping = Scenario(units=lambda units: decided(units, Activations(tier="disk"), PERSISTENT))
     for folder in (None, tmp_path):
         run = swapping.start(folder)
         run.model.get_submodule(DOWN).register_forward_hook(write)
@@ -851,11 +851,11 @@ def test_a_forward_that_writes_to_a_parameter_that_leaves_is_refused(
 
     model = Scenario().subject.build()
     model.get_submodule(DOWN).register_forward_hook(write)
-    leaving = Scenario(units=lambda units: decided(units, Keep(), DISK))
+    leaving = Scenario(units=lambda units: decided(units, KEEP, DISK))
     assert_says(refusal(partial(leaving.prepared(model, tmp_path).loss, 0)))
 
 
-@pytest.mark.parametrize("states", [Offload(tier="host"), DISK], ids=str)
+@pytest.mark.parametrize("states", [Placement(tier="host"), DISK], ids=phrase)
 def test_forward_hooks_that_come_after_prepare_are_part_of_their_block(
     states: Placement, tmp_path: Path
 ) -> None:

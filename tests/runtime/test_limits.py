@@ -33,13 +33,11 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records import read_plan, read_profile, write_plan, write_profile
 from protrain_runtime.contract.records.plan import (
+    PERSISTENT,
+    Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
+    Placement,
     Plan,
-    Recompute,
-    Swap,
     TierBytes,
 )
 from protrain_runtime.contract.records.profile import Profile, Workload
@@ -71,7 +69,7 @@ def plan_file(folder: Path) -> Path:
     """A plan that spills everything of a model, which runs in the repository's root."""
     path = folder / "plan.yaml"
     plan = plan_of(
-        decided(described("functional"), Swap(tier="disk"), Offload(tier="disk")),
+        decided(described("functional"), Activations(tier="disk"), Placement(tier="disk")),
         fingerprint=model_fingerprint(build("functional")),
         workload=Workload(
             model="tests.support.functional_model:factory",
@@ -253,7 +251,7 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def offloading(profile: Profile, *, context_bytes: int) -> Plan:
     plan = plan_of(
-        decided(described_by(profile), Swap(tier="disk"), Offload(tier="disk")),
+        decided(described_by(profile), Activations(tier="disk"), Placement(tier="disk")),
         fingerprint=profile.model_fingerprint,
         workload=profile.workload,
     )
@@ -381,8 +379,8 @@ def test_tiles_train_under_a_limit_that_plain_pytorch_cannot_meet(tmp_path: Path
     model, texts = short_factory()
     expected = step(copy.deepcopy(model))  # and makes what a process makes once
     found = units_of(model, next(iter(texts)))
-    before, *blocks, last = decided(found, Recompute(form="tiled"), Persistent())
-    units = (before, *blocks, replace(last, activations=Keep(form="64 tiles")))
+    before, *blocks, last = decided(found, Activations(form="tiled"), PERSISTENT)
+    units = (before, *blocks, replace(last, activations=Activations(form="64 tiles")))
     plan = replace(plan_for(model, units), exact=False, exactness="rounding", allowed=ROUNDING)
     planned, _ = prepare(copy.deepcopy(model), plan, optimizer=ADAMW, spill_directory=tmp_path)
     with at_most(process_memory().data_bytes + ROOM):

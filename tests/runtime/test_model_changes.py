@@ -14,7 +14,7 @@ from protrain_plan.profiling.estimated import estimate
 from protrain_runtime import restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import dumps_plan, loads_plan
-from protrain_runtime.contract.records.plan import Keep, Offload, Plan, Recompute
+from protrain_runtime.contract.records.plan import KEEP, RECOMPUTE, Placement, Plan
 from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.diagnostics.matching import model_changes, model_tensors, with_batch_sizes
 from tests.support.messages import Speaker
@@ -34,7 +34,7 @@ NAME = "llama-tied"
 
 def planned() -> Plan:
     model = build(NAME)
-    plan = plan_for(model, decided(described(NAME), Keep(), Offload(tier="disk")))
+    plan = plan_for(model, decided(described(NAME), KEEP, Placement(tier="disk")))
     return replace(plan, tensors=model_tensors(model))
 
 
@@ -139,7 +139,7 @@ def test_a_factorys_larger_batch_is_refused_and_a_smaller_one_trains(
         source, hardware=load_hardware("cpu"), batch_size=1, seq_len=1, dtype="float32"
     )
     assert profile.workload.inputs == ("tokens 4x64",)
-    units = decided(described_by(profile), Recompute(), Offload(tier="disk"))
+    units = decided(described_by(profile), RECOMPUTE, Placement(tier="disk"))
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
     run = Scenario(plan=lambda _: plan).prepared(source.build(), tmp_path)
     for sizes in [(4, 64), (1, 64), (4, 8)]:

@@ -28,7 +28,7 @@ from protrain_runtime.contract.records import (
     register_form,
 )
 from protrain_runtime.contract.records.decisions import ACTIVATIONS
-from protrain_runtime.contract.records.plan import Budgets, Keep, Persistent, Plan, Swap
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Activations, Budgets, Plan
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.half_activations import HALF
 from tests.support.peaks import assert_disk_within, profile_made, trained
@@ -86,8 +86,10 @@ def test_a_plan_with_it_stays_below_its_predicted_peak(
 ) -> None:
     plan = planned(profile, f"{BLOCKS}: {decision}, offload to disk", allow=LEAVE)
     assert {unit.activations for unit in plan.units} == {
-        Keep(),
-        Keep(form="half") if decision.startswith("keep") else Swap(tier="disk", form="half"),
+        KEEP,
+        Activations(form="half")
+        if decision.startswith("keep")
+        else Activations(tier="disk", form="half"),
     }
     assert not plan.exact
     assert (plan.exactness, plan.allowed) == ("approximate", LEAVE)
@@ -106,7 +108,7 @@ def test_losses_are_close_to_plain_training_and_not_equal_in_every_bit(
 ) -> None:
     asked = Scenario(
         model="llama",
-        units=partial(decided, activations=Keep(form="half"), states=Persistent()),
+        units=partial(decided, activations=Activations(form="half"), states=PERSISTENT),
         settings={"exact": False, "exactness": "approximate", "allowed": LEAVE},
     )
     found, expected = asked.played(asked.start(tmp_path)), asked.plain()

@@ -17,10 +17,9 @@ from protrain_plan.models.optimizers import optimizer_factory
 from protrain_runtime import load, prepare, restore, save
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
-    Keep,
-    Offload,
-    Persistent,
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
     Placement,
     Updates,
 )
@@ -49,21 +48,20 @@ AMSGRAD = partial(torch.optim.AdamW, lr=1e-2, amsgrad=True, foreach=False)
 def in_turns(units: Units) -> Units:
     """Neighbours on the disk, in host memory, on the device, and updated in backward."""
     places: tuple[Placement, ...] = (
-        *(Offload(tier="disk"), Offload(tier="host")),
-        *(Persistent(), STEPPED),
+        *(Placement(tier="disk"), Placement(tier="host")),
+        *(PERSISTENT, OPTIMIZER_IN_BACKWARD),
     )
     return [
-        decided([unit], Keep(), places[number % len(places)])[0]
-        for number, unit in enumerate(units)
+        decided([unit], KEEP, places[number % len(places)])[0] for number, unit in enumerate(units)
     ]
 
 
 def tried(script: Script, updates: Updates = "in backward", **options: Any) -> Scenario:
     settings: dict[str, Any] = {"updates": updates, "overlap_steps": options.pop("overlap", False)}
     states = options.pop("states", None)
-    units = in_turns if states is None else partial(decided, activations=Keep(), states=states)
+    units = in_turns if states is None else partial(decided, activations=KEEP, states=states)
     if states is None and updates == "after backward":
-        units = partial(decided, activations=Keep(), states=Offload(tier="disk"))
+        units = partial(decided, activations=KEEP, states=Placement(tier="disk"))
     return Scenario(script=script, units=units, settings=settings, **options)
 
 
@@ -85,7 +83,7 @@ def test_states_that_are_edited_between_steps_are_those_of_plain_pytorch(
 def test_states_are_edited_alike_on_every_device(name: str, tmp_path: Path) -> None:
     script = Loop(after=partial(edited, EDITS[name]))
     for updates in BOTH:
-        tried(script, updates, states=Offload(tier="host")).assert_like_plain(tmp_path)
+        tried(script, updates, states=Placement(tier="host")).assert_like_plain(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["emptied", "zeroed", "exchanged"])
@@ -161,7 +159,7 @@ def test_edits_are_in_checkpoints_and_end_with_loading(tmp_path: Path) -> None:
 def test_states_that_do_not_fit_are_refused(
     updates: Updates, tmp_path: Path, assert_says: Speaker
 ) -> None:
-    run = tried(Loop(), updates, states=Offload(tier="disk")).start(tmp_path)
+    run = tried(Loop(), updates, states=Placement(tier="disk")).start(tmp_path)
     run.step(0)
     parameter = next(parameters(run))
     said: list[str] = []
@@ -185,7 +183,7 @@ def test_states_that_do_not_fit_are_refused(
 def test_states_in_the_middle_of_a_backward_that_updates_are_refused(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
-    run = tried(Loop(), states=Offload(tier="disk")).start(tmp_path)
+    run = tried(Loop(), states=Placement(tier="disk")).start(tmp_path)
     run.step(0)
     parameter = next(parameters(run))
     state = run.optimizer.state[parameter]
@@ -255,7 +253,7 @@ def test_an_attribute_of_the_users_class_is_read_and_not_written(
     optimizer: Any = run.optimizer
     assert optimizer.updates == 0
     assert_says(refusal(partial(setattr, optimizer, "updates", 3)))
-    kept = tried(Loop(), factory=Sophia, states=Persistent()).start(tmp_path)
+    kept = tried(Loop(), factory=Sophia, states=PERSISTENT).start(tmp_path)
     optimizer = kept.optimizer
     optimizer.updates = 3
     assert optimizer.inner.updates == 3
@@ -355,7 +353,7 @@ def test_the_rest_of_an_optimizer_is_as_in_plain_pytorch(
 @pytest.mark.parametrize("name", USES)
 def test_gradients_that_wait_are_used_as_in_plain_pytorch(name: str, tmp_path: Path) -> None:
     """On a CPU those of chunks on disk do."""
-    states = Offload(tier="disk" if device().type == "cpu" else "host")
+    states = Placement(tier="disk" if device().type == "cpu" else "host")
     scenario = tried(Loop(between=USES[name]), "after backward", states=states)
     scenario.assert_like_plain(tmp_path)
 
@@ -372,7 +370,7 @@ def test_gradients_are_used_between_micro_batches(tmp_path: Path) -> None:
 
     scenario = Scenario(
         script=script,
-        units=partial(decided, activations=Keep(), states=Offload(tier="host")),
+        units=partial(decided, activations=KEEP, states=Placement(tier="host")),
         settings={"updates": "after backward", "micro_batches": 2},
     )
     scenario.assert_like_plain(tmp_path)
@@ -380,7 +378,7 @@ def test_gradients_are_used_between_micro_batches(tmp_path: Path) -> None:
 
 @every_device
 def test_one_gradient_at_a_time_is_on_the_device(tmp_path: Path) -> None:
-    run = tried(Loop(), "after backward", states=Offload(tier="disk")).start(tmp_path)
+    run = tried(Loop(), "after backward", states=Placement(tier="disk")).start(tmp_path)
     run.backward(0)
     most = 0
     for gradient in gradients(run):
@@ -409,7 +407,7 @@ def test_a_gradient_of_the_scripts_own_is_used(tmp_path: Path) -> None:
             run.update()
 
     for tier in ("disk", "host"):
-        scenario = tried(script, "after backward", states=Offload(tier=tier))
+        scenario = tried(script, "after backward", states=Placement(tier=tier))
         scenario.assert_like_plain(tmp_path)
 
 
@@ -420,7 +418,7 @@ def test_gradients_that_speculative_updates_have_read_are_used_as_in_plain_pytor
     name: str, tmp_path: Path
 ) -> None:
     def units(units: Units) -> Units:
-        return ahead(decided(units, Keep(), Offload(tier="disk")))
+        return ahead(decided(units, KEEP, Placement(tier="disk")))
 
     scenario = Scenario(
         script=Loop(between=USES[name]), units=units, settings={"updates": "after backward"}
@@ -473,7 +471,7 @@ def test_an_optimizer_of_another_model_or_with_states_is_refused(
 def test_an_optimizer_that_calls_its_closure_is_refused(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
-    scenario = tried(Loop(), factory=torch.optim.LBFGS, states=Persistent())
+    scenario = tried(Loop(), factory=torch.optim.LBFGS, states=PERSISTENT)
     kept = scenario.start(tmp_path)  # under a plan that moves nothing it is PyTorch's own
     optimizer: Any = kept.optimizer
     losses: list[Tensor] = []
@@ -486,12 +484,12 @@ def test_an_optimizer_that_calls_its_closure_is_refused(
 
     optimizer.step(closure)
     assert len(losses) > 1
-    for states in (Offload(tier="disk"), STEPPED):
+    for states in (Placement(tier="disk"), OPTIMIZER_IN_BACKWARD):
         asked = tried(Loop(), factory=torch.optim.LBFGS, states=states)
         assert_says(refusal(partial(asked.start, tmp_path), ProtrainError))
 
 
-@pytest.mark.parametrize("states", [Persistent(), Offload(tier="disk")], ids=decision_name)
+@pytest.mark.parametrize("states", [PERSISTENT, Placement(tier="disk")], ids=decision_name)
 def test_more_states_than_planned_are_refused(
     states: Placement, tmp_path: Path, assert_says: Speaker
 ) -> None:

@@ -29,14 +29,13 @@ from protrain_plan.profiling.structure.faking import faking
 from protrain_runtime import load, save, with_master_weights
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    RECOMPUTE,
+    Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
-    Swap,
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import OptimizerCost
@@ -66,8 +65,8 @@ from tests.support.runtime_cases import (
 from tests.support.scenario import Loop, Run, Scenario, Units
 from tests.support.thinning import thinned
 
-HOST, DISK = Offload(tier="host"), Offload(tier="disk")
-ON_DEVICE = Offload(tier="host", update_on_device=True)
+HOST, DISK = Placement(tier="host"), Placement(tier="disk")
+ON_DEVICE = Placement(tier="host", update_on_device=True)
 
 
 # --- odd features ---------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ class Way:
     micro_batches: int = 1
 
     def units(self, given: Units) -> Units:
-        own = decided(given, Recompute(), Persistent())
+        own = decided(given, RECOMPUTE, PERSISTENT)
         units = [
             replace(unit, states=states)
             for unit, states in zip(own, itertools.cycle(self.states), strict=False)
@@ -121,14 +120,14 @@ class Way:
 WAYS = {
     "host": Way((HOST,)),
     "disk": Way((DISK,)),
-    "in backward": Way((STEPPED,)),
+    "in backward": Way((OPTIMIZER_IN_BACKWARD,)),
     "on the device": Way((ON_DEVICE,)),
     "ahead of the norm": Way((HOST, DISK), clips=True, speculates=True),
     "micro-batches": Way((HOST,), micro_batches=2),
-    "everywhere": Way((HOST, Persistent(), STEPPED, DISK)),
-    "clipped": Way((DISK, Persistent()), clips=True),
+    "everywhere": Way((HOST, PERSISTENT, OPTIMIZER_IN_BACKWARD, DISK)),
+    "clipped": Way((DISK, PERSISTENT), clips=True),
 }
-STAYING = Way((Persistent(),))
+STAYING = Way((PERSISTENT,))
 
 
 def forgetting(model: nn.Module) -> None:
@@ -201,13 +200,13 @@ class JudgeOfOpen(judging.Judge):
     def _decided(self, name: judging.PlanName, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
         problem = Problem.of(self.profile, Budgets(device=2**40, host=2**40, disk=2**40))
         kinds = [
-            {(type(one.decision), one.decision == STEPPED) for one in options.states}
+            {(bool(one.decision.tier), one.decision.update_in_backward) for one in options.states}
             for options in problem.options
         ]
         return tuple(
             unit
-            if (type(unit.states), unit.states == STEPPED) in kind
-            else replace(unit, states=Persistent())
+            if (bool(unit.states.tier), unit.states.update_in_backward) in kind
+            else replace(unit, states=PERSISTENT)
             for unit, kind in zip(super()._decided(name, units), kinds, strict=True)
         )
 
@@ -410,10 +409,10 @@ def test_five_steps_in_pieces_match_plain_training_bitwise(
     kind: str, tier: Any, tmp_path: Path
 ) -> None:
     factory, groups = EIGHT[kind]
-    for name, activations in (("llama-tied", Recompute()), ("gpt2", Swap(tier=tier))):
+    for name, activations in (("llama-tied", RECOMPUTE), ("gpt2", Activations(tier=tier))):
         Scenario(
             model=name,
-            units=partial(decided, activations=activations, states=Offload(tier=tier)),
+            units=partial(decided, activations=activations, states=Placement(tier=tier)),
             factory=factory,
             groups=groups,
             piece_bytes=5_000,
@@ -499,8 +498,8 @@ def test_states_made_of_tensors_train_in_pieces_bitwise(
     """And through checkpoints: states that stay, such that leave, and plain ones at last."""
     asked = Scenario(factory=of_torchao(kind, lr=1e-3), groups=weight_decay_groups)
     ways = [
-        replace(asked, units=partial(decided, activations=Recompute(), states=states))
-        for states in (STEPPED, Offload(tier=tier), ON_DEVICE)
+        replace(asked, units=partial(decided, activations=RECOMPUTE, states=states))
+        for states in (OPTIMIZER_IN_BACKWARD, Placement(tier=tier), ON_DEVICE)
     ]
     with uncompiled(4096, monkeypatch):
         run = through_checkpoints(tmp_path, *ways, asked, plainly_last=True)
@@ -515,7 +514,7 @@ def test_compiled_steps_in_pieces_match_plain_training_bitwise(
 ) -> None:
     """Each length is compiled, as each shape is in plain training: minutes."""
     monkeypatch.setattr(update_rules, "COMPILED_SPAN", 4096)
-    units = partial(decided, activations=Keep(), states=HOST)
+    units = partial(decided, activations=KEEP, states=HOST)
     factory = of_torchao(kind, lr=1e-3)
     Scenario(model="functional", units=units, factory=factory).assert_like_plain(tmp_path)
 
@@ -547,11 +546,11 @@ def test_steps_that_draw_random_numbers_persist(
         script=Loop(num_steps=2),
     )
     with uncompiled(4096, monkeypatch):
-        for states in (HOST, STEPPED):
-            units = partial(decided, activations=Keep(), states=states)
+        for states in (HOST, OPTIMIZER_IN_BACKWARD):
+            units = partial(decided, activations=KEEP, states=states)
             with pytest.raises(ProtrainError, match="its step draws random numbers"):
                 replace(asked, units=units).start(tmp_path)
-        units = partial(decided, activations=Recompute(), states=Persistent())
+        units = partial(decided, activations=RECOMPUTE, states=PERSISTENT)
         replace(asked, units=units).assert_like_plain(tmp_path)
 
 
@@ -607,7 +606,7 @@ def test_what_looks_at_matrices_is_refused_by_name_below_the_device(
     own = CATALOGUE["llama"]
     asked = Scenario(
         model=replace(own, change=matrices_alone) if kind == "muon" else own,
-        units=partial(decided, activations=Keep(), states=HOST),
+        units=partial(decided, activations=KEEP, states=HOST),
         factory=partial(OF_MATRICES[kind], lr=1e-2),
     )
     model = asked.subject.build()
@@ -618,11 +617,11 @@ def test_what_looks_at_matrices_is_refused_by_name_below_the_device(
 
 
 def staying(states: Placement, factory: Factory, groups: Any = None) -> Scenario:
-    units = partial(decided, activations=Recompute(), states=states)
+    units = partial(decided, activations=RECOMPUTE, states=states)
     return Scenario(model="gpt2", units=units, factory=factory, groups=groups)
 
 
-@pytest.mark.parametrize("placement", [Persistent(), STEPPED])
+@pytest.mark.parametrize("placement", [PERSISTENT, OPTIMIZER_IN_BACKWARD])
 def test_adafactor_trains_where_its_states_stay(placement: Any, tmp_path: Path) -> None:
     """Updated in backward, its gradients never stand together: LOMO's memory."""
     asked = staying(placement, OF_MATRICES["adafactor"], weight_decay_groups)
@@ -693,7 +692,7 @@ def test_groups_with_options_for_matrices_alone_are_asked_for_them_alone(tmp_pat
         matrices = {"params": [p for p in every if p.dim() == 2], "matrices": True}
         return [matrices, {"params": [p for p in every if p.dim() != 2]}]
 
-    staying(Persistent(), OfGroups, groups).assert_like_plain(tmp_path)
+    staying(PERSISTENT, OfGroups, groups).assert_like_plain(tmp_path)
 
 
 def test_an_optimizer_of_the_users_own_is_seen_as_it_is(tmp_path: Path) -> None:
@@ -709,7 +708,7 @@ def test_an_optimizer_of_the_users_own_is_seen_as_it_is(tmp_path: Path) -> None:
     }
     with pytest.raises(ProtrainError, match="cannot update"):
         staying(HOST, LowRank).start(tmp_path)
-    staying(STEPPED, LowRank).assert_like_plain(tmp_path)
+    staying(OPTIMIZER_IN_BACKWARD, LowRank).assert_like_plain(tmp_path)
 
 
 def test_where_tensors_are_fake_a_step_is_seen_to_draw_nothing(

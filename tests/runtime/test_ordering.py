@@ -24,15 +24,12 @@ from torch import Tensor, nn
 
 from protrain_runtime import record, restore
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
     Schedule,
-    Swap,
-    SwapInput,
 )
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices import lanes, stores
@@ -154,45 +151,47 @@ def given_up(model: nn.Module) -> None:
         restore(model)
 
 
-HOST, DISK = Offload(tier="host"), Offload(tier="disk")
-ON_DEVICE = Offload(tier="host", update_on_device=True)
+HOST, DISK = Placement(tier="host"), Placement(tier="disk")
+ON_DEVICE = Placement(tier="host", update_on_device=True)
 MANY_BYTES = 50_000  # a few pieces per chunk: each of them comes late
 LATER = replace(AHEAD, update_drain=None)
 
 
 def from_host_with_late_lanes() -> None:
-    trains(LATE_LANES, Swap(tier="host"), HOST)
+    trains(LATE_LANES, Activations(tier="host"), HOST)
 
 
 def from_host_with_late_compute() -> None:
-    trains(LATE_COMPUTE, Swap(tier="host"), HOST)
+    trains(LATE_COMPUTE, Activations(tier="host"), HOST)
 
 
 def from_disk_on_another_stream_with_late_streams() -> None:
     """Compute's stream comes late with the lanes': it is none of the device's own."""
     stream = torch.Stream(device=device())
-    trains(partial(late, lanes_us=400.0), Swap(tier="disk"), DISK, stream=stream)
+    trains(partial(late, lanes_us=400.0), Activations(tier="disk"), DISK, stream=stream)
 
 
 def from_disk_with_late_threads() -> None:
     gathered = replace(DISK, keep_gathered=True)
-    trains(late, SwapInput(tier="disk"), gathered, AT_ONCE, lane_delay=late_threads())
+    trains(
+        late, Activations(form="full", tier="disk"), gathered, AT_ONCE, lane_delay=late_threads()
+    )
 
 
 def micro_batches_with_late_threads() -> None:
-    trains(late, Recompute(), HOST, LATER, micro_batches=2, lane_delay=late_threads(0.04))
+    trains(late, RECOMPUTE, HOST, LATER, micro_batches=2, lane_delay=late_threads(0.04))
 
 
 def overlapping_with_late_threads() -> None:
-    trains(late, Recompute(), HOST, lane_delay=late_threads(0.04), overlap_steps=True)
+    trains(late, RECOMPUTE, HOST, lane_delay=late_threads(0.04), overlap_steps=True)
 
 
 def micro_batches_with_late_lanes() -> None:
-    trains(LATE_LANES, Recompute(), HOST, micro_batches=2)
+    trains(LATE_LANES, RECOMPUTE, HOST, micro_batches=2)
 
 
 def on_the_device_with_late_lanes() -> None:
-    trains(LATE_LANES, Recompute(), ON_DEVICE, overlap_steps=True, piece_bytes=MANY_BYTES)
+    trains(LATE_LANES, RECOMPUTE, ON_DEVICE, overlap_steps=True, piece_bytes=MANY_BYTES)
 
 
 def clipped_on_the_device_with_late_lanes() -> None:
@@ -201,11 +200,11 @@ def clipped_on_the_device_with_late_lanes() -> None:
         "overlap_steps": True,
         "piece_bytes": MANY_BYTES,
     }
-    trains(LATE_LANES, Recompute(), ON_DEVICE, clip=True, **after)
+    trains(LATE_LANES, RECOMPUTE, ON_DEVICE, clip=True, **after)
 
 
 def micro_batches_on_the_device_with_late_threads() -> None:
-    trains(late, Recompute(), ON_DEVICE, LATER, micro_batches=2, lane_delay=late_threads(0.04))
+    trains(late, RECOMPUTE, ON_DEVICE, LATER, micro_batches=2, lane_delay=late_threads(0.04))
 
 
 def ahead_of_the_norm_with_late_lanes() -> None:
@@ -214,12 +213,12 @@ def ahead_of_the_norm_with_late_lanes() -> None:
         "overlap_steps": True,
         "piece_bytes": MANY_BYTES,
     }
-    trains(LATE_LANES, Recompute(), replace(ON_DEVICE, speculate=True), **after)
+    trains(LATE_LANES, RECOMPUTE, replace(ON_DEVICE, speculate=True), **after)
 
 
 def ahead_of_the_norm_from_disk_with_late_lanes() -> None:
     after: dict[str, Any] = {"updates": "after backward", "piece_bytes": MANY_BYTES}
-    trains(LATE_LANES, Recompute(), replace(DISK, speculate=True), LATER, **after)
+    trains(LATE_LANES, RECOMPUTE, replace(DISK, speculate=True), LATER, **after)
 
 
 @contextmanager
@@ -236,7 +235,7 @@ def run_under(
 def loaded_and_read() -> None:
     """Reads see what was loaded, while copies come late."""
     weights = {name: value.cpu() for name, value in build(NAME, seed=5).state_dict().items()}
-    with run_under(LATE_COMPUTE, tried(Keep(), HOST)) as run:
+    with run_under(LATE_COMPUTE, tried(KEEP, HOST)) as run:
         run.model.load_state_dict(weights)
         read = {name: value.cpu() for name, value in run.model.state_dict().items()}
     assert all(torch.equal(read[name], weights[name]) for name in weights)
@@ -244,7 +243,7 @@ def loaded_and_read() -> None:
 
 def evaluated_then_loaded() -> None:
     """An evaluation that nobody has looked at yet has the parameters of its time."""
-    asked = tried(Keep(), HOST)
+    asked = tried(KEEP, HOST)
     first, second = asked.start(), asked.start(seed=5)
     first.look(0)
     states = second.optimizer.state_dict()
@@ -273,7 +272,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def evaluated_then_dropped() -> None:
     """Pages stay pinned until the last copy from them, of an evaluation here, has ended."""
     with TemporaryDirectory() as folder, late(compute_us=5000.0):
-        run = tried(Keep(), HOST).start(Path(folder))
+        run = tried(KEEP, HOST).start(Path(folder))
         run.look(0)
         del run
         gc.collect()
@@ -282,7 +281,7 @@ def evaluated_then_dropped() -> None:
 def evaluated_between() -> None:
     """The model is evaluated between a forward and its backward, which wait for the same chunks."""
     ahead = replace(AHEAD, forward_lead=2, backward_lead=1000, swap_lead=1000)
-    asked = tried(Swap(tier="host"), HOST, ahead)
+    asked = tried(Activations(tier="host"), HOST, ahead)
     plain = asked.start()
     numbers = [plain.loss(number).item() for number in (0, 1)]
     for _ in range(2):
@@ -302,7 +301,7 @@ def cut_short() -> None:
         if what == "slot 3":
             raise InterruptedError
 
-    with run_under(LATE_LANES, tried(Keep(), HOST, replace(AHEAD, forward_lead=2))) as run:
+    with run_under(LATE_LANES, tried(KEEP, HOST, replace(AHEAD, forward_lead=2))) as run:
         for _ in range(3):
             run.engine.observer = interrupt
             with pytest.raises(InterruptedError):
@@ -333,7 +332,7 @@ def aside_with_late_lanes() -> None:
             fresh.extend(torch.full(shape, 7.0, device=device()) for _ in range(16))
 
     block.forward = both
-    asked = tried(Swap(tier="host"), Persistent(), replace(AHEAD, swap_lead=1000))
+    asked = tried(Activations(tier="host"), PERSISTENT, replace(AHEAD, swap_lead=1000))
     with run_under(LATE_LANES, asked, model) as run:
         run.engine.observer = drop
         run.loss(0).backward()
@@ -348,7 +347,7 @@ def peaks_with_late_lanes() -> None:
 
 
 def peak(schedule: Schedule) -> int:
-    asked = tried(Swap(tier="host"), HOST, schedule)
+    asked = tried(Activations(tier="host"), HOST, schedule)
     with run_under(LATE_LANES, asked) as run:
         asked.played(run)
         run.seen.clear()
@@ -443,7 +442,7 @@ def a_closed_lane_has_ended() -> None:
 
 def recorded() -> None:
     """A step's record is there when the step has ended, whatever the streams are late with."""
-    asked = tried(Swap(tier="host"), Persistent())  # updated there
+    asked = tried(Activations(tier="host"), PERSISTENT)  # updated there
     with run_under(partial(late, compute_us=2000.0), asked) as run, record(run.model) as recorder:
         run.loss(0).backward()
         run.optimizer.step()

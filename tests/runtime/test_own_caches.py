@@ -22,7 +22,7 @@ from protrain_plan.presentation.profiles import caveats
 from protrain_plan.profiling.estimated import estimate
 from protrain_runtime import restore
 from protrain_runtime.activations.own_caches import switch_off_caches
-from protrain_runtime.contract.records.plan import Offload, Recompute
+from protrain_runtime.contract.records.plan import RECOMPUTE, Placement
 from protrain_runtime.contract.records.profile import HANDS_ON, Profile
 from tests.support.estimates import machine
 from tests.support.runtime_cases import (
@@ -120,7 +120,7 @@ def test_a_plan_trains_without_the_cache_and_like_plain_pytorch_with_it(
 
     asked = Scenario(
         model=subject,
-        units=decided(without.units(), Recompute(), Offload(tier="host")),
+        units=decided(without.units(), RECOMPUTE, Placement(tier="host")),
         script=script,
     )
     model = subject.build()
@@ -141,7 +141,7 @@ def self_attention(cache: Any) -> Any:
 
 def test_a_plain_copy_trains_without_the_cache(tmp_path: Path) -> None:
     subject = SUBJECTS["a decoder"]
-    units = decided(subject.units(), Recompute(), Offload(tier="host"))
+    units = decided(subject.units(), RECOMPUTE, Placement(tier="host"))
     run = Scenario(model=subject, units=units, options={"check": "bitwise"}).start(tmp_path)
     run.step(0, 1, 2)
 

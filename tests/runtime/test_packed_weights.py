@@ -26,18 +26,15 @@ from protrain_runtime import load, restore, save
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Plan,
-    Recompute,
-    Swap,
-    SwapInput,
 )
 from protrain_runtime.contract.records.profile import Profile, Quantize
-from protrain_runtime.states.chunks import refuse_parameters
+from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import (
     packed_layers,
     products_of_a_card,
@@ -115,7 +112,7 @@ def measured(source: ModelSource, folder: Path, **options: Any) -> Profile:
 @pytest.fixture(scope="module")
 def plain(profile: Profile) -> Trained:
     """Five steps of plain PyTorch on the same packed model."""
-    plan = planned(profile, Keep(), Persistent())
+    plan = planned(profile, KEEP, PERSISTENT)
     return train(plan, num_steps=5, plain=True, text=None, spill_directory=None)
 
 
@@ -163,10 +160,10 @@ def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> No
 @pytest.mark.parametrize(
     ("activations", "states"),
     [
-        (Recompute(), Offload(tier="disk")),
-        (Recompute(form="lite"), Persistent()),
-        (Swap(tier="disk"), Offload(tier="disk", keep_gathered=True)),
-        (SwapInput(tier="disk"), Offload(tier="disk")),
+        (RECOMPUTE, Placement(tier="disk")),
+        (Activations(form="lite"), PERSISTENT),
+        (Activations(tier="disk"), Placement(tier="disk", keep_gathered=True)),
+        (Activations(form="full", tier="disk"), Placement(tier="disk")),
     ],
     ids=decision_name,
 )
@@ -199,7 +196,7 @@ def test_training_is_plain_pytorchs_bitwise_within_what_was_predicted(
 def test_a_plain_run_takes_what_is_predicted_within_five_percent(
     profile: Profile, tmp_path: Path
 ) -> None:
-    plan = planned(profile, Keep(), Persistent())
+    plan = planned(profile, KEEP, PERSISTENT)
     program = compile_units(plan.units, profile, piece_bytes=PIECE_BYTES)
     predicted = max(slot.total for slot in device_bytes(program))
     others = bytes_of_others()
@@ -213,9 +210,9 @@ def test_a_runs_checkpoint_goes_on_under_another_plan_and_plainly(
     profile: Profile, plain: Trained, tmp_path: Path
 ) -> None:
     saved, again = tmp_path / "saved", tmp_path / "again"
-    swapped = planned(profile, Swap(tier="disk"), Persistent())
+    swapped = planned(profile, Activations(tier="disk"), PERSISTENT)
     runs: list[tuple[Plan, int, Checkpoints]] = [
-        (planned(profile, Recompute(), Offload(tier="disk")), 2, Checkpoints(directory=saved)),
+        (planned(profile, RECOMPUTE, Placement(tier="disk")), 2, Checkpoints(directory=saved)),
         (swapped, 3, Checkpoints(resume=saved, directory=again)),
         (swapped, 5, Checkpoints(resume=again)),
     ]
@@ -395,7 +392,7 @@ def test_a_copy_of_a_planned_model_has_weights_and_scales_of_its_own(
                     scale.zero_()
                 layer.weight.data.zero_()
 
-    units = partial(decided, activations=Recompute(), states=Offload(tier="disk"))
+    units = partial(decided, activations=RECOMPUTE, states=Placement(tier="disk"))
     script = Loop(num_steps=3, before=copies)
     tried(users_kind, units=units, script=script).assert_like_plain(tmp_path)
 
@@ -442,7 +439,7 @@ def test_a_factorys_packed_model_is_profiled_planned_and_trained(
     source = load_source(f"tests.support.quantized_models:{factory}")
     record = measured(source, tmp_path, batch_size=1, seq_len=1, dtype="float32")
     assert all(unit.stays == "" and unit.runs_once == "" for unit in record.units)
-    plan = planned(record, Recompute(), Offload(tier="disk"))
+    plan = planned(record, RECOMPUTE, Placement(tier="disk"))
     found, plainly = (
         train(plan, num_steps=3, plain=plain, text=None, spill_directory=tmp_path)
         for plain in (False, True)

@@ -36,18 +36,15 @@ from protrain_runtime.contract.records import read_profile
 from protrain_runtime.contract.records.decisions import activations_text
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Plan,
-    Recompute,
     Schedule,
-    Swap,
-    SwapInput,
     UnitPlan,
     Updates,
 )
@@ -102,7 +99,7 @@ SOURCES = {
 }
 MODELS = tuple(SOURCES.values())
 SMALL_PIECE_BYTES = 1 << 15  # several pieces in every chunk, and in most of their parameters
-DISK = Offload(tier="disk")
+DISK = Placement(tier="disk")
 STEPS: list[tuple[Updates, int]] = [
     ("after backward", 1),
     ("in backward", 2),
@@ -171,13 +168,13 @@ def test_measured_bytes_never_exceed_predicted_where_lanes_may_lag(
     assert_within_the_promise(peaks(profile, units, tmp_path, **own))
 
 
-@each_profile(STEPS, [Persistent(), DISK], names="step, states", every=6)
+@each_profile(STEPS, [PERSISTENT, DISK], names="step, states", every=6)
 def test_measured_bytes_of_other_steps_never_exceed_predicted(
     profile: Profile, step: tuple[Updates, int], states: Placement, tmp_path: Path
 ) -> None:
     """In every micro-batch, and where gradients wait on the device or on disk for the norm."""
     updates, micro_batches = step
-    units = without_freedom(decided(described_by(profile), Recompute(), states))
+    units = without_freedom(decided(described_by(profile), RECOMPUTE, states))
     found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
     assert_within_the_promise(found)
 
@@ -188,7 +185,7 @@ def test_measured_bytes_of_speculative_updates_never_exceed_predicted(
 ) -> None:
     """Bytes of steps that are clipped, as those of random weights are."""
     states = replace(DISK, keep_gathered=gathered, speculate=True)
-    units = decided(described_by(profile), Recompute(), states)
+    units = decided(described_by(profile), RECOMPUTE, states)
     assert_within_the_promise(peaks(profile, units, tmp_path, updates="after backward"))
 
 
@@ -196,7 +193,7 @@ def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
     profile: Profile, tmp_path: Path
 ) -> None:
     """Without an engine the slots cannot be told apart; the peak of the step can."""
-    units = decided(described_by(profile), Keep(), Persistent())
+    units = decided(described_by(profile), KEEP, PERSISTENT)
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
     program = compile_units(units, profile, piece_bytes=PIECE_BYTES)
     predicted = max(slot.total for slot in device_bytes(program))
@@ -271,7 +268,7 @@ def started(
 
 @pytest.mark.parametrize(
     ("step", "states"),
-    thinned([("in backward", 1), *STEPS], [Persistent(), DISK], every=8),
+    thinned([("in backward", 1), *STEPS], [PERSISTENT, DISK], every=8),
     ids=decision_name,
 )
 def test_measured_bytes_with_master_weights_never_exceed_predicted(
@@ -279,7 +276,7 @@ def test_measured_bytes_with_master_weights_never_exceed_predicted(
 ) -> None:
     updates, micro_batches = step
     profile = profile_made(tmp_path_factory, "peaks-master", masters)
-    units = without_freedom(decided(described_by(profile), Recompute(), states))
+    units = without_freedom(decided(described_by(profile), RECOMPUTE, states))
     found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
     assert_within_the_promise(found)
 
@@ -308,11 +305,11 @@ def test_measured_bytes_of_eight_bits_never_exceed_predicted_and_are_near(
     profile = profile_made(tmp_path_factory, "peaks-adamw8bit", make)
     tables = 2 * 2 * 1024 * len(profile.units) * 7  # of each matrix, and once more in a step
     cases: list[tuple[Placement, Updates]] = [
-        (Persistent(), "after backward"),
-        (STEPPED, "in backward"),
+        (PERSISTENT, "after backward"),
+        (OPTIMIZER_IN_BACKWARD, "in backward"),
     ]
     for states, updates in cases:
-        units = without_freedom(decided(described_by(profile), Recompute(), states))
+        units = without_freedom(decided(described_by(profile), RECOMPUTE, states))
         found = peaks(profile, units, tmp_path, updates=updates)
         assert_within_the_promise(found)
         # Of the step's peak; a slot in which a chunk is updated may count its workspace in vain.
@@ -424,7 +421,7 @@ def test_measured_bytes_of_updates_that_run_on_match_predicted(
     """Chunks updated in place stand until the next step fetches them again."""
     profile = read_profile(profile_file(tmp_path_factory, "tiny-llama"))
     schedule = Schedule(forward_lead=1)
-    units = decided(described_by(profile), Recompute(), Offload(tier="disk"), schedule)
+    units = decided(described_by(profile), RECOMPUTE, Placement(tier="disk"), schedule)
     assert_reached_in_every_slot(
         lambda: slow_peaks(profile, units, tmp_path_factory.mktemp("spill"), overlap=True)
     )
@@ -447,9 +444,9 @@ def with_short_drains(units: tuple[UnitPlan, ...], rng: random.Random) -> tuple[
         list(SOURCES.values()),
         FRACTIONAL,
         [
-            (Swap(tier="disk"), Offload(tier="disk")),
-            (SwapInput(tier="disk"), Offload(tier="disk", keep_gathered=True)),
-            (Keep(), Offload(tier="disk")),
+            (Activations(tier="disk"), Placement(tier="disk")),
+            (Activations(form="full", tier="disk"), Placement(tier="disk", keep_gathered=True)),
+            (KEEP, Placement(tier="disk")),
         ],
         every=6,
     ),
@@ -561,7 +558,7 @@ def test_a_step_writes_what_is_said(
     profile = read_profile(profile_file(tmp_path_factory, "tiny-llama"))
     alone = updates == "in backward" and micro_batches == 1
     units = (
-        decided(described_by(profile), Swap(tier="disk"), DISK)
+        decided(described_by(profile), Activations(tier="disk"), DISK)
         if seed is None
         else mixed(described_by(profile), random.Random(seed), "disk", stepped=alone)
     )
@@ -593,11 +590,11 @@ def test_a_step_writes_what_is_said(
 def test_what_is_not_on_a_disk_or_not_written_wears_nothing(tmp_path_factory: Profiles) -> None:
     profile = read_profile(profile_file(tmp_path_factory, "tiny-llama"))
     units = described_by(profile)
-    plan = plan_for_profile(profile, decided(units, Keep(), DISK), PIECE_BYTES)
+    plan = plan_for_profile(profile, decided(units, KEEP, DISK), PIECE_BYTES)
     none = replace(plan.prediction.peak_bytes, disk=0)
     in_memory = replace(plan, prediction=replace(plan.prediction, peak_bytes=none))
     assert wear(in_memory, profile) is None
-    assert wear(with_a_disk(profile, decided(units, Keep(), Persistent())), profile) is None
+    assert wear(with_a_disk(profile, decided(units, KEEP, PERSISTENT)), profile) is None
 
 
 # --- forms by leave -------------------------------------------------------------------------------
@@ -633,16 +630,16 @@ KINDS = [
     Kind("gpt2", "master"),
 ]
 
-FORMS: list[tuple[Activations, Keep]] = [  # of blocks, and of the last part
-    (Keep(form="int8"), Keep()),
-    (Swap(tier="disk", form="int8"), Keep()),
-    (Keep(form="low-rank"), Keep()),
-    (Swap(tier="disk", form="low-rank"), Keep()),
-    (Recompute(form="tiled"), Keep()),
-    (Recompute(), Keep(form="8 tiles")),
-    (Recompute(), Keep(form="64 tiles")),
-    (Recompute(form="tiled"), Keep(form="64 tiles")),
-    (Keep(form="int8"), Keep(form="64 tiles")),
+FORMS: list[tuple[Activations, Activations]] = [  # of blocks, and of the last part
+    (Activations(form="int8"), KEEP),
+    (Activations(tier="disk", form="int8"), KEEP),
+    (Activations(form="low-rank"), KEEP),
+    (Activations(tier="disk", form="low-rank"), KEEP),
+    (Activations(form="tiled"), KEEP),
+    (RECOMPUTE, Activations(form="8 tiles")),
+    (RECOMPUTE, Activations(form="64 tiles")),
+    (Activations(form="tiled"), Activations(form="64 tiles")),
+    (Activations(form="int8"), Activations(form="64 tiles")),
 ]
 
 
@@ -672,7 +669,7 @@ def excess_bytes(profile: Profile, states: Placement, step: tuple[Updates, int])
     # frame of the model's forward holds them, and autograd under `int8` does not. A part is
     # promised the most of all forms.
     most += 3 * 4 * BATCH * TOKENS * WIDTH
-    if isinstance(states, Offload):
+    if not states.is_persistent:
         most += 4 * PIECE_BYTES  # staging: a small plan has fewer pieces than are counted
     if step[1] > 1:
         # Gradients are counted to the end of the last backward, and the running unit's twice.
@@ -682,7 +679,7 @@ def excess_bytes(profile: Profile, states: Placement, step: tuple[Updates, int])
 
 def _cases() -> Iterator[object]:
     """Two kinds of steps for every form in every precision; each kind meets each of both."""
-    steps = list(itertools.product([("in backward", 1), *STEPS], [Persistent(), DISK]))
+    steps = list(itertools.product([("in backward", 1), *STEPS], [PERSISTENT, DISK]))
     for number, (kind, forms) in enumerate(itertools.product(KINDS, FORMS)):
         if kind.model == "gpt2" and forms[0].form == "tiled":
             continue  # its MLP ends in dropout, which draws numbers: it is no form there
@@ -697,7 +694,7 @@ def _cases() -> Iterator[object]:
 @pytest.mark.parametrize(("kind", "forms", "step", "states"), [*_cases()])
 def test_measured_bytes_of_forms_by_leave_never_exceed_predicted_and_are_near(
     kind: Kind,
-    forms: tuple[Activations, Keep],
+    forms: tuple[Activations, Activations],
     step: tuple[Updates, int],
     states: Placement,
     tmp_path_factory: Profiles,
@@ -779,10 +776,10 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: Profiles) -> Iter
 @pytest.mark.parametrize(
     ("activations", "states"),
     [
-        (Recompute(form="fused"), DISK),
-        (Recompute(form="fused"), Persistent()),
-        (Recompute(), DISK),
-        (Keep(), DISK),
+        (Activations(form="fused"), DISK),
+        (Activations(form="fused"), PERSISTENT),
+        (RECOMPUTE, DISK),
+        (KEEP, DISK),
     ],
 )
 def test_measured_bytes_of_compiled_blocks_never_exceed_predicted(

@@ -26,7 +26,7 @@ from protrain_runtime.contract.program.program import (
     shares,
     written_share,
 )
-from protrain_runtime.contract.records.plan import Budgets, Keep, Offload, Placement, Schedule
+from protrain_runtime.contract.records.plan import KEEP, Budgets, Placement, Schedule
 from protrain_runtime.devices.lanes import Backend, Buffers
 from tests.support.planning_cases import decoder, gpu
 from tests.support.random_problems import schedule
@@ -169,7 +169,9 @@ def carried(_: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "states", [Offload(tier="disk"), Offload(tier="disk", keep_gathered=True)], ids=decision_name
+    "states",
+    [Placement(tier="disk"), Placement(tier="disk", keep_gathered=True)],
+    ids=decision_name,
 )
 def test_a_view_of_a_parameter_that_is_handed_on_stays_what_it_was(
     states: Placement, tmp_path: Path
@@ -177,6 +179,6 @@ def test_a_view_of_a_parameter_that_is_handed_on_stays_what_it_was(
     schedule = Schedule(forward_lead=1, backward_lead=1, update_drain=0)
     Scenario(
         model=Subject(Carrying, carried),
-        units=partial(decided, activations=Keep(), states=states, schedule=schedule),
+        units=partial(decided, activations=KEEP, states=states, schedule=schedule),
         script=Loop(num_steps=3),
     ).assert_like_plain(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import Keep, Offload, Plan, TierBytes
+from protrain_runtime.contract.records.plan import KEEP, Placement, Plan, TierBytes
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.devices.preflight import NoRoomError, Room, check_room, room_here, slow_disk
 from tests.support.messages import Speaker
@@ -24,7 +24,7 @@ FOLDER = Path("/spill")
 
 def plan(*, device: str = "cpu") -> Plan:
     """Takes 100 MiB of tensors and 50 besides, 30 in host memory and 400 on disk."""
-    made = plan_for(build(NAME), decided(described(NAME), Keep(), Offload(tier="disk")))
+    made = plan_for(build(NAME), decided(described(NAME), KEEP, Placement(tier="disk")))
     peaks = TierBytes(device=100 * MIB, context=50 * MIB, host=30 * MIB, disk=400 * MIB)
     assert device in ("cpu", "cuda")
     workload = replace(made.workload, device="cpu" if device == "cpu" else "cuda")

@@ -25,11 +25,11 @@ from protrain_runtime.contract.program.program import Program
 from protrain_runtime.contract.program.recording import Recording, check_recording, read_recording
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import (
-    Keep,
-    Offload,
+    KEEP,
+    RECOMPUTE,
+    Activations,
+    Placement,
     Plan,
-    Recompute,
-    Swap,
     TierBytes,
     Updates,
 )
@@ -41,7 +41,7 @@ from tests.support.messages import Speaker
 from tests.support.runtime_cases import ahead, assert_bitwise, decided, device, mixed
 from tests.support.scenario import Loop, Run, Scenario, Units, refusal
 
-DISK = Offload(tier="disk")
+DISK = Placement(tier="disk")
 
 
 def assert_possible(recording: Recording, plan: Plan, program: Program) -> None:
@@ -113,7 +113,7 @@ def test_a_recorded_step_has_what_ran_ahead_and_what_was_done_again(
 
 
 def test_steps_that_are_given_up_are_not_recorded(tmp_path: Path, assert_says: Speaker) -> None:
-    asked = Scenario(units=partial(decided, activations=Swap(tier="disk"), states=DISK))
+    asked = Scenario(units=partial(decided, activations=Activations(tier="disk"), states=DISK))
     run = asked.start(tmp_path)
     with record(run.model) as recorder:
         run.loss(0)  # no backward
@@ -126,7 +126,7 @@ def test_steps_that_are_given_up_are_not_recorded(tmp_path: Path, assert_says: S
 
 @every_device
 def test_recording_changes_no_bit(tmp_path: Path) -> None:
-    units = partial(decided, activations=Recompute(), states=Offload(tier="host"))
+    units = partial(decided, activations=RECOMPUTE, states=Placement(tier="host"))
     asked = Scenario(units=units, script=Loop(num_steps=2))
     run = asked.start(tmp_path)
     with record(run.model):
@@ -135,7 +135,7 @@ def test_recording_changes_no_bit(tmp_path: Path) -> None:
 
 
 def test_bytes_are_those_of_a_measured_step(tmp_path: Path) -> None:
-    asked = Scenario(units=partial(decided, activations=Keep(), states=DISK))
+    asked = Scenario(units=partial(decided, activations=KEEP, states=DISK))
     run = asked.start(tmp_path)
     with record(run.model) as recorder:
         run.step(0)
@@ -201,7 +201,7 @@ def promising(num_bytes: int) -> Scenario:
     """A plan that offloads and recomputes, and promises a peak; its second step is watched."""
     asked = Scenario(
         model="functional-relu",
-        units=partial(decided, activations=Recompute(), states=DISK),
+        units=partial(decided, activations=RECOMPUTE, states=DISK),
         options={"watch": True},
     )
     plan = asked.planned_for(asked.subject.build())

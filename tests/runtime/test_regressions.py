@@ -17,15 +17,12 @@ from protrain_runtime.activations.recompute import full
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
     Schedule,
-    Swap,
-    SwapInput,
 )
 from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.states.update_rules import UpdateRules
@@ -64,8 +61,8 @@ def trained(shape: Shape, *decision: Any, **options: Any) -> Scenario:
 def test_running_statistics_are_updated_once_where_a_block_is_recomputed(
     form: Form, swaps: bool, tmp_path: Path
 ) -> None:
-    decision = SwapInput(tier="disk", form=form) if swaps else Recompute(form=form)
-    tried = trained(NORMED, decision, Offload(tier="disk"))
+    decision = Activations(tier="disk", form=form) if swaps else Activations(form=form)
+    tried = trained(NORMED, decision, Placement(tier="disk"))
     run = tried.start(tmp_path)
     buffers = {name: id(buffer) for name, buffer in run.model.named_buffers()}
     assert_bitwise(tried.played(run), tried.plain())
@@ -77,8 +74,8 @@ def test_running_statistics_are_updated_once_where_a_block_is_recomputed(
 def test_products_that_were_swapped_may_be_written_to(form: Form, tmp_path: Path) -> None:
     """As `F.linear(...).mul_(0.5)` does in the recomputation."""
     shape = Shape(blocks=("in place",) * 2, between=("nothing",) * 2)
-    decision = SwapInput(tier="disk", form=form)
-    trained(shape, decision, Persistent()).assert_like_plain(tmp_path)
+    decision = Activations(tier="disk", form=form)
+    trained(shape, decision, PERSISTENT).assert_like_plain(tmp_path)
 
 
 def test_states_with_numbers_of_their_own_load_unrounded_into_master_precision() -> None:
@@ -101,7 +98,7 @@ def test_pieces_are_cut_where_kernels_give_the_bits_of_the_whole(
     """SGD on bfloat16 rounds the ends of ranges of odd lengths in another way."""
     shape = Shape(blocks=("linear",) * 2, between=("nothing",) * 2, unused=True)
     factory = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
-    tried = trained(shape, Keep(), Offload(tier=tier), factory=factory, piece_bytes=1_100)
+    tried = trained(shape, KEEP, Placement(tier=tier), factory=factory, piece_bytes=1_100)
     halved = replace(tried.subject, change=lambda model: model.to(torch.bfloat16))
     replace(tried, model=halved).assert_like_plain(tmp_path)
 
@@ -123,7 +120,7 @@ FIX = (
 )
 
 
-OFFLOADED = (Keep(), Offload(tier="disk"))
+OFFLOADED = (KEEP, Placement(tier="disk"))
 
 
 def test_optimizers_that_look_at_whole_parameters_are_refused(tmp_path: Path) -> None:
@@ -149,7 +146,7 @@ def test_a_parameter_whose_update_needs_all_of_it_is_never_cut(tmp_path: Path) -
 def test_optimizers_that_look_at_whole_parameters_follow_plans_that_offload_no_states(
     tmp_path: Path,
 ) -> None:
-    tried = trained(NORMED, Recompute(), Persistent(), factory=torch.optim.Adafactor)
+    tried = trained(NORMED, RECOMPUTE, PERSISTENT, factory=torch.optim.Adafactor)
     assert tried.assert_like_plain(tmp_path).engine is not None
 
 
@@ -210,9 +207,9 @@ ASIDE = Subject(WithLossesAside, lambda number: tokens(number) % 50)
 @pytest.mark.parametrize(
     ("activations", "states"),
     [
-        (Keep(), Offload(tier="disk")),
-        (Swap(tier="disk"), Persistent()),
-        (Swap(tier="disk"), Offload(tier="host", keep_gathered=True)),
+        (KEEP, Placement(tier="disk")),
+        (Activations(tier="disk"), PERSISTENT),
+        (Activations(tier="disk"), Placement(tier="host", keep_gathered=True)),
     ],
     ids=decision_name,
 )
@@ -265,13 +262,13 @@ def rows_of(number: int) -> Tensor:
 @pytest.mark.parametrize("form", ["keep", *RECOMPUTED])
 def test_views_that_are_held_from_step_to_step_are_refused(form: Form, tmp_path: Path) -> None:
     """With the way to do it; what autograd has left of a second run is no such view."""
-    activations = Keep() if form == "keep" else Recompute(form=form)
+    activations = KEEP if form == "keep" else Activations(form=form)
 
     def planned(units: Units) -> Units:
-        return decided(units, activations, Offload(tier="host"))
+        return decided(units, activations, Placement(tier="host"))
 
     def pinned(units: Units) -> Units:
-        held = decided(units, activations, Persistent())
+        held = decided(units, activations, PERSISTENT)
         pairs = zip(planned(units), held, strict=True)
         return tuple(own if own.name == "blocks.1" else unit for unit, own in pairs)
 

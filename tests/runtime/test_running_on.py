@@ -21,10 +21,9 @@ from protrain_runtime import MovingAverage, full_parameters, load, restore, save
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
-    Offload,
-    Persistent,
+    PERSISTENT,
+    RECOMPUTE,
     Placement,
-    Recompute,
     Schedule,
     Updates,
 )
@@ -69,7 +68,7 @@ def speculating(
     **options: Any,
 ) -> Scenario:
     """Every third unit's states on the device, those of the others updated speculatively."""
-    ways: list[Placement] = [Persistent(), *(one for one in offloads(tier) if one.staged)]
+    ways: list[Placement] = [PERSISTENT, *(one for one in offloads(tier) if one.staged)]
 
     def units(given: Units) -> Units:
         places = itertools.cycle(ways)
@@ -282,7 +281,7 @@ def overlapping(
     tier: TierName = "disk" if device().type == "cpu" else "host"
     return Scenario(
         script=script,
-        units=lambda units: decided(units, Recompute(), Offload(tier=tier), schedule),
+        units=lambda units: decided(units, RECOMPUTE, Placement(tier=tier), schedule),
         settings={"overlap_steps": True, **(settings or {})},
         options={"lane_delay": slow_updates},
         **options,

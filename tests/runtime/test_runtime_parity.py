@@ -27,16 +27,13 @@ from protrain_runtime.contract.program.program import MAX_PIECES
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
     Schedule,
     StepSettings,
-    Swap,
-    SwapInput,
 )
 from protrain_runtime.contract.records.profile import Precision, Unit
 from protrain_runtime.devices.lanes import Backend
@@ -74,7 +71,7 @@ from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal, 
 from tests.support.thinning import thinned
 
 CPU = torch.device("cpu")
-DISK = Offload(tier="disk")
+DISK = Placement(tier="disk")
 
 # --- every decision -------------------------------------------------------------------------------
 
@@ -103,7 +100,7 @@ def test_fractional_schedules_cut_every_kind_of_transfer(schedule: Schedule) -> 
     whole = ((0.0, 0.0), (0.0, 1.0))
     for tier in ("disk", "host"):
         model = build("gpt2")
-        units = decided(described("gpt2"), Swap(tier=tier), Offload(tier=tier), schedule)
+        units = decided(described("gpt2"), Activations(tier=tier), Placement(tier=tier), schedule)
         chunks = [chunk.size(UpdateRules(ADAMW)) for chunk in make_chunks(model, units)]
         program = compile_plan(
             units,
@@ -174,7 +171,7 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
         for number, parameter in enumerate(each.parameters()):
             parameter.requires_grad_(number % 5 != 2)
     schedule = Schedule(update_drain=drain)
-    units = decided(described(name), Keep(), Offload(tier="disk"), schedule)
+    units = decided(described(name), KEEP, Placement(tier="disk"), schedule)
     chunks, store, backend = make_chunks(model, units), DiskStore(tmp_path), Backend(CPU)
     host = HostStore(backend)
     states = UpdateRules(ADAMW)
@@ -398,12 +395,12 @@ AVERAGES: dict[str, Callable[[], Callable[..., None]]] = {
 
 @pytest.mark.parametrize(
     ("kind", "states"),
-    thinned(tuple(AVERAGES), (DISK, Offload(tier="host"), Persistent()), every=2),
+    thinned(tuple(AVERAGES), (DISK, Placement(tier="host"), PERSISTENT), every=2),
 )
 def test_averages_equal_averaged_model_bitwise(
     kind: str, states: Placement, tmp_path: Path
 ) -> None:
-    asked = Scenario(model="llama", units=lambda units: decided(units, Recompute(), states))
+    asked = Scenario(model="llama", units=lambda units: decided(units, RECOMPUTE, states))
     plain, run = asked.start(), asked.start(tmp_path)
     averaged = AveragedModel(plain.model, multi_avg_fn=AVERAGES[kind]())
     average = MovingAverage(run.model, AVERAGES[kind]())
@@ -431,7 +428,7 @@ def test_averages_equal_averaged_model_bitwise(
         with pytest.raises(RuntimeError, match=r"inside MovingAverage\.applied"):
             run.step(3)
     assert torch.equal(loss(run.model), loss(plain.model))
-    if states != Persistent():
+    if states != PERSISTENT:
         taken = full_parameters(run.model).num_bytes
         assert average.num_bytes == taken >= sum(p.nbytes for p in run.model.parameters())
 
@@ -519,9 +516,9 @@ NORMS: dict[str, NormMaker] = {
 @pytest.mark.parametrize(
     ("activations", "states"),
     [
-        (Recompute(), Persistent()),
-        (Recompute(form="lite"), Persistent()),
-        (SwapInput(tier="disk"), DISK),
+        (RECOMPUTE, PERSISTENT),
+        (Activations(form="lite"), PERSISTENT),
+        (Activations(form="full", tier="disk"), DISK),
     ],
     ids=["full", "lite", "swapped"],
 )

@@ -21,7 +21,7 @@ from protrain_runtime import restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import peak_bytes
-from protrain_runtime.contract.records.plan import STEPPED, Budgets, Keep, Persistent
+from protrain_runtime.contract.records.plan import KEEP, OPTIMIZER_IN_BACKWARD, PERSISTENT, Budgets
 from protrain_runtime.states.stand_ins import ConsumedGradient, hollow, plainly
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
@@ -31,7 +31,9 @@ from tests.support.scenario import Run, Scenario, refusal
 
 
 def tried(**options: Any) -> Scenario:
-    return Scenario(units=partial(decided, activations=Keep(), states=STEPPED), **options)
+    return Scenario(
+        units=partial(decided, activations=KEEP, states=OPTIMIZER_IN_BACKWARD), **options
+    )
 
 
 def start() -> Run:
@@ -183,14 +185,14 @@ def test_the_planner_updates_in_backward_where_gradients_have_no_room_alone(
     assert gradients / 2 < saved <= gradients
     found = solved(anyhow.shortfall_bytes)
     assert isinstance(found, Solved)
-    assert any(unit.states == STEPPED for unit in found.plan.units)
+    assert any(unit.states == OPTIMIZER_IN_BACKWARD for unit in found.plan.units)
     # Nor where they have: one unit more at the step would be too many, or too slow.
     between = solved((anyhow.shortfall_bytes + at_the_step.shortfall_bytes) // 2)
     assert isinstance(between, Solved)
-    stepped = [unit.states == STEPPED for unit in between.plan.units]
+    stepped = [unit.states == OPTIMIZER_IN_BACKWARD for unit in between.plan.units]
     assert 0 < sum(stepped) < len(stepped)
     units = list(between.plan.units)
-    units[stepped.index(True)] = replace(units[stepped.index(True)], states=Persistent())
+    units[stepped.index(True)] = replace(units[stepped.index(True)], states=PERSISTENT)
     program = program_of(replace(between.plan, units=tuple(units)), nothing_below)
     peak = peak_bytes(program).on_device
     slower = simulated_seconds(program)[0] > between.plan.prediction.step_seconds

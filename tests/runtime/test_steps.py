@@ -25,15 +25,12 @@ from protrain_runtime import restore
 from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
     Schedule,
-    Swap,
-    SwapInput,
     UnitPlan,
     Updates,
 )
@@ -69,15 +66,15 @@ ROUNDS = [(1, False), (1, True), (2, False)]
 
 def mixture(tier: TierName, units: Units) -> Units:
     found = mixed(units, random.Random(5), tier, stepped=False)
-    return (replace(found[0], states=Offload(tier=tier)), *found[1:])
+    return (replace(found[0], states=Placement(tier=tier)), *found[1:])
 
 
 def some_offloaded(tier: TierName, units: Units, *, speculate: bool = False) -> Units:
     """Every second unit's states on the device, the others below it."""
     places: tuple[Placement, ...] = (
-        Offload(tier=tier),
-        Persistent(),
-        Offload(tier=tier, keep_gathered=True),
+        Placement(tier=tier),
+        PERSISTENT,
+        Placement(tier=tier, keep_gathered=True),
     )
     schedule = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
     found = tuple(
@@ -225,7 +222,7 @@ def test_a_script_of_micro_batches_trains_like_plain_pytorch(
 
 
 def all_on_host(units: Units) -> Units:
-    return decided(units, Keep(), Offload(tier="host"))
+    return decided(units, KEEP, Placement(tier="host"))
 
 
 @every_device
@@ -445,8 +442,8 @@ def routed_units(tier: TierName, speculate: bool, _: Units) -> Units:
         return UnitPlan(
             name=name,
             kind="part" if parameters else "block",
-            activations=Keep(),
-            states=Persistent(),
+            activations=KEEP,
+            states=PERSISTENT,
             parameters=parameters,
         )
 
@@ -515,8 +512,8 @@ def test_parameters_without_gradients_are_left_alone_bitwise(
 
 
 def swapping(
-    activations: Activations = Swap(tier="disk"),  # noqa: B008
-    states: Placement = Offload(tier="disk"),  # noqa: B008
+    activations: Activations = Activations(tier="disk"),  # noqa: B008
+    states: Placement = Placement(tier="disk"),  # noqa: B008
     lead: float = 0,
 ) -> Callable[[Units], Units]:
     schedule = Schedule(forward_lead=lead, backward_lead=lead, swap_lead=lead)
@@ -586,7 +583,7 @@ def contrasted_in_one(run: Run) -> None:
 
 
 def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:
-    tried(contrasted_in_one, units=swapping(Recompute())).assert_like_plain(tmp_path)
+    tried(contrasted_in_one, units=swapping(RECOMPUTE)).assert_like_plain(tmp_path)
 
 
 @every_device
@@ -597,10 +594,10 @@ def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("activations", "states"),
     [
-        (Swap(tier="disk"), Offload(tier="disk")),
-        (Recompute(), Offload(tier="host", keep_gathered=True)),
-        (SwapInput(tier="host"), Offload(tier="host")),
-        (Keep(), Offload(tier="disk")),
+        (Activations(tier="disk"), Placement(tier="disk")),
+        (RECOMPUTE, Placement(tier="host", keep_gathered=True)),
+        (Activations(form="full", tier="host"), Placement(tier="host")),
+        (KEEP, Placement(tier="disk")),
     ],
     ids=decision_name,
 )
@@ -625,7 +622,7 @@ def test_the_model_is_evaluated_between_its_forward_and_its_backward(
 @every_device
 def test_an_evaluation_leaves_what_the_backward_waits_for(tmp_path: Path) -> None:
     """Chunks that were on the device stay there, chunks that were not do not come to stay."""
-    gathered = swapping(Keep(), Offload(tier="host", keep_gathered=True), 1)
+    gathered = swapping(KEEP, Placement(tier="host", keep_gathered=True), 1)
     run = tried(units=gathered).start(tmp_path)
 
     def on_device() -> list[tuple[list[int], list[int]]]:
@@ -666,8 +663,8 @@ def preferred(run: Run) -> None:
 @pytest.mark.parametrize(
     ("activations", "states"),
     thinned(
-        [Recompute(), Swap(tier="disk")],
-        [Offload(tier="disk"), Offload(tier="host", keep_gathered=True)],
+        [RECOMPUTE, Activations(tier="disk")],
+        [Placement(tier="disk"), Placement(tier="host", keep_gathered=True)],
         every=2,
     ),
     ids=decision_name,

@@ -49,14 +49,12 @@ from protrain_runtime.activations.tiled_mlp import takes_tokens_apart
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import dumps_plan, dumps_profile, loads_plan, loads_profile
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
-    Swap,
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import Profile
@@ -90,7 +88,7 @@ from tests.support.scenario import Run, Scenario, Units, refusal
 from tests.support.thinning import thinned
 from tests.support.training_rows import workload
 
-IN_PLACE = Keep(form="in place")
+IN_PLACE = Activations(form="in place")
 ROUNDING = ("rounding",)
 
 # --- one loss -------------------------------------------------------------------------------------
@@ -469,8 +467,8 @@ def with_logits(run: Run, *, micro_batches: int = 1) -> None:
 
 def in_place(units: Units, *, offloads: bool) -> Units:
     """All states on the disk and the blocks recomputed, or nothing decided but the last part."""
-    states: Placement = Offload(tier="disk") if offloads else Persistent()
-    *others, last = decided(units, Recompute() if offloads else Keep(), states)
+    states: Placement = Placement(tier="disk") if offloads else PERSISTENT
+    *others, last = decided(units, RECOMPUTE if offloads else KEEP, states)
     return (*others, replace(last, activations=IN_PLACE))
 
 
@@ -713,11 +711,11 @@ def test_where_states_wait_changes_no_bit(tmp_path: Path) -> None:
     """Plans with one form of the last part train alike, and near to plain PyTorch."""
 
     def tiled(units: Units, *, states: Placement) -> Units:
-        *before, last = decided(units, Recompute(), states)
-        return (*before, replace(last, activations=Keep(form="8 tiles")))
+        *before, last = decided(units, RECOMPUTE, states)
+        return (*before, replace(last, activations=Activations(form="8 tiles")))
 
     loose = {"exact": False, "exactness": "rounding", "allowed": ROUNDING}
-    both: tuple[Placement, ...] = (Persistent(), Offload(tier="disk"))
+    both: tuple[Placement, ...] = (PERSISTENT, Placement(tier="disk"))
     asked = [Scenario(units=partial(tiled, states=states), settings=loose) for states in both]
     first, second = (each.played(each.start(tmp_path)) for each in asked)
     assert_bitwise(first, second)
@@ -887,7 +885,7 @@ def with_last(
 
 @pytest.mark.parametrize(
     ("blocks", "states"),
-    thinned([Keep(), Recompute(), Swap(tier="disk")], [Persistent(), Offload(tier="disk")]),
+    thinned([KEEP, RECOMPUTE, Activations(tier="disk")], [PERSISTENT, Placement(tier="disk")]),
     ids=decision_name,
 )
 def test_measured_bytes_in_place_match_predicted_in_every_slot(
@@ -901,8 +899,8 @@ def test_measured_bytes_in_place_match_predicted_in_every_slot(
 
     found = excess(IN_PLACE)
     assert min(found) >= 0
-    if (blocks, states) != (Keep(), Persistent()):  # which would be no plan's run
-        kept = excess(Keep())
+    if (blocks, states) != (KEEP, PERSISTENT):  # which would be no plan's run
+        kept = excess(KEEP)
         assert all(own - other <= SLACK_BYTES for own, other in zip(found, kept, strict=True))
 
 
@@ -910,7 +908,7 @@ def test_measured_bytes_in_place_match_predicted_in_every_slot(
     ("forms", "states"),
     thinned(
         [("full", "8 tiles"), ("full", "64 tiles"), ("tiled", "keep")],
-        [Persistent(), Offload(tier="disk")],
+        [PERSISTENT, Placement(tier="disk")],
         every=2,
     ),
     ids=decision_name,
@@ -921,7 +919,7 @@ def test_measured_bytes_in_tiles_never_exceed_predicted(
     blocks, last = forms
     if last not in {cost.form for cost in profile.units[-1].forms}:
         pytest.skip("the form needs no less than another one here")
-    units = with_last(profile, Recompute(form=blocks), states, Keep(form=last))
+    units = with_last(profile, Activations(form=blocks), states, Activations(form=last))
     assert_within_the_promise(peaks(profile, units, tmp_path))
 
 
@@ -942,7 +940,7 @@ def test_a_tight_budget_takes_it_and_stays_within_the_peak(
 
     less = BATCH * SEQUENCE * MANY
     found = answer(AMPLE, allow)
-    assert {unit.activations for unit in found.plan.units} == {Keep()}
+    assert {unit.activations for unit in found.plan.units} == {KEEP}
     assert (found.plan.exactness, found.plan.allowed) == ("bitwise", ())
     # Without leave it is in place; with leave less than that is needed.
     for own in ((), allow)[: 1 + bool(allow)]:
@@ -1005,7 +1003,7 @@ def test_others_are_refused_with_the_reason(profile: Profile) -> None:
     claims = replace(profile, units=(*profile.units[:-1], replace(last, forms=forms)))
     problem = Problem.of(claims, Budgets(device=AMPLE, host=0, disk=AMPLE))
     found = [one.decision for one in problem.options[-1].activations]  # parts swap nothing in it
-    assert found == [Keep(), Swap(tier="disk"), IN_PLACE]
+    assert found == [KEEP, Activations(tier="disk"), IN_PLACE]
     of_part = refused(before, "model.norm: keep in place")
     assert of_part.message == f"model.norm cannot take 'keep in place': {why}"
 
@@ -1015,7 +1013,7 @@ def test_others_are_refused_with_the_reason(profile: Profile) -> None:
     [
         (1, IN_PLACE, "model.layers.0 cannot take 'keep in place': that is for the last part"),
         (0, IN_PLACE, "model.embed_tokens cannot take 'keep in place': that is for the last part"),
-        (-1, Recompute(), "model.norm cannot take 'recompute': that is for blocks"),
+        (-1, RECOMPUTE, "model.norm cannot take 'recompute': that is for blocks"),
     ],
 )
 def test_a_plan_that_gives_it_to_others_is_refused(

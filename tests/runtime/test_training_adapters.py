@@ -23,15 +23,12 @@ from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime import prepare, restore
 from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
-    Swap,
-    SwapInput,
 )
 from protrain_runtime.contract.records.profile import Precision, Profile
 from protrain_runtime.diagnostics.matching import model_fingerprint
@@ -107,13 +104,13 @@ CASES: dict[str, Case] = {
 }
 
 DECISIONS: dict[str, tuple[Activations, Placement]] = {
-    "persistent": (Keep(), Persistent()),
-    "updated in backward": (Recompute(form="lite"), STEPPED),
-    "host, recomputed": (Recompute(form="full"), Offload(tier="host")),
-    "disk, swapped": (Swap(tier="disk"), Offload(tier="disk")),
+    "persistent": (KEEP, PERSISTENT),
+    "updated in backward": (Activations(form="lite"), OPTIMIZER_IN_BACKWARD),
+    "host, recomputed": (Activations(form="full"), Placement(tier="host")),
+    "disk, swapped": (Activations(tier="disk"), Placement(tier="disk")),
     "disk, input swapped": (
-        SwapInput(tier="disk", form="attn"),
-        Offload(tier="disk", keep_gathered=True),
+        Activations(tier="disk", form="attn"),
+        Placement(tier="disk", keep_gathered=True),
     ),
 }
 
@@ -162,9 +159,9 @@ def test_adapters_train_as_plain_torch_trains_what_peft_makes(
     activations, states = DECISIONS[decisions]
     model, batches = case.specimen.make()
     units = decided(units_of(model, next(batches)), activations, states)
-    if case.stays and not isinstance(states, Persistent):
+    if case.stays and not states.is_persistent:
         units = tuple(
-            replace(unit, states=Persistent()) if unit.kind == "block" else unit for unit in units
+            replace(unit, states=PERSISTENT) if unit.kind == "block" else unit for unit in units
         )
     plan = plan_of(
         units,
@@ -242,7 +239,7 @@ def test_a_scripts_own_checkpointing_takes_nothing_beside_the_plan(tmp_path: Pat
     def run(*, checkpointing: bool) -> tuple[float, tuple[int, ...]]:
         others = bytes_of_others()
         model: Any = by_peft(case.specimen.source, {"r": 2}, dtype="bfloat16")
-        units = decided(units_of(model, batch), Recompute(), Persistent())
+        units = decided(units_of(model, batch), RECOMPUTE, PERSISTENT)
         plan = plan_of(units, fingerprint=model_fingerprint(model), workload=case.specimen.workload)
         expected: AbstractContextManager[object] = nullcontext()
         if checkpointing:

@@ -23,15 +23,13 @@ from protrain_runtime.contract.program.implications import BoundProgram, Implica
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.hardware import Contention, Hardware, Link, Tier
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
     Schedule,
     StepSettings,
-    Swap,
     TierBytes,
     UnitPlan,
     Updates,
@@ -44,12 +42,12 @@ from tests.support.random_problems import random_units
 
 GB = 1000 * MB
 Decision = tuple[Activations, Placement, Schedule]
-PLAIN: Decision = (Keep(), Persistent(), Schedule())
-OFFLOADED: Decision = (Keep(), Offload(tier="host"), Schedule())
+PLAIN: Decision = (KEEP, PERSISTENT, Schedule())
+OFFLOADED: Decision = (KEEP, Placement(tier="host"), Schedule())
 
 
 def swapped(**schedule: Any) -> Decision:
-    return (Swap(tier="host"), Persistent(), Schedule(**schedule))
+    return (Activations(tier="host"), PERSISTENT, Schedule(**schedule))
 
 
 def machine(*, duplex: float = 1.0, compute: float = 1.0, lane: float = 1.0) -> Hardware:
@@ -138,7 +136,7 @@ def test_offloaded_without_lead_stalls_for_every_gather() -> None:
     ]
 
 
-EARLY: Decision = (Keep(), Offload(tier="host"), Schedule(forward_lead=1, backward_lead=1))
+EARLY: Decision = (KEEP, Placement(tier="host"), Schedule(forward_lead=1, backward_lead=1))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,7 @@ EARLY: Decision = (Keep(), Offload(tier="host"), Schedule(forward_lead=1, backwa
     [
         pytest.param(
             machine(),
-            [(Recompute(), Persistent(), Schedule()), PLAIN],
+            [(RECOMPUTE, PERSISTENT, Schedule()), PLAIN],
             {"backward 0": [4, 7], "update on the device": [7, 7.2]},
             id="recomputation takes its backward seconds",
         ),
@@ -200,7 +198,7 @@ def test_states_on_disk_are_read_updated_and_written_in_turn() -> None:
         tiers=(replace(tier, link=replace(tier.link, latency_s=0.0)),),
         update_contention=Contention(compute=1.0, lane=1.0),
     )
-    on_disk: Decision = (Keep(), Offload(tier="disk"), Schedule())
+    on_disk: Decision = (KEEP, Placement(tier="disk"), Schedule())
     found = times(program_of(on_disk, PLAIN, profile=two_units(hardware), piece_bytes=1 << 40))
     # 1 GB of parameters before forward, again before backward, then 6 GB of states, 0.5 s of
     # update, 7 GB of states and parameters.
@@ -248,8 +246,8 @@ def test_an_update_runs_on_beside_the_next_forward(lead: int, period: float) -> 
     The update in host memory takes 0.5 s. The next step has 2 s of compute before the fetch of what
     is updated ends, if that starts a slot early; else compute waits for the fetch, 1 s.
     """
-    gathered = Offload(tier="host", keep_gathered=True)
-    plans = decided(PLAIN, PLAIN, (Keep(), gathered, Schedule(forward_lead=lead)))
+    gathered = Placement(tier="host", keep_gathered=True)
+    plans = decided(PLAIN, PLAIN, (KEEP, gathered, Schedule(forward_lead=lead)))
     step = StepSettings(piece_bytes=32 << 20, updates="after backward")
     apart, overlapping = (
         bind(plans, Implications(two_units(count=3), replace(step, overlap_steps=overlap)))
@@ -298,7 +296,7 @@ def test_an_update_of_streamed_states_takes_turns_with_compute() -> None:
     Backward has 1 s of 2 left when the update begins, which takes 1 s alone: both end 2 s later.
     """
     profile = two_units_that_stream()
-    streamed: Decision = (Keep(), Offload(tier="host", update_on_device=True), Schedule())
+    streamed: Decision = (KEEP, Placement(tier="host", update_on_device=True), Schedule())
     program = program_of(PLAIN, streamed, profile=profile, piece_bytes=1 << 40)
     found = times(program)
     assert found["backward 0"] == [4.166667, 7.166667]
@@ -321,9 +319,9 @@ def test_a_clipped_step_does_speculative_updates_again() -> None:
     profile = two_units_that_stream()
 
     def program(*, clipped: bool = False, speculate: bool = True) -> BoundProgram:
-        ahead = Offload(tier="host", update_on_device=True, speculate=speculate)
+        ahead = Placement(tier="host", update_on_device=True, speculate=speculate)
         return compile_units(
-            decided(PLAIN, (Keep(), ahead, Schedule())),
+            decided(PLAIN, (KEEP, ahead, Schedule())),
             profile,
             piece_bytes=1 << 40,
             updates="after backward",
@@ -358,9 +356,9 @@ def test_a_stall_is_named_after_the_last_of_the_moves_awaited() -> None:
         (3, 1.5, "swap in 0 @3", "fetch host", "fetch"),
     ]
     # Slot 3 waits for 1 GB of parameters, then 1.5 GB of activations on the same lane.
-    both: Decision = (Swap(tier="host"), Offload(tier="host"), Schedule())
+    both: Decision = (Activations(tier="host"), Placement(tier="host"), Schedule())
     assert stalls(both, PLAIN)[1] == (3, 2.5, "swap in 0 @3", "fetch host", "fetch")
-    led: Decision = (Swap(tier="host"), Offload(tier="host"), Schedule(swap_lead=1))
+    led: Decision = (Activations(tier="host"), Placement(tier="host"), Schedule(swap_lead=1))
     # Forward 1 ends at 3 s, the swap out at 3.5 s, before which backward 1 may not start: the
     # swap in runs until 5 s and the gather after backward 1, from 5.5 s.
     assert stalls(led, PLAIN)[1:3] == [

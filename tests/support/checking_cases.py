@@ -21,14 +21,14 @@ from protrain_runtime.contract.records import write_plan, write_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
     ALONE,
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Budgets,
     DeviceGroup,
-    Keep,
-    Offload,
-    Persistent,
+    Placement,
     Plan,
     Prediction,
-    Recompute,
     Schedule,
     StepSettings,
 )
@@ -55,9 +55,9 @@ def offloading(
     problem = Problem.of(profile, budgets, settings=replace(OVERLAPPING, group=group))
     schedule = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
     units = tuple(
-        problem.unit_plan(index, Recompute(), Offload(tier="disk"), schedule)
+        problem.unit_plan(index, RECOMPUTE, Placement(tier="disk"), schedule)
         if unit.kind == "block"
-        else problem.unit_plan(index, Keep(), Persistent(), Schedule())
+        else problem.unit_plan(index, KEEP, PERSISTENT, Schedule())
         for index, unit in enumerate(profile.units)
     )
     settings = StepSettings(piece_bytes=problem.settings.piece_bytes, group=group)

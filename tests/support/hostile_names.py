@@ -5,12 +5,12 @@ from functools import cache
 
 from protrain_plan.presentation.report.step import Step
 from protrain_runtime.contract.records.plan import (
-    Keep,
-    Offload,
-    Persistent,
-    Recompute,
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
+    Activations,
+    Placement,
     Schedule,
-    Swap,
 )
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.planning_cases import decoder, gpu
@@ -68,9 +68,9 @@ def hostile_step() -> Step:
     """A step of that profile, no two neighbours decided alike."""
     prompt = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=0, update_drain=1)
     choices = (
-        (Swap(tier="host"), Offload(tier="host"), prompt),
-        (Recompute(), Offload(tier="disk"), prompt),
-        (Keep(), Persistent(), Schedule()),
+        (Activations(tier="host"), Placement(tier="host"), prompt),
+        (RECOMPUTE, Placement(tier="disk"), prompt),
+        (KEEP, PERSISTENT, Schedule()),
     )
     profile = hostile_profile()
     last = len(profile.units) - 1

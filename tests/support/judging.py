@@ -33,14 +33,13 @@ from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
-    Keep,
-    Offload,
-    Persistent,
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    RECOMPUTE,
+    Activations,
+    Placement,
     Plan,
-    Recompute,
-    Swap,
-    SwapInput,
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import OptimizerCost, Profile
@@ -208,7 +207,7 @@ class Judge:
 
     def _under(self, name: PlanName, profile: Profile, expected: Trained) -> Verdict:
         units = tuple(
-            replace(plan, states=Persistent()) if unit.stays else plan
+            replace(plan, states=PERSISTENT) if unit.stays else plan
             for plan, unit in zip(
                 open_to(profile, self._decided(name, described_by(profile))),
                 profile.units,
@@ -249,22 +248,24 @@ class Judge:
     def _decided(self, name: PlanName, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
         match name:
             case "kept":
-                return decided(units, Keep(), Persistent())
+                return decided(units, KEEP, PERSISTENT)
             case "offloaded":
-                return without_freedom(decided(units, Swap(tier="disk"), Offload(tier="disk")))
+                return without_freedom(
+                    decided(units, Activations(tier="disk"), Placement(tier="disk"))
+                )
             case "recomputed":
-                gathered = Offload(tier="disk", keep_gathered=True)
-                return without_freedom(decided(units, Recompute(), gathered))
+                gathered = Placement(tier="disk", keep_gathered=True)
+                return without_freedom(decided(units, RECOMPUTE, gathered))
             case "lite" | "mlp" | "attn" as form:
-                return without_freedom(decided(units, Recompute(form=form), Persistent()))
+                return without_freedom(decided(units, Activations(form=form), PERSISTENT))
             case "swap lite":
-                swapped = SwapInput(tier="disk", form="lite")
-                return without_freedom(decided(units, swapped, Persistent()))
+                swapped = Activations(tier="disk", form="lite")
+                return without_freedom(decided(units, swapped, PERSISTENT))
             case "stepped":
-                return without_freedom(decided(units, Keep(), STEPPED))
+                return without_freedom(decided(units, KEEP, OPTIMIZER_IN_BACKWARD))
             case "in place":
-                kept = decided(units, Keep(), Persistent())
-                return (*kept[:-1], replace(kept[-1], activations=Keep(form="in place")))
+                kept = decided(units, KEEP, PERSISTENT)
+                return (*kept[:-1], replace(kept[-1], activations=Activations(form="in place")))
             case "mixed":
                 rng = random.Random(self._seed)
                 return without_freedom(mixed(units, rng, "disk", stepped=not self._waits))

@@ -19,14 +19,12 @@ from torch import nn
 
 from protrain_runtime import prepare, restore
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
     Schedule,
-    Swap,
     UnitPlan,
 )
 from tests.emulated.device import TYPE, dropping, extension
@@ -36,15 +34,15 @@ BLOCKS, MATRICES, WIDTH = 8, 9, 64
 PIECE_BYTES = 2**20
 _WARM_STEPS = 6
 
-_HOST, _DEVICE = Offload(tier="host"), Offload(tier="host", update_on_device=True)
+_HOST, _DEVICE = Placement(tier="host"), Placement(tier="host", update_on_device=True)
 
 PLANS: Mapping[str, tuple[Activations, Placement]] = {
-    "E": (Recompute(), Persistent()),
-    "S": (Swap(tier="host"), Persistent()),
-    "O": (Keep(), _HOST),
-    "OE": (Recompute(), _HOST),
-    "D": (Keep(), _DEVICE),
-    "F": (Swap(tier="host"), _HOST),
+    "E": (RECOMPUTE, PERSISTENT),
+    "S": (Activations(tier="host"), PERSISTENT),
+    "O": (KEEP, _HOST),
+    "OE": (RECOMPUTE, _HOST),
+    "D": (KEEP, _DEVICE),
+    "F": (Activations(tier="host"), _HOST),
 }
 """Activations and states of every block: recompute, swap, offload, with an update on the device."""
 
@@ -70,7 +68,7 @@ def _units(plan: str) -> list[UnitPlan]:
     activations, states = PLANS[plan]
     schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
     ends = [
-        UnitPlan(name=name, kind="part", activations=Keep(), states=Persistent())
+        UnitPlan(name=name, kind="part", activations=KEEP, states=PERSISTENT)
         for name in ("(input)", "(output)")
     ]
     blocks = [
@@ -143,7 +141,7 @@ class Training:
     @property
     def steps_itself(self) -> bool:
         """Whether the plain step that is taken off has an update by the loop's own optimizer."""
-        return bool(self.plan) and isinstance(PLANS[self.plan][1], Persistent)
+        return bool(self.plan) and PLANS[self.plan][1].is_persistent
 
 
 class _Counting:

@@ -18,9 +18,8 @@ from protrain_runtime import load, prepare, restore, save
 from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
+    PERSISTENT,
     DeviceGroup,
-    Offload,
-    Persistent,
     Placement,
     Plan,
     Schedule,
@@ -67,9 +66,9 @@ TIERS: tuple[StateTier, ...] = ("device", "host", "disk")
 
 
 PLACES: tuple[Placement, ...] = (
-    Persistent(),
-    *(Offload(tier=tier) for tier in TIERS),
-    *(Offload(tier=tier, keep_gathered=True) for tier in TIERS),
+    PERSISTENT,
+    *(Placement(tier=tier) for tier in TIERS),
+    *(Placement(tier=tier, keep_gathered=True) for tier in TIERS),
 )
 
 

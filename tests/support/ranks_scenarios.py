@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_runtime import prepare, restore
-from protrain_runtime.contract.records.plan import Offload, Persistent, Placement
+from protrain_runtime.contract.records.plan import PERSISTENT, Placement
 from tests.support import routed_model
 from tests.support.mutations import AMONG_RANKS, mutate
 from tests.support.ranks_cases import end_ranks
@@ -75,7 +75,7 @@ def evaluated() -> list[str]:
     model = build(NAME)
     with torch.no_grad():
         plain = loss_of(call_model(model, batch(NAME, 0))).item()
-    units = in_turn(NAME, Offload(tier="device"))
+    units = in_turn(NAME, Placement(tier="device"))
     model, _ = prepare(model, several(Loop(NAME), units, 2), optimizer=ADAMW, wait_limit_s=LIMIT_S)
     with LATE_LANES(), torch.no_grad():
         found = loss_of(call_model(model, batch(NAME, 0))).item()
@@ -86,16 +86,16 @@ def evaluated() -> list[str]:
 def running_statistics() -> list[str]:
     """Buffers are the first rank's from the first micro-batch on."""
     with LATE_LANES():
-        return routed_model.routed(dist.get_rank(), 2, (Persistent(),))
+        return routed_model.routed(dist.get_rank(), 2, (PERSISTENT,))
 
 
-DEVICE, HOST = Offload(tier="device"), Offload(tier="host")
+DEVICE, HOST = Placement(tier="device"), Placement(tier="host")
 NORMED = Loop(NAME, clips=True, double=True)
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
-    "persistent_with_late_lanes": partial(trains, LATE_LANES, Persistent()),
+    "persistent_with_late_lanes": partial(trains, LATE_LANES, PERSISTENT),
     # Some of the units, while others' sums are on their way.
-    "updated_in_backward_with_late_lanes": partial(trains, LATE_LANES, Persistent(), HOST),
-    "persistent_with_late_compute": partial(trains, LATE_COMPUTE, Persistent()),
+    "updated_in_backward_with_late_lanes": partial(trains, LATE_LANES, PERSISTENT, HOST),
+    "persistent_with_late_compute": partial(trains, LATE_COMPUTE, PERSISTENT),
     "shards_with_late_lanes": partial(trains, LATE_LANES, DEVICE),
     "shards_with_late_compute": partial(trains, LATE_COMPUTE, DEVICE),
     "replicas_with_late_lanes": partial(trains, LATE_LANES, DEVICE, num_replicas=2),

@@ -2,17 +2,16 @@
 
 from protrain_runtime.contract.records.hardware import Contention, Device, Hardware, Link, Tier
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
+    Placement,
     Plan,
     Prediction,
-    Recompute,
     Schedule,
     StepSettings,
-    SwapInput,
     TierBytes,
     UnitPlan,
 )
@@ -108,14 +107,14 @@ PROFILE = Profile(
 def layers(*activations: Activations) -> tuple[UnitPlan, ...]:
     """A plan's units: an embedding, one layer for each decision, a head."""
     names = ("embed", *(f"model.layers.{i}" for i in range(len(activations))), "head")
-    decisions = (Keep(), *activations, Keep())
+    decisions = (KEEP, *activations, KEEP)
     return tuple(
         UnitPlan(
             name=name,
             activations=decision,
-            states=Persistent() if name == "head" else Offload(tier="disk"),
+            states=PERSISTENT if name == "head" else Placement(tier="disk"),
             schedule=Schedule(forward_lead=1, swap_drain=2)
-            if isinstance(decision, SwapInput)
+            if decision.tier and decision.recomputes
             else Schedule(),
         )
         for name, decision in zip(names, decisions, strict=True)
@@ -135,7 +134,7 @@ PLAN = Plan(
         lower_bound_seconds=1.2,
         peak_bytes=TierBytes(device=3 * GIB, context=300 * 2**20, host=0, disk=5 * GIB),
     ),
-    units=layers(*[SwapInput(tier="disk")] * 12, *[Recompute()] * 20),
+    units=layers(*[Activations(form="full", tier="disk")] * 12, *[RECOMPUTE] * 20),
     settings=StepSettings(piece_bytes=256 * 2**20),
 )
 

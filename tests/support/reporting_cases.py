@@ -9,7 +9,6 @@ from pathlib import Path
 from protrain_plan.planning.stages.cycles import Pipeline
 from protrain_plan.planning.stages.pipelines import Stage, pipelined, planned
 from protrain_plan.planning.stages.shapes import Shape
-from protrain_plan.presentation.report.page import FrontPoint
 from protrain_plan.presentation.report.step import Step, simulated
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.program.recording import Event, Recording
@@ -17,19 +16,16 @@ from protrain_runtime.contract.records import fingerprint, write_plan, write_pro
 from protrain_runtime.contract.records.hardware import Collectives, Interconnect
 from protrain_runtime.contract.records.plan import (
     ALONE,
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
     Budgets,
     DeviceGroup,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Prediction,
-    Recompute,
     Schedule,
     StepSettings,
-    Swap,
-    SwapInput,
     UnitPlan,
     Updates,
 )
@@ -83,12 +79,12 @@ def small_step() -> Step:
     return step_of(
         profile,
         [
-            (Keep(), Persistent(), Schedule()),
-            (Swap(tier="host"), Persistent(), prompt),
-            (SwapInput(tier="disk"), Offload(tier="host"), prompt),
-            (Recompute(), Offload(tier="host", keep_gathered=True), prompt),
-            (Keep(), Offload(tier="disk"), Schedule(backward_lead=0.5)),
-            (Keep(), Offload(tier="host"), Schedule()),
+            (KEEP, PERSISTENT, Schedule()),
+            (Activations(tier="host"), PERSISTENT, prompt),
+            (Activations(form="full", tier="disk"), Placement(tier="host"), prompt),
+            (RECOMPUTE, Placement(tier="host", keep_gathered=True), prompt),
+            (KEEP, Placement(tier="disk"), Schedule(backward_lead=0.5)),
+            (KEEP, Placement(tier="host"), Schedule()),
         ],
     )
 
@@ -99,12 +95,12 @@ def deep_step(blocks: int = 126) -> Step:
     profile = decoder(gpu(disk_gb=20_000, host_gb=20_000), blocks=blocks, pieces=7)
     led = Schedule(forward_lead=1.5, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
     choices: list[Decision] = [
-        (Swap(tier="host"), Offload(tier="host"), led),
-        (SwapInput(tier="disk"), Offload(tier="disk"), led),
-        (Recompute(), Offload(tier="host", keep_gathered=True), led),
-        (Keep(), Offload(tier="disk"), Schedule(forward_lead=2, update_drain=2)),
+        (Activations(tier="host"), Placement(tier="host"), led),
+        (Activations(form="full", tier="disk"), Placement(tier="disk"), led),
+        (RECOMPUTE, Placement(tier="host", keep_gathered=True), led),
+        (KEEP, Placement(tier="disk"), Schedule(forward_lead=2, update_drain=2)),
     ]
-    ends: Decision = (Keep(), Persistent(), Schedule())
+    ends: Decision = (KEEP, PERSISTENT, Schedule())
     return step_of(profile, [ends, *(choices[n % 4] for n in range(blocks)), ends])
 
 
@@ -122,8 +118,8 @@ def stages_step(stage: int | None = None, *, micro_batches: int = 8) -> Step:
     whole = DeviceGroup(num_devices=4, num_nodes=2)
     pipeline = Pipeline(profile, budgets, StepSettings(), whole, shape)
     led = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
-    lean: list[Decision] = [(Recompute(), Offload(tier="host"), led)]
-    kept: list[Decision] = [(Keep(), Persistent(), Schedule())]
+    lean: list[Decision] = [(RECOMPUTE, Placement(tier="host"), led)]
+    kept: list[Decision] = [(KEEP, PERSISTENT, Schedule())]
     stages: list[Stage] = []
     for s, decisions in enumerate((kept + 2 * lean, kept + lean, 2 * kept, 3 * kept)):
         runs = pipeline.runs((3, 5, 7, 10), s)
@@ -186,4 +182,7 @@ def recorded(step: Step) -> Recording:
     )
 
 
-FRONT = (FrontPoint(6 * 10**9, 0.9, 0.002), FrontPoint(9 * 10**9, 0.7, 0.0))
+FRONT = [
+    {"device_bytes": size, "step_seconds": seconds, "gap": gap}
+    for size, seconds, gap in ((6 * 10**9, 0.9, 0.002), (9 * 10**9, 0.7, 0.0))
+]

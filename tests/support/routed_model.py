@@ -8,18 +8,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from protrain_runtime import prepare
-from protrain_runtime.contract.records.plan import (
-    Keep,
-    Offload,
-    Persistent,
-    Placement,
-    Plan,
-    UnitPlan,
-)
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Placement, Plan, UnitPlan
 from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import ADAMW, copied, device, differences, plan_for
 
-SHARED: tuple[Placement, ...] = (Persistent(), Offload(tier="device"), Offload(tier="disk"))
+SHARED: tuple[Placement, ...] = (PERSISTENT, Placement(tier="device"), Placement(tier="disk"))
 
 
 class Block(nn.Module):
@@ -62,7 +55,7 @@ def plan_of(model: nn.Module, count: int, places: tuple[Placement, ...], **optio
         UnitPlan(
             name=name,
             kind="part" if parameters else "block",
-            activations=Keep(),
+            activations=KEEP,
             states=places[number % len(places)],
             parameters=parameters,
         )

@@ -33,23 +33,21 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.memory.passes import saved_bytes
 from protrain_plan.profiling.structure.discovery import discover
+from protrain_runtime.contract.records.decisions import WORDINGS
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
     Budgets,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Plan,
     Prediction,
-    Recompute,
     Schedule,
     StateTier,
     StepSettings,
-    Swap,
-    SwapInput,
     TierBytes,
     UnitPlan,
 )
@@ -300,8 +298,8 @@ def units_of(model: nn.Module, first: Batch) -> tuple[UnitPlan, ...]:
         UnitPlan(
             name=unit.name,
             kind=unit.kind,
-            activations=Keep(),
-            states=Persistent(),
+            activations=KEEP,
+            states=PERSISTENT,
             parameters=tuple(
                 name
                 for name in unit.parameters
@@ -322,8 +320,8 @@ def described_by(profile: Profile) -> tuple[UnitPlan, ...]:
         UnitPlan(
             name=unit.name,
             kind=unit.kind,
-            activations=Keep(),
-            states=Persistent(),
+            activations=KEEP,
+            states=PERSISTENT,
             parameters=unit.parameters,
             also_used_by=tuple(profile.units[user].name for user in unit.used_by if user != index),
             own_inputs=unit.own_inputs,
@@ -340,12 +338,12 @@ def open_to(profile: Profile, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ..
 
     def opened(plan: UnitPlan, forms: dict[Form, int]) -> UnitPlan:
         decision = plan.activations
-        if isinstance(decision, Recompute | SwapInput) and decision.form not in forms:
+        if decision.recomputes and decision.form not in forms:
             decision = replace(decision, form="full")
-        if isinstance(decision, Swap | SwapInput) and not forms.get(decision.form):
-            decision = Recompute() if isinstance(decision, SwapInput) else Keep()
+        if decision.tier and not forms.get(decision.form):
+            decision = RECOMPUTE if decision.recomputes else KEEP
         if len(forms) == 1:
-            decision = Keep()
+            decision = KEEP
         return replace(plan, activations=decision)
 
     return tuple(
@@ -359,22 +357,22 @@ RECOMPUTED: tuple[Form, ...] = ("lite", "mlp", "attn", "full")
 
 def activation_decisions(tier: TierName) -> tuple[Activations, ...]:
     return (
-        Keep(),
-        Swap(tier=tier),
-        *(Recompute(form=form) for form in RECOMPUTED),
-        *(SwapInput(tier=tier, form=form) for form in RECOMPUTED),
+        KEEP,
+        Activations(tier=tier),
+        *(Activations(form=form) for form in RECOMPUTED),
+        *(Activations(tier=tier, form=form) for form in RECOMPUTED),
     )
 
 
 def placements(tier: TierName, *, stepped: bool = True) -> tuple[Placement, ...]:
     """`stepped`: with what one micro-batch alone may do, whose updates are in backward."""
-    found: tuple[Placement, ...] = (Persistent(), *offloads(tier))
-    return (*found, STEPPED) if stepped else found
+    found: tuple[Placement, ...] = (PERSISTENT, *offloads(tier))
+    return (*found, OPTIMIZER_IN_BACKWARD) if stepped else found
 
 
-def offloads(tier: StateTier) -> tuple[Offload, ...]:
+def offloads(tier: StateTier) -> tuple[Placement, ...]:
     """Every way to have states on a tier, or shared over the devices."""
-    found = (Offload(tier=tier), Offload(tier=tier, keep_gathered=True))
+    found = (Placement(tier=tier), Placement(tier=tier, keep_gathered=True))
     if tier != "host":
         return found
     return (*found, *(replace(one, update_on_device=True) for one in found))
@@ -384,7 +382,7 @@ def ahead(units: Iterable[UnitPlan]) -> tuple[UnitPlan, ...]:
     """The units with every update below the device speculative; of host memory, on the device."""
     found: list[UnitPlan] = []
     for unit in units:
-        if isinstance(states := unit.states, Offload):
+        if not (states := unit.states).is_persistent:
             on_device = states.tier == "host"
             early = replace(states, speculate=True, update_on_device=on_device)
             unit = replace(unit, states=early)
@@ -401,16 +399,24 @@ def decisions(tier: TierName) -> list[tuple[Activations, Placement]]:
     return list(itertools.product(activation_decisions(tier), placements(tier)))
 
 
+def phrase(value: Any) -> str:
+    """A readable id for pytest: the phrase of a decision."""
+    return WORDINGS[value].phrase if value in WORDINGS else str(value)
+
+
 def decision_name(value: object) -> str:
     """A readable id for pytest."""
     if isinstance(value, tuple):
         return "-".join(decision_name(part) for part in value)
-    if isinstance(value, Recompute | SwapInput):
-        return f"{type(value).__name__}_{value.form}"
-    if value == STEPPED:
+    if isinstance(value, Activations):
+        kept, again = ("Swap", "SwapInput") if value.tier else ("Keep", "Recompute")
+        return f"{again}_{value.form}" if value.recomputes else kept
+    if value == OPTIMIZER_IN_BACKWARD:
         return "Stepped"
-    if isinstance(value, Offload) and value.update_on_device:
+    if isinstance(value, Placement) and value.update_on_device:
         return "UpdatedOnDevice"
+    if isinstance(value, Placement):
+        return "Persistent" if value.is_persistent else "Offload"
     return type(value).__name__
 
 
@@ -424,7 +430,7 @@ def decided(
     return tuple(
         replace(
             unit,
-            activations=activations if unit.kind == "block" else Keep(),
+            activations=activations if unit.kind == "block" else KEEP,
             states=states,
             schedule=schedule,
         )
@@ -468,7 +474,7 @@ def mixed(
             unit,
             activations=rng.choice(activation_decisions(rng.choice(tiers)))
             if unit.kind == "block"
-            else Keep(),
+            else KEEP,
             states=rng.choice(placements(rng.choice(tiers), stepped=stepped)),
             schedule=random_schedule(rng),
         )

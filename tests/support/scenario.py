@@ -5,7 +5,7 @@ A script is a function of a `Run`, written in its verbs: `step`, `backward`, `cl
 
     Scenario(
         model="gpt2",
-        units=lambda units: decided(units, Recompute(), Offload(tier="disk")),
+        units=lambda units: decided(units, RECOMPUTE, Placement(tier="disk")),
         script=Loop(micro_batches=2, clips=0.5),
         settings={"updates": "after backward", "micro_batches": 2},
     ).assert_like_plain(tmp_path)

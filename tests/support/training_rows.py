@@ -17,18 +17,14 @@ from protrain_runtime import with_master_weights
 from protrain_runtime.contract.records.forms import misfit
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
     Plan,
-    Recompute,
     Schedule,
     StateTier,
-    Swap,
-    SwapInput,
     UnitPlan,
     Updates,
 )
@@ -209,13 +205,13 @@ def plan_of_row(
         tier = rng.choice(swaps_to)
         match row["activations"]:
             case "keep":
-                return Keep()
+                return KEEP
             case "recompute":
-                return Recompute(form=form)
+                return Activations(form=form)
             case "swap":
-                return Swap(tier=tier)
+                return Activations(tier=tier)
             case "swap input":
-                return SwapInput(tier=tier, form=form)
+                return Activations(tier=tier, form=form)
             case _:
                 return rng.choice([d for d in activation_decisions(tier) if fits(d.form)])
 
@@ -223,20 +219,20 @@ def plan_of_row(
         tier = rng.choice(states_on)
         match row["placement"]:
             case "persistent":
-                return Persistent()
+                return PERSISTENT
             case "stepped":
-                return STEPPED
+                return OPTIMIZER_IN_BACKWARD
             case "offload" | "buffer" as name:
                 on_device = tier == "host" and rng.random() < 0.5
                 gathered = name == "buffer"
-                return Offload(tier=tier, keep_gathered=gathered, update_on_device=on_device)
+                return Placement(tier=tier, keep_gathered=gathered, update_on_device=on_device)
             case _:
                 return rng.choice(_placements(tier, stepped=stepped))
 
     decided = [
         replace(
             unit,
-            activations=activations() if unit.kind == "block" else Keep(),
+            activations=activations() if unit.kind == "block" else KEEP,
             states=states(),
             schedule=SCHEDULES[row["schedule"]](rng),
         )
@@ -257,8 +253,8 @@ def plan_of_row(
 
 
 def _placements(tier: StateTier, *, stepped: bool) -> list[Placement]:
-    placements: list[Placement] = [Persistent(), *offloads(tier)]
-    return [*placements, STEPPED] if stepped else placements
+    placements: list[Placement] = [PERSISTENT, *offloads(tier)]
+    return [*placements, OPTIMIZER_IN_BACKWARD] if stepped else placements
 
 
 def optimizer_of(row: Row) -> Factory:

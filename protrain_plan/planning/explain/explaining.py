@@ -31,9 +31,15 @@ from protrain_runtime.contract.program.memory import evaluation_bytes
 from protrain_runtime.contract.program.program import LAUNCHES, slot_words, unit_words
 from protrain_runtime.contract.records.decisions import WORDINGS
 from protrain_runtime.contract.records.folding import fold, runs
-from protrain_runtime.contract.records.plan import STEPPED, Keep, Persistent, Plan, StateTier
+from protrain_runtime.contract.records.plan import (
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    Plan,
+    StateTier,
+)
 from protrain_runtime.contract.records.profile import Profile
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 MAX_GROUPS = 12
@@ -378,11 +384,11 @@ class _Explainer:
         many, subject = len(units) > 1, units_text(names)
         plural = many or subject != self.problem.profile.units[units[0]].name  # with the loss
         told, again = WORDINGS[chosen.decision], WORDINGS[placed.decision]
-        if placed.decision == Persistent():
+        if placed.decision == PERSISTENT:
             # The same with an update of its own, which is for want of room alone.
-            stepped = WORDINGS[STEPPED].phrase
+            stepped = WORDINGS[OPTIMIZER_IN_BACKWARD].phrase
             states = [one for one in states if one.alternative.decision != stepped]
-        if chosen.decision == Keep() and placed.decision == Persistent():
+        if chosen.decision == KEEP and placed.decision == PERSISTENT:
             does = "keep their" if plural else "keeps its"
             why = options.unit.runs_once if options.unit.kind == "part" else ""
             why = why or self._plain([*activations, *states], many=many)

@@ -23,7 +23,7 @@ from protrain_runtime.contract.program.program import PASSING_BYTES, Lane, Way
 from protrain_runtime.contract.records import activations_text, states_text
 from protrain_runtime.contract.records.files import replace_text
 from protrain_runtime.contract.records.hardware import TierName, is_accelerator
-from protrain_runtime.contract.records.plan import Offload, Placement
+from protrain_runtime.contract.records.plan import Placement
 
 Terms = list[tuple[pulp.LpVariable, float]]
 
@@ -321,7 +321,7 @@ def _state_name(decision: Placement) -> str:
     Among plans that are equally good the solver's choice depends on that order, so that these
     names are no matter of wording: another name may mean another plan.
     """
-    if isinstance(decision, Offload) and decision.keep_gathered:
+    if not decision.is_persistent and decision.keep_gathered:
         name = f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
         name += " with a common copy" * decision.common_copy
         name += " and updated on device" * decision.update_on_device

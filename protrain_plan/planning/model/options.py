@@ -16,7 +16,7 @@ may leave out what stands before a dot: layers.0-3 is model.layers.0 to model.la
 unless units have the shorter names.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -39,8 +39,6 @@ from protrain_runtime.contract.records.decisions import (
     SPECULATIVELY,
     STATES,
     WORDINGS,
-    activations_text,
-    states_text,
 )
 from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.folding import fold, runs, unfold
@@ -48,20 +46,16 @@ from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import TierName, is_accelerator
 from protrain_runtime.contract.records.limits import Text
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
     StateTier,
-    Swap,
-    SwapInput,
-    activations_in,
+    StepSettings,
 )
 from protrain_runtime.contract.records.profile import WHOLE, Unit
-from protrain_runtime.contract.records.tree import did_you_mean, listed, parsed
+from protrain_runtime.contract.records.tree import parsed
+from protrain_runtime.contract.records.words import did_you_mean, listed
 
 Decision = tuple[int, int]
 """The numbers of a unit's activation option and of its state option."""
@@ -112,20 +106,20 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
     for index, unit in enumerate(units):
         activations: list[Activations] = []
         for cost in unit.forms:
-            activations.append(activations_in(cost.form))
+            activations.append(Activations(form=cost.form))
             if cost.swappable_bytes > 0 and FORMS[cost.form].of == "blocks":
-                activations += [activations_in(cost.form, tier) for tier in tiers]
-        states: list[Placement] = [Persistent()]
-        common: list[Offload] = []
+                activations += [Activations(form=cost.form, tier=tier) for tier in tiers]
+        states: list[Placement] = [PERSISTENT]
+        common: list[Placement] = []
         trained = unit.used_by and unit.reached and unit.num_parameters
         trained = trained and unit.stays in ("", WHOLE)
         # What trains little of a chunk, as adapters do, has next to no gradients and states that
         # another place of the update would spare.
         trained = trained and 2 * unit.gradient_bytes >= unit.parameter_bytes
         if trained:
-            states.append(STEPPED)
+            states.append(OPTIMIZER_IN_BACKWARD)
         for home in homes(implied) if unit.used_by and not unit.stays else ():
-            offload, buffer = Offload(tier=home), Offload(tier=home, keep_gathered=True)
+            offload, buffer = Placement(tier=home), Placement(tier=home, keep_gathered=True)
             if gradient_home(offload, settings, implied.device) == "host" and "host" not in tiers:
                 continue  # the optimizer of this chunk would run in host memory
             stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
@@ -137,7 +131,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             states += placements
         if trained and settings.clip_share < 1:
             # Behind all others: what there is without has the same numbers.
-            offloads = [one for one in states if isinstance(one, Offload) and one.staged]
+            offloads = [one for one in states if not one.is_persistent and one.staged]
             states += [replace(one, speculate=True) for one in offloads]
         states += common
         found.append(
@@ -295,56 +289,25 @@ def _cannot(
     """The refusal of `decision`: its reason, the unit's options, and units that can take it."""
 
     def phrases(of: UnitOptions) -> list[str]:
-        if isinstance(decision, Persistent | Offload):
-            return [states_text(option.decision) for option in of.states]
-        return [activations_text(option.decision) for option in of.activations]
+        options = of.states if isinstance(decision, Placement) else of.activations
+        return [WORDINGS[option.decision].phrase for option in options]
 
-    name, phrase, tier = unit.unit.name, WORDINGS[decision].phrase, _tier(decision)
+    name, phrase = unit.unit.name, WORDINGS[decision].phrase
+    tier = decision.below if isinstance(decision, Placement) else decision.tier
     takers = [other.unit.name for other in options if phrase in phrases(other)]
     tiers: dict[TierName, None] = {}
     for of in options:
-        used = [_tier(option.decision) for option in of.activations]
-        used += [_tier(option.decision) for option in of.states]
-        tiers.update((one, None) for one in used if one is not None)
+        below = [option.decision.tier for option in of.activations]
+        below += [option.decision.below for option in of.states]
+        tiers.update((one, None) for one in below if one is not None)
     if tier is not None and tier not in tiers:
         here = f"only {listed(tiers, 'and')}" if tiers else "nothing"
-        problem = f"{name} cannot take {phrase!r}: this machine has {here} below the device"
-    elif isinstance(decision, Persistent | Offload) and (
-        missing := unmet(decision, implied.settings)
-    ):
-        problem = f"{name} cannot take {phrase!r}: that is for {missing.words}"
-    elif isinstance(decision, Offload) and not unit.unit.used_by:
-        problem = f"{name} cannot take {phrase!r}: it has no parameters of its own"
-    elif isinstance(decision, Offload) and unit.unit.stays:
-        why = unit.unit.stays
-        problem = f"{name} cannot take {phrase!r}: its states stay on the device ({why})"
-    elif isinstance(decision, Offload) and decision.common_copy:
-        problem = f"{name} cannot take {phrase!r}: that is for units with frozen parameters"
-    elif isinstance(decision, Persistent | Offload) and not takers:
-        problem = (
-            f"{name} cannot take {phrase!r}: that is for units most of whose parameters are trained"
-            + (", on accelerators" if "on device" in phrase else "")
-        )
-    elif isinstance(decision, Keep) and FORMS[decision.form].of == "last part":
-        problem = (
-            f"{name} cannot take {phrase!r}: that is for a last part with a cross entropy whose"
-            " logits nothing else in the forward uses"
-        )
-    elif unit.unit.kind == "part" and not isinstance(decision, Persistent | Offload):
-        problem = f"{name} cannot take {phrase!r}: it is a part between blocks, not a block"
-    elif (
-        isinstance(decision, Activations)
-        and (leave := FORMS[decision.form].leave)
-        and leave not in implied.profile.allowed
-    ):
-        problem = (
-            f"{name} cannot take {phrase!r}: it changes what training computes, and is profiled and"
-            f" planned with --allow {leave} alone"
-        )
-    elif unit.unit.runs_once and isinstance(decision, Recompute | SwapInput):
-        problem = f"{name} cannot take {phrase!r}: {unit.unit.runs_once}"
+        why = f"this machine has {here} below the device"
+    elif isinstance(decision, Placement):
+        why = _why_not_placed(unit.unit, decision, implied.settings, is_open=bool(takers))
     else:
-        problem = f"{name} cannot take {phrase!r}"
+        why = _why_not_waiting(unit.unit, decision, implied.profile.allowed)
+    problem = f"{name} cannot take {phrase!r}" + (f": {why}" if why else "")
     in_order = [words for words in (*ACTIVATIONS, *STATES) if words in phrases(unit)]
     fix = f"it can take {listed(in_order, 'or')}"
     if takers:
@@ -352,12 +315,38 @@ def _cannot(
     return ProtrainError(problem, source=pin.source, key=pin.units, fix=fix)
 
 
-def _tier(decision: Activations | Placement) -> TierName | None:
-    if isinstance(decision, Swap | SwapInput):
-        return decision.tier
-    if isinstance(decision, Offload) and decision.tier != "device":
-        return decision.tier
-    return None
+def _why_not_placed(unit: Unit, states: Placement, step: StepSettings, *, is_open: bool) -> str:
+    """Why a chunk cannot be placed so; `is_open`: another one can."""
+    if missing := unmet(states, step):
+        return f"that is for {missing.words}"
+    if states.tier and not unit.used_by:
+        return "it has no parameters of its own"
+    if states.tier and unit.stays:
+        return f"its states stay on the device ({unit.stays})"
+    if states.common_copy:
+        return "that is for units with frozen parameters"
+    if is_open:
+        return ""
+    where = ", on accelerators" * states.update_on_device
+    return f"that is for units most of whose parameters are trained{where}"
+
+
+def _why_not_waiting(unit: Unit, activations: Activations, allowed: Collection[str]) -> str:
+    """Why a unit's activations cannot wait for backward so."""
+    form = FORMS[activations.form]
+    if form.of == "last part":
+        return (
+            "that is for a last part with a cross entropy whose logits nothing else in the forward"
+            " uses"
+        )
+    if unit.kind == "part":
+        return "it is a part between blocks, not a block"
+    if form.leave and form.leave not in allowed:
+        return (
+            "it changes what training computes, and is profiled and planned with --allow"
+            f" {form.leave} alone"
+        )
+    return unit.runs_once if activations.recomputes else ""
 
 
 def _matches(pin: Pin, names: Sequence[str]) -> list[str]:

@@ -34,10 +34,10 @@ from protrain_runtime.contract.records.decisions import activations_text, states
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms
 from protrain_runtime.contract.records.hardware import Hardware, Tier, TierName, is_accelerator
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
     Activations,
     Budgets,
-    Keep,
-    Persistent,
     Placement,
     Plan,
     Schedule,
@@ -46,7 +46,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import SPARSE, Profile
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 
 MIN_PIECE_BYTES = 8 * 2**20
 """Smaller pieces spend their time on starting."""
@@ -457,8 +457,8 @@ class Problem:
                 parameters=unit.parameters,
                 also_used_by=tuple(units[user].name for user in unit.used_by if user != index),
                 own_inputs=unit.own_inputs,
-                activations=Keep(),
-                states=Persistent(),
+                activations=KEEP,
+                states=PERSISTENT,
             )
             for index, unit in enumerate(units)
         )

@@ -20,12 +20,11 @@ from protrain_plan.planning.search.choices import uniform
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.plan import (
-    Keep,
-    Offload,
-    Persistent,
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Placement,
     Plan,
-    Recompute,
     TierBytes,
     UnitPlan,
 )
@@ -46,9 +45,9 @@ class Policy(NamedTuple):
 
 
 POLICIES = (
-    Policy("plain PyTorch", "DDP", Persistent(), buckets=True),
-    Policy("", "FSDP2", Offload(tier="device")),
-    Policy("ZeRO-Offload", "FSDP2, offload", Offload(tier="host")),
+    Policy("plain PyTorch", "DDP", PERSISTENT, buckets=True),
+    Policy("", "FSDP2", Placement(tier="device")),
+    Policy("ZeRO-Offload", "FSDP2, offload", Placement(tier="host")),
 )
 """Each as it is, and with every block recomputed (gradient checkpointing).
 
@@ -84,7 +83,7 @@ def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
     for policy, checkpointing in itertools.product(POLICIES, (False, True)):
         several = settings.group.num_devices > 1
         name = policy.joined if several else policy.alone
-        activations = Recompute() if checkpointing else Keep()
+        activations = RECOMPUTE if checkpointing else KEEP
         choice = uniform(problem, [activations], policy.states)
         # Where no unit can take a policy, it is one that was looked at before.
         if not name or choice in found:

@@ -11,11 +11,7 @@ from typing import Literal
 from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem, most_of
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.allowance import (
-    is_tight,
-    left_free_bytes,
-    reserved_bytes,
-)
+from protrain_plan.planning.questions.allowance import is_tight, left_free_bytes, reserved_bytes
 from protrain_plan.planning.questions.spending import tokens_in_step
 from protrain_plan.simulation.report import StepReport, report
 from protrain_runtime.contract.errors import ProtrainError
@@ -121,6 +117,11 @@ class Point:
 
     device_bytes: int
     solved: Solved
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of its step."""
+        return self.solved.plan.prediction.step_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,8 @@ from protrain_plan.planning.search.baselines import (
     BASELINES,
     Baseline,
     baseline,
-    keeping,
     leanest_variant,
+    staying,
 )
 from protrain_plan.planning.search.choices import Leanest, min_memory, plain_choices
 from protrain_plan.planning.search.descending import Descent
@@ -251,7 +251,7 @@ class _Planning:
         assert first, "the leanest choice meets the budgets"
         self.evaluator.stopped = effort.spent  # from here on there is a plan
         self.best: Evaluation = first
-        self.kept: Evaluation | None = None  # what keeps everything
+        self.staying: Evaluation | None = None  # moves nothing, where keeping everything fits
 
     def solve(self, hints: Sequence[Hint]) -> Evaluation:
         """The best plan of all stages."""
@@ -264,7 +264,7 @@ class _Planning:
                 return self.best  # no plan is as fast as it has to be
         self._try_plain()
         for stage in (self._descend, self._prove, self._improve):
-            if self._keeping_will_do(self.bound) or self._good_enough():
+            if self._staying_will_do(self.bound) or self._good_enough():
                 break
             if self.effort.spent() or self._enough() >= self.effort.below_s:
                 break  # another number of replicas is as good, up to the gap asked for
@@ -277,7 +277,7 @@ class _Planning:
             stage()
         if self.best.seconds >= self.effort.below_s:
             return self.best
-        self._keeping_will_do(self.best.seconds)
+        self._staying_will_do(self.best.seconds)
         slowest = self.best.seconds * (1 + TOLERANCE)
         if self.effort.enough_s is not None:
             slowest = max(self.best.seconds, min(slowest, self.effort.enough_s))
@@ -380,11 +380,11 @@ class _Planning:
         if evaluation and evaluation.seconds < self.best.seconds:
             self.best = evaluation
 
-    def _keeping_will_do(self, seconds: float) -> bool:
-        """Take the plan that keeps everything, unless one of so many seconds is worth its moves."""
-        if self.kept is None or self.kept.seconds > seconds * (1 + MOVING_GAIN):
+    def _staying_will_do(self, seconds: float) -> bool:
+        """Take the plan that moves nothing, unless one of so many seconds is worth its moves."""
+        if self.staying is None or self.staying.seconds > seconds * (1 + MOVING_GAIN):
             return False
-        self.best = self.kept
+        self.best = self.staying
         return True
 
     def _polish(self, stage: str) -> None:
@@ -402,7 +402,7 @@ class _Planning:
         fitting = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
         plainest = self.evaluator.evaluate(fitting[0], paces=PACES) if fitting else None
         self._keep(plainest)
-        self.kept = keeping(self.problem, self.evaluator)
+        self.staying = staying(self.problem, self.evaluator)
         for choice in sorted(fitting, key=self.problem.least_seconds)[:WALKED_PLAIN]:
             if (paced := walk(choice)) and not self.effort.spent():
                 seconds[choice] = paced.seconds

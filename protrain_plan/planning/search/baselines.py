@@ -19,21 +19,18 @@ from collections.abc import Iterator
 from math import inf
 from typing import Literal, NamedTuple, get_args
 
-from protrain_plan.planning.model.options import homes
+from protrain_plan.planning.model.options import Decision, homes
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.choices import uniform
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    PERSISTENT,
+    RECOMPUTE,
     Activations,
-    Keep,
-    Offload,
-    Persistent,
     Placement,
-    Recompute,
     StateTier,
-    Swap,
-    SwapInput,
 )
 
 Baseline = Literal["four-parameter", "recompute-all", "offload-all"]
@@ -73,8 +70,8 @@ def baseline(
     if name == "offload-all" and not tiers:
         return None
     fastest: list[Evaluation] = []
-    offloads: list[Placement] = [Offload(tier=home) for home in homes(problem.implied)]
-    persistent: list[Placement] = [Persistent()] if name == "recompute-all" else []
+    offloads: list[Placement] = [Placement(tier=home) for home in homes(problem.implied)]
+    persistent: list[Placement] = [PERSISTENT] if name == "recompute-all" else []
     for placements in (persistent, offloads):
         for placement in placements:  # the first that any policy fits with
             choices = [uniform(problem, policy, placement) for policy in _policies(name, problem)]
@@ -90,27 +87,46 @@ def _policies(name: Baseline, problem: Problem) -> list[list[Activations]]:
     """Decisions about activations in each variant of a baseline."""
     tiers = list(problem.tiers)
     if name != "offload-all" or not tiers:
-        return [[Recompute()]]
-    return [[Swap(tier=tiers[0]), Keep()], [SwapInput(tier=tiers[0]), Keep()]]
+        return [[RECOMPUTE]]
+    return [[Activations(tier=tiers[0]), KEEP], [Activations(form="full", tier=tiers[0]), KEEP]]
 
 
 def keeping(problem: Problem, evaluator: Evaluator) -> Evaluation | None:
     """The plan that keeps everything on the device; None where it does not fit, or is not open."""
-    choice = uniform(problem, [Keep()], Persistent())
+    choice = uniform(problem, [KEEP], PERSISTENT)
     activations, states = problem.chosen(choice)
-    kept = all(option.decision == Keep() for option in activations)
-    if not kept or not all(isinstance(option.decision, Persistent) for option in states):
+    kept = all(option.decision == KEEP for option in activations)
+    if not kept or not all(option.decision.is_persistent for option in states):
         return None
     return evaluator.evaluate(choice)
 
 
+def staying(problem: Problem, evaluator: Evaluator) -> Evaluation | None:
+    """The faster of two plans that move nothing; None where keeping everything does not fit.
+
+    One keeps everything. In the other each unit's activations have the form that computes the
+    least: of large activations that a processor has to write to memory, that may be recomputation.
+    """
+    kept = keeping(problem, evaluator)
+    if kept is None:
+        return None
+    fastest: list[Decision] = []
+    for options, (_, states) in zip(problem.options, kept.choice, strict=True):
+        stay = [
+            (one.cost.compute_s, n) for n, one in enumerate(options.activations) if not one.swapped
+        ]
+        fastest.append((min(stay)[1], states))
+    other = evaluator.evaluate(tuple(fastest))
+    return other if other and other.seconds < kept.seconds else kept
+
+
 def leanest_variant(name: Baseline, problem: Problem) -> Choice:
     """The variant of a baseline with the lowest peak on the device."""
-    placements: list[Placement] = [Offload(tier=home) for home in homes(problem.implied)]
+    placements: list[Placement] = [Placement(tier=home) for home in homes(problem.implied)]
     variants = [
         uniform(problem, policy, placement)
         for policy in _policies(name, problem)
-        for placement in placements or [Persistent()]
+        for placement in placements or [PERSISTENT]
     ]
     return min(variants, key=lambda choice: max(problem.static_bytes(choice)))
 
@@ -135,8 +151,8 @@ class _FourParameterSearch:
         swap_tier: TierName,
     ) -> None:
         self.problem, self.evaluator = problem, evaluator
-        self.offload, self.buffer = Offload(tier=tier), Offload(tier=tier, keep_gathered=True)
-        self.swap = Swap(tier=swap_tier)
+        self.offload, self.buffer = Placement(tier=tier), Placement(tier=tier, keep_gathered=True)
+        self.swap = Activations(tier=swap_tier)
         units = problem.profile.units
         self.chunks = [index for index, unit in enumerate(units) if unit.used_by]
         self.blocks = [index for index, unit in enumerate(units) if len(unit.forms) > 1]
@@ -172,7 +188,7 @@ class _FourParameterSearch:
         placements: dict[int, Placement] = {}
         for position, index in enumerate(self.chunks):
             if position < numbers.persist:
-                placements[index] = Persistent()
+                placements[index] = PERSISTENT
             elif position >= len(self.chunks) - numbers.buffer:
                 placements[index] = self.buffer
             else:
@@ -183,7 +199,7 @@ class _FourParameterSearch:
             # Swaps spread evenly, the first block among them.
             before = -(-position * numbers.swap // changed)
             until = -(-(position + 1) * numbers.swap // changed)
-            policies[index] = self.swap if until > before else Recompute()
+            policies[index] = self.swap if until > before else RECOMPUTE
         choice = []
         for index, options in enumerate(self.problem.options):
             activations, states = options.numbers

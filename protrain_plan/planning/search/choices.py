@@ -16,13 +16,7 @@ from protrain_plan.planning.model.options import Decision
 from protrain_plan.planning.model.problem import AMPLE, Choice, Problem
 from protrain_plan.planning.model.solver import Stopped, solve
 from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import (
-    Activations,
-    Placement,
-    StateTier,
-    Swap,
-    SwapInput,
-)
+from protrain_runtime.contract.records.plan import Activations, Placement, StateTier
 
 Fractions = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Per unit: how much of each activation option and of each state option the model takes."""
@@ -55,7 +49,7 @@ def plain_choices(problem: Problem) -> Iterator[Choice]:
     found: dict[Choice, None] = {}
     for placement in placements:
         for policy in policies:
-            instead = [Swap(tier=policy.tier)] if isinstance(policy, SwapInput) else []
+            instead = [Activations(tier=policy.tier)] if policy.tier and policy.recomputes else []
             found[uniform(problem, [policy, *instead], placement)] = None
     yield from found
 

@@ -9,7 +9,7 @@ from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import Stopped
 from protrain_plan.planning.search.pacing import PLAIN, Pace, Pacer
 from protrain_plan.simulation.timeline import simulated_seconds
-from protrain_runtime.contract.records.plan import Persistent, Schedule, UnitPlan
+from protrain_runtime.contract.records.plan import Schedule, UnitPlan
 
 PACES = (PLAIN, Pace(wait=0.0), Pace(wait=0.5))
 """Paces that are tried, the first of them with decisions that are compared."""
@@ -142,5 +142,5 @@ def moves_anything(problem: Problem, choice: Choice) -> bool:
     """Whether some unit offloads its states or swaps activations."""
     activations, states = problem.chosen(choice)
     return any(option.swap_in for option in activations) or any(
-        not isinstance(state.decision, Persistent) for state in states
+        not state.decision.is_persistent for state in states
     )

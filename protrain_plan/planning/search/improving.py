@@ -21,12 +21,10 @@ from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step
 from protrain_runtime.contract.program.memory import device_totals
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
     Activations,
-    Persistent,
     Schedule,
-    Swap,
-    SwapInput,
     UnitPlan,
 )
 
@@ -220,9 +218,9 @@ def at_the_step(
     """
     for unit, options in enumerate(problem.options):
         activation, state = best.choice[unit]
-        if options.states[state].decision != STEPPED:
+        if options.states[state].decision != OPTIMIZER_IN_BACKWARD:
             continue
-        plain = options.numbers[1].get(Persistent())
+        plain = options.numbers[1].get(PERSISTENT)
         if plain is None:  # it is pinned
             continue
         choice = _with(best.choice, {unit: (activation, plain)})
@@ -285,8 +283,8 @@ def simplified(
             break
     for group in groups.values():
         first = plans[group[0]]
-        swaps = isinstance(first.activations, Swap | SwapInput)
-        moves = not isinstance(first.states, Persistent)
+        swaps = first.activations.tier
+        moves = not first.states.is_persistent
         for number in fields(Schedule):
             if not (swaps if number.name.startswith("swap") else moves):
                 continue

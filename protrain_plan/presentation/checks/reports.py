@@ -104,16 +104,14 @@ def plain_data(report: Report) -> dict[str, Any]:
         {
             "code": finding.rule.code,
             "rule": finding.rule.title,
-            "plan": finding.plan,
-            "line": finding.line,
-            "machine": finding.machine,
+            **fields_of(finding, "plan", "line", "machine"),
             "verdict": words[type(finding.verdict)],
             **fields_of(finding.verdict, but=("key", "line")),
         }
         for finding in report.findings
     ]
     return {
-        "exit_code": report.exit_code,
+        **fields_of(report, "exit_code"),
         **{word: len(report.with_verdict(kind)) for word, kind in VERDICTS.items()},
         "files_seen": report.num_seen,
         "records_checked": report.num_records,

@@ -3,21 +3,21 @@
 import base64
 import hashlib
 import html
-import itertools
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from importlib.resources import files
 from math import floor, log10
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
+from protrain_plan.planning.stages.schedule import StageSpan
 from protrain_plan.presentation.plans import fastest
 from protrain_plan.presentation.report.step import (
-    Bar,
     OfStages,
     Step,
+    Wait,
     bars,
     memory,
     named,
@@ -25,28 +25,25 @@ from protrain_plan.presentation.report.step import (
     waits,
 )
 from protrain_plan.presentation.staging import layout_text, pace_text, pipelined_json
+from protrain_plan.presentation.terminal import fields_of, plain
 from protrain_plan.simulation.report import in_words, part_in_words
+from protrain_plan.simulation.timeline import Span
 from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.escaping import one_line
 from protrain_runtime.contract.program.program import COMPUTE, unit_words
 from protrain_runtime.contract.program.recording import Recording
 from protrain_runtime.contract.records import activations_text, fingerprint, states_text
-from protrain_runtime.contract.records.plan import UnitPlan
 
 Data = dict[str, Any]
 
 
-class FrontPoint(NamedTuple):
-    """A plan on the front of memory against time; `device_bytes` with the context."""
-
-    device_bytes: int
-    step_seconds: float
-    gap: float
+PANELS = ("shared", "memory", "lanes", "time", "decisions", "alternatives", "page")
+"""The page's scripts, which are put into one, in this order."""
 
 
 class _Scale:
-    """Writer of times and kinds as numbers."""
+    """Writer of columns, in which times are ticks and kinds are numbers."""
 
     def __init__(self, step: Step) -> None:
         seconds = step.report.step_seconds
@@ -57,79 +54,83 @@ class _Scale:
     def ticks(self, seconds: Iterable[float]) -> list[int]:
         return [round(time / self.tick_s) for time in seconds]
 
-    def bars(self, found: Sequence[Bar]) -> Data:
-        return {
-            "start": self.ticks(bar.start_s for bar in found),
-            "end": self.ticks(bar.end_s for bar in found),
-            "kind": [self.kinds[bar.kind] for bar in found],
-            "unit": [bar.unit for bar in found],
-        }
+    def columns(self, found: Sequence[Any], *names: str) -> Data:
+        """Return start and end of each, and its other fields of these names."""
+        lists = {name: [getattr(one, name) for one in found] for name in names}
+        if "kind" in lists:
+            lists["kind"] = [self.kinds[kind] for kind in lists["kind"]]
+        starts, ends = (one.start_s for one in found), (one.end_s for one in found)
+        return {"start": self.ticks(starts), "end": self.ticks(ends), **lists}
 
-    def moved(self, found: Sequence[Bar]) -> Data:
-        """Return the same, with what each transfers."""
-        return self.bars(found) | {
-            "slot": [bar.slot for bar in found],
-            "bytes": [bar.bytes for bar in found],
-            "pieces": [bar.num_pieces for bar in found],
-        }
+
+def summary_json(step: Step) -> Data:
+    """The step's seconds and peaks, in seconds and bytes; `step_data` has the time line, too."""
+    report = step.report
+    return {
+        **_summed_up(step),
+        **fields_of(report, "critical_path", "stall_by_lane", "lanes"),
+        "peak_slot": report.peak_slot.name,
+        "peak_slot_bytes": report.slots[report.peak_slot.index].device.by_kind,
+        "peak_bytes": report.tier_peaks,
+    }
+
+
+def _summed_up(step: Step) -> Data:
+    """The part that the summary and the page have in common."""
+    prediction, of, pipeline = step.plan.prediction, step.of_stages, None
+    if of is not None:
+        words = f"{pace_text(of.pipeline)}{layout_text(of.pipeline)}"
+        pipeline = {"words": words, **pipelined_json(of.pipeline, with_spans=True)}
+    return {
+        **fields_of(step.plan.group),
+        "stage": of and of.stage,
+        "pipeline": pipeline,
+        **fields_of(step.report, "step_seconds"),
+        "predicted_step_seconds": prediction.step_seconds,
+        **fields_of(prediction, "clipped_step_seconds", "expected_seconds"),
+        **fields_of(step.report, "stall_seconds", "stall_by_cause"),
+    }
 
 
 def step_data(
-    step: Step,
-    *,
-    recording: Recording | None = None,
-    front: Sequence[FrontPoint] = (),
+    step: Step, *, recording: Recording | None = None, front: Sequence[Data] = ()
 ) -> Data:
-    """Everything that is shown of a step; a recording must be one of its plan."""
-    scale, found, ran = _Scale(step), waits(step), bars(step, step.timeline.spans)
-    plan, report = step.plan, step.report
-    workload, prediction = plan.workload, plan.prediction
-    worn = wear(plan, step.profile)
-    units: list[Data] = []
-    for index, (decided, unit) in enumerate(zip(plan.units, step.profile.units, strict=True)):
-        one: Data = {
-            "name": decided.name,
-            "activations": activations_text(decided.activations),
-            "states": states_text(decided.states),
-            "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
-            "keep_bytes": unit.cost("keep").kept_bytes,
-        }
-        if (words := unit_words(plan.units, index)) != unit.name:
-            one["words"] = words
-        units.append(one)
+    """Everything that is shown of a step; a recording must be one of its plan.
+
+    The `front` of memory against time is that of `plan --json`.
+    """
+    scale, plan, report = _Scale(step), step.plan, step.report
+    ran = bars(step, step.timeline.spans)
     return {
+        **_summed_up(step),
         "program": f"protrain-plan {__version__}",
-        "model": workload.model,
+        **fields_of(plan.workload, "model"),
         "workload": workload_text(step),
-        "hardware": plan.hardware,
-        "optimizer": plan.optimizer,
-        "exactness": plan.exactness,
-        "allowed": plan.allowed,
-        "updates": plan.settings.updates,
-        "micro_batches": plan.settings.micro_batches,
+        **fields_of(plan, "hardware", "optimizer", "exactness", "allowed", "gap"),
+        **fields_of(plan.settings, "updates", "micro_batches"),
         "part": part_in_words(plan),
-        **asdict(plan.group),
-        **pipeline_data(step),
         "plan_fingerprint": fingerprint(step.whole),
         "profile_fingerprint": plan.profile_fingerprint,
         "profile_method": step.profile.method,
         "tick_seconds": scale.tick_s,
-        "step_seconds": report.step_seconds,
-        "predicted_step_seconds": prediction.step_seconds,
-        "expected_seconds": prediction.expected_seconds,
-        "gap": plan.gap,
         "fastest": fastest(step.whole),
-        "stall_seconds": report.stall_seconds,
-        "stall_by_cause": report.stall_by_cause,
         "words": [*in_words(report, plan), *wear_lines(plan, step.profile)],
-        "disk_writes": asdict(worn) if worn else None,
-        "units": units,
-        "decisions": decisions(step),
-        "slots": {
-            "begin": scale.ticks(slot_begins_s(step)),
-            "start": scale.ticks(slot.start_s for slot in report.slots),
-            "end": scale.ticks(slot.end_s for slot in report.slots),
-        },
+        "disk_writes": wear(plan, step.profile),
+        "units": [
+            {
+                **fields_of(decided, "name", "kind"),
+                "words": unit_words(plan.units, index),
+                "activations": activations_text(decided.activations),
+                "states": states_text(decided.states),
+                **fields_of(decided.schedule),
+                "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
+                "keep_bytes": unit.cost("keep").kept_bytes,
+            }
+            for index, (decided, unit) in enumerate(
+                zip(plan.units, step.profile.units, strict=True)
+            )
+        ],
+        "slots": scale.columns(report.slots) | {"begin": scale.ticks(slot_begins_s(step))},
         "peak_slot": report.peak_slot.index,
         "tiers": [
             {
@@ -147,110 +148,64 @@ def step_data(
         ],
         "kinds": list(scale.kinds),
         "lanes": [
-            {
-                "name": lane.name,
-                "busy_seconds": lane.busy_s,
-                "utilisation": lane.utilisation,
-                "bytes": lane.bytes,
-                "num_moves": lane.num_moves,
-                "bars": scale.moved(ran.get(lane.name, ())),
+            fields_of(lane)
+            | {
+                "bars": scale.columns(
+                    ran.get(lane.name, ()), "kind", "unit", "slot", "bytes", "num_pieces"
+                )
             }
             for lane in report.lanes
         ],
-        "waits": {
-            "start": scale.ticks(wait.start_s for wait in found),
-            "end": scale.ticks(wait.end_s for wait in found),
-            **{
-                name: [getattr(wait, name) for wait in found]
-                for name in ("slot", "cause", "waited_for", "lane")
-            },
-        },
-        "front": [point._asdict() for point in front],
-        "recording": None if recording is None else _recording(step, recording, scale),
+        "waits": scale.columns(waits(step), "slot", "cause", "waited_for", "lane"),
+        "front": front,
+        "recording": recording and _recording(step, recording, scale),
     }
-
-
-def pipeline_data(step: Step) -> Data:
-    """The pipeline that the step's stage is of, where it is of one."""
-    if (of := step.of_stages) is None:
-        return {"stage": None, "pipeline": None}
-    found = of.pipeline
-    told = {"words": f"{pace_text(found)}{layout_text(found)}"}
-    return {"stage": of.stage, "pipeline": told | pipelined_json(found, with_spans=True)}
 
 
 def workload_text(step: Step) -> str:
     """`2 sequences of 256 tokens on each of 8 devices, float32`."""
-    workload = step.plan.workload
+    workload, many = step.plan.workload, step.plan.settings.micro_batches
     sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
     devices = f" on each of {step.plan.group}" if step.plan.group.num_devices > 1 else ""
-    parts = [f"{sequences} of {workload.seq_len} tokens{devices}", workload.dtype]
-    if workload.precision != "pure":
-        parts.append(f"{workload.precision} precision")
-    if workload.adapter:
-        parts.append(workload.adapter)
-    if workload.quantize:
-        parts.append(f"{workload.quantize} weights")
-    if workload.compile:
-        parts.append("compiled blocks")
-    if workload.deterministic:
-        parts.append("deterministic kernels")
-    if step.plan.settings.micro_batches > 1:
-        parts.append(f"{step.plan.settings.micro_batches} micro-batches")
-    return ", ".join(parts)
-
-
-def decisions(step: Step) -> list[Data]:
-    """Runs of units with the same decisions, in order."""
-    found: list[Data] = []
-
-    def decided_alike(item: tuple[int, UnitPlan]) -> object:
-        # Parts that happen to follow one another are no run.
-        _, unit = item
-        name = unit.name if unit.kind == "part" else ""
-        return name, unit.activations, unit.states, unit.schedule
-
-    for _, run in itertools.groupby(enumerate(step.plan.units), key=decided_alike):
-        members = list(run)
-        first, decided = members[0]
-        found.append(
-            {
-                "first": first,
-                "last": members[-1][0],
-                "activations": activations_text(decided.activations),
-                "states": states_text(decided.states),
-                **asdict(decided.schedule),
-            }
-        )
-    return found
+    parts = (
+        f"{sequences} of {workload.seq_len} tokens{devices}",
+        workload.dtype,
+        f"{workload.precision} precision" if workload.precision != "pure" else "",
+        workload.adapter,
+        f"{workload.quantize} weights" if workload.quantize else "",
+        "compiled blocks" if workload.compile else "",
+        "deterministic kernels" if workload.deterministic else "",
+        f"{many} micro-batches" if many > 1 else "",
+    )
+    return ", ".join(filter(None, parts))
 
 
 def _recording(step: Step, recording: Recording, scale: _Scale) -> Data:
     """The recorded step, to be drawn over the simulated one."""
-    by_lane = bars(step, recording.events)
-    busy: dict[str, float] = {}
+    busy: dict[str, float] = defaultdict(float)
     for one in recording.events:
-        busy[one.lane] = busy.get(one.lane, 0.0) + one.end_s - one.start_s
-    predicted = [slot.device.total for slot in step.report.slots]
-    above = [index for index, size in enumerate(recording.slot_bytes) if size > predicted[index]]
+        busy[one.lane] += one.end_s - one.start_s
+    sizes = zip(recording.slot_bytes, step.report.slots, strict=False)
     return {
-        "step_seconds": recording.step_seconds,
-        "lanes": {lane: scale.bars(of_lane) for lane, of_lane in by_lane.items()},
+        **fields_of(recording, "step_seconds", "slot_bytes"),
+        "lanes": {
+            lane: scale.columns(of_lane, "kind", "unit")
+            for lane, of_lane in bars(step, recording.events).items()
+        },
         "busy_seconds": busy,
-        "slot_bytes": list(recording.slot_bytes),
-        "slots_above": above,
+        "slots_above": [n for n, (size, slot) in enumerate(sizes) if size > slot.device.total],
     }
 
 
-def page_text(
-    step: Step, *, recording: Recording | None = None, front: Sequence[FrontPoint] = ()
-) -> str:
+def page_text(step: Step, *, recording: Recording | None = None, front: Sequence[Data] = ()) -> str:
     """The page; a recording must be one of the step's plan."""
-    data = _shown(step_data(step, recording=recording, front=front))
-    style, script = part("page.css"), part("page.js")
+    # In names, what cannot be seen is shown as an escape.
+    data = plain(step_data(step, recording=recording, front=front), one_line)
     several = step.of_stages is not None
-    style += part("stages.css") if several else ""
-    script = script.replace("  /* stages.js */\n", part("stages.js") if several else "")
+    style = part("page.css") + (part("stages.css") if several else "")
+    panels = "".join(part(f"{name}.js") for name in (*PANELS, *["stages"] * several))
+    # In a block: at the top, names such as `top` are the window's.
+    script = f'"use strict";\n{{\n{panels}}}\n'
     # No name, which may hold any character, can end the element around the data.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return Template(part("page.html")).substitute(
@@ -273,19 +228,6 @@ def part(name: str) -> str:
 def hash_source(text: str) -> str:
     """Name a style or a script as a page's policy does."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _shown(data: Any) -> Any:
-    """Return the data; in names, what cannot be seen is shown as an escape."""
-    match data:
-        case str():
-            return one_line(data)
-        case list() | tuple():
-            return [_shown(value) for value in data]
-        case dict():
-            return {_shown(key): _shown(value) for key, value in data.items()}
-        case _:
-            return data
 
 
 # The trace
@@ -336,11 +278,10 @@ def trace_events(step: Step) -> Iterator[Data]:
             shown = f"{bar.kind} {details['unit']}"
         if bar.bytes:
             details["bytes"] = bar.bytes
-        yield _slice(shown, bar.kind, threads[span.lane], span.start_s, span.end_s, details)
+        yield _slice(span, shown, bar.kind, threads[span.lane], details)
     for wait in waits(step):
         details = {"waited_for": wait.waited_for, "lane": wait.lane, "slot": wait.slot}
-        name = f"for {wait.cause}"
-        yield _slice(name, "wait", threads[WAITS], wait.start_s, wait.end_s, details)
+        yield _slice(wait, f"for {wait.cause}", "wait", threads[WAITS], details)
     for tier in memory(step):
         for index, time in enumerate(tier.times_s):
             yield {
@@ -362,22 +303,20 @@ def stage_events(of: OfStages) -> Iterator[Data]:
     for span in of.pipeline.run.spans:
         details = span.action._asdict() if span.action else {}
         name = f"{span.kind} {details['micro_batch']}" if details else span.kind
-        yield _slice(name, span.kind, span.stage + 1, span.start_s, span.end_s, details)
+        yield _slice(span, name, span.kind, span.stage + 1, details)
 
 
 def _about(what: str, process: int, thread: int, **said: str | int) -> Data:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": said}
 
 
-def _slice(
-    name: str, category: str, thread: int, start_s: float, end_s: float, details: Data
-) -> Data:
+def _slice(span: Span | Wait | StageSpan, name: str, kind: str, thread: int, details: Data) -> Data:
     """A complete event; its end is rounded like the next one's start, so that none overlap."""
-    start, end = _microseconds(start_s), _microseconds(end_s)
+    start, end = _microseconds(span.start_s), _microseconds(span.end_s)
     return {
         "ph": "X",
         "name": name,
-        "cat": category,
+        "cat": kind,
         "pid": STEP,
         "tid": thread,
         "ts": start,

@@ -3,19 +3,14 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
-from protrain_plan.presentation.plans import (
-    fastest,
-    other_results,
-    other_steps,
-)
-from protrain_plan.presentation.report.page import pipeline_data, workload_text
+from protrain_plan.presentation.plans import fastest, other_results, other_steps
+from protrain_plan.presentation.report.page import workload_text
 from protrain_plan.presentation.report.step import Bar, Step, Wait, bars, memory, waits
-from protrain_plan.presentation.terminal import Text, fields_of, table_of
+from protrain_plan.presentation.terminal import Text, table_of
 from protrain_plan.simulation.report import in_words, part_in_words
 from protrain_plan.simulation.wear import wear_lines
 from protrain_runtime.contract.escaping import one_line
@@ -98,8 +93,7 @@ class Screen:
             f" {fastest(self.step.whole)}"
             + ("" if part else f"; compute waits {format_seconds(report.stall_seconds)}")
         )
-        for words in other_results(plan):
-            yield from self._sentence(words)
+        yield from self._sentence(*other_results(plan))
         if part:
             yield Text(f"{part}:")
         yield from self._decisions()
@@ -108,9 +102,8 @@ class Screen:
         yield Text()
         yield from self._lanes()
         waited, *_ = in_words(report, plan)
-        yield from self._sentence(f"{WAITING} {waited}" if report.stall_seconds else waited)
-        for words in wear_lines(plan, self.step.profile):
-            yield from self._sentence(words)
+        waited = f"{WAITING} {waited}" if report.stall_seconds else waited
+        yield from self._sentence(waited, *wear_lines(plan, self.step.profile))
 
     # Decisions
 
@@ -215,8 +208,9 @@ class Screen:
 
     # Words
 
-    def _sentence(self, words: str) -> Iterator[Text]:
-        yield from self._wrapped(one_line(words).split(" "), between=" ", indent="  ")
+    def _sentence(self, *sentences: str) -> Iterator[Text]:
+        for words in sentences:
+            yield from self._wrapped(one_line(words).split(" "), between=" ", indent="  ")
 
     def _wrapped(
         self, words: Iterable[str], *, between: str = "   ", indent: str = ""
@@ -258,27 +252,6 @@ def _filled(shares: Sequence[tuple[float, float]], spans: Iterable[Bar | Wait]) 
             left, right = shares[index]
             filled[index] += max(0.0, min(end, right) - max(start, left)) / width
     return [min(1.0, fraction) for fraction in filled]
-
-
-def summary_json(step: Step) -> dict[str, Any]:
-    """The step as plain data, in seconds and bytes; `protrain show --json` has the time line."""
-    report, prediction = step.report, step.plan.prediction
-    return {
-        **fields_of(step.plan.group),
-        **pipeline_data(step),
-        "step_seconds": report.step_seconds,
-        "predicted_step_seconds": prediction.step_seconds,
-        "clipped_step_seconds": prediction.clipped_step_seconds,
-        "expected_seconds": prediction.expected_seconds,
-        "stall_seconds": report.stall_seconds,
-        "stall_by_cause": report.stall_by_cause,
-        "critical_path": [part._asdict() for part in report.critical_path],
-        "stall_by_lane": report.stall_by_lane,
-        "lanes": report.lanes,
-        "peak_slot": report.peak_slot.name,
-        "peak_slot_bytes": report.slots[report.peak_slot.index].device.by_kind,
-        "peak_bytes": report.tier_peaks,
-    }
 
 
 def summary_text(step: Step) -> RenderableType:

@@ -35,7 +35,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import BLOCK_BYTES, block_bytes, in_blocks
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_of
 from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
-from protrain_runtime.contract.records.plan import Keep, Persistent, UnitPlan
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, UnitPlan
 from protrain_runtime.contract.records.profile import (
     HANDS_ON,
     SPARSE,
@@ -52,7 +52,8 @@ from protrain_runtime.devices.memory_meter import (
     storage_bytes,
 )
 from protrain_runtime.states.chunk_layouts import make_chunk, unit_parameters
-from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice, of_one_storage, overlapping
+from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice
+from protrain_runtime.states.parameters import of_one_storage, overlapping
 from protrain_runtime.states.quantized import absent_scale_bytes
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 
@@ -104,8 +105,8 @@ class ModelStructure:
                     self.found[user].name for user in chunk.used_by if user != chunk.unit
                 ),
                 own_inputs=self.saved["keep"][ran].own_inputs,
-                activations=Keep(),
-                states=Persistent(),
+                activations=KEEP,
+                states=PERSISTENT,
             )
             for unit, chunk, ran in zip(self.found, self.chunks, representatives, strict=True)
         ]

@@ -12,8 +12,7 @@ falls into three kinds:
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -26,33 +25,9 @@ MIN_SWAP_BYTES = 16 * 1024
 """Storages below this stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
 
 
-class Geometry(NamedTuple):
-    """The place of a tensor in its storage, in elements; autograd saves lazy conjugates, too."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    is_conj: bool
-    is_neg: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> "Geometry":
-        offset = int(tensor.storage_offset())
-        return Geometry(
-            tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg()
-        )
-
-    def view(self, storage: torch.Tensor) -> torch.Tensor:
-        """The tensor again, in a storage given as its elements or as uint8 [bytes].  # [shape]"""
-        if storage.dtype is not self.dtype:
-            if beyond := storage.numel() % self.dtype.itemsize:
-                storage = storage[:-beyond]
-            storage = storage.view(self.dtype)
-        found = storage.as_strided(self.shape, self.stride, self.offset)
-        if self.is_conj:
-            found = found.conj()
-        return torch._neg_view(found) if self.is_neg else found
+Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
+"""The place of a tensor in its storage: dtype, shape, stride and offset in elements, and whether it
+is conjugated or negated, since autograd saves lazy conjugates, too."""
 
 
 class SwappedStorage:
@@ -123,27 +98,44 @@ class Begun:
     begun: bool = False
 
 
-def _in_chunk(slot: Begun, chunk: Chunk, group: int, geometry: Geometry) -> torch.Tensor:
-    """A view of a chunk's parameters, in the buffer of one group."""
-    if not slot.begun:
-        slot.begin()
-    if group not in chunk.buffers:
-        raise RuntimeError(
-            "backward read parameters when the slot of the unit that had saved them was over:"
-            " profile the model as it runs now"
-        )
-    return geometry.view(chunk.elements(group, geometry.dtype))
+Place = tuple["SwappedStorage | tuple[Chunk, int]", Geometry]
+"""The saved form of a tensor: its swapped storage, or a chunk and one of its groups. It owns the
+record of a swapped storage."""
 
 
-def _in_swapped(slot: Begun, storage: SwappedStorage, geometry: Geometry) -> torch.Tensor:
-    """A view of a swapped storage."""
-    if not slot.begun:
-        slot.begin()
-    return geometry.view(storage.bytes())
+def _view(storage: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """The tensor again, in a storage given as its elements or as uint8 [bytes].  # [shape]"""
+    dtype, shape, stride, offset, is_conj, is_neg = geometry
+    if storage.dtype is not dtype:
+        if beyond := storage.numel() % dtype.itemsize:
+            storage = storage[:-beyond]
+        storage = storage.view(dtype)
+    found = storage.as_strided(shape, stride, offset)
+    if is_conj:
+        found = found.conj()
+    return torch._neg_view(found) if is_neg else found
 
 
-Saved = torch.Tensor | Callable[[], torch.Tensor]
-"""As it is, or what makes it again: it owns the record of a swapped storage."""
+def _unpacking(slot: Begun) -> Callable[[Any], torch.Tensor]:
+    """The hook that gives a saved tensor again; it begins `slot` where that has not begun."""
+
+    def unpack(saved: torch.Tensor | Place) -> torch.Tensor:
+        if not isinstance(saved, tuple):
+            return saved
+        place, geometry = saved
+        if not slot.begun:
+            slot.begin()
+        if isinstance(place, SwappedStorage):
+            return _view(place.bytes(), geometry)
+        chunk, group = place
+        if group not in chunk.buffers:
+            raise RuntimeError(
+                "backward read parameters when the slot of the unit that had saved them was over:"
+                " profile the model as it runs now"
+            )
+        return _view(chunk.elements(group, geometry[0]), geometry)
+
+    return unpack
 
 
 class SavedTensors:
@@ -174,15 +166,13 @@ class SavedTensors:
             for chunk in chunks
             for group, buffer in chunk.buffers.items()
         }
-        self._swaps, self._foreign, self._own = swaps, foreign, own
+        self.swaps, self._foreign, self._own = swaps, foreign, own
         self._before: ByPointer = {} if handed_on is None else handed_on
         self.handed_on: ByPointer = {}
         # What autograd lets go of within the forward (the graph of what is detached) is gone here,
         # too: it does not leave, and nothing holds it until the unit ends.
         self._by_pointer: ByPointer = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(
-            self._pack, lambda saved: saved if isinstance(saved, torch.Tensor) else saved()
-        )
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacking(slot))
 
     def __enter__(self) -> None:
         self._open = True
@@ -209,21 +199,34 @@ class SavedTensors:
         self._by_pointer.clear()
         return storages
 
-    def _pack(self, tensor: torch.Tensor) -> Saved:
+    # It runs for every tensor that every block saves, as `_unpacking` does: each call is felt.
+    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | Place":
         if tensor.layout != torch.strided:
             return tensor.detach()  # a sparse one is of several tensors
-        place = self._buffers.get(_storage_of(tensor)) if self._buffers else None
-        if place is not None:
+        place: SwappedStorage | tuple[Chunk, int] | None
+        place = held = self._buffers.get(_storage_of(tensor)) if self._buffers else None
+        if held is not None:
             # Asked of its class, since parameters have an `isinstance` of their own.
-            if issubclass(type(tensor), nn.Parameter) and place[1] in place[0].viewing:
+            if issubclass(type(tensor), nn.Parameter) and held[1] in held[0].viewing:
                 return tensor
-            return partial(_in_chunk, self._slot, *place, Geometry.of(tensor))
-        if not self._swaps:
+        elif not self.swaps or (place := self._swapped_place(tensor)) is None:
             return tensor.detach()  # the tensor itself would hold the graph that holds it
+        assert place is not None
+        return place, (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def _swapped_place(self, tensor: torch.Tensor) -> SwappedStorage | None:
+        """The record of a tensor's storage, made where it is new; None where it stays."""
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
         if pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
-            return tensor.detach()
+            return None
         known = self._by_pointer.get(pointer)
         swapped = None if known is None else known()
         if swapped is None:
@@ -234,4 +237,4 @@ class SavedTensors:
             else:
                 swapped.stay_no_longer()
             self._by_pointer[pointer] = ref(swapped)
-        return partial(_in_swapped, self._slot, swapped, Geometry.of(tensor))
+        return swapped

@@ -26,11 +26,18 @@ from protrain_runtime.contract.records.decisions import activations_text
 from protrain_runtime.contract.records.folding import fold, runs, unfolded
 from protrain_runtime.contract.records.forms import FORMS, PLAN_AGAIN, misfit
 from protrain_runtime.contract.records.hardware import is_accelerator
-from protrain_runtime.contract.records.plan import STEPPED, Keep, Persistent, Plan, UnitPlan
+from protrain_runtime.contract.records.plan import (
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
+    Plan,
+    UnitPlan,
+)
 from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
-from protrain_runtime.states.chunks import Chunk, of_one_storage, overlapping
+from protrain_runtime.states.chunks import Chunk
+from protrain_runtime.states.parameters import of_one_storage, overlapping
 from protrain_runtime.states.quantized import named_scales
 from protrain_runtime.states.stepping import NAMES, options_of
 from protrain_runtime.states.update_rules import UpdateRules
@@ -39,7 +46,7 @@ from protrain_runtime.states.update_rules import UpdateRules
 def keeps_everything(plan: Plan) -> bool:
     """Whether nothing is to be done: plain PyTorch is what the plan says."""
     return plan.group.num_devices == 1 and all(
-        unit.activations == Keep() and unit.states == Persistent() for unit in plan.units
+        unit.activations == KEEP and unit.states == PERSISTENT for unit in plan.units
     )
 
 
@@ -156,7 +163,7 @@ def check_offloaded(
 ) -> None:
     """ProtrainError where an offloaded chunk cannot be updated in pieces, or is not all updated."""
     units = zip(chunks, plan.units, strict=True)
-    offloaded = [each for each in units if not isinstance(each[1].states, Persistent)]
+    offloaded = [each for each in units if not each[1].states.is_persistent]
     shared = overlapping(chunks)
     for chunk, unit in offloaded:
         if chunk.unit in shared:
@@ -263,7 +270,7 @@ def check_stepped(
     """ProtrainError where a persistent chunk cannot be updated by itself, in backward."""
     shared, grouped = overlapping(chunks) | of_one_storage(chunks), _grouped(optimizer)
     for index, (chunk, unit) in enumerate(zip(chunks, plan.units, strict=True)):
-        if unit.states != STEPPED:
+        if unit.states != OPTIMIZER_IN_BACKWARD:
             continue
         _refuse_ungrouped(chunk, grouped, f"updates {unit.name!r} in backward")
         if chunk.unit in shared:

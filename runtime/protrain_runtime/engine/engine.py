@@ -21,7 +21,7 @@ from protrain_runtime.activations.saved_tensors import Begun, ByPointer, SavedTe
 from protrain_runtime.activations.twice import RAN, end_runs
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, Program
-from protrain_runtime.contract.records.plan import Keep, Persistent, Swap, SwapInput
+from protrain_runtime.contract.records.plan import KEEP
 from protrain_runtime.devices.lanes import LaneError, Ticket, WorkLane, is_held, nothing
 from protrain_runtime.devices.memory_meter import addresses
 from protrain_runtime.devices.stores import DeviceStore
@@ -38,6 +38,7 @@ from protrain_runtime.engine.state import (
     unzeroed_gradient,
 )
 from protrain_runtime.engine.step_times import StepTimes
+from protrain_runtime.engine.table import Table
 from protrain_runtime.states.chunks import Chunk, Slice, bring_foreign, refuse_reading
 from protrain_runtime.states.stand_ins import ConsumedGradient, plainly
 from protrain_runtime.states.unchanged_model import UnchangedModel
@@ -68,11 +69,8 @@ class Engine:
         program, plans, chunks, backend = moves.program, moves.plans, moves.chunks, moves.backend
         self.program, self._accumulating = program, accumulating
         self._program = program  # of the micro-batch that runs
-        self._names = {
-            id(each): [each.move_name(number) for number in range(len(each.moves))]
-            for each in (program, accumulating)
-        }
-        self._ends = {id(each): _ends(each) for each in (program, accumulating)}
+        self._tables = {id(each): Table.of(each, plans) for each in (program, accumulating)}
+        self._table = self._tables[id(program)]
         self._plans, self._chunks, self._num_units = plans, chunks, program.num_units
         self._moves, self._ranks, self._buffers = moves, moves.ranks, shared_buffers
         # Storages that stay where they are. Those of offloaded parameters do not: what stands in
@@ -196,6 +194,7 @@ class Engine:
             any_may_be_last = not self.updates_in_backward and self._ranks is None
             due = self._state.num_backwards + 1 == self._state.micro_batches
             self._program = self.program if any_may_be_last or due else self._accumulating
+            self._table = self._tables[id(self._program)]
             self._moves.clear(self._program)
             if self._moves.may_make_staging:
                 self.end_updates()  # the first of all leave states that there is something to read
@@ -243,14 +242,14 @@ class Engine:
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         if self._evaluation is not None:
             return
-        self._outputs = addresses(outputs)
         self._leave_form()
         if self._saved is not None:
+            self._outputs = addresses(outputs) if self._saved.swaps else frozenset()
             self._saved.__exit__()  # what follows is not the unit's, even where no slot begins now
 
     def differentiate(self, unit: int) -> None:
         plan = self._plans[unit]
-        if plan.activations == Keep() and isinstance(plan.states, Persistent):
+        if plan.activations == KEEP and plan.states.is_persistent:
             return
         raise RuntimeError(
             f"the forward asks for gradients itself (torch.autograd.grad) through {plan.name!r},"
@@ -666,7 +665,7 @@ class Engine:
             for earlier in sorted(n for n in self._carried if n <= number):
                 if self._program.moves[earlier].lane == lane:
                     self._end_carried(earlier, self._carried[earlier].wait)
-        for earlier in self._ends[id(self._program)][index]:
+        for earlier in self._table.ends[index]:
             self._end(earlier)
         # After the drained moves have ended, whose buffers may serve these fetches, and before the
         # observer looks: what nobody takes is no part of this slot.
@@ -682,7 +681,7 @@ class Engine:
         if not slot.forward and slot.unit in self._slots:
             self._slots[slot.unit].begun = True
         plan, reads = self._plans[slot.unit], self._reads[slot.unit]
-        swaps = isinstance(plan.activations, Swap | SwapInput)
+        swaps = plan.activations.tier is not None
         # Autograd saves what leaves the device.
         if slot.forward and (swaps or reads):
             own = foreign = frozenset[int]()
@@ -720,9 +719,7 @@ class Engine:
         self._close_saved()
         if RAN and not slot.forward:
             end_runs()
-        own = any(self._program.moves[number].unit == slot.unit for number in slot.finish)
-        late = self._plans[slot.unit].schedule.update_late and slot.unit in self._program.updates
-        if not slot.forward and (own or late):  # gradients go where moves take them
+        if self._table.takes[self._state.slot]:  # gradients go where moves take them
             self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
             chunk = self._chunks[unit]
@@ -754,7 +751,7 @@ class Engine:
         work = self._moves.start(number)
         if self._times is not None:
             work = self._times.timed(number, work, lane)
-        self._tickets[number] = lane.submit(self._names[id(self._program)][number], work, after)
+        self._tickets[number] = lane.submit(self._table.names[number], work, after)
         self._running.add(number)
 
     def _end(self, number: int) -> None:
@@ -773,8 +770,9 @@ class Engine:
             return
         saved, self._saved = self._saved, None
         saved.__exit__()
-        unit = self._program.slots[self._state.slot].unit
-        self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
+        if saved.swaps:
+            unit = self._program.slots[self._state.slot].unit
+            self._moves.take_swapped(unit, saved.swapped(outputs=self._outputs))
         self._handed_on = saved.handed_on
 
     def begin_backward(self, unit: int) -> None:
@@ -821,22 +819,6 @@ class Engine:
     def _observe(self, what: str) -> None:
         if self.observer is not None:
             self.observer(what)
-
-
-def _ends(program: Program) -> list[list[int]]:
-    """By slot, the moves that end before its fetches: those that must have left, and their queue.
-
-    Pieces of a chunk are written in order, and a slot names the last of them alone.
-    """
-    running: list[int] = []
-    found: list[list[int]] = []
-    for slot in program.slots:
-        last = {program.moves[number].lane: number for number in sorted(slot.drained)}
-        ending = [n for n in running if n <= last.get(program.moves[n].lane, -1)]
-        found.append(ending)
-        gone = {*ending, *slot.ready}
-        running = [n for n in (*running, *slot.submit) if n not in gone] + slot.finish
-    return found
 
 
 def nothing_moves(*, updating: bool = False) -> None:

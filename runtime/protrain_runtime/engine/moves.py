@@ -37,14 +37,7 @@ from protrain_runtime.contract.program.program import (
     reads_gradients,
 )
 from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import (
-    Offload,
-    Persistent,
-    Placement,
-    Swap,
-    SwapInput,
-    UnitPlan,
-)
+from protrain_runtime.contract.records.plan import Placement, UnitPlan
 from protrain_runtime.devices.lanes import Backend, Buffers
 from protrain_runtime.devices.stores import (
     CheckedHostStore,
@@ -286,7 +279,7 @@ class Reductions:
         self, number: int, move: Move, chunk: Chunk, states: Placement, *, updating: bool
     ) -> Work:
         """Add up a share of a chunk's gradients, of which this rank keeps its shard."""
-        assert isinstance(states, Offload) and chunk.sharding is not None
+        assert not states.is_persistent and chunk.sharding is not None
         own, settings, ranks = chunk.own, self._settings, self._ranks
         total = self._collect(chunk, chunk.gradient_groups_in(move.share))
         self._sums[number] = total
@@ -532,14 +525,14 @@ class Moves:
                     yield chunk.unit, f"gradient of {part.name!r}", place, part.num_bytes
         for unit, regions in self._swap_regions.items():
             activations = self.plans[unit].activations
-            assert isinstance(activations, Swap | SwapInput)
+            assert activations.tier
             if self._swap_stores[activations.tier] is store:
                 yield from ((unit, "swapped activations", *region) for region in regions)
 
     def _read_with_states(self, chunk: Chunk) -> tuple[bool, bool]:
         """Whether an update brings a chunk's parameters and its gradients with the states."""
         states = self.plans[chunk.unit].states
-        assert not isinstance(states, Persistent)
+        assert not states.is_persistent
         step = self.program.settings, self.program.device
         return gradient_home(states, *step) != "in place", reads_gradients(states, *step)
 
@@ -705,7 +698,7 @@ class Moves:
         if not storages:
             return
         activations = self.plans[unit].activations
-        assert isinstance(activations, Swap | SwapInput)
+        assert activations.tier
         store = self._swap_stores[activations.tier]
         if unit not in self._swap_regions:
             needed = sum(storage.num_bytes for storage in storages)
@@ -766,7 +759,7 @@ class Moves:
         piece = self._kept.get((chunk.unit, start, stop))
         if piece is None or piece.moves != moves:
             states = self.plans[chunk.unit].states
-            assert isinstance(states, Offload)
+            assert not states.is_persistent
             home = gradient_home(states, self.program.settings, self.program.device)
             # A sum on the device is elsewhere in each step, and would stay there with the piece.
             sums = self._reductions is not None and home == "device"

@@ -9,7 +9,7 @@ from torch import nn
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_plan
-from protrain_runtime.contract.records.plan import Persistent, Plan
+from protrain_runtime.contract.records.plan import PERSISTENT, Plan
 from protrain_runtime.contract.records.profile import DType
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.preparation import Check, prepare
@@ -109,7 +109,7 @@ def check_loop(
             fix=f"{framework.casting[planned]}, or {profiled} and plan anew",
         )
     after_backward = plan.settings.updates == "after backward"
-    in_backward = any(unit.states != Persistent() for unit in plan.units) and not after_backward
+    in_backward = any(unit.states != PERSISTENT for unit in plan.units) and not after_backward
     if clips and in_backward:
         raise ProtrainError(
             f"{name} takes the norm of all gradients before an update, and this plan updates"

@@ -7,18 +7,10 @@ import torch
 from torch import nn
 
 from protrain_runtime.contract.program.program import SHARD_ALIGNMENT, grouped, shard_bytes
-from protrain_runtime.contract.records.plan import Persistent, UnitPlan
+from protrain_runtime.contract.records.plan import UnitPlan
 from protrain_runtime.ranks.group import Ranks
-from protrain_runtime.states.chunks import (
-    ALIGNMENT,
-    Chunk,
-    CommonCopy,
-    Group,
-    Region,
-    Sharding,
-    Slice,
-    dense_strides,
-)
+from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Group, Slice, dense_strides
+from protrain_runtime.states.sharing import CommonCopy, Region, Sharding
 
 
 def make_chunk(
@@ -187,7 +179,7 @@ def make_chunks(
     chunks: list[Chunk] = []
     for index, parameters in enumerate(unit_parameters(model, shape)):
         users = (index, *(index_of[name] for name in units[index].also_used_by))
-        if ranks is None or isinstance(units[index].states, Persistent) or not parameters:
+        if ranks is None or units[index].states.is_persistent or not parameters:
             own = users if parameters else ()
             chunks.append(make_chunk(index, parameters, own, alignment=alignment))
         else:

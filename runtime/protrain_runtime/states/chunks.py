@@ -9,7 +9,6 @@ ones; either region is padded to the same range for every rank (see `program.sha
 keeps its ranges as a chunk of its own: parts of parameters, flat, in the order of their storage.
 With a common copy, the frozen region is whole in memory that the ranks of a node share, and nothing
 of it is padded or a rank's own.
-Parameters that no chunk can hold as they are, are refused by name, or left on the device.
 
 [Note: views for good]
 On an accelerator, parameters stay views of one buffer per group, whose memory is freed when the
@@ -22,25 +21,19 @@ code may keep what they hand out.
 """
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, ChunkSize, pieces_in
 from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
 from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.devices.stores import Store
-from protrain_runtime.ranks.group import Ranks
-from protrain_runtime.states.quantized import refuse_quantized
 from protrain_runtime.states.stand_ins import (
     AwayParameter,
     ConsumedGradient,
@@ -54,6 +47,9 @@ from protrain_runtime.states.stand_ins import (
     send_away,
 )
 from protrain_runtime.states.update_rules import StateRule, UpdateRule, UpdateRules
+
+if TYPE_CHECKING:
+    from protrain_runtime.states.sharing import Sharding
 
 ALIGNMENT = HOST_ALIGNMENT_BYTES
 """Every parameter starts at a multiple of what the CPU allocator aligns tensors to, so that kernels
@@ -776,180 +772,3 @@ def _state_kinds(chunk: Chunk) -> dict[StateKind, tuple[dict[str, int], int]]:
             starts[part.name] = count
             kinds[kind] = starts, count + kind[1].count(part.numel)
     return kinds
-
-
-def refuse_parameters(model: nn.Module, *, source: str) -> None:
-    """ProtrainError where there is nothing to train, or a parameter is no plain tensor."""
-    refuse_quantized(model, source=source)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ProtrainError(
-            "the model has no trainable parameters: there is no step to plan",
-            source=source,
-            fix="let some require gradients",
-        )
-    parameter: Any  # of classes that mypy thinks cannot exist
-    for name, parameter in model.named_parameters():
-        if is_traceable_wrapper_subclass(parameter):
-            problem = f"is a {type(parameter).__name__}, which is made of tensors of its own"
-            fix = "plan the model before its parameters are wrapped, distributed or quantised"
-        elif not issubclass(type(parameter), nn.Parameter | FakeTensor):
-            problem, fix = f"is a {type(parameter).__name__}", "let it be a torch.nn.Parameter"
-        elif parameter.layout != torch.strided:
-            problem, fix = f"is sparse ({parameter.layout})", "let it be dense"
-        elif parameter.is_quantized:
-            problem, fix = "is quantised", "plan the model before its parameters are quantised"
-        elif torch._debug_has_internal_overlap(parameter) == 1:
-            problem, fix = "has elements that share memory", "let it be contiguous"
-        else:
-            continue
-        raise ProtrainError(
-            f"the parameter '{name}' {problem}: a chunk is made of plain tensors",
-            source=source,
-            fix=fix,
-        )
-
-
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor spans: [first, past)."""
-    if tensor.numel() == 0:
-        return 0, 0
-    span = 1 + sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    first = int(tensor.storage_offset()) * tensor.itemsize
-    return first, first + span * tensor.itemsize
-
-
-def overlapping(chunks: Sequence[Chunk]) -> set[int]:
-    """The units with parameters that share memory, with another parameter or within one."""
-    found: set[int] = set()
-    for members in _by_storage(chunks).values():
-        reached, last = 0, -1
-        for first, past, unit, parameter in sorted(members, key=lambda m: m[:3]):
-            if past - first < parameter.numel() * parameter.itemsize:  # expanded
-                found.add(unit)
-            if first < reached:
-                found |= {unit, last}
-            if past > reached:
-                reached, last = past, unit
-    return found
-
-
-def of_one_storage(chunks: Sequence[Chunk]) -> set[int]:
-    """The units with parameters in a storage that holds other units' parameters, too."""
-    groups = ({unit for *_, unit, _ in members} for members in _by_storage(chunks).values())
-    return {unit for units in groups if len(units) > 1 for unit in units}
-
-
-def _by_storage(chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int, int, nn.Parameter]]]:
-    """The parameters that have elements by storage: from where, to where, of which unit."""
-    found: dict[int, list[tuple[int, int, int, nn.Parameter]]] = defaultdict(list)
-    for chunk in chunks:
-        for part in chunk.slices:
-            if part.numel and not isinstance(part.parameter, AwayParameter):
-                storage = part.parameter.untyped_storage()._cdata
-                found[storage].append((*extent(part.parameter), chunk.unit, part.parameter))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A region of a group's buffer that all ranks share, and a rank's range in its own.
-
-    start  bytes from the start of the group's buffer
-    own    bytes from the start of the rank's buffer of the group
-    shard  bytes of the rank's range
-    """
-
-    start: int
-    own: int
-    shard: int
-
-    def whole(self, buffer: torch.Tensor, num_shards: int) -> torch.Tensor:
-        """The region in a group's buffer.  # uint8 [num_shards * shard]"""
-        return buffer[self.start : self.start + num_shards * self.shard]
-
-    def of(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's range in a group's buffer.  # uint8 [shard]"""
-        start = self.start + rank * self.shard
-        return buffer[start : start + self.shard]
-
-
-@dataclass(slots=True)
-class CommonCopy:
-    """The frozen parameters of a chunk, whole, in memory that the ranks of a node share.
-
-    All read all of it, and each writes its part of every parameter: `index` of `count`. Regions are
-    those of groups' buffers; `own` is where each begins in the copy, and there is one shard.
-    """
-
-    index: int
-    count: int
-    regions: tuple[Region, ...]
-    store: Store | None = None
-    offset: int = 0  # bytes from the start of the store
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(region.shard for region in self.regions)
-
-    def place(self, group: int, inside: int) -> int:
-        """The offset in the store of a byte of a group's buffer."""
-        region = self.regions[group]
-        return self.offset + region.own + inside - region.start
-
-    def part_of(self, part: Slice) -> Place:
-        """Return the elements of a parameter that this rank writes."""
-        assert self.store is not None
-        first, past = (part.numel * n // self.count for n in (self.index, self.index + 1))
-        offset = self.place(part.group, part.inside + first * part.dtype.itemsize)
-        return Place(self.store, offset, first, past - first)
-
-
-@dataclass(slots=True)
-class Sharding:
-    """A chunk's sharing: by group its regions, and this rank's part, as a chunk."""
-
-    ranks: Ranks
-    regions: tuple[tuple[Region, ...], ...]
-    own: Chunk
-    common: CommonCopy | None = None
-
-    def gradient_range(self, group: int) -> tuple[int, int]:
-        """The bytes of this rank's gradients of a group: where they start, and how many."""
-        before = sum(each.gradient_bytes for each in self.own.groups[:group])
-        return before, self.own.groups[group].gradient_bytes
-
-    def part_of(self, name: str) -> Slice | None:
-        """Return this rank's part of a parameter."""
-        return next((part for part in self.own.slices if part.name == name), None)
-
-    def gather(self, chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
-        """A whole parameter, or one of its states, from the ranks' stores; all ranks call.
-
-        On the parameter's device; it may be a view of more.  # [part.shape]
-        """
-        own, ranks, device = self.own, self.ranks, part.parameter.device
-        if self.common is not None and not part.trainable:
-            assert self.common.store is not None
-            flat = torch.empty(part.num_bytes, dtype=torch.uint8, device=device)
-            self.common.store.read(self.common.place(part.group, part.inside), flat)
-            return flat.view(part.dtype).as_strided(part.shape, part.stride)
-        assert own.store is not None
-        if layout is None:
-            num_bytes = chunk.groups[part.group].num_bytes
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            for region in self.regions[part.group]:
-                mine = region.of(buffer, ranks.shard)
-                own.store.read(
-                    own.current.offset + own.groups[part.group].offset + region.own, mine
-                )
-                ranks.all_gather(region.whole(buffer, ranks.num_shards), mine)
-            return part.view(buffer)
-        start, size = (count // part.dtype.itemsize for count in self.gradient_range(part.group))
-        width = layout.dtype.itemsize
-        whole = torch.empty(ranks.num_shards * size * width, dtype=torch.uint8, device=device)
-        mine = whole[ranks.shard * size * width : (ranks.shard + 1) * size * width]
-        own.store.read(layout.offset + start * width, mine)
-        ranks.all_gather(whole, mine)
-        first = part.inside // part.dtype.itemsize
-        elements = whole.view(layout.dtype)[first : first + part.numel]
-        return elements.as_strided(part.shape, part.stride)

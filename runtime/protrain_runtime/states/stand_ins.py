@@ -29,6 +29,7 @@ from protrain_runtime.states.quantized import carry_scales
 
 plainly = torch._C.DisableTorchFunctionSubclass
 """Around what looks at stand-ins as plain tensors: much quicker than to ask their class."""
+_called_plainly: Callable[..., Any] = torch._C._disabled_torch_function_impl  # one call inside it
 
 
 @cache
@@ -419,8 +420,7 @@ class AwayParameter(nn.Parameter):
         if func in _PARAMETER_LOOKS or (
             func is torch.Tensor.detach and args[0].__dict__.pop(_LISTED, False)
         ):
-            with plainly():
-                return func(*args, **kwargs)
+            return _called_plainly(func, types, args, kwargs)
         answer = _PARAMETER_ANSWERS.get(func)
         if answer is not None:
             return answer(*args, **kwargs)

@@ -512,6 +512,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   // Not as PyTorch would compose them, whose backward is not the CPU kernel's.
   for (auto* norm : {"native_layer_norm", "native_group_norm"})
     library.impl(norm, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // One kernel, as on CUDA. PyTorch would add to one tensor after the other.
+  library.impl("_foreach_add_.Scalar", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 // As on CUDA (ATen/autocast_mode.h), of what the models of the tests run.

@@ -32,15 +32,7 @@ from protrain_runtime.contract.program.program import (
 )
 from protrain_runtime.contract.program.requirements import check_step
 from protrain_runtime.contract.records.hardware import DeviceKind
-from protrain_runtime.contract.records.plan import (
-    Offload,
-    Persistent,
-    Plan,
-    StepSettings,
-    Swap,
-    SwapInput,
-    UnitPlan,
-)
+from protrain_runtime.contract.records.plan import Plan, StepSettings, UnitPlan
 from protrain_runtime.contract.records.profile import Profile
 
 
@@ -179,7 +171,7 @@ class _Compiler:
             unit, plan = slot.unit, self.units[slot.unit]
             if not slot.forward:
                 self._add_leaving(index, slot)
-            elif isinstance(plan.activations, Swap | SwapInput):
+            elif plan.activations.tier:
                 # What comes back needs its room again: the way out ends before that, and no way
                 # back has to wait for it once more.
                 back = _fetch_slots(self.end - 1 - unit, unit + 1, plan.schedule.swap_lead)
@@ -208,7 +200,7 @@ class _Compiler:
 
     def _plan_fetches(self, unit: int) -> None:
         plan, chunk, placement = self.units[unit], self.chunks[unit], self.states[unit]
-        if not isinstance(plan.states, Persistent) and chunk.used_by:
+        if not plan.states.is_persistent and chunk.used_by:
             stays = residencies(plan.states, chunk.used_by, len(self.units))
             for number, stay in enumerate(stays):
                 # The moves that bring the parameters: the rank's shard, then the rest.
@@ -240,7 +232,7 @@ class _Compiler:
                 trained = self.updating and chunk.num_parameters > 0
                 if not (final and trained and placement.home == "in place"):
                     self.slots[stay.last].release.append(unit)
-        if isinstance(plan.activations, Swap | SwapInput):
+        if plan.activations.tier:
             served, lane = self.end - 1 - unit, Lane("fetch", plan.activations.tier)
             for slot, share in _fetch_slots(served, unit + 1, plan.schedule.swap_lead):
                 size = _share_bytes(self.swaps[unit], share)
@@ -385,7 +377,7 @@ class _Compiler:
         """
         placement = self.states[unit]
         lanes = placement.state_lanes
-        assert isinstance(placement.decision, Offload) and placement.decision.tier != "device"
+        assert not placement.decision.is_persistent and placement.decision.tier != "device"
         written = self.written[placement.updated_on_device]
 
         def add(move: Move) -> int:

@@ -34,13 +34,9 @@ from protrain_runtime.contract.program.program import (
 from protrain_runtime.contract.records.hardware import DeviceKind, TierName, is_accelerator
 from protrain_runtime.contract.records.plan import (
     Activations,
-    Offload,
-    Persistent,
     Placement,
     StateTier,
     StepSettings,
-    Swap,
-    SwapInput,
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import FormCost, OptimizerCost, Profile
@@ -209,7 +205,7 @@ class StateOption:
     @property
     def tier(self) -> StateTier:
         """The tier of the states."""
-        return "device" if isinstance(self.decision, Persistent) else self.decision.tier
+        return self.decision.tier or "device"
 
     @property
     def updated_on_device(self) -> bool:
@@ -235,8 +231,7 @@ class StateOption:
         """The lanes that read, update and write its states; None: they do not move."""
         if not self.write_bytes:
             return None
-        assert isinstance(self.decision, Offload)
-        tier = self.decision.tier
+        tier = self.tier
         update = UPDATE_ON_DEVICE if self.updated_on_device else Lane("update", tier)
         return Lane("read", tier), update, Lane("write", tier)
 
@@ -278,7 +273,7 @@ class Implications:
         if known := self._activations.get((index, decision)):
             return known
         cost = self.profile.units[index].cost(decision.form)
-        tier = decision.tier if isinstance(decision, Swap | SwapInput) else None
+        tier = decision.tier if decision.tier else None
         swapped = cost.swappable_bytes if tier else 0
         served = 2 * len(self.chunks) - 1 - index
         # What the unit's own slots need above the levels around them, and its level in between; all
@@ -312,7 +307,7 @@ class Implications:
             index, decision, self.chunks[index], len(self.chunks), self.settings, self.device
         )
         own, optimizer = option.own, self.profile.optimizer
-        on_device = isinstance(decision, Persistent) or decision.tier == "device"
+        on_device = decision.is_persistent or decision.tier == "device"
         stepped = own.num_parameters if on_device else 0
         device_s = stepped / optimizer.device_parameters_per_s
         update_s = workspace = 0.0
@@ -332,7 +327,7 @@ class Implications:
         added_s = (
             update_seconds(optimizer, own.num_parameters) if adds and option.gradients else 0.0
         )
-        if isinstance(decision, Persistent):
+        if decision.is_persistent:
             if decision.update_in_backward:
                 if not is_accelerator(self.device):
                     device_s += optimizer.host_piece_s  # a step of its own, which starts by itself
@@ -349,7 +344,7 @@ class Implications:
             # left: one at a time comes back.
             workspace = max(option.gradients.pieces)
         holdings = _chunk_holdings(option, index, self.recorded, self.settings)
-        if optimizer.at_once and isinstance(decision, Persistent):
+        if optimizer.at_once and decision.is_persistent:
             # Not that of the largest chunk, but that of all of them together.
             end = 2 * len(self.chunks)
             holdings.append(Holding("staging", index, end, end, round(workspace)))
@@ -383,11 +378,11 @@ def placed(
     """
     several = settings.group.num_devices > 1
     slot = 2 * count - 1 - index
-    if isinstance(decision, Persistent):
+    if decision.is_persistent:
         summed = chunk.gradient_bytes if several else 0
         step_slot = slot if decision.update_in_backward else 2 * count
         return StateOption(decision, chunk, chunk, summed_bytes=summed, step_slot=step_slot)
-    tier, home = decision.tier, gradient_home(decision, settings, device)
+    tier, home = decision.below, gradient_home(decision, settings, device)
     with_copy = decision.common_copy
     whole = padded(chunk, settings, common_copy=with_copy)
     own = shard_of(chunk, settings, common_copy=with_copy)
@@ -403,7 +398,7 @@ def placed(
     for stay in residencies(decision, chunk.used_by, count) if chunk.used_by else ():
         when = stay.first, earliest
         arriving.append(Brought(*when, whole.parameter_bytes, whole.each_parameters))
-        if tier != "device":
+        if tier:
             fetches.append(Fetch(tier, *when, sum(fetched), fetched))
         if several and (any(gathered) or not with_copy):
             gathers.append(Brought(*when, sum(gathered), gathered))
@@ -437,9 +432,9 @@ def placed(
         held = own.each_parameters
         if settings.micro_batches == 1:  # else the gradients' room stays
             held = tuple(map(sum, zip(held, parts, strict=True)))
-        assert tier != "device"
+        assert tier
         in_place = Leaving(tier, slot, write, own.each_parameters, held)
-    elif tier != "device" and in_backward:
+    elif tier and in_backward:
         # The shard of the gradients has left with the last piece that is updated.
         in_place = Leaving(tier, slot, write, (write,), (own.gradient_bytes,))
     if several:
@@ -451,7 +446,7 @@ def placed(
             held = (*parts[:-1], parts[-1] + own.gradient_bytes)
         scattered = Leaving(None, slot, whole.gradient_bytes, parts, held)
     num_updates = 0
-    if tier != "device":
+    if tier:
         # Of the parameters, those that are trained move: as many bytes as their gradients.
         largest = max(own.state_bytes, own.gradient_bytes)
         num_updates = max(1, -(-largest // settings.piece_bytes)) if decision.staged else 1
@@ -469,7 +464,7 @@ def placed(
 
 
 def _tier_bytes(
-    states: Offload, home: GradientHome, own: ChunkSize, device: DeviceKind, copy_bytes: int
+    states: Placement, home: GradientHome, own: ChunkSize, device: DeviceKind, copy_bytes: int
 ) -> dict[TierName, int]:
     """Bytes that an offloaded chunk takes of tiers: its states, and gradients on their way.
 
@@ -516,7 +511,7 @@ def _staging(
 ) -> Staging:
     """The staging of one chunk; nothing for what the device updates with persistent chunks."""
     own, states = option.own, option.decision
-    if not num_updates or isinstance(states, Persistent):
+    if not num_updates or states.is_persistent:
         return NO_STAGING
     largest = -(-own.num_parameters // num_updates)
     gradient_width = -(-own.gradient_bytes // own.num_parameters)
@@ -585,14 +580,14 @@ def _chunk_holdings(
     end, several = 2 * count, settings.group.num_devices > 1
     # The gradient of a tied parameter grows from its last use to its first.
     first_gradient, last_gradient = end - 1 - max(unit.used_by), end - 1 - min(unit.used_by)
-    adds_shard = settings.adds_shards and not isinstance(states, Persistent)
+    adds_shard = settings.adds_shards and not states.is_persistent
     add_up = settings.micro_batches > 1 and not adds_shard
     found: list[Holding] = []
 
     def hold(kind: HoldingKind, first: int, last: int, size: int) -> None:
         found.append(Holding(kind, index, first, last, size))
 
-    if isinstance(states, Persistent):
+    if states.is_persistent:
         trained = unit.reached or several
         hold("states", 0, end, unit.parameter_bytes + (unit.state_bytes if trained else 0))
         if not trained:
@@ -608,12 +603,12 @@ def _chunk_holdings(
         hold("gradients", 0, end, option.own.gradient_bytes)
     stays = option.home is None and not add_up and not several and option.step_slot == end
     hold("gradients", first_gradient + 1, end if stays else last_gradient, unit.gradient_bytes)
-    if isinstance(states, Persistent) and states.update_in_backward:
+    if states.is_persistent and states.update_in_backward:
         standing = unit.gradient_bytes + round(_step_workspace(index, profile))
         hold("staging", last_gradient, last_gradient, _beyond_peak(index, profile, standing))
     if not several:
         return found
-    if isinstance(states, Persistent):
+    if states.is_persistent:
         hold("gradients", end if add_up else last_gradient + 1, end, unit.gradient_bytes)
     elif unit.num_parameters:
         # The largest group of the gradients is copied while it stands, beside the rank's shards.

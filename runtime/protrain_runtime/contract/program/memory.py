@@ -44,13 +44,7 @@ from protrain_runtime.contract.program.program import (
     slot_words,
 )
 from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
-from protrain_runtime.contract.records.plan import (
-    Persistent,
-    Plan,
-    StepSettings,
-    TierBytes,
-    UnitPlan,
-)
+from protrain_runtime.contract.records.plan import Plan, StepSettings, TierBytes, UnitPlan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
 
@@ -162,7 +156,7 @@ def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
     standing = sum(
         unit.parameter_bytes + (unit.state_bytes if unit.reached else 0)
         for plan, unit in zip(plans, profile.units, strict=True)
-        if isinstance(plan.states, Persistent)
+        if plan.states.is_persistent
     )
     return profile.base_bytes + profile.fixed_bytes + standing + SAVING_BYTES
 
@@ -189,7 +183,7 @@ def evaluation_bytes(program: BoundProgram) -> int:
         brought = sum(
             max(0, state.whole.parameter_bytes - there)
             for state, there in zip(program.states, buffers, strict=True)
-            if index in state.whole.used_by and not isinstance(state.decision, Persistent)
+            if index in state.whole.used_by and not state.decision.is_persistent
         )
         most = max(most, level + lean.forward_peak_bytes + brought)
         level += lean.kept_bytes

@@ -47,14 +47,9 @@ from math import floor
 from typing import Literal, NamedTuple
 
 from protrain_runtime.contract.records.hardware import DeviceKind, TierName, is_accelerator
-from protrain_runtime.contract.records.plan import (
-    Offload,
-    StateTier,
-    StepSettings,
-    UnitPlan,
-)
+from protrain_runtime.contract.records.plan import Placement, StateTier, StepSettings, UnitPlan
 from protrain_runtime.contract.records.profile import Unit
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 
 MoveKind = Literal[
     # A chunk's parameters to the device; of several devices: the rank's shard of them, and all that
@@ -500,7 +495,7 @@ class Residency(NamedTuple):
     last: int  # the last slot before the release
 
 
-def residencies(states: Offload, used_by: Sequence[int], num_units: int) -> list[Residency]:
+def residencies(states: Placement, used_by: Sequence[int], num_units: int) -> list[Residency]:
     """When an offloaded chunk stands on the device.
 
     For each run of consecutive slots that read it; kept gathered, from the first use to the last.
@@ -531,7 +526,7 @@ def in_blocks(size: int, block: int) -> int:
 GradientHome = Literal["in place", "device", "host", "disk"]
 
 
-def gradient_home(states: Offload, settings: StepSettings, device: DeviceKind) -> GradientHome:
+def gradient_home(states: Placement, settings: StepSettings, device: DeviceKind) -> GradientHome:
     """The place where gradients of an offloaded chunk wait for its update, after its backward.
 
     host       in host memory, where the optimizer runs (and where micro-batches add up)
@@ -562,7 +557,7 @@ def gradient_home(states: Offload, settings: StepSettings, device: DeviceKind) -
     return "disk" if settings.micro_batches == 1 else "device"
 
 
-def reads_gradients(states: Offload, settings: StepSettings, device: DeviceKind) -> bool:
+def reads_gradients(states: Placement, settings: StepSettings, device: DeviceKind) -> bool:
     """Whether an update that moves states brings gradients with them, from where they wait.
 
     They wait on the same tier, or an optimizer may not write to them: a clipped step needs them

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.decisions import states_text
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
-    Offload,
+    OPTIMIZER_IN_BACKWARD,
     Placement,
     Plan,
     StepSettings,
@@ -38,7 +37,7 @@ REQUIREMENTS = (
     # Clipping waits for the norm of all gradients; those of several micro-batches stand until the
     # last one anyway; ranks sum them.
     Requirement(
-        of=lambda states: states == STEPPED,
+        of=lambda states: states == OPTIMIZER_IN_BACKWARD,
         holds=lambda step: step.updates == "in backward" and step.is_single,
         words="updates in backward, with one micro-batch, on one device",
         fix="let it be persistent",
@@ -51,7 +50,7 @@ REQUIREMENTS = (
         fix="let its update wait",
     ),
     Requirement(
-        of=lambda states: isinstance(states, Offload) and states.tier == "device",
+        of=lambda states: not states.is_persistent and states.tier == "device",
         holds=lambda step: step.group.num_devices > 1,
         words="several devices, which share states",
         fix="let it be persistent, or plan with --num-devices",

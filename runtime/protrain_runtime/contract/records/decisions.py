@@ -11,12 +11,10 @@ from typing import Generic, TypeVar, get_args
 from protrain_runtime.contract.records.forms import FORMS, ActivationForm
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
-    STEPPED,
+    OPTIMIZER_IN_BACKWARD,
+    PERSISTENT,
     Activations,
-    Offload,
-    Persistent,
     Placement,
-    activations_in,
 )
 from protrain_runtime.contract.records.profile import Form
 
@@ -71,7 +69,7 @@ def _activations_wording(form: Form, tier: TierName | None) -> Wording[Activatio
     recomputes = FORMS[form].recomputes
     default = form == ("full" if recomputes else "keep")
     named, of = ("", "") if default else (f" {form}", f" ({form})")
-    to, decision = f" to {tier}" if tier else "", activations_in(form, tier)
+    to, decision = f" to {tier}" if tier else "", Activations(form=form, tier=tier)
     if recomputes and tier:
         its, the = ("{their} {inputs}", "the {inputs}") if default else (f"what {form} keeps",) * 2
         return Wording(
@@ -95,14 +93,14 @@ def _activations_wording(form: Form, tier: TierName | None) -> Wording[Activatio
     )
 
 
-_OFFLOADS: dict[Offload, str] = {
-    Offload(tier="host"): "OB",
-    Offload(tier="host", update_on_device=True): "GH",
-    Offload(tier="host", update_on_device=True, speculate=True): "VY",
-    Offload(tier="host", common_copy=True): "Cc",
-    Offload(tier="disk"): "ob",
-    Offload(tier="disk", speculate=True): "vy",
-    Offload(tier="device"): "Dd",
+_OFFLOADS: dict[Placement, str] = {
+    Placement(tier="host"): "OB",
+    Placement(tier="host", update_on_device=True): "GH",
+    Placement(tier="host", update_on_device=True, speculate=True): "VY",
+    Placement(tier="host", common_copy=True): "Cc",
+    Placement(tier="disk"): "ob",
+    Placement(tier="disk", speculate=True): "vy",
+    Placement(tier="device"): "Dd",
 }
 """Placements below the device, with their letters: of parameters that are fetched per use, and of
 those that are kept gathered."""
@@ -111,9 +109,9 @@ those that are kept gathered."""
 def _placements() -> Iterator[Wording[Placement]]:
     keep = "keep{s} {their} states on the device"
     keeping = "keeping them on the device"
-    yield Wording(Persistent(), "persistent", "P", keep, keeping)
+    yield Wording(PERSISTENT, "persistent", "P", keep, keeping)
     yield Wording(
-        STEPPED,
+        OPTIMIZER_IN_BACKWARD,
         "persistent and update in backward",
         "U",
         f"{keep} and update{{s}} them in backward",
@@ -151,9 +149,8 @@ def _sized(letter: str, tier: TierName) -> str:
 
 _ACTIVATIONS = tuple(_activations(("keep", "full", *_OTHER_FORMS)))
 _PLACEMENTS = tuple(_placements())
-WORDINGS: dict[Decision, Wording[Decision]] = {
-    told.decision: told for told in (*_ACTIVATIONS, *_PLACEMENTS)
-}
+_ALL: tuple[Wording[Decision], ...] = (*_ACTIVATIONS, *_PLACEMENTS)
+WORDINGS = {told.decision: told for told in _ALL}
 """The words for each decision, in the order in which decisions are enumerated."""
 
 ACTIVATIONS = {told.phrase: told.decision for told in _ACTIVATIONS}

@@ -1,7 +1,7 @@
 """`Plan`: the decisions, and what they are predicted to cost. Reviewed and committed like code."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -20,82 +20,44 @@ from protrain_runtime.contract.records.profile import Form, UnitKind, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
-    """Saved tensors stay on the device, in a form that nothing is recomputed from."""
+class Activations:
+    """How a unit's activations wait for backward: by default as autograd saves them, on the device.
+
+    Tensors that `form` keeps stay on the device, or go to `tier` after forward and return for
+    backward; what the form does not keep is recomputed.
+    """
 
     form: Form = "keep"
+    tier: TierName | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the unit's forward runs once more in backward."""
+        return FORMS[self.form].recomputes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
-    """Tensors that `form` keeps stay, by default the unit's input; the rest is recomputed."""
-
-    form: Form = "full"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
-    """Tensors that `form` keeps, by default all, go to `tier` and return for backward."""
-
-    tier: TierName
-    form: Form = "keep"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapInput:
-    """Tensors that `form` keeps, by default the input, go to `tier`; the rest is recomputed."""
-
-    tier: TierName
-    form: Form = "full"
-
-
-Activations = Keep | Recompute | Swap | SwapInput
-
-
-def activations_in(form: Form, tier: TierName | None = None) -> Activations:
-    """The decision to keep a unit's activations in `form`: on the device, or on `tier`."""
-    if FORMS[form].recomputes:
-        return Recompute(form=form) if tier is None else SwapInput(tier=tier, form=form)
-    return Keep(form=form) if tier is None else Swap(tier=tier, form=form)
-
+KEEP = Activations()
+RECOMPUTE = Activations(form="full")
 
 StateTier = Literal["device", "host", "disk"]
 """Where a rank's share of a chunk lives. On several devices it can be the device itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Persistent:
-    """P: parameters, gradients and optimizer states stay on the device, updated there.
+class Placement:
+    """Where a chunk's states live, and where and when they are updated.
 
-    With `update_in_backward` they are updated as soon as the unit's backward has ended, and their
-    gradients are gone then; else at `optimizer.step()`.
+    Without a `tier` they are persistent: parameters, gradients and optimizer states stay on the
+    device, and are updated there at `optimizer.step()`. With `update_in_backward` they are updated
+    as soon as the unit's backward has ended, and their gradients are gone then. On several devices
+    each one has all of them, and gradients are summed over all.
 
-    On several devices each one has all of them, and gradients are summed over all.
-    """
-
-    update_in_backward: bool = False
-    # Nothing of the axes of `Offload`.
-    common_copy: ClassVar[bool] = False
-    keep_gathered: ClassVar[bool] = False
-    update_on_device: ClassVar[bool] = False
-    speculate: ClassVar[bool] = False
-    on_host: ClassVar[bool] = False
-    staged: ClassVar[bool] = False
-
-
-STEPPED = Persistent(update_in_backward=True)
-"""The placement whose chunk compute steps on in backward."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offload:
-    """O: states live on `tier`; parameters are fetched for forward and again for backward.
-
-    With `keep_gathered` they are fetched once and held until backward, as FSDP2 holds them with
+    With a `tier` states live there; parameters are fetched for forward and again for backward. With
+    `keep_gathered` they are fetched once and held until backward, as FSDP2 holds them with
     `reshard_after_forward=False`.
 
-    The optimizer runs in host memory. With `update_on_device`, which is for states in host memory,
-    these stream to the device piece by piece, are updated there, and stream back.
+    The optimizer then runs in host memory. With `update_on_device`, which is for states in host
+    memory, these stream to the device piece by piece, are updated there, and stream back.
 
     Where updates come after backward, one with `speculate` runs in backward all the same, for
     gradients that are not scaled. It reads the states and writes a second copy of them on their
@@ -103,23 +65,34 @@ class Offload:
     step that is clipped, it is done again, from the first copy. It is for states that move to be
     updated: there a second copy takes no time.
 
-    On several devices each one has its share there, and all-gathers what was fetched. Shares on
-    `device` only have to be gathered; see `Plan.num_devices`.
+    On several devices each one has its share on the tier, and all-gathers what was fetched. Shares
+    on `device` only have to be gathered; see `Plan.num_devices`.
 
     With `common_copy`, which is for host memory, frozen parameters lie there whole, once for all
     devices of a node, and each device fetches them by itself. Trained ones are shared as always.
     """
 
-    tier: StateTier
+    tier: StateTier | None = None
+    update_in_backward: bool = False
     common_copy: bool = False
     keep_gathered: bool = False
     update_on_device: bool = False
     speculate: bool = False
 
     @property
+    def is_persistent(self) -> bool:
+        """Whether states stay on the device, whole on each of several."""
+        return self.tier is None
+
+    @property
+    def below(self) -> TierName | None:
+        """The tier below the device that states live on; None where they are on devices."""
+        return None if self.tier == "device" else self.tier
+
+    @property
     def on_host(self) -> bool:
         """Whether the optimizer runs in host memory."""
-        return self.tier != "device" and not self.update_on_device
+        return self.below is not None and not self.update_on_device
 
     @property
     def staged(self) -> bool:
@@ -127,7 +100,8 @@ class Offload:
         return self.tier == "disk" or self.update_on_device
 
 
-Placement = Persistent | Offload
+PERSISTENT = Placement()
+OPTIMIZER_IN_BACKWARD = Placement(update_in_backward=True)
 
 _TRAINED = " trainable"
 """The end of a line of `Plan.tensors` for a trained parameter."""
