@@ -213,7 +213,7 @@ def _tally(source: ModelSource, machine: Hardware, options: Options) -> Tally:
 
 
 def _update_work(rules: UpdateRules, workload: Workload, optimizer: str) -> UpdateWork:
-    """What a step moves.
+    """Bytes that a step moves.
 
     In host memory, what the device copies of each parameter meanwhile takes bytes of the same
     memory: its gradient, and itself for forward and for backward.

@@ -105,7 +105,7 @@ class RepeatedCalls(NothingCompiled, FakeMode):
         return True
 
     def _learnt(self, args: Sequence[object], kwargs: object, output: object) -> _Again | None:
-        """What makes the output again; None where what it makes is not just like it."""
+        """A function that makes the output again; None where its result is not just like it."""
         foreign = {_memory(tensor) for tensor in tensors_in((args, kwargs))}
         if not isinstance(output, tuple):
             return self._learnt_of(args, output, foreign)
