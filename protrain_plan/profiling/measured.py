@@ -85,6 +85,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
+from protrain_runtime.states.absent import holding_nothing
 from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import settle_quantized
 
@@ -215,20 +216,25 @@ def measure_model(
                 variation=varies,
             )
         progress(whereabouts.REHEARSING, 0.15)
-        rehearsal = rehearse(
-            model,
-            batch,
-            structure.described(counted.representatives),
-            workload,
-            spill_directory,
-            reserve,
-            optimizer=optimizer,
-            absent=block_classes.stubbed,
-            staying=structure.stays.keys()
-            | {c.unit for c in structure.chunks if any(part.name in sparse for part in c.slices)},
-            swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
-            timed=whole and num_steps != 1,
-        )
+        with holding_nothing(model, device):  # of units that do not run
+            rehearsal = rehearse(
+                model,
+                batch,
+                structure.described(counted.representatives),
+                workload,
+                spill_directory,
+                reserve,
+                optimizer=optimizer,
+                absent=block_classes.stubbed,
+                staying=structure.stays.keys()
+                | {
+                    c.unit
+                    for c in structure.chunks
+                    if any(part.name in sparse for part in c.slices)
+                },
+                swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
+                timed=whole and num_steps != 1,
+            )
         viewed = dict.fromkeys(rehearsal.held_views, HELD_VIEW)
         structure = replace(structure, stays={**viewed, **structure.stays})
         fixed_bytes = structure.fixed_bytes + reserve.library_bytes()

@@ -484,6 +484,13 @@ def _warm(model: nn.Module, batch: Batch, num_steps: int) -> None:
         drop_gradients(model)
 
 
+@dataclass(slots=True, weakref_slot=True)
+class _Held:
+    """A saved tensor, which autograd has; None once it has left."""
+
+    tensor: torch.Tensor | None
+
+
 def swapped_segments(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
@@ -499,24 +506,29 @@ def swapped_segments(
     """
     gc.collect()
     counting = meter()
-    packed: list[list[list[torch.Tensor]]] = []  # by unit; an empty one has left
+    packed: list[list[ref[_Held]]] = []  # by unit; what autograd has let go of is gone
 
     def on_slot(slot: int, _: object) -> None:
         for number in saved[slot - 1].leaving if packed and slot <= len(saved) else ():
-            if number < len(packed[-1]):
-                packed[-1][number].clear()
+            if number < len(packed[-1]) and (held := packed[-1][number]()) is not None:
+                held.tensor = None
         packed.append([])
         counting.mark(str(slot))
 
-    def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
-        packed[-1].append([tensor.detach()])
-        return packed[-1][-1]
+    def pack(tensor: torch.Tensor) -> _Held:
+        held = _Held(tensor.detach())
+        packed[-1].append(ref(held))
+        return held
+
+    def unpack(held: _Held) -> torch.Tensor:
+        assert held.tensor is not None, "there is no backward"
+        return held.tensor
 
     watch = SlotWatch(on_slot)
     with watched(model, modules, "keep", watch, may_skip=True), counting:
         _warm(model, batch, num_warm)
         packed.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held[0]):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             loss = loss_of(call_model(model, batch))
         counting.mark("end")
         del loss
