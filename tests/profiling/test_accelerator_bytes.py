@@ -56,7 +56,7 @@ class Odd(nn.Module):
 class OddSource:
     """A model of this module's own, as estimates take it."""
 
-    name, model_config = "odd", ""
+    name, model_config, mixed = "odd", "", None
 
     def build(self, **_: object) -> nn.Module:
         return Odd().train()
