@@ -30,10 +30,10 @@ from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import RecordError
 from protrain_runtime.contract.records.decisions import ACTIVATIONS, STATES, WORDINGS, Decision
 from protrain_runtime.contract.records.files import read_text, replace_text
+from protrain_runtime.contract.records.json_toml import parsed_json
 from protrain_runtime.contract.records.plan import Activations, Placement, Plan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.reader import loads
-from protrain_runtime.contract.records.tree import parsed_json
 from protrain_runtime.contract.records.writer import dumps
 
 T = TypeVar("T")

@@ -30,13 +30,8 @@ from protrain_runtime.contract.records.files import leads_out, read_text, reposi
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.reader import kind_of
-from protrain_runtime.contract.records.tree import (
-    as_seen,
-    did_you_mean,
-    documents,
-    listed,
-    parsed,
-)
+from protrain_runtime.contract.records.tree import documents, parsed
+from protrain_runtime.contract.records.words import as_seen, did_you_mean, listed
 from protrain_runtime.contract.units import format_bytes
 
 _SUFFIXES = (".yaml", ".yml")

@@ -35,7 +35,7 @@ from protrain_runtime.contract.records.hardware import Hardware, TierName
 from protrain_runtime.contract.records.plan import SETTINGS, Budgets, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.reader import version_of
-from protrain_runtime.contract.records.tree import did_you_mean, listed, number_text
+from protrain_runtime.contract.records.words import did_you_mean, listed, number_text
 from protrain_runtime.contract.units import exact_bytes, format_bytes, format_seconds
 
 Subject = TypeVar("Subject")

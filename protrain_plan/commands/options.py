@@ -199,7 +199,7 @@ def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
 def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
     """Return what `--allow` names, each once and in order; ProtrainError for unknown names."""
     from protrain_runtime.contract.records.forms import FORMS, leaves_of
-    from protrain_runtime.contract.records.tree import did_you_mean, listed
+    from protrain_runtime.contract.records.words import did_you_mean, listed
 
     known = leaves_of(FORMS)
     for name in given or ():

@@ -13,7 +13,7 @@ from protrain_plan.commands.options import on_command_line, size
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.hardware import PCIE
 from protrain_runtime.contract.records.limits import MAX_COUNT
-from protrain_runtime.contract.records.tree import did_you_mean, listed
+from protrain_runtime.contract.records.words import did_you_mean, listed
 
 if TYPE_CHECKING:
     from protrain_plan.planning.questions.cells import Resource, Settings

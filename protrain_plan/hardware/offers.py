@@ -31,7 +31,8 @@ from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.hardware import PCIE, Hardware
 from protrain_runtime.contract.records.limits import MAX_LIST, Count, Price
 from protrain_runtime.contract.records.plan import DeviceGroup
-from protrain_runtime.contract.records.tree import Document, did_you_mean, listed, parsed
+from protrain_runtime.contract.records.tree import Document, parsed
+from protrain_runtime.contract.records.words import did_you_mean, listed
 from protrain_runtime.contract.units import format_bytes, typed_bytes
 
 MOST_NODES = 4

@@ -30,7 +30,7 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     UnitPlan,
 )
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 
 Config = dict[str, Any]
 

@@ -22,7 +22,7 @@ from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Plan
 from protrain_runtime.contract.records.profile import Profile
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
 
 if TYPE_CHECKING:

@@ -14,11 +14,9 @@ Of other accelerators nothing was read: their models are to be profiled where th
 of processors that are no x86 ones, unless they are at hand.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
-
-import torch
 
 from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.hardware.operators import (
@@ -33,23 +31,13 @@ from protrain_plan.models.optimizers import (
     DEFAULT_OPTIMIZER,
     host_share,
     optimizer_factory,
-    works_in_place,
 )
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling.first_steps import first_steps
-from protrain_plan.profiling.measured import (
-    cuts_of,
-    other_dtypes,
-    refuse_sparse,
-    strided,
-    told_of_steps,
-    trained,
-    with_workspace,
-    workspace,
-)
 from protrain_plan.profiling.memory.block_classes import filled
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
-from protrain_plan.profiling.memory.unit_bytes import Loaded, without_falls
+from protrain_plan.profiling.memory.lasting import Loaded
+from protrain_plan.profiling.memory.unit_bytes import without_falls
+from protrain_plan.profiling.optimizer_cost import optimizer_cost, refuse_sparse, told_of_steps
 from protrain_plan.profiling.tally import Tally, UpdateWork, library_bytes, rates_of
 from protrain_plan.profiling.unit_by_unit import (
     Options,
@@ -66,12 +54,11 @@ from protrain_runtime.contract.records.hardware import (
 )
 from protrain_runtime.contract.records.profile import (
     SPARSE,
-    OptimizerCost,
     Profile,
     Workload,
 )
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
-from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
+from protrain_runtime.states.update_rules import UpdateRules
 
 _OTHER_PROCESSORS = ("aarch64", "arm64", "ppc64le", "s390x", "riscv64", "loongarch64")
 """Names that `processor_name` gives to those that are no x86 ones."""
@@ -196,17 +183,9 @@ def _tally(source: ModelSource, machine: Hardware, options: Options) -> Tally:
             for unit in units
         ]
     fingerprint, tensors = model_fingerprint(model), model_tensors(model)
-    beside, uneven = other_dtypes(model, workload), strided(model)
     refuse_sparse(sparse, optimizer, workload)
-    rules = UpdateRules(optimizer_factory(optimizer, workload.precision))
-    cuts, seen = cuts_of(model, rules), first_steps(rules, trained(model))
-    stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
-    rule = by_itself.of(stepped)
+    cost = optimizer_cost(model, workload, optimizer, device=None, sparse=bool(sparse))
     ran = sketch.block_classes.representatives
-    cost, update = _optimizer(
-        optimizer, rule, workload, beside=beside, sparse=bool(sparse), uneven=uneven, cuts=cuts
-    )
-    cost = with_workspace(cost, seen, workload)
     # After the slots comes what is nobody's. Steps that ran before, of a model with a state, have
     # no last mark.
     for log in logs.values():
@@ -230,50 +209,23 @@ def _tally(source: ModelSource, machine: Hardware, options: Options) -> Tally:
         allowed=options.get("allow", ()),
     )
     progress("done", 1.0)
-    return Tally.of(profile, logs, ran, update)
+    return Tally.of(profile, logs, ran, _update_work(by_itself, workload, optimizer))
 
 
-def _optimizer(
-    name: str,
-    rule: UpdateRule,
-    workload: Workload,
-    *,
-    beside: Set[torch.dtype],
-    sparse: bool,
-    uneven: bool,
-    cuts: Mapping[str, int],
-) -> tuple[OptimizerCost, UpdateWork]:
-    """The cost of a step without its speeds, and what they come from.
+def _update_work(rules: UpdateRules, workload: Workload, optimizer: str) -> UpdateWork:
+    """Bytes that a step moves.
 
     In host memory, what the device copies of each parameter meanwhile takes bytes of the same
     memory: its gradient, and itself for forward and for backward.
     """
-    stepped = stepped_dtype(workload.dtype, workload.precision)
+    stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
     stored = parameter_dtype(workload.dtype, workload.precision)
-    in_place = workload.device == "cuda" and works_in_place(name)
-    moved = 2.0 * TORCH_DTYPES[stepped].itemsize + stored.itemsize  # read, written; the gradient
-    moved += 2 * rule.element_bytes
-    if stored != TORCH_DTYPES[stepped]:
+    moved = 2.0 * stepped.itemsize + stored.itemsize  # read, written; the gradient
+    moved += 2 * rules.of(stepped).element_bytes
+    if stored != stepped:
         moved += stored.itemsize  # the parameters that the model computes with
-    cost = OptimizerCost(
-        name=name,
-        host_parameters_per_s=0.0,
-        device_parameters_per_s=0.0,
-        **workspace(
-            # On cards those kernels work in place, as fused ones do.
-            DEFAULT_OPTIMIZER if in_place else name,
-            workload.dtype,
-            workload.precision,
-            beside=beside,
-            sparse=sparse,
-            strided=uneven,
-            on_card=workload.device == "cuda",
-        ),
-        **cuts,
-    )
-    update = UpdateWork(
+    return UpdateWork(
         device_bytes=moved,
         host_bytes=moved + 3 * stored.itemsize,
-        host_share=host_share(name),
+        host_share=host_share(optimizer),
     )
-    return cost, update

@@ -277,14 +277,17 @@ def _taken(make: OptimizerFactory, kinds: Sequence[Kind], device: Any) -> tuple[
 
     The first one makes the states, which count: a slow step later on may make them anew.
     """
-    stepper, found = _Stepper(make, kinds, device), list[int]()
-    for _ in range(2):
-        with MemoryMeter(device) as meter:
-            meter.mark("step")
-            stepper.step()
-        segment = meter.segments[0]
-        found.append(segment.peak_bytes - segment.start_bytes)
-    return found[0], found[1]
+    optimizer = _Stepper(make, kinds, device).optimizer
+    return step_bytes(optimizer, device), step_bytes(optimizer, device)
+
+
+def step_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes that a step of an optimizer takes, at most."""
+    with MemoryMeter(device) as meter:
+        meter.mark("step")
+        optimizer.step()
+    segment = meter.segments[0]
+    return segment.peak_bytes - segment.start_bytes
 
 
 class _Operators(TorchDispatchMode):
@@ -298,16 +301,10 @@ class _Operators(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name not in _VIEWS and not name.startswith(_MAKERS) and _tensors(args):
+        tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args))
+        if name not in _VIEWS and not name.startswith(_MAKERS) and tensors:
             self.found[name] += 1
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(values: Iterable[Any]) -> bool:
-    return any(
-        isinstance(one, torch.Tensor) or (isinstance(one, list | tuple) and _tensors(one))
-        for one in values
-    )
 
 
 def _operators(stepper: _Stepper) -> Counter[str]:

@@ -2,13 +2,13 @@
 
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -16,24 +16,22 @@ from torch import nn
 from protrain_plan.hardware.probe import BRIEF, Progress, Watch, probe
 from protrain_plan.hardware.speeds import measure_overheads, update_speeds
 from protrain_plan.models.batches import Batch, first_of, of_one_size
-from protrain_plan.models.building import parameter_dtype
-from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import ModelSource
-from protrain_plan.profiling.first_steps import MANY, FirstSteps, first_steps
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import (
     BlockClasses,
     equal_blocks,
     filled,
     stubs_in_place,
-    with_inputs,
 )
+from protrain_plan.profiling.memory.lasting import other_bytes
 from protrain_plan.profiling.memory.unit_bytes import (
     analyze_units,
     measure_bytes,
-    other_bytes,
     without_falls,
 )
+from protrain_plan.profiling.optimizer_cost import optimizer_cost, refuse_sparse, told_of_steps
 from protrain_plan.profiling.rehearsal import Rehearsal, Reserve, rehearse
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.discovery import (
@@ -70,17 +68,13 @@ from protrain_runtime.activations.compiled import (
 )
 from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
-from protrain_runtime.contract.program.program import PIECE_ALIGNMENT
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import (
     Compilation,
-    DType,
     Form,
     OptimizerCost,
-    Precision,
     Profile,
     Repetitions,
     Unit,
@@ -88,12 +82,12 @@ from protrain_runtime.contract.records.profile import (
 )
 from protrain_runtime.contract.units import four_digits
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.memory_meter import MemoryMeter, device_of, storage_bytes
+from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
+from protrain_runtime.states.absent import holding_nothing
 from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import settle_quantized
-from protrain_runtime.states.update_rules import UpdateRules
 
 
 def measure(
@@ -222,20 +216,25 @@ def measure_model(
                 variation=varies,
             )
         progress(whereabouts.REHEARSING, 0.15)
-        rehearsal = rehearse(
-            model,
-            batch,
-            with_inputs(structure.plans, counted),
-            workload,
-            spill_directory,
-            reserve,
-            optimizer=optimizer,
-            absent=block_classes.stubbed,
-            staying=structure.stays.keys()
-            | {c.unit for c in structure.chunks if any(part.name in sparse for part in c.slices)},
-            swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
-            timed=whole and num_steps != 1,
-        )
+        with holding_nothing(model, device):  # of units that do not run
+            rehearsal = rehearse(
+                model,
+                batch,
+                structure.described(counted.representatives),
+                workload,
+                spill_directory,
+                reserve,
+                optimizer=optimizer,
+                absent=block_classes.stubbed,
+                staying=structure.stays.keys()
+                | {
+                    c.unit
+                    for c in structure.chunks
+                    if any(part.name in sparse for part in c.slices)
+                },
+                swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
+                timed=whole and num_steps != 1,
+            )
         viewed = dict.fromkeys(rehearsal.held_views, HELD_VIEW)
         structure = replace(structure, stays={**viewed, **structure.stays})
         fixed_bytes = structure.fixed_bytes + reserve.library_bytes()
@@ -412,174 +411,17 @@ def _optimizer(
         optimizer=name,
         precision=workload.precision,
     )
-    rules = UpdateRules(optimizer_factory(name, workload.precision))
-    cuts = cuts_of(model, rules)
+    cost = optimizer_cost(model, workload, name, device=where, sparse=sparse)
     # What updates whole parameters alone does none of a piece.
-    pieces = name if cuts["block"] else DEFAULT_OPTIMIZER
+    pieces = name if cost.block else DEFAULT_OPTIMIZER
     piece_s = known_s if pieces == DEFAULT_OPTIMIZER else 0.0
     piece_s = piece_s or measure_overheads(spill_directory, device=where, optimizer=pieces).piece_s
-    cost = OptimizerCost(
-        name=name,
+    return replace(
+        cost,
         host_parameters_per_s=four_digits(host),
         device_parameters_per_s=four_digits(device),
         host_piece_s=four_digits(piece_s),
-        **cuts,
-        **workspace(
-            name,
-            workload.dtype,
-            workload.precision,
-            device=where,
-            beside=other_dtypes(model, workload),
-            sparse=sparse,
-            strided=strided(model),
-        ),
     )
-    return with_workspace(cost, first_steps(rules, trained(model), device=where), workload)
-
-
-def trained(model: nn.Module) -> Counter[tuple[torch.dtype, torch.Size]]:
-    """The dtypes and shapes of the model's trainable parameters."""
-    return Counter((p.dtype, p.shape) for p in model.parameters() if p.requires_grad)
-
-
-def with_workspace(cost: OptimizerCost, seen: FirstSteps, workload: Workload) -> OptimizerCost:
-    """The cost with the workspace that first steps showed.
-
-    Masters have room for the gradients of a whole chunk: theirs grows with the chunk.
-    """
-    fraction = four_digits(max(cost.workspace_fraction, seen.fraction))
-    at_once = cost.at_once and not seen.together  # else it has seen what all of them take
-    known = not at_once and workload.precision != "master"
-    most = seen.workspace_bytes if known else 0
-    return replace(cost, workspace_fraction=fraction, workspace_bytes=most, at_once=at_once)
-
-
-def cuts_of(model: nn.Module, rules: UpdateRules) -> dict[str, int]:
-    """`OptimizerCost.block` and `.cut_elements` for the model's trainable parameters."""
-    found = [rules.of(p.dtype, p.shape) for p in model.parameters() if p.requires_grad]
-    return {
-        "block": 0 if any(rule.reason for rule in found) else max(rule.block for rule in found),
-        "cut_elements": max([PIECE_ALIGNMENT, *(rule.shift for rule in found)]),
-    }
-
-
-def told_of_steps(
-    units: Iterable[Unit], workload: Workload, cost: OptimizerCost
-) -> tuple[Unit, ...]:
-    """The units with `largest_gradient_bytes` where the optimizer's step needs memory by them.
-
-    Master weights are stepped on in batches, with the room of the largest chunk.
-    """
-    by_largest = cost.workspace_fraction and not cost.at_once and workload.precision != "master"
-    if by_largest:
-        return tuple(units)
-    return tuple(replace(unit, largest_gradient_bytes=0) for unit in units)
-
-
-class Workspace(TypedDict):
-    """`OptimizerCost.workspace_fraction` and `.at_once`."""
-
-    workspace_fraction: float
-    at_once: bool
-
-
-def workspace(
-    optimizer: str,
-    dtype: DType,
-    precision: Precision,
-    *,
-    device: torch.device = devices.HOST,
-    beside: Set[torch.dtype] = frozenset(),
-    sparse: bool = False,
-    strided: bool = False,
-    on_card: bool = False,
-) -> Workspace:
-    """A step's workspace, as a fraction of the gradient's bytes.
-
-    The most of several: parameters have the workload's dtype, and those `beside` it; `sparse` where
-    some gradients are, `strided` where some are dense and not contiguous, such as in channels-last
-    order: fused kernels of a CPU copy those. `on_card`: as on a CUDA device, where PyTorch takes
-    `foreach` by default.
-    """
-    stored = parameter_dtype(dtype, precision)
-    dtypes = sorted({stored, *beside}, key=str)
-    make = optimizer_factory(optimizer, precision)
-    cases = [(each, False, False) for each in dtypes]
-    cases += [(stored, True, False)] * sparse + [(stored, False, True)] * strided
-    most, at_once = 0.0, False
-    for each, is_sparse, is_strided in cases:
-        # Of a large parameter and two: a loop still has a name for what the last one took.
-        extra: list[float] = []
-        for rows, count in ((2**14, 1), (2**14, 2), (2**8, MANY), (2**8, MANY + 1)):
-            large = [torch.zeros(rows, 2**6, dtype=each) for _ in range(count)]
-            large = [values.t() for values in large] if is_strided else large
-            small = [torch.zeros(64, dtype=one) for one in dtypes if one != each]
-            every = [nn.Parameter(values.to(device)) for values in (*large, *small)]
-            stepper = make(every)
-            for group in stepper.param_groups if on_card else ():
-                if group.get("foreach", False) is None and not group.get("fused"):
-                    group["foreach"] = True
-            for _ in range(2):
-                for parameter in every[:count]:
-                    parameter.grad = _gradient_of(parameter, sparse=is_sparse)
-                with MemoryMeter(device) as meter:
-                    meter.mark("step")
-                    stepper.step()
-            segment = meter.segments[0]
-            gradient = every[0].grad
-            assert gradient is not None
-            extra.append((segment.peak_bytes - segment.start_bytes) / storage_bytes([gradient]))
-        together = extra[3] - extra[2] > _GROWTH
-        most = max(most, extra[0] if together else max(extra[:2]))
-        at_once = at_once or together
-    return Workspace(workspace_fraction=four_digits(most), at_once=at_once)
-
-
-_GROWTH = 0.1
-"""Least part of a gradient that one more of many parameters adds to what a step takes at once."""
-
-
-def strided(model: nn.Module) -> bool:
-    """Whether some trainable parameter is dense and not contiguous: so is its gradient."""
-    return any(p.requires_grad and not p.is_contiguous() for p in model.parameters())
-
-
-def other_dtypes(model: nn.Module, workload: Workload) -> frozenset[torch.dtype]:
-    """Dtypes of trainable parameters besides the workload's."""
-    stored = parameter_dtype(workload.dtype, workload.precision)
-    return frozenset(p.dtype for p in model.parameters() if p.requires_grad) - {stored}
-
-
-def refuse_sparse(names: Set[str], optimizer: str, workload: Workload) -> None:
-    """ProtrainError where the optimizer takes no sparse gradients, and these parameters have some.
-
-    Asked is the optimizer itself.
-    """
-    if not names:
-        return
-    stored = parameter_dtype(workload.dtype, workload.precision)
-    parameter = nn.Parameter(torch.zeros(2, 2, dtype=stored))
-    parameter.grad = _gradient_of(parameter, sparse=True)
-    stepper = optimizer_factory(optimizer, workload.precision)([parameter])
-    try:
-        stepper.step()
-    except RuntimeError as error:
-        raise ProtrainError(
-            f"the gradient of '{min(names)}' is sparse, and the optimizer {optimizer} takes none:"
-            f" {error}",
-            source=workload.model,
-            key="optimizer",
-            fix="let the embedding have dense gradients (sparse=False), or --optimizer sgd",
-        ) from error
-
-
-def _gradient_of(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
-    """Zeros; sparse ones name every row, the last one first, and are not coalesced."""
-    zeros = torch.zeros_like(parameter)
-    if not sparse:
-        return zeros
-    rows = torch.arange(len(zeros) - 1, -1, -1, device=zeros.device)[None]
-    return torch.sparse_coo_tensor(rows, zeros, zeros.shape)
 
 
 def _alike(units: Sequence[Unit], block_classes: BlockClasses) -> list[list[int]]:

@@ -182,15 +182,17 @@ def rehearse(
     `units` say what the model's units are; their decisions are made here. Rehearse before bytes
     are counted: what that leaves behind in the process would count, too. On an accelerator: what is
     taken of the device besides its allocator's memory; `reserve` sees the second step. `absent` are
-    units that do not run: their parameters are on `meta`. The states of `staying` ones cannot leave
+    units that do not run: nobody reads their parameters. The states of `staying` ones cannot leave
     the device. `swapped_bytes` is what the others swap. Where it is `timed`, a step more is run for
     that.
     """
     device = device_of(model)
     shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
+    of_units = unit_parameters(model, shape)
+    missing = {p for index in absent for _, p in of_units[index]}
+    trained = [p for p in model.parameters() if p.requires_grad and p not in missing]
     sizes = [
-        sum(p.numel() for _, p in parameters if p.requires_grad and not p.is_meta)
-        for parameters in unit_parameters(model, shape)
+        sum(p.numel() for _, p in own if p.requires_grad and p not in missing) for own in of_units
     ]
     left_alone: Sequence[int] = absent
     tier: TierName = "disk"
@@ -218,9 +220,7 @@ def rehearse(
         model,
         made,
         optimizer=_idle(optimizer_factory(optimizer)),
-        param_groups=[
-            {"params": [p for p in model.parameters() if p.requires_grad and not p.is_meta]}
-        ],
+        param_groups=[{"params": trained}],
         spill_directory=spill_directory,
     )
 

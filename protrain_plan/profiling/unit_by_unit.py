@@ -211,14 +211,7 @@ def sketch_and_model(
     """
     with _settled(), faking(workload.device) as mode, without_values(source.name):
         progress("building the model", 0.05)
-        model = fake_model(
-            source,
-            dtype=workload.dtype,
-            precision=workload.precision,
-            adapter=workload.adapter,
-            quantize=workload.quantize,
-            seed=workload.seed,
-        )
+        model = fake_model(source, workload)
         refuse_parameters(model, source=source.name)
         switch_off_checkpointing(model)
         switch_off_caches(model)

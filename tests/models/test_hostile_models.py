@@ -20,7 +20,7 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import parse_pin, pinned_options
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.profiling.measured import refuse_sparse
+from protrain_plan.profiling.optimizer_cost import refuse_sparse
 from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import KEEP, Budgets, Placement

@@ -18,6 +18,7 @@ from protrain_plan.profiling.structure.repeated_calls import RepeatedCalls
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
 from tests.support.estimates import device, weighed
+from tests.support.hostile_models import WORKLOAD
 from tests.support.messages import Speaker
 
 TOKENS = torch.tensor([[5, 7, 5, 9], [7, 7, 1, 5]])
@@ -80,7 +81,7 @@ def test_models_that_ask_for_values_are_estimated(name: str) -> None:
         real, _ = weighed(model, batch)
     allocator = allocator_of(device(name=processor_name()))
     with faking() as mode:
-        model = fake_model(specimen.source, dtype="float32", precision="pure", adapter="", seed=0)
+        model = fake_model(specimen.source, WORKLOAD)
         faked = fake_batch(mode, batch)
         with undisturbed(model):
             fake, _ = weighed(model, faked, lambda: FakeMeter(allocator))

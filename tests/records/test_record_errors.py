@@ -12,7 +12,7 @@ from protrain_runtime.contract import records
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.schema import Record
-from protrain_runtime.contract.records.tree import number_text
+from protrain_runtime.contract.records.words import number_text
 from tests.support.messages import Speaker
 from tests.support.planning_cases import RATES
 from tests.support.record_samples import HARDWARE, PLAN, PLAN_TEXT, PROFILE

@@ -51,7 +51,7 @@ from protrain_runtime.contract.records.profile import (
     Workload,
 )
 from protrain_runtime.contract.records.schema import Record, hints
-from protrain_runtime.contract.records.tree import number_text, unseen
+from protrain_runtime.contract.records.words import number_text, unseen
 from tests.support.commands import ROOT, ran
 from tests.support.messages import Speaker
 from tests.support.record_samples import (

@@ -24,7 +24,7 @@ from protrain_plan.models.optimizers import KNOWN, OF_8_BITS, OF_MATRICES, optim
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.profiling.estimated import estimate
-from protrain_plan.profiling.measured import cuts_of
+from protrain_plan.profiling.optimizer_cost import cuts_of
 from protrain_plan.profiling.structure.faking import faking
 from protrain_runtime import load, save, with_master_weights
 from protrain_runtime.contract.errors import ProtrainError

@@ -27,7 +27,8 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.profiling.measured import measure, measure_model, workspace
+from protrain_plan.profiling.measured import measure, measure_model
+from protrain_plan.profiling.optimizer_cost import workspace
 from protrain_plan.simulation.wear import wear
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes, evaluation_bytes
@@ -333,7 +334,7 @@ def test_a_lanes_update_takes_the_workspace_of_one_run(optimizer: str, dtype: DT
     run, runs = 2**16, 8
     team = UpdateTeam(longest=run)
     update = lane_update(dtype, team, num_parameters=run * runs, num_tensors=2, optimizer=optimizer)
-    fraction = workspace(optimizer, dtype, "pure")["workspace_fraction"]
+    fraction = workspace(optimizer, dtype, "pure").workspace_fraction
     counted = fraction * run * TORCH_DTYPES[dtype].itemsize
     scalars = 3 * 1024 * (runs + 1)  # two tables of 8 bits, steps and factors
     assert 0.98 * counted <= update_bytes(update) <= counted + scalars
@@ -351,7 +352,7 @@ def test_an_update_of_channels_last_parameters_takes_the_workspace_of_one(optimi
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     measured = update_bytes(optimizer_factory(optimizer)(parameters).step)
-    fraction = workspace(optimizer, "float32", "pure", strided=True)["workspace_fraction"]
+    fraction = workspace(optimizer, "float32", "pure", strided=True).workspace_fraction
     assert 0 <= fraction * parameters[0].nbytes + SLACK_BYTES - measured <= 2 * SLACK_BYTES
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from protrain_plan.hardware.speeds import in_worker
 from protrain_plan.models.optimizers import OPTIMIZERS
-from protrain_plan.profiling.measured import workspace
+from protrain_plan.profiling.optimizer_cost import workspace
 from protrain_runtime.contract.program.program import PIECE_ALIGNMENT
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
@@ -541,7 +541,7 @@ def test_a_step_on_masters_stays_within_the_room_that_is_counted(name: str, room
 
 def test_the_workspace_of_masters_is_two_bytes_per_byte_of_the_parameter() -> None:
     """As test_peaks counts: a float32 gradient for each bfloat16 element."""
-    assert workspace("adamw", "bfloat16", "master")["workspace_fraction"] == 2.0
+    assert workspace("adamw", "bfloat16", "master").workspace_fraction == 2.0
 
 
 class KeepsGradients(torch.optim.Optimizer):

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
-from protrain_plan.profiling.measured import measure_model, workspace
+from protrain_plan.profiling.measured import measure_model
+from protrain_plan.profiling.optimizer_cost import workspace
 from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
@@ -370,7 +371,7 @@ def _cost(optimizer: str, dtypes: frozenset[torch.dtype]) -> OptimizerCost:
         name=optimizer,
         host_parameters_per_s=1e9,
         device_parameters_per_s=1e9,
-        **workspace(optimizer, "float32", "pure", beside=dtypes),
+        **workspace(optimizer, "float32", "pure", beside=dtypes)._asdict(),
     )
 
 

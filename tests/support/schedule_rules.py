@@ -20,10 +20,8 @@ from protrain_plan.planning.search.scheduling import (
     late_units,
     schedule_of,
 )
-from protrain_runtime.contract.program.implications import Brought, Fetch
+from protrain_runtime.contract.program.implications import Fetch
 from protrain_runtime.contract.records.plan import Schedule
-
-_Coming = Fetch | Brought
 
 
 class ScheduleRule(NamedTuple):
@@ -58,7 +56,7 @@ class _Drain:
     """
 
     slot: int
-    pieces: tuple[int, ...]  # see implications.Leaving
+    pieces: tuple[int, ...]  # see implications.Eviction
     held: tuple[int, ...]
     gone: int
     latest: int
@@ -148,7 +146,7 @@ def fill(
     for drain in drains:
         drain.extend(free, rule.window)
 
-    groups: list[tuple[int, int, str, list[_Coming]]] = []
+    groups: list[tuple[int, int, str, list[Fetch]]] = []
     for unit, (activation, state) in enumerate(zip(activations, states, strict=True)):
         if activation.swap_in:
             # What comes back needs its room again: the last of it is gone by then.
@@ -157,7 +155,7 @@ def fill(
             groups.append((fetch.slot, unit, "swap", [fetch]))
         for name in ("forward", "backward"):
             here = name == "forward"
-            coming: list[_Coming] = [f for f in state.arriving if (f.slot < count) == here]
+            coming: list[Fetch] = [f for f in state.arriving if (f.slot < count) == here]
             if coming:
                 groups.append((coming[0].slot, unit, name, coming))
     groups.sort(key=lambda group: group[:2])
@@ -184,7 +182,7 @@ def fill(
     return tuple(schedules)
 
 
-def _lead(fetches: list[_Coming], free: list[int], depth: int) -> float:
+def _lead(fetches: list[Fetch], free: list[int], depth: int) -> float:
     """The largest common lead up to `depth`; takes its bytes from `free`."""
     lead = 0
     while lead < depth:

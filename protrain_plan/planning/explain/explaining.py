@@ -39,7 +39,7 @@ from protrain_runtime.contract.records.plan import (
     StateTier,
 )
 from protrain_runtime.contract.records.profile import Profile
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 MAX_GROUPS = 12

@@ -252,7 +252,7 @@ class DecisionModel(LinearModel):
         change: list[Terms] = [[] for _ in range(self.end + 2)]
 
         for option, one, _ in self.each():
-            for held in option.holdings:
+            for held in option.live_ranges:
                 change[held.first].append((one, held.bytes / unit))
                 change[held.last + 1].append((one, -held.bytes / unit))
         if not is_accelerator(problem.implied.device):

@@ -54,7 +54,8 @@ from protrain_runtime.contract.records.plan import (
     StepSettings,
 )
 from protrain_runtime.contract.records.profile import WHOLE, Unit
-from protrain_runtime.contract.records.tree import did_you_mean, listed, parsed
+from protrain_runtime.contract.records.tree import parsed
+from protrain_runtime.contract.records.words import did_you_mean, listed
 
 Decision = tuple[int, int]
 """The numbers of a unit's activation option and of its state option."""

@@ -46,7 +46,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import SPARSE, Profile
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 
 MIN_PIECE_BYTES = 8 * 2**20
 """Smaller pieces spend their time on starting."""
@@ -530,7 +530,7 @@ class Problem:
 
         def changes(option: ActivationOption | StateOption) -> tuple[tuple[int, int], ...]:
             sums: dict[int, int] = {}
-            for held in option.holdings:
+            for held in option.live_ranges:
                 sums[held.first] = sums.get(held.first, 0) + held.bytes
                 sums[held.last + 1] = sums.get(held.last + 1, 0) - held.bytes
             return tuple((slot, size) for slot, size in sums.items() if size)

@@ -501,6 +501,7 @@ class _Planning:
         """Change one unit after the other."""
         self.best = self.descent.refined(self.best, most=self.walks // 2, enough_s=self._enough_s)
         if self.problem.count <= SMALL:
+            self._keep(baseline("four-parameter", self.problem, self.evaluator))
             self._search()
         self._polish("changes of single units")
 

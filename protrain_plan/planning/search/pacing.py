@@ -70,7 +70,7 @@ class _Departure(NamedTuple):
     swap: bool
     bytes: int
     kept: int
-    pieces: tuple[int, ...]  # see implications.Leaving
+    pieces: tuple[int, ...]  # see implications.Eviction
     held: tuple[int, ...]
     clocks: tuple[Clock, ...]
     in_place: bool

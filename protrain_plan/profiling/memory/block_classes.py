@@ -35,7 +35,6 @@ from protrain_plan.profiling.structure.faking import asked
 from protrain_plan.profiling.structure.rerun import writing_arguments
 from protrain_runtime.activations.compiled import replace_code
 from protrain_runtime.activations.trees import is_value, tensors_in, written_arguments
-from protrain_runtime.contract.records.plan import UnitPlan
 from protrain_runtime.contract.records.profile import Unit
 
 
@@ -150,14 +149,6 @@ def filled(units: Sequence[Unit], block_classes: BlockClasses) -> list[Unit]:
             stays=units[other].stays,
         )
         for unit, other in zip(units, block_classes.representatives, strict=True)
-    ]
-
-
-def with_inputs(plans: Sequence[UnitPlan], block_classes: BlockClasses) -> list[UnitPlan]:
-    """The units as plans describe them, with the own inputs of those that ran."""
-    return [
-        replace(plan, own_inputs=plans[other].own_inputs)
-        for plan, other in zip(plans, block_classes.representatives, strict=True)
     ]
 
 

@@ -8,6 +8,7 @@ passes, because counting allocations slows the code.
 import gc
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from protrain_runtime.activations.forms import around, wrap_forward
 from protrain_runtime.activations.saved_tensors import MIN_SWAP_BYTES
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.program import grouped, in_blocks
+from protrain_runtime.contract.program.program import grouped
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.profile import HANDED_SIZES, Form
 from protrain_runtime.devices import device as devices
@@ -234,7 +235,10 @@ class SavedBytes:
     output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
     `differentiated`: the forward itself asks for gradients through what the unit hands on.
     `ends_in_cross_entropy`: the last part calls that. `handed_bytes` are of the inputs with
-    gradients that the unit before saves as well, such as a relu's output.
+    gradients that the unit before saves as well, such as a relu's output. `shared_inputs` are bytes
+    of inputs that others hold, too, and none saves, such as position ids: several blocks read them,
+    or the model's code has a name for them two units later. They end with the model's forward,
+    unless a block is recomputed, which holds them until then.
     """
 
     pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
@@ -247,6 +251,7 @@ class SavedBytes:
     handed_bytes: int = 0
     reads: tuple[int, ...] = ()
     gets: tuple[str, ...] = ()  # shape and dtype of each tensor from the unit before
+    shared_inputs: tuple[int, ...] = ()  # each with the first unit that reads it
 
     @property
     def swappable_bytes(self) -> int:
@@ -357,10 +362,13 @@ def saved_bytes(
             loss = loss_of(call_model(model, batch))
         awaited = [{key for key, one in unit.items() if one.awaited} for unit in saved]
         del loss
-    readers: dict[int, set[int]] = {}
+    readers: dict[int, set[int]] = defaultdict(set)
+    given_to: dict[int, set[int]] = defaultdict(set)
     for unit in range(count):
-        for key in {*saved[unit], *(one.key for one in inputs[unit])}:
-            readers.setdefault(key, set()).add(unit)
+        for one in inputs[unit]:
+            given_to[one.key].add(unit)
+        for key in (*saved[unit], *(one.key for one in inputs[unit])):
+            readers[key].add(unit)
     makers: dict[int, int] = {}
     for unit, handed in enumerate(outputs):
         for key in handed & flowing:
@@ -373,9 +381,19 @@ def saved_bytes(
         for place in staying[unit]
         if inputs[unit][place].key in makers
     }
+    lasting = [tensor for held in held_tensors(model).values() for tensor in held]
+    known = identities([*model.parameters(), *model.buffers(), *tensors_in(batch), *lasting])
+    known.update(key for unit in packed for key in unit)
     found: list[SavedBytes] = []
     for unit, module in enumerate(modules):
         keys = [one.key for one in inputs[unit]]
+        shared_inputs: list[int] = []
+        for place, one in enumerate(inputs[unit]):
+            if one.key not in known and (
+                len(given_to[one.key]) > 1 or (place in staying[unit] and unit < count - 2)
+            ):
+                known.add(one.key)
+                shared_inputs.append(one.num_bytes)
         mostly = set(range(len(keys))) - staying[unit]
         may_be_own = mostly if own_inputs is None else set(own_inputs[unit])
         own = tuple(
@@ -414,13 +432,12 @@ def saved_bytes(
                             maker
                             for key, maker in makers.items()
                             if maker < unit - 1
-                            and (
-                                unit in readers.get(key, ()) or (unit == count - 1 and key in named)
-                            )
+                            and (unit in readers[key] or (unit == count - 1 and key in named))
                         }
                     )
                 ),
                 gets=gets.get(unit, ()),
+                shared_inputs=tuple(shared_inputs),
                 linked=linked or len(flowing & (outputs[unit] - set(keys))) > 1,
                 differentiated=unit in watch.differentiated,
                 ends_in_cross_entropy=unit == count - 1 and module is None and loss_seen.seen,
@@ -431,49 +448,6 @@ def saved_bytes(
             )
         )
     return found
-
-
-def shared_input_bytes(
-    model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch, *, block: int = 1
-) -> int:
-    """Bytes of the inputs that others hold besides their block and none saves: position ids, say.
-
-    Several blocks share them, or the model's code has a name for them two units later. They end
-    with the model's forward, unless a block is recomputed: it holds them until then. Each storage
-    takes whole blocks of `block` bytes.
-    """
-    count = len(modules)
-    known = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-    pointers = identities(known)
-    readers: dict[int, set[int]] = {}
-    storages = TrackedStorages()
-    saved: set[int] = set()
-    shared: set[int] = set()
-
-    def on_slot(slot: int, tensors: Sequence[torch.Tensor]) -> None:
-        if slot >= count:
-            return
-        for tensor in tensors:
-            storages.of(tensor)
-        for key in identities(tensors):
-            if key not in pointers:
-                readers.setdefault(key, set()).add(slot)
-        for key, units in readers.items():
-            later = max(units) == slot - 2
-            if len(units) > 1 or (later and key in storages and storages[key].held_elsewhere()):
-                shared.add(key)
-
-    def pack(tensor: torch.Tensor) -> Packed:
-        saved.update(identities([tensor]))
-        return storages.of(tensor).pack(tensor)
-
-    with watched(model, modules, "keep", SlotWatch(on_slot)):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
-            loss = loss_of(call_model(model, batch))
-        del loss
-    kept = identities(tensor for held in held_tensors(model).values() for tensor in held)
-    found = (storages[key] for key in shared - saved - kept if key in storages)
-    return sum(in_blocks(one.num_bytes, block) for one in found)
 
 
 def memory_segments(
@@ -510,6 +484,13 @@ def _warm(model: nn.Module, batch: Batch, num_steps: int) -> None:
         drop_gradients(model)
 
 
+@dataclass(slots=True, weakref_slot=True)
+class _Held:
+    """A saved tensor, which autograd has; None once it has left."""
+
+    tensor: torch.Tensor | None
+
+
 def swapped_segments(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
@@ -525,24 +506,29 @@ def swapped_segments(
     """
     gc.collect()
     counting = meter()
-    packed: list[list[list[torch.Tensor]]] = []  # by unit; an empty one has left
+    packed: list[list[ref[_Held]]] = []  # by unit; what autograd has let go of is gone
 
     def on_slot(slot: int, _: object) -> None:
         for number in saved[slot - 1].leaving if packed and slot <= len(saved) else ():
-            if number < len(packed[-1]):
-                packed[-1][number].clear()
+            if number < len(packed[-1]) and (held := packed[-1][number]()) is not None:
+                held.tensor = None
         packed.append([])
         counting.mark(str(slot))
 
-    def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
-        packed[-1].append([tensor.detach()])
-        return packed[-1][-1]
+    def pack(tensor: torch.Tensor) -> _Held:
+        held = _Held(tensor.detach())
+        packed[-1].append(ref(held))
+        return held
+
+    def unpack(held: _Held) -> torch.Tensor:
+        assert held.tensor is not None, "there is no backward"
+        return held.tensor
 
     watch = SlotWatch(on_slot)
     with watched(model, modules, "keep", watch, may_skip=True), counting:
         _warm(model, batch, num_warm)
         packed.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held[0]):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             loss = loss_of(call_model(model, batch))
         counting.mark("end")
         del loss

@@ -1,17 +1,16 @@
 """Bytes that a model's units hold: found by running it, on real tensors or on fake ones.
 
 First `analyze_units` looks at what each unit saves, then `measure_bytes` at the live bytes of whole
-steps. Besides units: the tensors that a model keeps from one step to the next (`Lasting`), and
-those in the process that are none of the model's.
+steps.
 """
 
-import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,13 +21,15 @@ from protrain_plan.models.optimizers import (
     optimizer_factory,
 )
 from protrain_plan.profiling.memory import passes
+from protrain_plan.profiling.memory.lasting import Lasting
+from protrain_plan.profiling.memory.passes import SavedBytes
 from protrain_plan.profiling.structure.discovery import (
     FURTHER_STEPS,
     FoundUnit,
     Variation,
     starting_from,
 )
-from protrain_plan.profiling.structure.rerun import held_tensors, run_once, writing_arguments
+from protrain_plan.profiling.structure.rerun import run_once, writing_arguments
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import BLOCK_BYTES, block_bytes, in_blocks
@@ -46,13 +47,9 @@ from protrain_runtime.contract.records.profile import (
     Unit,
 )
 from protrain_runtime.contract.units import format_bytes
-from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import (
     Segment,
-    device_of,
-    reachable,
     storage_bytes,
-    storages_of,
 )
 from protrain_runtime.states.chunk_layouts import make_chunk, unit_parameters
 from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice
@@ -60,125 +57,13 @@ from protrain_runtime.states.parameters import of_one_storage, overlapping
 from protrain_runtime.states.quantized import absent_scale_bytes
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 
-_ELSEWHERE = "what its code holds besides its attributes"
-_MOST_STEPS = 16
-"""After which what still grows is taken to grow on: a memory of more steps is refused."""
-
-
-class Lasting:
-    """The tensors in a model's attributes when this is made, and what becomes of them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._before = self._tensors()  # held, so that no other takes an identity
-        self._bytes = self._sizes()
-
-    def num_bytes(self, *, block: int = 1) -> int:
-        """Bytes of all that attributes hold now; each storage in whole blocks of `block`."""
-        return storage_bytes((t for held in self._attributes().values() for t in held), block=block)
-
-    def num_steps(self, step: Callable[[], object]) -> int:
-        """After how many a step has replaced all that steps replace; 0 where they replace nothing.
-
-        A queue of three tensors takes three.
-        """
-        first = self._tensors()
-        left = _identities(first)
-        if left == _identities(self._before):
-            return 0
-        for number in range(_MOST_STEPS):
-            step()
-            still = left & _identities(self._tensors())
-            if still == left and number:
-                return number
-            left = still
-        return _MOST_STEPS
-
-    def refuse_growth(self, step: Callable[[], object]) -> None:
-        """ProtrainError, naming the attribute, where `step` after step leaves more tensors.
-
-        Those that the model's code holds elsewhere (in a global, a closure) count, too; fake ones
-        are seen in attributes alone.
-        """
-        before = self._bytes
-        for _ in range(_MOST_STEPS):
-            present = self._sizes()
-            grown = {path: size - before.get(path, 0) for path, size in present.items()}
-            if max(grown.values(), default=0) <= 0:
-                return
-            before = present
-            step()
-        path, size = max(grown.items(), key=lambda item: item[1])
-        raise ProtrainError(
-            f"{path} holds {format_bytes(size)} more after every step: no plan has room for that",
-            fix="keep numbers in place of tensors (tensor.item()), or a fixed number of steps",
-        )
-
-    def _sizes(self) -> dict[str, int]:
-        sizes = {path: storage_bytes(held) for path, held in self._tensors().items()}
-        return sizes | {_ELSEWHERE: _bytes_besides_model(self._model)}
-
-    def _tensors(self) -> dict[str, list[torch.Tensor]]:
-        buffers = {path: [buffer] for path, buffer in self._model.named_buffers()}
-        return self._attributes() | buffers
-
-    def _attributes(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors in attributes that are where the model is."""
-        device = device_of(self._model)
-        held = held_tensors(self._model).items()
-        found = {path: [t for t in tensors if t.device == device] for path, tensors in held}
-        return {path: tensors for path, tensors in found.items() if tensors}
-
-
-def other_bytes(model: nn.Module) -> int:
-    """Bytes of the tensors on a CPU that are none of the model's: its data, mostly.
-
-    All that Python can reach in this process, as a measured step counts them. What a script has on
-    an accelerator is no longer free there when a plan is compared with the room that it has.
-    """
-    return _bytes_besides_model(model) if devices.on_host(device_of(model)) else 0
-
-
-def _bytes_besides_model(model: nn.Module) -> int:
-    gc.collect()
-    own = [*model.parameters(), *model.buffers()]
-    own += [p.grad for p in model.parameters() if p.grad is not None]
-    own += [tensor for held in held_tensors(model).values() for tensor in held]
-    known = storages_of(own).keys()
-    return _bytes_besides(reachable(device_of(model)), known)
-
-
-class Loaded:
-    """The bytes that a source brings into host memory from here on, such as a data set."""
-
-    def __init__(self) -> None:
-        self._held = reachable(devices.HOST)  # so that no other takes an identity
-        self._before = storages_of(self._held).keys()
-
-    def num_bytes(self, batch: Batch) -> int:
-        """Bytes of the tensors there that have come since, but for a batch."""
-        known = self._before | storages_of(tensors_in(batch)).keys()
-        gc.collect()
-        return _bytes_besides(reachable(devices.HOST), known)
-
-
-def _bytes_besides(tensors: Iterable[torch.Tensor], known: Set[int]) -> int:
-    """Bytes of the storages behind tensors but for the known ones."""
-    found = storages_of(tensors)
-    return sum(storage.nbytes() for key, storage in found.items() if key not in known)
-
-
-def _identities(tensors: dict[str, list[torch.Tensor]]) -> set[int]:
-    return set(storages_of(tensor for held in tensors.values() for tensor in held))
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStructure:
     """A model's units, their parameters, and what each saves that is its own.
 
     `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
-    what libraries keep. `plans` say what the units are, as a plan does, with nothing decided.
-    `once` are the blocks whose forward cannot run twice, with the reasons
+    what libraries keep. `once` are the blocks whose forward cannot run twice, with the reasons
     (see `rerun`), and `stays` says of units why their states stay on the device. `num_warm`
     steps replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes
     that a recomputed block may hold of what others read too. `rules` are the
@@ -191,10 +76,9 @@ class ModelStructure:
 
     found: tuple[FoundUnit, ...]
     chunks: Sequence[Chunk]
-    saved: dict[Form, list[passes.SavedBytes]]
+    saved: dict[Form, list[SavedBytes]]
     base_bytes: int
     fixed_bytes: int
-    plans: list[UnitPlan]
     once: Mapping[int, str]
     num_warm: int
     shared_bytes: int
@@ -209,6 +93,23 @@ class ModelStructure:
     @property
     def modules(self) -> list[nn.Module | None]:
         return [unit.module for unit in self.found]
+
+    def described(self, representatives: Sequence[int]) -> list[UnitPlan]:
+        """The units as a plan names them, with nothing decided and the inputs of those that ran."""
+        return [
+            UnitPlan(
+                name=unit.name,
+                kind=unit.kind,
+                parameters=unit.listed,
+                also_used_by=tuple(
+                    self.found[user].name for user in chunk.used_by if user != chunk.unit
+                ),
+                own_inputs=self.saved["keep"][ran].own_inputs,
+                activations=KEEP,
+                states=PERSISTENT,
+            )
+            for unit, chunk, ran in zip(self.found, self.chunks, representatives, strict=True)
+        ]
 
 
 def analyze_units(
@@ -232,7 +133,6 @@ def analyze_units(
     """
     modules = [unit.module for unit in found]
     block = block_bytes(device)
-    held_inputs = passes.shared_input_bytes(model, modules, batch, block=block)
     once = dict(run_once(model, found, batch) if once is None else once)
     lasting = Lasting(model)
     with writing_arguments(modules) as arguments:
@@ -251,7 +151,6 @@ def analyze_units(
             if module is not None:
                 once.setdefault(index, DIFFERENTIATED)
     own_inputs = [unit.own_inputs for unit in keep]
-    saved: dict[Form, list[passes.SavedBytes]] = {"keep": keep}
     unused = frozenset(
         index
         for index, (unit, own) in enumerate(zip(found, keep, strict=True))
@@ -259,29 +158,23 @@ def analyze_units(
     )
     kept = unused | once.keys()
     tried = allowed_forms(()) if forms is None else forms
-    for form in names_of("blocks"):
-        if form in tried:
-            saved[form] = passes.saved_bytes(
-                model, modules, batch, form, own_inputs=own_inputs, kept=kept
-            )
+
+    def look(form: Form, batch: Batch = batch, *, may_skip: bool = False) -> list[SavedBytes]:
+        inputs = None if form == "keep" else own_inputs
+        return passes.saved_bytes(
+            model, modules, batch, form, own_inputs=inputs, kept=kept, may_skip=may_skip
+        )
+
+    saved = {"keep": keep} | {form: look(form) for form in names_of("blocks") if form in tried}
     for start, other in variation.steps if variation else ():
         with starting_from(model, start):
             for form, units in saved.items():
-                again = passes.saved_bytes(
-                    model,
-                    modules,
-                    other,
-                    form,
-                    own_inputs=own_inputs if form != "keep" else None,
-                    kept=kept if form != "keep" else frozenset(),
-                    may_skip=True,
-                )
                 # Tiers have places for the bytes that were seen: other ones stay on the device.
                 saved[form] = [
                     unit
                     if not now.pieces or now.pieces == unit.pieces
                     else replace(unit, pieces=())
-                    for unit, now in zip(units, again, strict=True)
+                    for unit, now in zip(units, look(form, other, may_skip=True), strict=True)
                 ]
 
     def step() -> None:
@@ -294,6 +187,7 @@ def analyze_units(
     rules = UpdateRules(optimizer_factory(optimizer, precision))
     stepped = {part.name: part.rule(rules) for part in parts if part.trainable}
     base = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
+    held_inputs = sum(in_blocks(size, block) for unit in keep for size in unit.shared_inputs)
     base += lasting.num_bytes(block=block) + held_inputs
     base += absent_scale_bytes(model, block=block)
     return ModelStructure(
@@ -302,7 +196,6 @@ def analyze_units(
         saved=saved,
         base_bytes=base + (0 if on_blocks else _scalars(parts, stepped)),
         fixed_bytes=_beside_in_blocks(parts, stepped) if on_blocks else 0,
-        plans=_described(found, chunks, keep),
         once=once,
         num_warm=lasting.num_steps(step),
         shared_bytes=held_inputs,
@@ -431,6 +324,7 @@ def measure_bytes(
             may_skip=may_skip,
         )
 
+    keep = structure.saved["keep"]
     # Of parameters that get a gradient, its bytes. A sparse one may have more than the parameter: a
     # row for every time that it is read.
     arrived: dict[str, int] = {}
@@ -445,11 +339,11 @@ def measure_bytes(
             sparse.add(part.name)
             in_step[part.name] = storage_bytes([gradient])
 
-    def kind(form: Form, other: Batch = batch, *, may_skip: bool = False) -> _Kind:
+    def step(form: Form, batch: Batch = batch, *, may_skip: bool = False) -> list[_Levels]:
         in_step.clear()
-        cuts = segments(form, other, may_skip=may_skip)
+        cuts = segments(form, batch, may_skip=may_skip)
         arrived.update(in_step)
-        return cuts, dict(in_step)
+        return _levels(cuts, structure, in_step)
 
     with ExitStack() as stack:
         for part in (part for chunk in structure.chunks for part in chunk.slices):
@@ -457,16 +351,24 @@ def measure_bytes(
                 hook = partial(note, part)
                 handle = part.parameter.register_post_accumulate_grad_hook(hook)
                 stack.callback(handle.remove)
-        steps = {form: [kind(form)] for form in structure.saved}
-        last = _of_last_part(model, structure, segments)
+        steps = {form: [step(form)] for form in structure.saved}
+        last: dict[Form, list[_Levels]] = {}
+        for form in structure.last_forms:
+            with suppress(Exception):  # any code of the model runs here, and refusals of the form
+                last[form] = _levels(segments(form), structure, arrived)
+            passes.drop_gradients(model)
         varies = structure.variation
         for start, other in varies.steps if varies and not varies.by_values else ():
             with starting_from(model, start):
                 for form, each in steps.items():
-                    each.append(kind(form, other, may_skip=True))
-    memory = {form: _largest(each, structure, arrived) for form, each in steps.items()}
-    units = _units(structure, memory, last, arrived, sparse)
-    keep = structure.saved["keep"]
+                    each.append(step(form, other, may_skip=True))
+    # Every unit takes what it takes at most in one of the steps. A GAN's two, say: each takes more
+    # in another model, so that neither bounds mixed forms.
+    memory = {
+        form: [_Levels(*map(max, zip(*unit, strict=True))) for unit in zip(*each, strict=True)]
+        for form, each in steps.items()
+    }
+    units = [_unit(structure, index, memory, last, arrived, sparse) for index in range(len(keep))]
     if any(saved.leaving for saved in keep):
         cuts = passes.swapped_segments(
             model, structure.modules, batch, keep, meter=meter, num_warm=structure.num_warm
@@ -485,52 +387,45 @@ def measure_bytes(
 
         units = _held_in(units, further, structure, arrived)
     gradients = _live_gradients(structure, arrived, after=-1)
-    left = max(cuts[-1].start_bytes - cuts[0].start_bytes for cuts in memory.values())
+    left = max(levels[0].left for levels in memory.values())
     loss = in_blocks(_LOSS_BYTES, structure.block)
     return StepBytes(units=units, left_bytes=max(0, left - gradients - loss))
 
 
-_Kind = tuple[tuple[Segment, ...], Mapping[str, int]]
-"""Segments of a step, and the bytes of the gradients that arrive in it."""
+class _Levels(NamedTuple):
+    """Bytes of a unit in a step.
 
-
-def _largest(
-    steps: Sequence[_Kind], structure: ModelStructure, arrived: Mapping[str, int]
-) -> tuple[Segment, ...]:
-    """Segments of a step in which every unit takes what it takes at most in one of `steps`.
-
-    A GAN's two steps, say: each takes more in another model, so that neither bounds mixed forms.
+    forward, backward  the peaks above the level that the slot begins with
+    kept               what the level rises by in forward
+    left               the level after the unit's backward, above that before its forward
     """
-    if len(steps) == 1:
-        return steps[0][0]
-    count, cuts = len(structure.found), list(steps[0][0])
-    for index in range(count):
-        slot, level = 2 * count - 1 - index, cuts[index].start_bytes
-        after = level + max(c[index + 1].start_bytes - c[index].start_bytes for c, _ in steps)
-        forward = max(c[index].peak_bytes - c[index].start_bytes for c, _ in steps)
-        backward = max(
-            c[slot].peak_bytes
-            - c[index + 1].start_bytes
-            - _live_gradients(structure, gradients, after=index)
-            for c, gradients in steps
-        ) + _live_gradients(structure, arrived, after=index)
-        left = max(c[slot + 1].start_bytes - c[index].start_bytes for c, _ in steps)
-        cuts[index] = replace(cuts[index], peak_bytes=level + forward)
-        cuts[index + 1] = replace(cuts[index + 1], start_bytes=after)
-        cuts[slot] = replace(cuts[slot], peak_bytes=after + backward)
-        cuts[slot + 1] = replace(cuts[slot + 1], start_bytes=level + left)
-    return tuple(cuts)
+
+    forward: int
+    kept: int
+    backward: int
+    left: int
 
 
-def _of_last_part(
-    model: nn.Module, structure: ModelStructure, segments: Callable[[Form], tuple[Segment, ...]]
-) -> dict[Form, tuple[Segment, ...]]:
-    """The segments of a step with the last part in each of its forms that it can take."""
-    found: dict[Form, tuple[Segment, ...]] = {}
-    for form in structure.last_forms:
-        with suppress(Exception):  # any code of the model runs here, and refusals of the form
-            found[form] = segments(form)
-        passes.drop_gradients(model)
+def _levels(
+    cuts: Sequence[Segment], structure: ModelStructure, arrived: Mapping[str, int]
+) -> list[_Levels]:
+    """The units' bytes in a step in which these gradients arrive.
+
+    Gradients of units that ran before in backward are live in its slots; a plan says what becomes
+    of them. A tied one is live from its last use on.
+    """
+    found: list[_Levels] = []
+    for index in range(len(structure.found)):
+        before, after, backward = cuts[index], cuts[index + 1], cuts[len(cuts) - 2 - index]
+        gradients = _live_gradients(structure, arrived, after=index)
+        found.append(
+            _Levels(
+                forward=before.peak_bytes - before.start_bytes,
+                kept=after.start_bytes - before.start_bytes,
+                backward=backward.peak_bytes - after.start_bytes - gradients,
+                left=cuts[len(cuts) - 1 - index].start_bytes - before.start_bytes,
+            )
+        )
     return found
 
 
@@ -579,15 +474,7 @@ def _raised(
             more_backward = max(0, backward - cost.backward_peak_bytes)
         else:
             level -= cost.swappable_bytes
-        higher = (
-            replace(
-                each,
-                forward_peak_bytes=each.forward_peak_bytes + more_forward,
-                backward_peak_bytes=each.backward_peak_bytes + more_backward,
-            )
-            for each in unit.forms
-        )
-        raised.append(replace(unit, forms=tuple(higher)))
+        raised.append(_higher(unit, forward=more_forward, backward=more_backward))
     return raised
 
 
@@ -619,23 +506,26 @@ def _held_in(
             units = _raised(units, forms, cuts, structure, arrived)
         ranges = [max(of_slot) - min(of_slot) for of_slot in zip(*peaks, strict=True)]
         spare = list(map(max, spare, ranges))
-    assert structure.variation is not None
+    if structure.variation is None or not structure.variation.by_values:
+        return units
     return [
-        replace(
-            unit,
-            forms=tuple(
-                replace(
-                    form,
-                    forward_peak_bytes=form.forward_peak_bytes + spare[index],
-                    backward_peak_bytes=form.backward_peak_bytes + spare[~index],
-                )
-                for form in unit.forms
-            ),
-        )
-        if structure.variation.by_values
-        else unit
+        _higher(unit, forward=spare[index], backward=spare[~index])
         for index, unit in enumerate(units)
     ]
+
+
+def _higher(unit: Unit, *, forward: int = 0, kept: int = 0, backward: int = 0) -> Unit:
+    """The unit with so many bytes more in each of its forms."""
+    forms = (
+        replace(
+            form,
+            forward_peak_bytes=form.forward_peak_bytes + forward,
+            kept_bytes=form.kept_bytes + kept,
+            backward_peak_bytes=form.backward_peak_bytes + backward,
+        )
+        for form in unit.forms
+    )
+    return replace(unit, forms=tuple(forms))
 
 
 def without_falls(units: Sequence[Unit]) -> list[Unit]:
@@ -648,31 +538,10 @@ def without_falls(units: Sequence[Unit]) -> list[Unit]:
     settled = list(units)
     for index in reversed(range(len(settled))):
         fall = -min(0, *(form.kept_bytes for form in settled[index].forms))
-        if not fall:
-            continue
-        settled[index] = replace(
-            settled[index],
-            forms=tuple(
-                replace(
-                    form,
-                    forward_peak_bytes=form.forward_peak_bytes + (fall if index else 0),
-                    kept_bytes=form.kept_bytes + fall,
-                )
-                for form in settled[index].forms
-            ),
-        )
-        if index:
-            settled[index - 1] = replace(
-                settled[index - 1],
-                forms=tuple(
-                    replace(
-                        form,
-                        kept_bytes=form.kept_bytes - fall,
-                        backward_peak_bytes=form.backward_peak_bytes + fall,
-                    )
-                    for form in settled[index - 1].forms
-                ),
-            )
+        if fall:
+            settled[index] = _higher(settled[index], forward=fall if index else 0, kept=fall)
+        if fall and index:
+            settled[index - 1] = _higher(settled[index - 1], kept=-fall, backward=fall)
     return settled
 
 
@@ -687,16 +556,8 @@ def _live_gradients(structure: ModelStructure, arrived: Mapping[str, int], *, af
     )
 
 
-def _listed(unit: FoundUnit) -> tuple[str, ...]:
-    """The parameters to name in the record: all of a part's, and a block's from elsewhere."""
-    if unit.kind == "part":
-        return tuple(sorted(unit.parameters))
-    inside = tuple(name for name in unit.parameters if not name.startswith(f"{unit.name}."))
-    return tuple(sorted(inside))
-
-
 def _chunks(model: nn.Module, found: Sequence[FoundUnit], alignment: int) -> list[Chunk]:
-    shape = [(unit.kind, unit.name, _listed(unit)) for unit in found]
+    shape = [(unit.kind, unit.name, unit.listed) for unit in found]
     parameters = unit_parameters(model, shape)
     owner = {name: index for index, unit in enumerate(parameters) for name, _ in unit}
     users: list[list[int]] = [[index] for index in range(len(found))]
@@ -710,128 +571,90 @@ def _chunks(model: nn.Module, found: Sequence[FoundUnit], alignment: int) -> lis
     ]
 
 
-def _described(
-    found: Sequence[FoundUnit], chunks: Sequence[Chunk], saved: Sequence[passes.SavedBytes]
-) -> list[UnitPlan]:
-    """The units as a plan names them, with nothing decided."""
-    return [
-        UnitPlan(
-            name=unit.name,
-            kind=unit.kind,
-            parameters=_listed(unit),
-            also_used_by=tuple(found[user].name for user in chunk.used_by if user != index),
-            own_inputs=own.own_inputs,
-            activations=KEEP,
-            states=PERSISTENT,
-        )
-        for index, (unit, chunk, own) in enumerate(zip(found, chunks, saved, strict=True))
-    ]
-
-
-def _units(
+def _unit(
     structure: ModelStructure,
-    memory: dict[Form, tuple[Segment, ...]],
-    last: dict[Form, tuple[Segment, ...]],
+    index: int,
+    memory: Mapping[Form, Sequence[_Levels]],
+    last: Mapping[Form, Sequence[_Levels]],
     arrived: Mapping[str, int],
     sparse: Set[str],
-) -> list[Unit]:
-    found, chunks, saved = structure.found, structure.chunks, structure.saved
-    count = len(found)
-    units: list[Unit] = []
-    for index, unit in enumerate(found):
-        size = chunks[index].size(structure.rules)
+) -> Unit:
+    unit, chunk, keep = structure.found[index], structure.chunks[index], structure.saved["keep"]
+    size = chunk.size(structure.rules)
 
-        def cost(
-            form: Form,
-            cuts: Sequence[Segment],
-            pieces: tuple[int, ...] = (),
-            *,
-            index: int = index,
-        ) -> FormCost:
-            before = cuts[index].start_bytes
-            level = cuts[index + 1].start_bytes
-            backward = cuts[2 * count - 1 - index]
-            # Gradients of units that ran before in backward are live in this pass; a plan says
-            # what becomes of them. A tied one is live from its last use on.
-            gradients = _live_gradients(structure, arrived, after=index)
+    def cost(form: Form, levels: _Levels, pieces: tuple[int, ...] = ()) -> FormCost:
+        handed = gone = 0
+        if FORMS[form].leave and unit.kind == "block":
             # A form by leave need not hold a block's input. The block before may, in another form.
-            handed = 0
-            by_leave = bool(FORMS[form].leave) and found[index].kind == "block"
-            if by_leave:
-                handed = in_blocks(saved["keep"][index].handed_bytes, structure.block)
+            handed = in_blocks(keep[index].handed_bytes, structure.block)
             # [Note: what a frame holds of a block that does not keep its input]
             # A form by leave need not hold a block's input, and a frame of the model's forward may,
             # until that forward ends: it is in the block's level, and no more there in backward.
             # So the backward of later blocks was measured above a level that was too high, which it
             # is not where the earlier blocks are in another form.
-            gone = 0
-            if by_leave and index:
-                here, keeping = (
-                    one[index].start_bytes - one[2 * count - index].start_bytes
-                    for one in (cuts, memory["keep"])
-                )
-                gone = max(0, here - keeping)
-            return FormCost(
-                form=form,
-                forward_peak_bytes=cuts[index].peak_bytes - before,
-                kept_bytes=level - before + handed,
-                backward_peak_bytes=backward.peak_bytes - level - gradients + gone,
-                swappable_bytes=sum(pieces),
-                swap_pieces=pieces if len(pieces) > 1 else (),
-                forward_s=0.0,
-                backward_s=0.0,
-            )
-
-        forms = [cost(form, cuts, saved[form][index].pieces) for form, cuts in memory.items()]
-        if unit.kind == "part":
-            # Its costs whatever forms the blocks have. One that is recomputed may hold inputs that
-            # several units share, which otherwise end with the model's forward.
-            either = replace(
-                forms[0],
-                forward_peak_bytes=max(form.forward_peak_bytes for form in forms),
-                kept_bytes=max(form.kept_bytes for form in forms),
-                backward_peak_bytes=max(form.backward_peak_bytes for form in forms),
-            )
-            own = last if index == count - 1 else {}
-            forms = [either, *_leaner(either, forms[0], [cost(*one) for one in own.items()])]
-        else:
-            forms = forms[:1] if index in structure.kept else _worthwhile(forms)
-        trainable = [part for part in chunks[index].slices if part.trainable]
-        is_sparse = any(part.name in sparse for part in trainable)
-        stays = structure.stays.get(index, "")
-        if is_sparse:
-            stays = SPARSE
-        elif not all(part.numel for part in trainable if part.name in arrived):
-            # An optimizer has states for these, too; a store has no place for them.
-            stays = "parameters without elements"
-        units.append(
-            Unit(
-                name=unit.name,
-                kind=unit.kind,
-                num_parameters=size.num_parameters,
-                parameter_bytes=size.parameter_bytes,
-                gradient_bytes=sum(arrived.get(part.name, part.num_bytes) for part in trainable)
-                if is_sparse
-                else size.gradient_bytes,
-                state_bytes=size.state_bytes,
-                uneven_state_bytes=size.uneven_state_bytes,
-                largest_gradient_bytes=0 if is_sparse else size.largest_gradient_bytes,
-                used_by=size.used_by,
-                parameter_pieces=() if is_sparse else size.parameter_pieces,
-                gradient_pieces=() if is_sparse else size.gradient_pieces,
-                forms=tuple(forms),
-                parameters=_listed(unit),
-                own_inputs=saved["keep"][index].own_inputs if unit.kind == "block" else (0,),
-                reached=index not in structure.unused
-                or size.used_by != (index,)
-                or any(part.name in arrived for part in chunks[index].slices),
-                stays=stays,
-                runs_once=structure.once.get(index, unit.repeats),
-                reads=saved["keep"][index].reads,
-                gets=saved["keep"][index].gets,
-            )
+            gone = max(0, memory["keep"][index].left - levels.left) if index else 0
+        return FormCost(
+            form=form,
+            forward_peak_bytes=levels.forward,
+            kept_bytes=levels.kept + handed,
+            backward_peak_bytes=levels.backward + gone,
+            swappable_bytes=sum(pieces),
+            swap_pieces=pieces if len(pieces) > 1 else (),
+            forward_s=0.0,
+            backward_s=0.0,
         )
-    return units
+
+    forms = [
+        cost(form, levels[index], structure.saved[form][index].pieces)
+        for form, levels in memory.items()
+    ]
+    if unit.kind == "part":
+        # Its costs whatever forms the blocks have. One that is recomputed may hold inputs that
+        # several units share, which otherwise end with the model's forward.
+        either = replace(
+            forms[0],
+            forward_peak_bytes=max(form.forward_peak_bytes for form in forms),
+            kept_bytes=max(form.kept_bytes for form in forms),
+            backward_peak_bytes=max(form.backward_peak_bytes for form in forms),
+        )
+        own = last if index == len(keep) - 1 else {}
+        leaner = [cost(form, levels[index]) for form, levels in own.items()]
+        forms = [either, *_leaner(either, forms[0], leaner)]
+    else:
+        forms = forms[:1] if index in structure.kept else _worthwhile(forms)
+    trainable = [part for part in chunk.slices if part.trainable]
+    is_sparse = any(part.name in sparse for part in trainable)
+    stays = structure.stays.get(index, "")
+    if is_sparse:
+        stays = SPARSE
+    elif not all(part.numel for part in trainable if part.name in arrived):
+        # An optimizer has states for these, too; a store has no place for them.
+        stays = "parameters without elements"
+    return Unit(
+        name=unit.name,
+        kind=unit.kind,
+        num_parameters=size.num_parameters,
+        parameter_bytes=size.parameter_bytes,
+        gradient_bytes=sum(arrived.get(part.name, part.num_bytes) for part in trainable)
+        if is_sparse
+        else size.gradient_bytes,
+        state_bytes=size.state_bytes,
+        uneven_state_bytes=size.uneven_state_bytes,
+        largest_gradient_bytes=0 if is_sparse else size.largest_gradient_bytes,
+        used_by=size.used_by,
+        parameter_pieces=() if is_sparse else size.parameter_pieces,
+        gradient_pieces=() if is_sparse else size.gradient_pieces,
+        forms=tuple(forms),
+        parameters=unit.listed,
+        own_inputs=keep[index].own_inputs if unit.kind == "block" else (0,),
+        reached=index not in structure.unused
+        or size.used_by != (index,)
+        or any(part.name in arrived for part in chunk.slices),
+        stays=stays,
+        runs_once=structure.once.get(index, unit.repeats),
+        reads=keep[index].reads,
+        gets=keep[index].gets,
+    )
 
 
 def _leaner(either: FormCost, keep: FormCost, forms: Sequence[FormCost]) -> Iterator[FormCost]:

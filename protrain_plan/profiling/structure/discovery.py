@@ -387,6 +387,13 @@ class FoundUnit:
     placed: tuple[str, ...] = ()
     repeats: str = ""  # of a part
 
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """The parameters to name in a record: all of a part's, and a block's from elsewhere."""
+        inside = f"{self.name}."
+        named = (p for p in self.parameters if self.kind == "part" or not p.startswith(inside))
+        return tuple(sorted(named))
+
 
 SEEDS = 32
 """Forwards in which blocks that are skipped at random may all run: of four that are skipped every

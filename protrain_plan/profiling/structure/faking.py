@@ -38,7 +38,7 @@ from protrain_runtime.activations.compiled import uncompiled
 from protrain_runtime.activations.trees import named, taken_apart, tensors_in
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import DeviceKind
-from protrain_runtime.contract.records.profile import DType, Precision, Quantize
+from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.devices.memory_meter import PARTS, strided_parts
 from protrain_runtime.states.absent import converted, replaced
 from protrain_runtime.states.quantized import products_of_a_card
@@ -283,19 +283,13 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def fake_model(
-    source: ModelSource,
-    *,
-    dtype: DType,
-    precision: Precision,
-    adapter: str,
-    seed: int,
-    quantize: Quantize = "",
-) -> nn.Module:
+def fake_model(source: ModelSource, workload: Workload) -> nn.Module:
     """The source's model, of fake tensors on a CPU; call it inside `faking`."""
-    if not adapter:
+    if not workload.adapter:
         try:
-            return source.build(dtype=dtype, precision=precision, seed=seed)
+            return source.build(
+                dtype=workload.dtype, precision=workload.precision, seed=workload.seed
+            )
         except (ProtrainError, SparseError, *_VALUES_ASKED):
             raise
         except Exception as error:  # any code of the user's
@@ -309,11 +303,11 @@ def fake_model(
     # parameter has a class of its own, which fake ones cannot have.
     with unset_fake_temporarily():
         model = source.build(
-            dtype=dtype,
-            precision=precision,
-            adapter=adapter,
-            quantize=quantize,
-            seed=seed,
+            dtype=workload.dtype,
+            precision=workload.precision,
+            adapter=workload.adapter,
+            quantize=workload.quantize,
+            seed=workload.seed,
             device="meta",
         )
     # Made inside `faking`, so that they are fake ones on a CPU.

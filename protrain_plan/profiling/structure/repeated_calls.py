@@ -6,9 +6,10 @@ apart, and answered by making these again. What is known is checked when it is l
 cannot be made again just as they were are not remembered, and PyTorch answers such calls.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,23 +29,8 @@ _PLAIN = frozenset(
 """Arguments that are no tensors, and are told apart by their type and value."""
 
 
-class _Result(NamedTuple):
-    """A result to make again: new memory, a view of an argument, an argument itself, a number."""
-
-    argument: int | None = None  # its place, where the result is it, or of its memory
-    number: int | None = None
-    shape: torch.Size | None = None  # None: no new tensor
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-    dtype: torch.dtype = torch.float32
-    device: torch.device | None = None
-
-
-class _Answer(NamedTuple):
-    """The result of a call, or a tuple of some."""
-
-    results: tuple[_Result, ...]
-    several: bool
+_Again = Callable[[Sequence[Any]], Any]
+"""Makes a call's result again, of the call's arguments."""
 
 
 class RepeatedCalls(NothingCompiled, FakeMode):
@@ -53,7 +39,7 @@ class RepeatedCalls(NothingCompiled, FakeMode):
     def __init__(self) -> None:
         # A model's code may have constants of its own, made before.
         super().__init__(allow_non_fake_inputs=True)
-        self._answers: dict[tuple[object, ...], _Answer | None] = {}
+        self._known: dict[tuple[object, ...], _Again | None] = {}
 
     def __torch_dispatch__(
         self,
@@ -63,16 +49,12 @@ class RepeatedCalls(NothingCompiled, FakeMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         call = self._described(func, args, kwargs) if _repeatable(func) else None
-        if call is None:
-            return self.dispatch(func, types, args, kwargs or {})
-        if call in self._answers:
-            answer = self._answers[call]
-            if answer is None:
-                return self.dispatch(func, types, args, kwargs or {})
-            made = [self._made(result, args) for result in answer.results]
-            return tuple(made) if answer.several else made[0]
+        again = None if call is None else self._known.get(call)
+        if again is not None:
+            return again(args)
         output = self.dispatch(func, types, args, kwargs or {})
-        self._answers[call] = self._learnt(args, kwargs, output)
+        if call is not None and call not in self._known:
+            self._known[call] = self._learnt(args, kwargs, output)
         return output
 
     def _described(
@@ -122,68 +104,62 @@ class RepeatedCalls(NothingCompiled, FakeMode):
                 return False
         return True
 
-    def _learnt(self, args: Sequence[object], kwargs: object, output: object) -> _Answer | None:
-        """How to make the output again; None where what is made is not just like it."""
-        several = isinstance(output, tuple)
-        results: list[_Result] = []
+    def _learnt(self, args: Sequence[object], kwargs: object, output: object) -> _Again | None:
+        """A function that makes the output again; None where its result is not just like it."""
         foreign = {_memory(tensor) for tensor in tensors_in((args, kwargs))}
-        for one in output if isinstance(output, tuple) else (output,):
-            result = self._learnt_of(args, one, foreign)
-            if result is None:
+        if not isinstance(output, tuple):
+            return self._learnt_of(args, output, foreign)
+        each: list[_Again] = []
+        for one in output:
+            again = self._learnt_of(args, one, foreign)
+            if again is None:
                 return None
             if isinstance(one, Tensor):
                 foreign.add(_memory(one))  # two results of one memory are not made again
-            results.append(result)
-        return _Answer(tuple(results), several)
+            each.append(again)
+        return lambda args: tuple(again(args) for again in each)
 
     def _learnt_of(
         self, args: Sequence[object], output: object, foreign: Set[int]
-    ) -> _Result | None:
+    ) -> _Again | None:
         if output is None or type(output) is int:
-            return _Result(number=output)
+            return lambda _: output
         if type(output) is not FakeTensor or output.layout is not torch.strided:
             return None
         if output.constant is not None or output.fake_mode is not self:
             return None
-        argument = None
+        viewed = None
         for place, arg in enumerate(args):
             if arg is output:
-                return _Result(place)
+                return itemgetter(place)
             if isinstance(arg, Tensor) and _memory(arg) == _memory(output):
-                argument = place
-        if argument is None and _memory(output) in foreign:
+                viewed = place
+        if viewed is None and _memory(output) in foreign:
             return None
-        result = _Result(
-            argument,
-            None,
-            output.shape,
-            output.stride(),
-            int(output.storage_offset()),
-            output.dtype,
-            output.fake_device,
-        )
-        again = self._made(result, args)
-        alike = (
-            again.untyped_storage().nbytes() == output.untyped_storage().nbytes()
-            and torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(output)
-            and again.storage_offset() == output.storage_offset()
-            and again.stride() == output.stride()
-            and again.requires_grad == output.requires_grad
-            and again.is_conj() == output.is_conj()
-            and again.is_neg() == output.is_neg()
-        )
-        return result if alike else None
+        # Not the output itself, whose memory would live on.
+        shape, stride, offset = output.shape, output.stride(), int(output.storage_offset())
+        dtype, device = output.dtype, output.fake_device
 
-    def _made(self, result: _Result, args: Sequence[object]) -> Any:
-        argument, number, shape, stride, offset, dtype, device = result
-        if shape is None:
-            return number if argument is None else args[argument]
-        with in_kernel_invocation_manager(self):
-            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            if argument is not None:
-                memory: Any = args[argument]
-                made.set_(memory.untyped_storage(), offset, shape, stride)
-        return FakeTensor(self, made, device)
+        def again(args: Sequence[Any]) -> FakeTensor:
+            with in_kernel_invocation_manager(self):
+                made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                if viewed is not None:
+                    made.set_(args[viewed].untyped_storage(), offset, shape, stride)
+            return FakeTensor(self, made, device)
+
+        return again if _properties(again(args)) == _properties(output) else None
+
+
+def _properties(tensor: Tensor) -> tuple[object, ...]:
+    return (
+        torch._C._dispatch_key_set(tensor),
+        tensor.untyped_storage().nbytes(),
+        tensor.storage_offset(),
+        tensor.stride(),
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import nn
 
 from protrain_runtime.contract.errors import OutOfMemoryError
 from protrain_runtime.contract.program.compiling import program_of
-from protrain_runtime.contract.program.implications import HoldingKind
+from protrain_runtime.contract.program.implications import LiveRangeKind
 from protrain_runtime.contract.program.memory import device_bytes, slot_name
 from protrain_runtime.contract.records import read_profile
 from protrain_runtime.contract.records.plan import Plan
@@ -31,7 +31,7 @@ Rows = Mapping[str, int]
 """Bytes by what holds them."""
 
 _ELSE = "activations, all else"
-_KINDS: dict[str, tuple[HoldingKind, ...]] = {
+_KINDS: dict[str, tuple[LiveRangeKind, ...]] = {
     "states": ("states",),
     "gradients": ("gradients",),
     "chunks, swaps": ("buffers", "fetched ahead", "leaving"),

@@ -225,30 +225,45 @@ def give_places(
     return undo.close
 
 
+@contextmanager
+def holding_nothing(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Parameters on `meta` are on the device inside, of their shapes, and nobody reads them."""
+    with ExitStack() as undo:
+        for parameter in model.parameters():
+            if parameter.is_meta:
+                values = hollow(parameter.dtype, device, parameter.shape)
+                undo.callback(_exchange(parameter, values))
+        yield
+
+
 def _place(
     name: str, parameter: nn.Parameter, device: torch.device, *, away: bool
 ) -> Callable[[], None]:
     """Put a parameter of `meta` on the device; returns the undo."""
     shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
-    if away:
-        values = hollow(dtype, device, shape)
-    else:
+    if not away:
         values = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    made: Any = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    carry_scales(parameter, made, partial(torch.empty_like, device=device))
-    swap_tensors(parameter, made)  # `made` is the one on `meta` now
-    if away:
-        send_away(
-            parameter,
-            Elsewhere(name=name, stride=stride, bring=_refuse, values=partial(_refuse, name)),
-        )
+        return _exchange(parameter, values)
+    exchange = _exchange(parameter, hollow(dtype, device, shape))
+    send_away(
+        parameter,
+        Elsewhere(name=name, stride=stride, bring=_refuse, values=partial(_refuse, name)),
+    )
 
     def back() -> None:
         come_back(parameter)
-        swap_tensors(parameter, made)
+        exchange()
 
     return back
+
+
+def _exchange(parameter: nn.Parameter, values: torch.Tensor) -> Callable[[], None]:
+    """Let a parameter of `meta` have these values; returns the undo."""
+    made: Any = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    carry_scales(parameter, made, partial(torch.empty_like, device=values.device))
+    swap_tensors(parameter, made)  # `made` is the one on `meta` now
+    return partial(swap_tensors, parameter, made)
 
 
 def _refuse(name: str) -> NoReturn:

@@ -47,15 +47,15 @@ PINNED: frozenset[StateTier] = frozenset({"host"})
 STATE_REGIONS = 3
 """Optimizer states that a chunk keeps apart, at most: float32 parameters and AdamW's two."""
 
-HoldingKind = Literal[
+LiveRangeKind = Literal[
     "base", "states", "activations", "gradients", "buffers", "fetched ahead", "leaving", "staging"
 ]
 
 
-class Holding(NamedTuple):
+class LiveRange(NamedTuple):
     """Bytes on the device from the start of slot `first` to the end of slot `last`."""
 
-    kind: HoldingKind
+    kind: LiveRangeKind
     unit: int
     first: int
     last: int
@@ -63,28 +63,20 @@ class Holding(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Bytes that a slot needs from a tier; they cannot be fetched before slot `earliest`.
+    """Bytes that a slot needs; they cannot be fetched before slot `earliest`.
 
-    `pieces` are the same bytes in parts that may come one slot apart.
+    From a tier below the device, or on `device` from all ranks' shards there. `pieces` are the same
+    bytes in parts that may come one slot apart.
     """
 
-    tier: TierName
+    tier: StateTier
     slot: int
     earliest: int
     bytes: int
     pieces: tuple[int, ...]
 
 
-class Brought(NamedTuple):
-    """Bytes that a slot needs of a chunk, all of it or what is gathered of the ranks' shards."""
-
-    slot: int
-    earliest: int
-    bytes: int
-    pieces: tuple[int, ...]
-
-
-class Leaving(NamedTuple):
+class Eviction(NamedTuple):
     """Bytes that a slot leaves to be moved to a tier; None: gradients that the ranks sum.
 
     Its parts may leave one slot apart: `pieces` are the sizes by which a plan's fractions name
@@ -139,9 +131,9 @@ class ActivationOption:
     decision: Activations
     cost: FormCost
     swapped: int  # of `cost.kept_bytes`: they leave the device
-    holdings: tuple[Holding, ...]
+    live_ranges: tuple[LiveRange, ...]
     swap_in: Fetch | None = None
-    swap_out: Leaving | None = None
+    swap_out: Eviction | None = None
     tier_bytes: dict[TierName, int] = field(default_factory=dict[TierName, int])
 
 
@@ -168,7 +160,7 @@ class StateOption:
 
     and, with a profile's costs:
 
-    holdings       what stands on the device
+    live_ranges    what stands on the device
     num_stepped    parameters that the device's optimizer steps
     device_s       seconds of that
     update_s       seconds of the optimizer beside compute, on the host or on the device
@@ -180,14 +172,14 @@ class StateOption:
     whole: ChunkSize
     own: ChunkSize
     home: GradientHome | None = None
-    arriving: tuple[Brought, ...] = ()
+    arriving: tuple[Fetch, ...] = ()
     fetches: tuple[Fetch, ...] = ()
-    gathers: tuple[Brought, ...] = ()
+    gathers: tuple[Fetch, ...] = ()
     common_bytes: int = 0
     summed_bytes: int = 0
-    scattered: Leaving | None = None
-    gradients: Leaving | None = None
-    in_place: Leaving | None = None
+    scattered: Eviction | None = None
+    gradients: Eviction | None = None
+    in_place: Eviction | None = None
     update_slot: int = 0
     num_updates: int = 0
     read_bytes: int = 0
@@ -195,7 +187,7 @@ class StateOption:
     staging: Staging = NO_STAGING
     step_slot: int = 0
     tier_bytes: dict[TierName, int] = field(default_factory=dict[TierName, int])
-    holdings: tuple[Holding, ...] = ()
+    live_ranges: tuple[LiveRange, ...] = ()
     num_stepped: int = 0
     device_s: float = 0.0
     update_s: float = 0.0
@@ -236,14 +228,14 @@ class StateOption:
         return Lane("read", tier), update, Lane("write", tier)
 
     @property
-    def leaving(self) -> Leaving | None:
+    def leaving(self) -> Eviction | None:
         """Bytes that stand on the device after their slot until they have left."""
         return self.scattered or self.gradients or self.in_place
 
 
 def standing_bytes(option: ActivationOption | StateOption, slot: int) -> int:
     """Bytes of an option on the device in a slot."""
-    return sum(held.bytes for held in option.holdings if held.first <= slot <= held.last)
+    return sum(held.bytes for held in option.live_ranges if held.first <= slot <= held.last)
 
 
 class Implications:
@@ -279,21 +271,21 @@ class Implications:
         # What the unit's own slots need above the levels around them, and its level in between; all
         # its kept bytes stand in its backward.
         level, backward = cost.kept_bytes - swapped, cost.backward_peak_bytes + swapped
-        holdings = [
-            Holding("activations", index, index, index, cost.forward_peak_bytes),
-            Holding("activations", index, index + 1, served, level),
-            Holding("activations", index, served, served, backward),
+        live_ranges = [
+            LiveRange("activations", index, index, index, cost.forward_peak_bytes),
+            LiveRange("activations", index, index + 1, served, level),
+            LiveRange("activations", index, served, served, backward),
         ]
         if (held := self.settings.held) > 1:  # those of the other micro-batches, in every slot
             others = (held - 1) * level
-            holdings.append(Holding("activations", index, 0, 2 * len(self.chunks) - 1, others))
-        option = ActivationOption(decision, cost, swapped, holdings=tuple(holdings))
+            live_ranges.append(LiveRange("activations", index, 0, 2 * len(self.chunks) - 1, others))
+        option = ActivationOption(decision, cost, swapped, live_ranges=tuple(live_ranges))
         if tier:
             pieces = cost.swap_pieces or (swapped,)
             option = replace(
                 option,
                 swap_in=Fetch(tier, served, index + 1, swapped, pieces),
-                swap_out=Leaving(tier, index, swapped, pieces, pieces),
+                swap_out=Eviction(tier, index, swapped, pieces, pieces),
                 tier_bytes={tier: held * (file_bytes(swapped) if tier == "disk" else swapped)},
             )
         self._activations[index, decision] = option
@@ -343,15 +335,15 @@ class Implications:
             # Of a gradient that waits below the device, the norm may be asked for after it has
             # left: one at a time comes back.
             workspace = max(option.gradients.pieces)
-        holdings = _chunk_holdings(option, index, self.recorded, self.settings)
+        live_ranges = _chunk_live_ranges(option, index, self.recorded, self.settings)
         if optimizer.at_once and decision.is_persistent:
             # Not that of the largest chunk, but that of all of them together.
             end = 2 * len(self.chunks)
-            holdings.append(Holding("staging", index, end, end, round(workspace)))
+            live_ranges.append(LiveRange("staging", index, end, end, round(workspace)))
             workspace = 0.0
         known = self._states[index, decision] = replace(
             option,
-            holdings=tuple(held for held in holdings if held.first <= held.last),
+            live_ranges=tuple(held for held in live_ranges if held.first <= held.last),
             num_stepped=stepped,
             device_s=device_s,
             update_s=update_s,
@@ -391,17 +383,17 @@ def placed(
     fetched = tuple(shard + beside for shard, beside in zip(shards, common, strict=True))
     sizes = zip(whole.each_parameters, common, strict=True)
     gathered = tuple(size - beside for size, beside in sizes)
-    arriving: list[Brought] = []
+    arriving: list[Fetch] = []
     fetches: list[Fetch] = []
-    gathers: list[Brought] = []
+    gathers: list[Fetch] = []
     earliest = 0  # a chunk is not fetched again before its last stay has ended
     for stay in residencies(decision, chunk.used_by, count) if chunk.used_by else ():
         when = stay.first, earliest
-        arriving.append(Brought(*when, whole.parameter_bytes, whole.each_parameters))
+        arriving.append(Fetch("device", *when, whole.parameter_bytes, whole.each_parameters))
         if tier:
             fetches.append(Fetch(tier, *when, sum(fetched), fetched))
         if several and (any(gathered) or not with_copy):
-            gathers.append(Brought(*when, sum(gathered), gathered))
+            gathers.append(Fetch("device", *when, sum(gathered), gathered))
         earliest = stay.last + 1
     # Each rank of a node counts its part of what they have together.
     copy_bytes = -(-pinned_bytes(sum(common)) // settings.group.in_node)
@@ -427,16 +419,16 @@ def placed(
     scattered = gradients = in_place = None
     parts = held = own.each_gradients
     if home in ("host", "disk"):
-        gradients = Leaving(home, slot, own.gradient_bytes, parts, parts)
+        gradients = Eviction(home, slot, own.gradient_bytes, parts, parts)
     elif home == "in place":
         held = own.each_parameters
         if settings.micro_batches == 1:  # else the gradients' room stays
             held = tuple(map(sum, zip(held, parts, strict=True)))
         assert tier
-        in_place = Leaving(tier, slot, write, own.each_parameters, held)
+        in_place = Eviction(tier, slot, write, own.each_parameters, held)
     elif tier and in_backward:
         # The shard of the gradients has left with the last piece that is updated.
-        in_place = Leaving(tier, slot, write, (write,), (own.gradient_bytes,))
+        in_place = Eviction(tier, slot, write, (write,), (own.gradient_bytes,))
     if several:
         parts = whole.each_gradients
         held = parts
@@ -444,7 +436,7 @@ def placed(
             held = tuple(map(sum, zip(parts, own.each_gradients, strict=True)))
         elif in_place:
             held = (*parts[:-1], parts[-1] + own.gradient_bytes)
-        scattered = Leaving(None, slot, whole.gradient_bytes, parts, held)
+        scattered = Eviction(None, slot, whole.gradient_bytes, parts, held)
     num_updates = 0
     if tier:
         # Of the parameters, those that are trained move: as many bytes as their gradients.
@@ -564,9 +556,9 @@ def update_seconds(
     return num_pieces * optimizer.host_piece_s + num_parameters / optimizer.host_parameters_per_s
 
 
-def _chunk_holdings(
+def _chunk_live_ranges(
     option: StateOption, index: int, profile: Profile, settings: StepSettings
-) -> list[Holding]:
+) -> list[LiveRange]:
     """A chunk's states or buffers, and the gradients that wait between slots.
 
     On one device, gradients to which micro-batches add up there stand all the time, and those of
@@ -582,10 +574,10 @@ def _chunk_holdings(
     first_gradient, last_gradient = end - 1 - max(unit.used_by), end - 1 - min(unit.used_by)
     adds_shard = settings.adds_shards and not states.is_persistent
     add_up = settings.micro_batches > 1 and not adds_shard
-    found: list[Holding] = []
+    found: list[LiveRange] = []
 
-    def hold(kind: HoldingKind, first: int, last: int, size: int) -> None:
-        found.append(Holding(kind, index, first, last, size))
+    def hold(kind: LiveRangeKind, first: int, last: int, size: int) -> None:
+        found.append(LiveRange(kind, index, first, last, size))
 
     if states.is_persistent:
         trained = unit.reached or several

@@ -30,8 +30,8 @@ from math import prod
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.implications import (
     BoundProgram,
-    Holding,
-    HoldingKind,
+    LiveRange,
+    LiveRangeKind,
     StateOption,
 )
 from protrain_runtime.contract.program.program import (
@@ -53,27 +53,27 @@ from protrain_runtime.contract.units import format_bytes
 class SlotBytes:
     """Bytes on the device in one slot at its peak, by kind."""
 
-    by_kind: dict[HoldingKind, int]
+    by_kind: dict[LiveRangeKind, int]
 
     @property
     def total(self) -> int:
         return sum(self.by_kind.values())
 
 
-def holdings(program: BoundProgram) -> Iterator[Holding]:
+def live_ranges(program: BoundProgram) -> Iterator[LiveRange]:
     """Everything that stands on the device, from the start of a slot to the end of another.
 
     Slot 2U, after the last one, is the update of the persistent chunks.
     """
     end, settings = len(program.slots), program.settings
-    yield Holding("base", 0, 0, end, base_bytes(program.profile, settings))
+    yield LiveRange("base", 0, 0, end, base_bytes(program.profile, settings))
     for activation, state in zip(program.activations, program.states, strict=True):
-        yield from (*activation.holdings, *state.holdings)
+        yield from (*activation.live_ranges, *state.live_ranges)
     for slot_index, slot in enumerate(program.slots):
         for number in slot.submit:  # what is fetched ahead of its slot
             move = program.moves[number]
             if slot_index < move.slot and (size := _room(move, program.states[move.unit])):
-                yield Holding("fetched ahead", move.unit, slot_index, move.slot - 1, size)
+                yield LiveRange("fetched ahead", move.unit, slot_index, move.slot - 1, size)
     gone_at = dict.fromkeys(program.reduced, end) | _gone_at(program)
     # By unit: the slot of the next step before which what its update held has left. What entered
     # the lane before the moves that are waited for has ended with them.
@@ -89,14 +89,14 @@ def holdings(program: BoundProgram) -> Iterator[Holding]:
         size = _held_until_moved(move, program.states[move.unit])
         gone = gone_at.get(number, end + 1)
         if size and gone > move.slot + 1:
-            yield Holding("leaving", move.unit, move.slot + 1, gone - 1, size)
+            yield LiveRange("leaving", move.unit, move.slot + 1, gone - 1, size)
         until = gone_after.get(move.unit, 0) if number in runs_on else 0
         if size and gone > end and until:
-            yield Holding("leaving", move.unit, 0, until - 1, size)
+            yield LiveRange("leaving", move.unit, 0, until - 1, size)
     if staging := program.staging_bytes("device"):
-        yield Holding("staging", 0, 0, end, staging)
+        yield LiveRange("staging", 0, 0, end, staging)
     workspace = max(state.device_workspace for state in program.states)
-    yield Holding("staging", 0, end, end, round(workspace))
+    yield LiveRange("staging", 0, end, end, round(workspace))
 
 
 def base_bytes(profile: Profile, settings: StepSettings) -> int:
@@ -171,12 +171,12 @@ def evaluation_bytes(program: BoundProgram) -> int:
     waiting = program.activations[last]
     standing = waiting.cost.kept_bytes - waiting.swapped
     buffers = [0] * program.num_units
-    for holding in holdings(program):
-        inside = holding.kind == "activations" and holding.first == holding.last
-        if holding.first <= last <= holding.last and not inside:
-            standing += holding.bytes
-            if holding.kind == "buffers":
-                buffers[holding.unit] += holding.bytes
+    for held in live_ranges(program):
+        inside = held.kind == "activations" and held.first == held.last
+        if held.first <= last <= held.last and not inside:
+            standing += held.bytes
+            if held.kind == "buffers":
+                buffers[held.unit] += held.bytes
     level = most = 0
     for index, unit in enumerate(program.profile.units):
         lean = min(unit.forms, key=lambda form: (form.kept_bytes, form.forward_peak_bytes))
@@ -236,20 +236,20 @@ def _held_until_moved(move: Move, state: StateOption) -> int:
 
 def device_bytes(program: BoundProgram) -> tuple[SlotBytes, ...]:
     """The most that the device can hold in each slot; the last entry is the device's update."""
-    kinds: list[dict[HoldingKind, int]] = [{} for _ in range(len(program.slots) + 1)]
-    for holding in holdings(program):
-        for slot in range(holding.first, holding.last + 1):
+    kinds: list[dict[LiveRangeKind, int]] = [{} for _ in range(len(program.slots) + 1)]
+    for held in live_ranges(program):
+        for slot in range(held.first, held.last + 1):
             by_kind = kinds[slot]
-            by_kind[holding.kind] = by_kind.get(holding.kind, 0) + holding.bytes
+            by_kind[held.kind] = by_kind.get(held.kind, 0) + held.bytes
     return tuple(SlotBytes(by_kind) for by_kind in kinds)
 
 
 def device_totals(program: BoundProgram) -> list[int]:
     """The sums of `device_bytes`, sooner."""
     change = [0] * (len(program.slots) + 2)
-    for holding in holdings(program):
-        change[holding.first] += holding.bytes
-        change[holding.last + 1] -= holding.bytes
+    for held in live_ranges(program):
+        change[held.first] += held.bytes
+        change[held.last + 1] -= held.bytes
     return list(accumulate(change[:-1]))
 
 

@@ -49,7 +49,7 @@ from typing import Literal, NamedTuple
 from protrain_runtime.contract.records.hardware import DeviceKind, TierName, is_accelerator
 from protrain_runtime.contract.records.plan import Placement, StateTier, StepSettings, UnitPlan
 from protrain_runtime.contract.records.profile import Unit
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 
 MoveKind = Literal[
     # A chunk's parameters to the device; of several devices: the rank's shard of them, and all that

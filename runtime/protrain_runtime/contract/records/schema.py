@@ -38,7 +38,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import Form, Profile, Unit
-from protrain_runtime.contract.records.tree import listed
+from protrain_runtime.contract.records.words import listed
 
 VERSION: Final = 3
 Record = Hardware | Profile | Plan

@@ -1,24 +1,17 @@
-"""Text -> plain values, read strictly: nothing is guessed, and errors name file, line and key.
-
-And JSON and TOML, within the same limits: nothing that somebody wrote takes long to read.
+"""YAML text -> plain values, read strictly: nothing is guessed, and errors name file, line and key.
 
 YAML 1.1 takes `12:30` for an integer, `no` for false and `1e9` for a text, and PyYAML the second of
 two equal keys. Here numbers are decimal, and what other programs read as something else is `Odd`,
 which no field takes.
 """
 
-import difflib
-import json
 import math
 import operator
 import re
-import tomllib
-import unicodedata
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -28,19 +21,28 @@ from msgspec import inspect
 
 from protrain_runtime.contract.errors import MAX_SHOWN, ProtrainError, RecordError, cut
 from protrain_runtime.contract.records.limits import MAX_TEXT, SMALLEST
+from protrain_runtime.contract.records.words import (
+    did_you_mean,
+    listed,
+    number_text,
+    refused_character,
+    unseen,
+)
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
 """Keys and indices that lead to a value."""
 
-MAX_NODES, _MAX_JSON, _MAX_TOML, _MAX_DOTS = 50_000, 1_000_000, 20_000, 10_000
+MAX_NODES = 50_000
 """Keys, values, lists and mappings in a file: what a second is enough to read."""
 MAX_DEPTH = 20
 """Lists and mappings in one another; those of a record are seven at most."""
 _MOST_DEPTH, _MAX_DIRECTIVES, _OF_A_DOCUMENT = 100, 10, 10
 """The most nodes of anybody's file; a document counts as so many."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # an eighth of the time
-_MAX_CHOICES = 1_000
+
+_BREAKS = "\t\n"
+"""Characters that a text of several lines may have."""
 
 _SCALAR = re.compile(
     r"(?P<truth>true|false)|(?P<integer>[-+]?(?:0|[1-9][0-9_]*))"
@@ -391,132 +393,3 @@ def meant(value: Any, kind: Any) -> str | None:
 
 
 _NUMERIC = (inspect.IntType, inspect.FloatType)
-
-
-# --- JSON and TOML --------------------------------------------------------------------------------
-
-
-def parsed_json(
-    text: str | bytes, source: str | None, *, most: int = _MAX_JSON, **hooks: Any
-) -> Any:
-    """Parse a JSON text of at most so many keys and values; RecordError where it is none."""
-    line: int | None = None
-    try:
-        if isinstance(text, bytes):
-            text = text.decode()
-        if sum(map(text.count, ",[{:")) > most:
-            raise ValueError(f"more than {most} keys and values")
-        return json.loads(text, **hooks)
-    except UnicodeDecodeError:
-        problem = "not UTF-8 text"
-    except json.JSONDecodeError as error:
-        problem, line = error.msg, error.lineno
-    except (RecursionError, ValueError) as error:
-        problem = _unreadable(error)
-    raise RecordError(f"not readable as JSON: {problem}", source=source, line=line) from None
-
-
-def parsed_toml(text: str, source: str) -> dict[str, Any]:
-    """Parse a TOML text, not nested deeply, of few dots; RecordError where it is none."""
-    try:
-        if text.count(".") > _MAX_DOTS:  # a key of n parts takes tomllib n ** 2
-            raise ValueError(f"more than {_MAX_DOTS} dots")
-        inner: list[Any] = [found := tomllib.loads(text)]
-        count = depth = 0
-        while inner:
-            values = (one.values() if isinstance(one, dict) else one for one in inner)
-            level = [value for some in values for value in some]
-            inner = [value for value in level if isinstance(value, dict | list)]
-            count, depth = count + len(level), depth + 1
-            if count > _MAX_TOML or depth > MAX_DEPTH:
-                raise ValueError(
-                    f"more than {_MAX_TOML} values, or nested more than {MAX_DEPTH} deep"
-                )
-        return found
-    except (RecursionError, ValueError) as error:
-        problem = _unreadable(error)
-    raise RecordError(f"not readable as TOML: {problem}", source=source)
-
-
-def _unreadable(error: Exception) -> str:
-    """Say what a parser of Python's library found wrong."""
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    return "a number is too long" if "integer string conversion" in str(error) else str(error)
-
-
-# --- words ----------------------------------------------------------------------------------------
-
-
-def unseen(text: str, *, but: str = "") -> str | None:
-    """The first character that people would not see, or that moves what they see, if there is one.
-
-    Control characters, surrogates, marks of direction, joiners and others of no width, separators
-    of lines and paragraphs, and what Unicode says is no character. `but` are exceptions.
-    """
-    if text.isascii() and text.isprintable():  # nearly always, and quick
-        return None
-    for character in text:
-        number = ord(character)
-        if character not in but and (
-            unicodedata.category(character) in _UNSEEN
-            or _IGNORABLE.fullmatch(character)
-            or number & 0xFFFE == 0xFFFE
-            or 0xFDD0 <= number <= 0xFDEF
-        ):
-            return character
-    return None
-
-
-_BREAKS = "\t\n"
-"""Characters that a text of several lines may have."""
-_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-_IGNORABLE = re.compile(
-    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
-    "\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
-    "\U000e0000-\U000e0fff]"
-)
-"""Characters that may be shown as nothing (Unicode's Default_Ignorable_Code_Point), some letters;
-and the Braille pattern without dots."""
-
-
-def as_seen(text: str) -> str:
-    """The text as people see it, without capitals."""
-    return text.lower() if text.isascii() else _IGNORABLE.sub("", text).casefold()
-
-
-def refused_character(text: str, *, but: str = "") -> str:
-    """Say what is wrong with a text that has a character which would not be seen."""
-    character = unseen(text, but=but)
-    assert character is not None
-    at = text.index(character)
-    shown = cut(text[max(0, at - MAX_SHOWN // 2) :])
-    return f"the character U+{ord(character):04X} is not allowed, in {shown!r}"
-
-
-def number_text(number: float) -> str:
-    """The shorter of 13400000000.0 and 1.34e+10 that YAML 1.1 reads back exactly."""
-    plain = repr(float(number))  # an int is at home in a float field
-    if not math.isfinite(number):
-        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[plain]
-    mantissa, exponent = f"{Decimal(plain).normalize():e}".split("e")
-    scientific = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
-    return plain if "e" not in plain and len(plain) <= len(scientific) else scientific
-
-
-def listed(words: Iterable[str], last: str) -> str:
-    """The words as an enumeration: `keep, recompute or swap`."""
-    *most, final = words
-    return f"{', '.join(most)} {last} {final}" if most else final
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str | None:
-    """A fix that names the choice closest to `word`, by the whole or by its first word."""
-    whole = {choice: choice for choice in choices}
-    if len(word) > MAX_SHOWN or len(whole) > _MAX_CHOICES:  # takes long, and says little
-        return None
-    first = {choice.split()[0]: choice for choice in reversed(list(whole)) if choice.split()}
-    for candidates in (whole, first):
-        if close := difflib.get_close_matches(word, candidates, n=1):
-            return f"did you mean {cut(candidates[close[0]])!r}?"
-    return None

@@ -20,7 +20,7 @@ from protrain_runtime.contract.records.schema import (
     hints,
     mark_of,
 )
-from protrain_runtime.contract.records.tree import number_text
+from protrain_runtime.contract.records.words import number_text
 from protrain_runtime.contract.units import exact_bytes
 
 _COMMENTS: dict[type[Record], str] = {
