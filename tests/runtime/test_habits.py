@@ -249,6 +249,7 @@ LOOKS: dict[str, Use] = {
     "ones_like": lambda p: torch.ones_like(p).sum().item(),
     "new_zeros": lambda p: p.new_zeros(3).tolist(),
     "kind": lambda p: (isinstance(p, nn.Parameter), torch.is_tensor(p)),
+    "attributes": lambda p: ({*dir(p)} >= {"shape", "grad"}, getattr(p, "grad_dtype", None)),
     "set": lambda p: (p in {p}, any(p is each for each in [p])),
 }
 

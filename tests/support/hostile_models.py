@@ -794,6 +794,21 @@ class Spectral(nn.Module):
         return found
 
 
+def forward_gradients(block: Block, hidden: Tensor) -> Tensor:
+    """Tangents beside values, some of them zeros without memory."""
+    found: Any = torch.func.jvp(block.halved, (hidden,), (torch.ones_like(hidden),))
+    values, tangents = found
+    total: Tensor = hidden + values + 0.01 * tangents
+    return total
+
+
+def by_offset(block: Block, hidden: Tensor) -> Tensor:
+    """A weight from its second row on, by the place of that in its storage."""
+    rows, columns = block.inner.weight.shape
+    below = torch.as_strided(block.inner.weight, (rows - 1, columns), (columns, 1), columns)
+    return hidden + block.halved(hidden) * below.mean()
+
+
 class Options(NamedTuple):
     scale: float
     parts: list[int]
@@ -1308,6 +1323,11 @@ HOSTILE: dict[str, Hostile] = {
         # Fused for real parameters, and unfused for all where one is complex: pieces would differ.
         stack(Spectral),
         stays="the optimizer steps on all parameters at once",
+    ),
+    "takes: forward gradients": Hostile(stack(does(forward_gradients)), stays=""),
+    "takes: an offset": Hostile(
+        stack(does(by_offset)),
+        stays="parameters are read by an offset in their storage (as_strided)",
     ),
     "takes: arguments of all kinds": Hostile(stack(does(takes_all), run=gives_all)),
     "takes: dicts": Hostile(stack(does(in_dict), 5, run=dicts), stays=""),

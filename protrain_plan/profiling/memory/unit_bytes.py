@@ -213,6 +213,7 @@ def analyze_units(
     )
 
 
+PLACED = "parameters are read by an offset in their storage (as_strided)"
 DIFFERENTIATED = "the forward differentiates through the units (torch.autograd.grad)"
 
 
@@ -224,6 +225,7 @@ def _staying(
 ) -> dict[int, str]:
     """Why the chunks stay that cannot be moved parameter by parameter, by unit."""
     written = {name for unit in found for name in unit.writes}
+    placed = {name for unit in found for name in unit.placed}
     stays = dict.fromkeys(of_one_storage(chunks), "parameters are views of one storage")
     stays |= dict.fromkeys(overlapping(chunks), "parameters share memory")
     for chunk in chunks:
@@ -237,6 +239,8 @@ def _staying(
         for part in chunk.slices:
             if part.name in written:
                 stays[chunk.unit] = f"the forward writes to {part.name!r}"
+            elif part.name in placed:
+                stays[chunk.unit] = PLACED
             elif part.trainable and stepped[part.name].reason:
                 together = stepped[part.name].together
                 stays.setdefault(chunk.unit, TOGETHER if together else WHOLE)

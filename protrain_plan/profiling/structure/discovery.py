@@ -56,13 +56,15 @@ class ModuleCall:
 class Operation:
     """One operator: the parameters whose storage it was given, and whether it does any work.
 
-    `written` are those of them that it wrote to. `signature` is its name with its arguments:
-    shapes, strides and dtypes of tensors, and numbers.
+    `written` are those of them that it wrote to, and `placed` those that it took from a place in
+    their storage. `signature` is its name with its arguments: shapes, strides and dtypes of
+    tensors, and numbers.
     """
 
     at: int
     parameters: tuple[str, ...]
     written: tuple[str, ...]
+    placed: tuple[str, ...]
     trivial: bool  # a view, or bookkeeping: computes nothing and saves nothing
     signature: str
 
@@ -256,11 +258,14 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         used = self._parameters_in(tensors_in((args, kwargs)))
         writes = bool(used) and func._schema.is_mutable
         written = written_arguments(func, args, kwargs or {}) if writes else ()
+        # An offset counts from where the storage begins, which is elsewhere where chunks move.
+        placed = func is torch.ops.aten.as_strided.default and args[3:] not in ((), (None,))
         self.operations.append(
             Operation(
                 at=self._tick(),
                 parameters=used,
                 written=self._parameters_in(written),
+                placed=used if placed else (),
                 trivial=func.is_view or func._schema.name in _BOOKKEEPING,
                 signature=_described(func, args, kwargs),
             )
@@ -366,8 +371,9 @@ class FoundUnit:
     parameter, if that is a module's; else "(input)", "(output)" or "(after ...)".
     `parameters` are names as in `model.named_parameters()`, in order of first use;
     `also_uses` are those of earlier units that this one reads too (a tied head), and `writes` the
-    parameters that its forward writes to, such as an average of others. Blocks of equal
-    `signature` have the same structure and ran the same operators on tensors of the same shapes.
+    parameters that its forward writes to, such as an average of others; `placed` are those that it
+    takes from a place in their storage (an offset of `as_strided`). Blocks of equal `signature`
+    have the same structure and ran the same operators on tensors of the same shapes.
     `repeats` names the layers of a part that run several times in a forward; empty: none do.
     """
 
@@ -378,6 +384,7 @@ class FoundUnit:
     also_uses: tuple[str, ...]
     signature: str = ""  # of a block
     writes: tuple[str, ...] = ()
+    placed: tuple[str, ...] = ()
     repeats: str = ""  # of a part
 
     @property
@@ -584,6 +591,7 @@ def discover(
                 also_uses=tuple(used for used in uses[index] if owner[used] < index),
                 signature=hashlib.sha256(told.encode()).hexdigest() if told else "",
                 writes=tuple(dict.fromkeys(name for o in operations for name in o.written)),
+                placed=tuple(name for o in operations for name in o.placed),
                 repeats="" if block else repeated.within(operations),
             )
         )

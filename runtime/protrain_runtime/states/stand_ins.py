@@ -517,12 +517,13 @@ def _like(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 _PROPERTIES = (
     "shape dtype device layout requires_grad grad is_leaf grad_fn ndim itemsize nbytes names name"
     " is_cpu is_cuda is_xpu is_mps is_mtia is_meta is_sparse is_sparse_csr is_quantized is_nested"
-    " is_mkldnn output_nr retains_grad _version _backward_hooks _post_accumulate_grad_hooks"
+    " is_mkldnn output_nr retains_grad grad_dtype _version"
+    " _backward_hooks _post_accumulate_grad_hooks"
 )
 _METHODS = (
     "size dim numel nelement ndimension element_size __len__ is_floating_point is_complex is_signed"
     " get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad"
-    " is_inference is_same_size"
+    " is_inference is_same_size __dir__"
 )
 _PARAMETER_LOOKS = {
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel),
