@@ -223,10 +223,11 @@ class SavedTensors:
 
     def _swapped_place(self, tensor: torch.Tensor) -> SwappedStorage | None:
         """The record of a tensor's storage, made where it is new; None where it stays."""
-        if tensor._is_zerotensor():  # a tangent of zeros (forward AD), which has no memory
-            return None
         storage = tensor.untyped_storage()
-        pointer = storage.data_ptr()
+        try:
+            pointer = storage.data_ptr()
+        except RuntimeError:  # a tangent of zeros (forward AD), which has no memory
+            return None
         if pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
             return None
         known = self._by_pointer.get(pointer)
