@@ -27,7 +27,7 @@ from protrain_runtime.model.optimizer_state import (
 from protrain_runtime.states.chunks import Chunk, read_values, write_values
 from protrain_runtime.states.compositions import put_together
 from protrain_runtime.states.master_weights import MasterOptimizer
-from protrain_runtime.states.stand_ins import UsedGradient, plainly
+from protrain_runtime.states.stand_ins import plainly
 from protrain_runtime.states.stepping import (
     OptimizerFactory,
     attributes_of,
@@ -225,8 +225,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 engine.finish_step()
                 self._states.renew()
             with plainly():
-                for each in used:
-                    each.grad = UsedGradient.of_kind(each.dtype, each.device, each.shape)
+                for parameter, stand_in in used:
+                    parameter.grad = stand_in
             self._used = []
         return loss
 

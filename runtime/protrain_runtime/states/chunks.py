@@ -259,7 +259,9 @@ class Chunk:
     )
     # What stands for those that are taken, in `.grad`.
     taken: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
-    # The same, of micro-batches before, set aside while one runs.
+    # And for those that a step has used.
+    used: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
+    # What stood in `.grad` after the micro-batches before, set aside while one runs.
     hidden: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
     gradient_store: Store | None = None
     gradient_offset: int = 0
@@ -591,13 +593,19 @@ class Chunk:
         self.speculated = None
         self.hidden.clear()
 
-    def drop_consumed(self) -> list[nn.Parameter]:
-        """Leave no gradient where one was taken; returns the parameters that had one."""
-        consumed = [part.parameter for part in self.consumed]
+    def drop_consumed(self) -> list[tuple[nn.Parameter, ConsumedGradient]]:
+        """Leave no gradient where one was taken; returns whose it was, with what says: used."""
+        found: list[tuple[nn.Parameter, ConsumedGradient]] = []
         with plainly():
-            for parameter in consumed:
-                parameter.grad = None
-        return consumed
+            for part in self.slices:
+                parameter = part.parameter
+                if isinstance(parameter.grad, ConsumedGradient):
+                    parameter.grad = None
+                    if (used := self.used.get(part.name)) is None:
+                        kind = part.dtype, parameter.device, part.shape
+                        used = self.used[part.name] = UsedGradient.of_kind(*kind)
+                    found.append((parameter, used))
+        return found
 
     @property
     def consumed(self) -> list[Slice]:
