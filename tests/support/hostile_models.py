@@ -809,6 +809,15 @@ def by_offset(block: Block, hidden: Tensor) -> Tensor:
     return hidden + block.halved(hidden) * below.mean()
 
 
+def by_storage(block: Block, hidden: Tensor) -> Tensor:
+    """A weight from its second row on, in its storage."""
+    weight = block.inner.weight.detach()
+    rows, columns = weight.shape
+    place = columns, (rows - 1, columns), (columns, 1)
+    below = torch.empty(0).set_(weight.untyped_storage(), *place)
+    return hidden + block.halved(hidden) * below.mean()
+
+
 class Options(NamedTuple):
     scale: float
     parts: list[int]
@@ -1327,7 +1336,11 @@ HOSTILE: dict[str, Hostile] = {
     "takes: forward gradients": Hostile(stack(does(forward_gradients)), stays=""),
     "takes: an offset": Hostile(
         stack(does(by_offset)),
-        stays="parameters are read by an offset in their storage (as_strided)",
+        stays="parameters are read by their place in a storage (as_strided, set_)",
+    ),
+    "takes: a storage": Hostile(
+        stack(does(by_storage)),
+        stays="parameters are read by their place in a storage (as_strided, set_)",
     ),
     "takes: arguments of all kinds": Hostile(stack(does(takes_all), run=gives_all)),
     "takes: dicts": Hostile(stack(does(in_dict), 5, run=dicts), stays=""),

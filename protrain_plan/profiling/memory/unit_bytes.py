@@ -213,7 +213,7 @@ def analyze_units(
     )
 
 
-PLACED = "parameters are read by an offset in their storage (as_strided)"
+PLACED = "parameters are read by their place in a storage (as_strided, set_)"
 DIFFERENTIATED = "the forward differentiates through the units (torch.autograd.grad)"
 
 

@@ -258,14 +258,18 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         used = self._parameters_in(tensors_in((args, kwargs)))
         writes = bool(used) and func._schema.is_mutable
         written = written_arguments(func, args, kwargs or {}) if writes else ()
-        # An offset counts from where the storage begins, which is elsewhere where chunks move.
-        placed = func is torch.ops.aten.as_strided.default and args[3:] not in ((), (None,))
+        # An offset counts from where the storage begins, which is elsewhere where chunks move. Of a
+        # storage itself all may be read.
+        by_offset = func is torch.ops.aten.as_strided.default and args[3:] not in ((), (None,))
+        storages = {one._cdata for one in args if isinstance(one, torch.UntypedStorage)}
+        taken = [name for key in storages for *_, name in self._owners.get(key, ())]
+        placed = (*(used if by_offset else ()), *taken)
         self.operations.append(
             Operation(
                 at=self._tick(),
-                parameters=used,
+                parameters=tuple(dict.fromkeys((*used, *taken))),
                 written=self._parameters_in(written),
-                placed=used if placed else (),
+                placed=placed,
                 trivial=func.is_view or func._schema.name in _BOOKKEEPING,
                 signature=_described(func, args, kwargs),
             )
