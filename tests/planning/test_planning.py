@@ -137,7 +137,8 @@ def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
     if not isinf(best):
         prediction = solved(answer).plan.prediction
         assert prediction.lower_bound_seconds <= best * (1 + 1e-9)
-        assert prediction.step_seconds <= best * 1.005
+        # Schedules by rules were worth 2 % at most (docs/decisions/planner.md).
+        assert prediction.step_seconds <= best * 1.02
 
 
 # --- what a plan promises -------------------------------------------------------------------------
