@@ -226,12 +226,13 @@ class Cells:
             for (row, _), one in zip(self._every, found[:: len(self.values)], strict=True)
         ]
         profiles = self._profiles(requests, progress, {})
-        lighter = (profile for profile in profiles for _ in self.values)
+        each = [profile for profile in profiles for _ in self.values]
 
         def changed(question: Question, profile: Profile) -> Question:
             return replace(question, profile=replace(profile, hardware=question.profile.hardware))
 
-        return [changed(one.cell.question, next(lighter)) for one in found]
+        pairs = zip(found, each, strict=True)
+        return [changed(one.cell.question, profile) for one, profile in pairs]
 
     def _beside_8_bits(
         self, found: Sequence[Tried], lighter: Sequence[Question], progress: Progress

@@ -24,9 +24,7 @@ from protrain_runtime.contract.records.adapters import option_of
 from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.plan import (
-    KEEP,
     OPTIMIZER_IN_BACKWARD,
-    PERSISTENT,
     Plan,
     UnitPlan,
 )
@@ -466,7 +464,7 @@ def _stage_losses(plan: Plan, switches: Switches) -> list[str]:
 
 
 def _offloads(unit: UnitPlan) -> bool:
-    return not unit.states.is_persistent and unit.states.tier != "device"
+    return unit.states.below is not None
 
 
 _IN_BACKWARD = "in backward: here gradients stand until the step"
@@ -549,8 +547,7 @@ def _common_losses(plan: Plan, switches: Switches, *, said: Collection[Sayable] 
         losses.append(f"{_blocks(in_part)} would recompute in part: here the whole block is.")
     if any(FORMS[unit.activations.form].of == "last part" for unit in plan.units):
         losses.append("The loss would be computed in place: here it takes more memory.")
-    decided = any(unit.states != PERSISTENT or unit.activations != KEEP for unit in plan.units)
-    if decided or plan.pipeline is not None:
+    if not plan.keeps_everything or plan.pipeline is not None:
         losses.append(
             "When transfers run (leads, drains, pieces) is the tool's choice: the predicted peak"
             " and the predicted seconds do not hold for it."

@@ -20,7 +20,7 @@ from protrain_runtime.contract.records import activations_text, states_text
 from protrain_runtime.contract.records.commands import profile_command
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import is_accelerator
-from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Plan
+from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.words import listed
 from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
@@ -144,7 +144,7 @@ def spared_disk(solved: "Solved") -> list[str]:
     if without is not None:
         longer = without / plan.prediction.step_seconds - 1
         return [f"without the disk the fastest step found takes {longer:.1%} longer"]
-    moves = any(unit.activations != KEEP or unit.states != PERSISTENT for unit in plan.units)
+    moves = not plan.keeps_everything
     if not (moves and spares_disk(plan)) or solved.solver == STAGES:
         return []
     return [

@@ -321,7 +321,7 @@ def _state_name(decision: Placement) -> str:
     Among plans that are equally good the solver's choice depends on that order, so that these
     names are no matter of wording: another name may mean another plan.
     """
-    if not decision.is_persistent and decision.keep_gathered:
+    if decision.keep_gathered:
         name = f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
         name += " with a common copy" * decision.common_copy
         name += " and updated on device" * decision.update_on_device

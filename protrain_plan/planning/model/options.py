@@ -131,7 +131,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             states += placements
         if trained and settings.clip_share < 1:
             # Behind all others: what there is without has the same numbers.
-            offloads = [one for one in states if not one.is_persistent and one.staged]
+            offloads = [one for one in states if one.staged]
             states += [replace(one, speculate=True) for one in offloads]
         states += common
         found.append(

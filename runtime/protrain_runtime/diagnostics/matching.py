@@ -27,9 +27,7 @@ from protrain_runtime.contract.records.folding import fold, runs, unfolded
 from protrain_runtime.contract.records.forms import FORMS, PLAN_AGAIN, misfit
 from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import (
-    KEEP,
     OPTIMIZER_IN_BACKWARD,
-    PERSISTENT,
     Plan,
     UnitPlan,
 )
@@ -45,9 +43,7 @@ from protrain_runtime.states.update_rules import UpdateRules
 
 def keeps_everything(plan: Plan) -> bool:
     """Whether nothing is to be done: plain PyTorch is what the plan says."""
-    return plan.group.num_devices == 1 and all(
-        unit.activations == KEEP and unit.states == PERSISTENT for unit in plan.units
-    )
+    return plan.group.num_devices == 1 and plan.keeps_everything
 
 
 def _check_form(index: int, plan: Plan) -> None:

@@ -377,7 +377,7 @@ class _Compiler:
         """
         placement = self.states[unit]
         lanes = placement.state_lanes
-        assert not placement.decision.is_persistent and placement.decision.tier != "device"
+        assert placement.decision.below
         written = self.written[placement.updated_on_device]
 
         def add(move: Move) -> int:

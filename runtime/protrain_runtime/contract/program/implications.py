@@ -265,7 +265,7 @@ class Implications:
         if known := self._activations.get((index, decision)):
             return known
         cost = self.profile.units[index].cost(decision.form)
-        tier = decision.tier if decision.tier else None
+        tier = decision.tier
         swapped = cost.swappable_bytes if tier else 0
         served = 2 * len(self.chunks) - 1 - index
         # What the unit's own slots need above the levels around them, and its level in between; all
@@ -299,7 +299,7 @@ class Implications:
             index, decision, self.chunks[index], len(self.chunks), self.settings, self.device
         )
         own, optimizer = option.own, self.profile.optimizer
-        on_device = decision.is_persistent or decision.tier == "device"
+        on_device = not decision.below
         stepped = own.num_parameters if on_device else 0
         device_s = stepped / optimizer.device_parameters_per_s
         update_s = workspace = 0.0
@@ -595,7 +595,7 @@ def _chunk_live_ranges(
         hold("gradients", 0, end, option.own.gradient_bytes)
     stays = option.home is None and not add_up and not several and option.step_slot == end
     hold("gradients", first_gradient + 1, end if stays else last_gradient, unit.gradient_bytes)
-    if states.is_persistent and states.update_in_backward:
+    if states.update_in_backward:
         standing = unit.gradient_bytes + round(_step_workspace(index, profile))
         hold("staging", last_gradient, last_gradient, _beyond_peak(index, profile, standing))
     if not several:

@@ -50,7 +50,7 @@ REQUIREMENTS = (
         fix="let its update wait",
     ),
     Requirement(
-        of=lambda states: not states.is_persistent and states.tier == "device",
+        of=lambda states: states.tier == "device",
         holds=lambda step: step.group.num_devices > 1,
         words="several devices, which share states",
         fix="let it be persistent, or plan with --num-devices",

@@ -21,7 +21,7 @@ from protrain_runtime.contract.records.profile import Form, UnitKind, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """How a unit's activations wait for backward: by default as autograd saves them, on the device.
+    """Form and place of a unit's activations until backward; by default all, on the device.
 
     Tensors that `form` keeps stay on the device, or go to `tier` after forward and return for
     backward; what the form does not keep is recomputed.
@@ -435,6 +435,11 @@ class Plan:
     def forms(self) -> frozenset[Form]:
         """In which the activations of some unit wait."""
         return frozenset(unit.activations.form for unit in self.units)
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether all activations and states stay on the device, and updates wait for the step."""
+        return all(one.activations == KEEP and one.states == PERSISTENT for one in self.units)
 
     @property
     def host_updated(self) -> tuple[UnitPlan, ...]:
