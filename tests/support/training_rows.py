@@ -167,6 +167,8 @@ class OfRow(Subject):
     def build(self, seed: int = 0) -> nn.Module:
         row = dict(self.row)
         model = uncompiled(row, seed=seed)
+        if self.change is not None:
+            self.change(model)
         if row.get("compiled", "no") != "no":
             torch.compiler.reset()
             for unit in units(row["model"], row["trained"]):

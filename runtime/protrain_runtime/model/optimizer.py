@@ -221,7 +221,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 used = [each for chunk in self._consumed for each in chunk.drop_consumed()]
                 engine.update_shards()
                 self._make_room(self._persistent)
-                self.inner.step()
+                self._step_without([parameter for parameter, _ in used])
                 engine.finish_step()
                 self._states.renew()
             with plainly():
@@ -229,6 +229,25 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     parameter.grad = stand_in
             self._used = []
         return loss
+
+    def _step_without(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Step the inner optimizer; these parameters were updated and have no gradient.
+
+        PyTorch's optimizers skip them, but to ask a stand-in for its gradient takes longer than to
+        launch its update. Hooks, and other optimizers, may look at all parameters of a group.
+        """
+        inner, groups = self.inner, self.inner.param_groups
+        listed = [group["params"] for group in groups]
+        hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        updated = {id(parameter) for parameter in parameters}
+        try:
+            if type(inner).__module__.startswith("torch.optim.") and not hooks:
+                for group in groups:
+                    group["params"] = [one for one in group["params"] if id(one) not in updated]
+            inner.step()
+        finally:
+            for group, members in zip(groups, listed, strict=True):
+                group["params"] = members
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or zero them. TurnError during another thread's step."""
