@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -388,6 +389,7 @@ def test_threads_that_race_train_the_steps_that_were_let_in(tmp_path: Path) -> N
                         break
                     except TurnError:
                         refused.append(number)
+                        time.sleep(1e-3)  # else it keeps the other's step from the interpreter
                 loss.backward()
                 run.optimizer.step()
                 order.append(number)

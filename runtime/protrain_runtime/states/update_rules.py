@@ -170,7 +170,8 @@ class UpdateRules:
         with self._trying():
             reason = self._reason(dtype, shape, own, cut=False) if self._masters_of else ""
             found = self._found(dtype, shape, own)
-        if any(rule.states != found[0].states for rule in found):
+        kept = [dict(rule.states) for rule in found if not rule.reason]
+        if any(states != kept[0] for states in kept):
             raise ProtrainError(
                 "the parameter groups' options give them different optimizer states",
                 fix="give all groups the same options of this kind, such as amsgrad",
