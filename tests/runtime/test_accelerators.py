@@ -356,6 +356,24 @@ def test_views_that_are_held_where_autograd_saves_less_have_the_values(
     on_host(model=model, script=Loop(num_steps=6)).assert_like_plain(tmp_path / "instead")
 
 
+def test_views_that_are_held_as_an_older_graph_goes_have_the_values(tmp_path: Path) -> None:
+    """The graph of a forward without a backward is freed in the next one."""
+    graphs: list[Tensor] = []
+
+    def change(model: nn.Module) -> None:
+        model.get_submodule("model.layers.0").register_forward_hook(lambda *_: graphs.clear())
+        views_held(6, "model.norm", in_graph=False)(model)
+
+    def script(run: Run) -> None:
+        for number in range(6):
+            graphs.append(run.loss(50 + number))
+            run.step(number)
+
+    model = replace(CATALOGUE["llama"], change=change)
+    run = on_host(model=model, script=script).assert_like_plain(tmp_path)
+    assert {chunk.lasts for chunk in run.engine._offloaded} == {True, False}
+
+
 # --- state dicts in every order -------------------------------------------------------------------
 
 

@@ -4,7 +4,8 @@
 falls into three kinds:
 
 - a tensor that lies in a chunk's buffers is saved as a place in that chunk and rebuilt when the
-  chunk is back, so that the buffers can go in between (where these last, it is saved as it is);
+  chunk is back, so that the buffers can go in between; where these last, as a view that the chunk
+  knows of;
 - where the unit swaps, a tensor that belongs to the unit alone is saved as a place in a swapped
   storage, each storage once, however many tensors share it;
 - everything else is saved as it is.
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from protrain_runtime.devices.lanes import num_holders
-from protrain_runtime.states.chunks import Chunk
+from protrain_runtime.states.chunks import Chunk, SavedViews
 
 MIN_SWAP_BYTES = 16 * 1024
 """Storages below this stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
@@ -98,19 +99,18 @@ class Begun:
     begun: bool = False
 
 
-Place = tuple["SwappedStorage | tuple[Chunk, int]", Geometry]
-"""The saved form of a tensor: its swapped storage, or a chunk and one of its groups. It owns the
-record of a swapped storage."""
+Place = tuple["SwappedStorage | tuple[Chunk, int]", "Geometry | torch.Tensor"]
+"""The saved form of a tensor: its swapped storage, or a chunk and one of its groups, and how it
+lies there. It owns the record of a swapped storage. Of a buffer that lasts, it has the view itself.
+"""
 
 
 def _view(storage: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """The tensor again, in a storage given as its elements or as uint8 [bytes].  # [shape]"""
+    """The tensor again, in a storage given as uint8 [bytes].  # [shape]"""
     dtype, shape, stride, offset, is_conj, is_neg = geometry
-    if storage.dtype is not dtype:
-        if beyond := storage.numel() % dtype.itemsize:
-            storage = storage[:-beyond]
-        storage = storage.view(dtype)
-    found = storage.as_strided(shape, stride, offset)
+    if beyond := storage.numel() % dtype.itemsize:
+        storage = storage[:-beyond]
+    found = storage.view(dtype).as_strided(shape, stride, offset)
     if is_conj:
         found = found.conj()
     return torch._neg_view(found) if is_neg else found
@@ -122,18 +122,20 @@ def _unpacking(slot: Begun) -> Callable[[Any], torch.Tensor]:
     def unpack(saved: torch.Tensor | Place) -> torch.Tensor:
         if not isinstance(saved, tuple):
             return saved
-        place, geometry = saved
+        place, lies = saved
         if not slot.begun:
             slot.begin()
         if isinstance(place, SwappedStorage):
-            return _view(place.bytes(), geometry)
-        chunk, group = place
-        if group not in chunk.buffers:
-            raise RuntimeError(
-                "backward read parameters when the slot of the unit that had saved them was over:"
-                " profile the model as it runs now"
-            )
-        return _view(chunk.elements(group, geometry[0]), geometry)
+            storage = place.bytes()
+        else:
+            chunk, group = place
+            if group not in chunk.buffers:
+                raise RuntimeError(
+                    "backward read parameters when the slot of the unit that had saved them was"
+                    " over: profile the model as it runs now"
+                )
+            storage = chunk.buffers[group]
+        return _view(storage, lies) if isinstance(lies, tuple) else lies
 
     return unpack
 
@@ -161,11 +163,13 @@ class SavedTensors:
         slot: Begun,
     ) -> None:
         self._slot = slot
-        self._buffers = {
-            _storage_of(buffer): (chunk, group)
-            for chunk in chunks
-            for group, buffer in chunk.buffers.items()
-        }
+        # By the storage of a buffer: its place, and the views that are saved of one that lasts.
+        self._buffers: dict[int, tuple[tuple[Chunk, int], SavedViews | None]] = {}
+        for chunk in chunks:
+            for group, buffer in chunk.buffers.items():
+                lasts = group in chunk.viewing
+                views = chunk.saved.setdefault(group, []) if lasts else None
+                self._buffers[_storage_of(buffer)] = (chunk, group), views
         self.swaps, self._foreign, self._own = swaps, foreign, own
         self._before: ByPointer = {} if handed_on is None else handed_on
         self.handed_on: ByPointer = {}
@@ -204,14 +208,18 @@ class SavedTensors:
         if tensor.layout != torch.strided:
             return tensor.detach()  # a sparse one is of several tensors
         place: SwappedStorage | tuple[Chunk, int] | None
-        place = held = self._buffers.get(_storage_of(tensor)) if self._buffers else None
+        held = self._buffers.get(_storage_of(tensor)) if self._buffers else None
         if held is not None:
-            # Asked of its class, since parameters have an `isinstance` of their own.
-            if issubclass(type(tensor), nn.Parameter) and held[1] in held[0].viewing:
-                return tensor
+            place, views = held
+            if views is not None:
+                # Asked of its class, since parameters have an `isinstance` of their own.
+                if issubclass(type(tensor), nn.Parameter):
+                    return tensor
+                view = tensor.detach()
+                views.append(ref(view))
+                return place, view
         elif not self.swaps or (place := self._swapped_place(tensor)) is None:
             return tensor.detach()  # the tensor itself would hold the graph that holds it
-        assert place is not None
         return place, (
             tensor.dtype,
             tensor.shape,

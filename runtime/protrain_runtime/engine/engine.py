@@ -149,6 +149,8 @@ class Engine:
 
     def _reset(self) -> None:
         self._state.end_slots()
+        for chunk in self._offloaded:
+            chunk.end_step()
         self._tickets: dict[int, Ticket] = {}
         self._running: set[int] = set()  # submitted, and not yet seen to end
         self._saved: SavedTensors | None = None
@@ -725,7 +727,7 @@ class Engine:
             chunk = self._chunks[unit]
             if slot.forward:
                 chunk.refuse_written()
-            released = chunk.release(chunk.every_group, looks=chunk.lasts)
+            released = chunk.release(chunk.every_group, looks=True)
             if released:
                 self._note_held(unit, released)
                 self._moves.buffers.give_up(released)

@@ -12,12 +12,11 @@ of it is padded or a rank's own.
 
 [Note: views for good]
 On an accelerator, parameters stay views of one buffer per group, whose memory is freed when the
-group leaves and allocated when it comes, as FSDP2 does it. Of what autograd saves of them, it has
-the parameters themselves and places of views, so that nobody holds a buffer that has left: where a
-tensor does, it is the model's, and would read memory that is gone. Such buffers are left to whoever
-has them, and those of the chunk are new ones from then on. So are those of a first step, which sees
-who is read in backward before its slot has begun. Forwards without a graph have new buffers, as
-code may keep what they hand out.
+group leaves and allocated when it comes, as FSDP2 does it. The tensors that autograd saves of them
+are known: where another one holds a buffer that leaves, it is the model's, and would read memory
+that is gone. Such a buffer is left to whoever has it, and those of the chunk are new ones from the
+next step on. So are those of a first step, which sees who is read in backward before its slot has
+begun. Forwards without a graph have new buffers, as code may keep what they hand out.
 """
 
 import sys
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import nn
@@ -207,6 +207,9 @@ class Copy:
         return [layout for layout in self.states if part.name in layout.starts]
 
 
+SavedViews = list[ref[torch.Tensor]]
+
+
 class Lasting(NamedTuple):
     """The buffer of a group that is used again: see [Note: views for good]."""
 
@@ -246,6 +249,8 @@ class Chunk:
     lasting: dict[int, Lasting] = field(default_factory=dict[int, Lasting])
     viewing: set[int] = field(default_factory=set[int])
     holders: dict[int, int] = field(default_factory=dict[int, int])
+    # By group, the views of its lasting buffer that autograd has saved: each holds it once.
+    saved: dict[int, SavedViews] = field(default_factory=dict[int, SavedViews])
     # By group, its parameters, and where they are while they are not on the device.
     places: dict[int, list[tuple[nn.Parameter, Elsewhere]]] = field(
         default_factory=dict[int, list[tuple[nn.Parameter, Elsewhere]]]
@@ -387,14 +392,14 @@ class Chunk:
     ) -> torch.Tensor:
         """A buffer for a group that comes to the device, `lent` if not for a step.  # uint8"""
         size = self.groups[number].num_bytes
-        if lent or not self.lasts:
-            buffer = empty(size)
-        elif (known := self.lasting.get(number)) is not None:
+        known = None if lent else self.lasting.get(number)
+        if known is not None:
             buffer = known.buffer
             known.storage.resize_(size)
         else:
             buffer = empty(size)
-            self.lasting[number] = Lasting(buffer, buffer.untyped_storage(), {})
+            if self.lasts and not lent:
+                self.lasting[number] = Lasting(buffer, buffer.untyped_storage(), {})
         self.buffers[number] = buffer
         return buffer
 
@@ -403,6 +408,14 @@ class Chunk:
         self.lasts = lasts
         self.lasting.clear()
         self.viewing.clear()
+        self.saved.clear()
+
+    def end_step(self) -> None:
+        """Forget the saved views that autograd has let go of, and buffers that last no longer."""
+        if self.lasting and not self.lasts:
+            self.last(lasts=False)
+        for views in self.saved.values():
+            views[:] = [view for view in views if view() is not None]
 
     def bind(self, groups: Iterable[int]) -> None:
         """Let the parameters of these groups be views of their buffers."""
@@ -419,7 +432,7 @@ class Chunk:
                 continue
             if lasting is not None and lasts:
                 self.viewing.add(number)
-                self.holders[number] = num_holders(lasting.storage)
+                self.holders[number] = self._holders(number, lasting)
             self.hollow.discard(number)
 
     def _view(
@@ -437,11 +450,10 @@ class Chunk:
                 part.parameter.data = elements.as_strided(part.shape, part.stride, place)
                 self.versions[part.name] = part.parameter._version
 
-    def elements(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """A group's buffer: as elements of a dtype that its parameters have, where it lasts."""
-        buffer, lasting = self.buffers[number], self.lasting.get(number)
-        lasts = lasting is not None and buffer is lasting.buffer
-        return lasting.elements.get(dtype, buffer) if lasting and lasts else buffer
+    def _holders(self, number: int, lasting: Lasting) -> int:
+        """The tensors that hold a lasting buffer, besides saved ones."""
+        saved = [view for view in self.saved.get(number, ()) if view() is not None]
+        return num_holders(lasting.storage) - len(saved)
 
     def unbind(self, groups: Iterable[int]) -> None:
         """Leave parameters of the right shape that hold nothing (`away`)."""
@@ -466,23 +478,21 @@ class Chunk:
 
         With `looks`, those that somebody holds last no longer.
         """
-        held = looks and any(
-            num_holders(lasting.storage) > self.holders.get(number, sys.maxsize)
-            for number, lasting in self.lasting.items()
-        )
         released: list[torch.Tensor] = []
         for number in groups:
             self.unbind((number,))
-            buffer = self.buffers.pop(number, None)
+            buffer, lasting = self.buffers.pop(number, None), self.lasting.get(number)
             if buffer is None:
                 continue
-            lasting = self.lasting.get(number)
-            if lasting is not None and buffer is lasting.buffer and not held:
-                lasting.storage.resize_(0)
-            else:
+            if lasting is None or buffer is not lasting.buffer:
                 released.append(buffer)
-        if held:
-            self.last(lasts=False)
+            elif looks and self._holders(number, lasting) > self.holders.get(number, sys.maxsize):
+                released.append(buffer)
+                del self.lasting[number]
+                self.viewing.discard(number)
+                self.lasts = False
+            else:
+                lasting.storage.resize_(0)
         return released
 
     def _copy(self, part: Slice) -> torch.Tensor:
