@@ -70,14 +70,6 @@ class RunOptions:
             help="Compare the first three steps with a plain copy's, and stop where a bit differs.",
         ),
     ] = False
-    check_spills: Annotated[
-        bool,
-        typer.Option(
-            "--check-spills",
-            help="Compare what comes back from host memory and disk with what went there, and stop"
-            " where a bit differs.",
-        ),
-    ] = False
     recording: Annotated[
         Path | None,
         typer.Option(
@@ -93,7 +85,7 @@ class RunOptions:
     @property
     def asked(self) -> "Check | None":
         """Comparison while the plan runs."""
-        return "bitwise" if self.check else "spills" if self.check_spills else None
+        return "bitwise" if self.check else None
 
     def refuse(self, plan: "Plan") -> None:
         """Raise ProtrainError for options that contradict one another, or the plan."""
@@ -114,12 +106,9 @@ class RunOptions:
             (self.verify, "--verify runs plain PyTorch too"),
             (self.recording, "--record is of a planned step"),
             (self.check, "--check is of planned steps"),
-            (self.check_spills, "--check-spills is of planned steps"),
         ):
             if self.plain and asked:
                 raise ProtrainError(problem, fix="leave --plain out")
-        if self.check and self.check_spills:
-            raise ProtrainError("--check and --check-spills are two runs", fix="name one of them")
 
     def limit_memory(self) -> None:
         """Let the system refuse this process more memory than `--memory-limit`."""

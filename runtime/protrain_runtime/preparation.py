@@ -106,7 +106,7 @@ from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conve
 from protrain_runtime.states.update_rules import UpdateRules, in_turn
 from protrain_runtime.states.updates import UpdateTeam, spare_threads, updates_by_lines
 
-Check = Literal["bitwise", "spills"]
+Check = Literal["bitwise"]
 """The comparison that a prepared model makes while it trains."""
 
 
@@ -134,14 +134,11 @@ def prepare(
     makes the model and is called so that they are. Values go from the files to where the plan has
     them, cast to the model's dtype; no more than a unit's are in memory besides. `spill_directory`
     is where a disk tier keeps its unnamed file, by default the system's directory for temporary
-    files.
-    `check="bitwise"` trains a plain copy beside the
-    first three steps, with the memory of plain training, and stops on a bit that differs.
-    `check="spills"` compares what comes back from host memory, but for common copies, and disk with
-    what went there; every step pays for that. A wait for a transfer or an update that takes longer
-    than `wait_limit_s` is an error that names it. `lane_delay` returns seconds by which tests hold
-    every transfer back. `watch` warns where the second step takes more bytes than predicted; by
-    default on accelerators, where it costs nothing.
+    files. `check="bitwise"` trains a plain copy beside the first three steps, with the memory of
+    plain training, and stops on a bit that differs. A wait for a transfer or an update that takes
+    longer than `wait_limit_s` is an error that names it. `lane_delay` returns seconds by which
+    tests hold every transfer back. `watch` warns where the second step takes more bytes than
+    predicted; by default on accelerators, where it costs nothing.
 
     The training loop stays as it is: the plan's number of micro-batches, then one `step()`. Under a
     plan for several devices, every rank of `process_group` (by default of all there are) calls
@@ -162,7 +159,7 @@ def prepare(
             raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
         if check is not None and check not in get_args(Check):
             raise ProtrainError(
-                f"there is no check {check!r}", key="check", fix='"bitwise", "spills" or None'
+                f"there is no check {check!r}", key="check", fix='"bitwise" or None'
             )
         plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
         absent = absent_parameters(model)
@@ -211,7 +208,7 @@ def prepare(
                     facts["weights"] = values.facts()
                 ranks.connect(facts, group=plan.group, device=device)
             cached = plan.settings.page_cache_bytes > 0
-            stores = Stores(backend, directory, checked=check == "spills", cached=cached)
+            stores = Stores(backend, directory, cached=cached)
             undo.append(stores.close)
             leaving = _attach(model, modules, prepared, stores, backend, own, absent)
             last.append(partial(_leave, leaving))
@@ -468,13 +465,10 @@ def _attach(
         ranks=ranks,
         team=team,
     )
-    describe = weakref.WeakMethod(moves.describe)  # the model's last resort holds the stores
-    stores.describe = lambda *where: there(*where) if (there := describe()) else "the model's"
     engine = Engine(
         moves,
         accumulating,
         step_on=optimizer.step_on,
-        checked=stores.checked,
         shared_buffers=tuple(model.buffers()) if ranks is not None else (),
     )
     lanes = tuple(engine.lanes.values())

@@ -54,8 +54,7 @@ run missing.yaml
 run card.yaml
 run broken.yaml
 run typo.yaml
-run offloading.yaml --check --check-spills
-run offloading.yaml --plain --check-spills
+run offloading.yaml --plain --check
 run offloading.yaml --plain --verify
 run offloading.yaml --memory-limit 1.5GX
 run offloading.yaml --memory-limit 24

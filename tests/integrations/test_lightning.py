@@ -82,7 +82,7 @@ def fit(
     attribute: str = "model",
     **settings: Any,
 ) -> tuple[Module, Trainer]:
-    given: Any = {"attribute": attribute, "spill_directory": folder, "check": "spills"}
+    given: Any = {"attribute": attribute, "spill_directory": folder, "check": "bitwise"}
     callbacks = [] if planned is None else [UsePlan(planned, **given)]
     made = module or Module()
     seed_everything(0, verbose=False)

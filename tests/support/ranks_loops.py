@@ -213,14 +213,11 @@ def ddp(rank: int, count: int, loop: Loop) -> Outcome:
     return with_norms(in_ddp(subject, rank, count, loop.factory), loop)
 
 
-def planned(
-    rank: int, count: int, loop: Loop, plan: Plan, spill: Path, *, checked: bool = False
-) -> Outcome:
+def planned(rank: int, count: int, loop: Loop, plan: Plan, spill: Path) -> Outcome:
     spill = spill / str(rank)
     spill.mkdir(exist_ok=True)
-    check: Any = "spills" if checked else None
-    options = {"optimizer": loop.factory, "check": check}
-    run = under_plan(loop.subject, rank, count, lambda _: plan, folder=spill, **options)
+    factory = loop.factory
+    run = under_plan(loop.subject, rank, count, lambda _: plan, folder=spill, optimizer=factory)
     found = with_norms(run, loop)
     restore(run.model)
     restored = copied(run.model.state_dict())
@@ -231,19 +228,11 @@ def planned(
 def compared(
     rank: int, count: int, loop: Loop, plans: Sequence[Plan], spill: Path, tolerance: float
 ) -> list[list[str]]:
-    """By plan, where its training differs from DistributedDataParallel's; odd ones checked."""
+    """By plan, where its training differs from DistributedDataParallel's."""
     with _backend(loop.compiled):
         expected = ddp(rank, count, loop)
-        return [
-            list(
-                differing(
-                    planned(rank, count, loop, plan, spill, checked=number % 2 > 0),
-                    expected,
-                    tolerance,
-                )
-            )
-            for number, plan in enumerate(plans)
-        ]
+        made = [planned(rank, count, loop, plan, spill) for plan in plans]
+        return [list(differing(found, expected, tolerance)) for found in made]
 
 
 def _backend(name: str) -> AbstractContextManager[object]:

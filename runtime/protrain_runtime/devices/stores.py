@@ -8,15 +8,11 @@ import ctypes
 import errno
 import os
 import threading
-import zlib
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import RLock
-from typing import NamedTuple
 
 import torch
 
@@ -69,7 +65,7 @@ class HostStore:
         return offset
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """The bytes in place, for whoever changes none, or is inside `in_place`.  # uint8"""
+        """The bytes in place.  # uint8 [num_bytes]"""
         index = bisect_right(self._starts, offset) - 1
         start = offset - self._starts[index]
         return self._buffers[index][start : start + num_bytes]
@@ -83,10 +79,6 @@ class HostStore:
             with torch.inference_mode(mode=False):  # who writes to it may be in none
                 known.update((place, self.view(*place)) for place in new)
         return [known[place] for place in places]
-
-    def in_place(self, offset: int, num_bytes: int) -> AbstractContextManager[torch.Tensor]:
-        """The bytes for the host to change where they are.  # uint8 [num_bytes]"""
-        return nullcontext(self.view(offset, num_bytes))
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         """Copy `source` (uint8, contiguous, on the device or the host) to the store."""
@@ -127,7 +119,7 @@ class CommonStore(HostStore):
     """Host memory that `count` processes share, in one file without a name.
 
     Nothing in it changes but by `write`, which goes through the file: who reads has waited for who
-    writes. It is not checked.
+    writes.
     """
 
     def __init__(self, backend: Backend, descriptor: int, num_bytes: int, count: int) -> None:
@@ -322,117 +314,25 @@ def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
     return each
 
 
-Describe = Callable[[Store, int, int], str]
-"""Words for what lies between two offsets of a store."""
-
-
-class CheckedHostStore(HostStore):
-    """Host memory that is checked: its lanes are threads, whatever the hardware could do."""
-
-    def __init__(self, backend: Backend, describe: Describe) -> None:
-        super().__init__(backend)
-        self._sums = BlockSums(
-            self._look, partial(describe, self), "in host memory", "the machine's memory"
-        )
-
-    def reserve(self, num_bytes: int) -> int:
-        offset = super().reserve(num_bytes)
-        self.view(offset, num_bytes).zero_()
-        self._sums.reserve(offset, num_bytes)
-        return offset
-
-    def start_write(self, offset: int, source: torch.Tensor) -> None:
-        # Blocking: what is summed next has arrived.
-        self._sums.write(offset, source, lambda at, part: self.view(at, part.numel()).copy_(part))
-
-    def start_read(self, offset: int, target: torch.Tensor) -> None:
-        self._sums.check(offset, target.numel())
-        super().start_read(offset, target)
-
-    def write(self, offset: int, source: torch.Tensor) -> None:
-        if devices.on_host(source.device):
-            self._backend.synchronize()  # as without sums
-        self.start_write(offset, source)
-
-    def read(self, offset: int, target: torch.Tensor) -> None:
-        self._sums.check(offset, target.numel())
-        super().read(offset, target)
-
-    @contextmanager
-    def in_place(self, offset: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        with self._sums.changed_in_place(offset, num_bytes):
-            yield self.view(offset, num_bytes)
-
-    def _look(self, start: int, stop: int) -> memoryview:
-        return memory_of(self.view(start, stop - start))
-
-
-class CheckedDiskStore(DiskStore):
-    """The spill file, checked."""
-
-    def __init__(
-        self, directory: Path, backend: Backend | None, describe: Describe, *, cached: bool = False
-    ) -> None:
-        super().__init__(directory, backend, cached=cached)
-        self._sums = BlockSums(
-            self._look,
-            partial(describe, self),
-            "on disk",
-            "the disk and the machine's memory",
-            source=str(directory),
-        )
-
-    def reserve(self, num_bytes: int) -> int:
-        offset = super().reserve(num_bytes)
-        self._sums.reserve(offset, num_bytes)
-        return offset
-
-    def _write(self, offset: int, source: torch.Tensor) -> None:
-        self._sums.write(offset, source, super()._write)
-
-    def _read(self, offset: int, target: torch.Tensor) -> None:
-        super()._read(offset, target)
-        self._sums.check(offset, target.numel(), memory_of(target))
-
-    def _look(self, start: int, stop: int) -> memoryview:
-        held = torch.empty(stop - start, dtype=torch.uint8)
-        super()._read(start, held)
-        return memory_of(held)
-
-
-TIERS: dict[StateTier, Callable[[Backend, Path, bool, Describe | None], Store]] = {
+TIERS: dict[StateTier, Callable[[Backend, Path, bool], Store]] = {
     "device": lambda backend, *_: DeviceStore(backend),
-    "host": lambda backend, _, __, describe: (
-        CheckedHostStore(backend, describe) if describe else HostStore(backend)
-    ),
-    "disk": lambda backend, directory, cached, describe: (
-        CheckedDiskStore(directory, backend, describe, cached=cached)
-        if describe
-        else DiskStore(directory, backend, cached=cached)
-    ),
+    "host": lambda backend, *_: HostStore(backend),
+    "disk": lambda backend, directory, cached: DiskStore(directory, backend, cached=cached),
 }
-"""A factory of a tier's store, one that checks its bytes where it is given what names them: a new
-tier is one entry."""
+"""A factory of a tier's store: a new tier is one entry."""
 
 
 class Stores:
-    """One store per tier, opened when first asked for; `describe` names bytes in errors."""
+    """One store per tier, opened when first asked for."""
 
-    def __init__(
-        self, backend: Backend, directory: Path, *, checked: bool = False, cached: bool = False
-    ) -> None:
-        self._backend, self.checked = backend, checked
-        self._directory, self._cached = directory, cached
+    def __init__(self, backend: Backend, directory: Path, *, cached: bool = False) -> None:
+        self._backend, self._directory, self._cached = backend, directory, cached
         self._stores: dict[StateTier, Store] = {}
         self._common: CommonStore | None = None
-        self.describe: Describe = lambda *_: "the model's"
 
     def get(self, tier: StateTier) -> Store:
         if tier not in self._stores:
-            # `describe` is set once there is something to describe: it is looked up when called.
-            describe = (lambda *where: self.describe(*where)) if self.checked else None
-            open_tier = TIERS[tier]
-            self._stores[tier] = open_tier(self._backend, self._directory, self._cached, describe)
+            self._stores[tier] = TIERS[tier](self._backend, self._directory, self._cached)
         return self._stores[tier]
 
     def share(self, descriptor: int, num_bytes: int, count: int) -> CommonStore:
@@ -465,180 +365,3 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     array = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
-
-
-# --- checksums of what is spilled, for `prepare(..., check="spills")` -----------------------------
-
-# [Note: who holds a region's lock]
-# Ranges that are read and written at once do not overlap, but the blocks at their ends may be the
-# same ones. Whoever looks at a part of a block, or changes bytes in place, holds the lock of the
-# region meanwhile. Whole blocks belong to one range, and need none.
-
-BLOCK_BYTES = 2**16
-"""A sum's four bytes are 1/16,384 of it. Half the size costs as much again in calls of `crc32`; a
-write of a few bytes has to look at all of a block."""
-
-
-class _Region(NamedTuple):
-    """A reservation; its first block has number `first`."""
-
-    start: int
-    num_bytes: int
-    first: int
-    lock: AbstractContextManager[object]
-
-
-class _Block(NamedTuple):
-    number: int
-    start: int
-    stop: int
-
-
-class _Part(NamedTuple):
-    """A range that is whole blocks, or lies in one block and is not all of it."""
-
-    start: int
-    stop: int
-    blocks: list[_Block]
-    whole: bool
-    lock: AbstractContextManager[object]
-
-
-class BlockSums:
-    """CRC-32 of every block of BLOCK_BYTES of a store, of what was reserved at once.
-
-    They are computed as bytes are written and compared as they are read, by the thread that writes
-    or reads. A write to a part of a block compares the rest of it first, so that no damage is
-    summed up as if it had been written; a read of a part looks at the whole block. What the host's
-    optimizer changes in place is compared before, and summed anew after it.
-
-    `look` has the store's bytes between two offsets, `describe` what lies there in words. Errors
-    for bytes that differ say `where` they are, and what is `suspect`.
-    """
-
-    def __init__(
-        self,
-        look: Callable[[int, int], memoryview],
-        describe: Callable[[int, int], str],
-        where: str,
-        suspect: str,
-        *,
-        source: str | None = None,
-    ) -> None:
-        self._look, self._describe = look, describe
-        self._where, self._suspect, self._source = where, suspect, source
-        self._regions: list[_Region] = []
-        self._sums = array("I")
-        self._lost: set[int] = set()  # blocks of which a write has failed
-
-    def reserve(self, start: int, num_bytes: int) -> None:
-        """Room for zeros, behind all that there is."""
-        first = len(self._sums)
-        self._regions.append(_Region(start, num_bytes, first, RLock()))
-        full, rest = divmod(num_bytes, BLOCK_BYTES)
-        self._sums.extend(array("I", [_ZEROS]) * full)
-        if rest:
-            self._sums.append(zlib.crc32(bytes(rest)))
-
-    def check(self, start: int, num_bytes: int, copied: memoryview | None = None) -> None:
-        """Compare a range, or its copy: of a part of a block, a new copy is made."""
-        for part in self._parts(start, num_bytes):
-            with part.lock:
-                for block in part.blocks:
-                    if copied is not None and part.whole:
-                        self._compare(block, copied[block.start - start : block.stop - start])
-                        continue
-                    found = self._look(block.start, block.stop)
-                    self._compare(block, found)
-                    if copied is not None:
-                        here = found[part.start - block.start : part.stop - block.start]
-                        copied[part.start - start : part.stop - start] = here
-
-    def write(
-        self, start: int, source: torch.Tensor, put: Callable[[int, torch.Tensor], object]
-    ) -> None:
-        """Let `put` write a range in parts, and sum it, from the `source` where the host has it."""
-        held = memory_of(source) if devices.on_host(source.device) else None
-        for part in self._parts(start, source.numel()):
-            with part.lock:
-                beside = memoryview(b"")
-                if not part.whole:
-                    beside = self._look(part.blocks[0].start, part.blocks[0].stop)
-                    if part.blocks[0].number not in self._lost:
-                        self._compare(part.blocks[0], beside)
-                try:
-                    put(part.start, source[part.start - start : part.stop - start])
-                except BaseException:
-                    self._lost.update(block.number for block in part.blocks)
-                    raise
-                for block in part.blocks:
-                    if held is None:
-                        found = zlib.crc32(self._look(block.start, block.stop))
-                    elif part.whole:
-                        found = zlib.crc32(held[block.start - start : block.stop - start])
-                    else:
-                        found = zlib.crc32(beside[: part.start - block.start])
-                        found = zlib.crc32(held[part.start - start : part.stop - start], found)
-                        found = zlib.crc32(beside[part.stop - block.start :], found)
-                    self._set(block, found)
-
-    @contextmanager
-    def changed_in_place(self, start: int, num_bytes: int) -> Iterator[None]:
-        """Compare a range and, when it has been changed, sum it anew."""
-        if not num_bytes:
-            yield
-            return
-        with self._region(start).lock:
-            self.check(start, num_bytes)
-            try:
-                yield
-            finally:
-                for block in self._blocks(start, num_bytes):
-                    self._set(block, zlib.crc32(self._look(block.start, block.stop)))
-
-    def _set(self, block: _Block, found: int) -> None:
-        self._sums[block.number] = found
-        self._lost.discard(block.number)
-
-    def _compare(self, block: _Block, found: memoryview) -> None:
-        if block.number in self._lost:
-            problem = "were not written to their end"
-        elif zlib.crc32(found) != self._sums[block.number]:
-            problem = "are not those that were written"
-        else:
-            return
-        raise ProtrainError(
-            f"spilled bytes {self._where} {problem}: {self._describe(block.start, block.stop)}",
-            source=self._source,
-            fix=f"have {self._suspect} tested; train on from a checkpoint",
-        )
-
-    def _parts(self, start: int, num_bytes: int) -> Iterator[_Part]:
-        blocks = self._blocks(start, num_bytes)
-        stop = start + num_bytes
-        whole = [block for block in blocks if start <= block.start and block.stop <= stop]
-        for block in blocks[:1] + blocks[1:][-1:]:
-            if block not in whole[:1] + whole[-1:]:
-                part = max(start, block.start), min(stop, block.stop)
-                yield _Part(*part, [block], False, self._region(start).lock)
-        if whole:
-            yield _Part(whole[0].start, whole[-1].stop, whole, True, nullcontext())
-
-    def _blocks(self, start: int, num_bytes: int) -> list[_Block]:
-        if not num_bytes:
-            return []
-        region = self._region(start)
-        low = (start - region.start) // BLOCK_BYTES
-        high = -(-(start - region.start + num_bytes) // BLOCK_BYTES)
-        end = region.start + region.num_bytes
-        starts = range(region.start + low * BLOCK_BYTES, end, BLOCK_BYTES)[: high - low]
-        return [
-            _Block(region.first + low + place, begin, min(begin + BLOCK_BYTES, end))
-            for place, begin in enumerate(starts)
-        ]
-
-    def _region(self, offset: int) -> _Region:
-        return self._regions[bisect_right(self._regions, offset, key=lambda r: r.start) - 1]
-
-
-_ZEROS = zlib.crc32(bytes(BLOCK_BYTES))

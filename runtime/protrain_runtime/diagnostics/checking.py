@@ -7,8 +7,11 @@ The copy takes the memory that plain training takes.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +47,7 @@ class _MicroBatch:
     args: Any
     kwargs: Any
     set_random_states: Callable[[], None]  # to those that it began with
+    autocast: Callable[[], AbstractContextManager[None]]  # as it was around the forward
     outputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     gradients: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
 
@@ -109,7 +113,7 @@ class Check:
         """Watch the model's forward, and the optimizer's steps."""
         self._forward: Callable[..., Any] = self._model.forward
         self._undo = [
-            self._planned.register_step_pre_hook(lambda *_: self._before_step()).remove,
+            self._planned.register_step_pre_hook(self._begin_step).remove,
             self._planned.register_step_post_hook(lambda *_: self._after_step()).remove,
             replace_code(self._model, self._run),
             self._planned.tell_modes(lambda mode: getattr(self._optimizer, mode)()),
@@ -128,7 +132,16 @@ class Check:
         if all(parameter.grad is None for parameter in self._model.parameters()):
             self._micro_batches.clear()  # a loss scaler skipped the step
         copied_args, copied_kwargs = tree_map(_copied, (args, kwargs))
-        called = _MicroBatch(copied_args, copied_kwargs, _random_states(self._device))
+        kind = self._device.type
+        autocast = partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+        states = _random_states(self._device)
+        called = _MicroBatch(copied_args, copied_kwargs, states, autocast)
         result = self._forward(*args, **kwargs)
         outputs = tensors_in(result)
         called.outputs = [_copied(tensor) for tensor in outputs]
@@ -150,6 +163,22 @@ class Check:
             name: gradient.clone() for name, gradient in _readable_gradients(self._model)
         }
 
+    def _begin_step(self, _: object, args: Any, kwargs: Any) -> Any:
+        """Take the copy's step as far as gradients, after the closure of a step that has one."""
+        own = inspect.signature(type(self._planned).step).bind(*args, **kwargs)
+        closure = own.arguments.get("closure")
+        if closure is None:
+            self._before_step()
+            return None
+
+        def then_look() -> Any:
+            loss = closure()
+            self._before_step()
+            return loss
+
+        own.arguments["closure"] = then_look
+        return own.args, own.kwargs
+
     def _before_step(self) -> None:
         # A scheduler may have changed the groups' options, and the step that comes may write them.
         planned = options_of(self._planned)
@@ -159,7 +188,8 @@ class Check:
         try:
             for called in self._micro_batches:
                 called.set_random_states()
-                outputs = tensors_in(self._plain(*called.args, **called.kwargs))
+                with called.autocast():
+                    outputs = tensors_in(self._plain(*called.args, **called.kwargs))
                 names = [f"{index + 1} of the forward" for index in range(len(outputs))]
                 self._compare(
                     "output",

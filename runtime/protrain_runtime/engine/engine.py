@@ -53,8 +53,8 @@ class Engine:
 
     The programme of `moves` ends with the update of offloaded chunks, and is that of a step that is
     clipped: what does speculative updates again is left out of others. `accumulating` is that of a
-    micro-batch before. `step_on` is the optimizer's step on one persistent chunk. With `checked`,
-    threads bring bytes to a tier and back, which look at them. Ranks have `shared_buffers` alike.
+    micro-batch before. `step_on` is the optimizer's step on one persistent chunk. Ranks have
+    `shared_buffers` alike.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class Engine:
         accumulating: Program,
         *,
         step_on: Callable[[Chunk], None],
-        checked: bool = False,
         shared_buffers: Sequence[torch.Tensor] = (),
     ) -> None:
         program, plans, chunks, backend = moves.program, moves.plans, moves.chunks, moves.backend
@@ -99,7 +98,7 @@ class Engine:
             lane: backend.lane(
                 str(lane),
                 on_device=lane == UPDATE_ON_DEVICE
-                or (lane.tier == "host" and lane.direction != "update" and not checked),
+                or (lane.tier == "host" and lane.direction != "update"),
                 num_threads=moves.update_threads if lane.direction == "update" else 1,
             )
             for lane in sorted({move.lane for move in program.moves} - {COLLECT}, key=str)

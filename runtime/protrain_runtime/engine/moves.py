@@ -40,7 +40,6 @@ from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Placement, UnitPlan
 from protrain_runtime.devices.lanes import Backend, Buffers
 from protrain_runtime.devices.stores import (
-    CheckedHostStore,
     DeviceStore,
     HostStore,
     Store,
@@ -169,8 +168,8 @@ class GradientMoves:
         def work() -> None:
             for stored, room, factors in arrived:
                 assert isinstance(stored.store, HostStore)
-                with stored.store.in_place(stored.offset, stored.num_bytes) as total:
-                    scaled(total.view(stored.dtype), factors).add_(room.view(stored.dtype))
+                total = stored.store.view(stored.offset, stored.num_bytes)
+                scaled(total.view(stored.dtype), factors).add_(room.view(stored.dtype))
 
         return work
 
@@ -371,10 +370,6 @@ class Reductions:
         return work, [shard for _, shard in writes]
 
 
-NUM_NAMED = 3
-"""Tensors that an error names: a block of checked bytes may hold many small ones."""
-
-
 class SwappedUnit:
     """Storages that a unit's forward saved for a swap, in groups of all there were; held weakly."""
 
@@ -493,41 +488,6 @@ class Moves:
         if self.backend.on_host:
             return 0
         return sum(one.numel() for one in (*self._rings[False], *self._gradients.rooms))
-
-    def describe(self, store: Store, start: int, stop: int) -> str:
-        """Describe tensors between two offsets of a store, and the unit that they are of."""
-        found = [
-            (unit, what)
-            for unit, what, place, num_bytes in self._in_store(store)
-            if place < stop and start < place + num_bytes
-        ]
-        if not found:
-            return "averages, or what lies between tensors"
-        units = list(dict.fromkeys(self.plans[unit].name for unit, _ in found))
-        names = list(dict.fromkeys(what for _, what in found))
-        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-        return f"{', '.join(names[:NUM_NAMED])}{more}, of unit {', '.join(map(repr, units))}"
-
-    def _in_store(self, store: Store) -> Iterator[tuple[int, str, int, int]]:
-        """Yield unit, name, offset and bytes of all that lies in a store."""
-        for chunk in self.chunks:
-            own = chunk.own
-            copies = [own.current] if own.spare is None else [own.current, own.spare]
-            for part in own.slices:
-                for copy in copies if own.store is store else ():
-                    yield chunk.unit, f"parameter {part.name!r}", copy.place(part), part.num_bytes
-                    for layout in copy.of(part):
-                        what = f"{layout.key} of {part.name!r}"
-                        place, size = layout.place(part.name), layout.rule.num_bytes(part.numel)
-                        yield chunk.unit, what, place, size
-                if own.gradient_store is store and part.trainable:
-                    place = own.gradient_offset + part.start * part.dtype.itemsize
-                    yield chunk.unit, f"gradient of {part.name!r}", place, part.num_bytes
-        for unit, regions in self._swap_regions.items():
-            activations = self.plans[unit].activations
-            assert activations.tier
-            if self._swap_stores[activations.tier] is store:
-                yield from ((unit, "swapped activations", *region) for region in regions)
 
     def _read_with_states(self, chunk: Chunk) -> tuple[bool, bool]:
         """Whether an update brings a chunk's parameters and its gradients with the states."""
@@ -808,20 +768,11 @@ class Moves:
                 gradients[part.name] = flat if high - low == part.numel else flat[low:high]
 
         team = None if on_device and not self.backend.on_host else self._team
-        stores = chunk.store, chunk.gradient_store
-        checked = not on_device and any(isinstance(one, CheckedHostStore) for one in stores)
 
-        def update() -> None:
+        def work() -> None:
             if stands and piece.kept is None:
                 piece.view_store()
             piece.update(self._factory, options, gradients, team)
-
-        def work() -> None:
-            if checked:
-                with piece.in_place():
-                    update()
-            else:
-                update()
             if on_device:
                 piece.write_made()
             if stands:

@@ -16,7 +16,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -423,25 +422,6 @@ class Piece:
             begin = part.inside + low * part.dtype.itemsize
             end = begin + run.numel * part.dtype.itemsize
             self.parameters[number] = self.chunk.buffers[part.group][begin:end].view(part.dtype)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Let the optimizer change in host memory what it finds there, inside."""
-        chunk, parts = self.chunk, self.parts
-        with ExitStack() as stack:
-            if parts and isinstance(chunk.store, HostStore):
-                (first, low, _), (last, _, high) = parts[0], parts[-1]
-                begin = self.source.place(first) + low * first.dtype.itemsize
-                end = self.source.place(last) + high * last.dtype.itemsize
-                stack.enter_context(chunk.store.in_place(begin, end - begin))
-                for _, _, place, size in self._states() if self.source.updated else ():
-                    stack.enter_context(chunk.store.in_place(place, size))
-            if parts and isinstance(chunk.gradient_store, HostStore):
-                width = parts[0][0].dtype.itemsize
-                begin, size = self.start * width, (self.stop - self.start) * width
-                place = chunk.gradient_offset + begin
-                stack.enter_context(chunk.gradient_store.in_place(place, size))
-            yield
 
     def view_store(self) -> None:
         """Use the parameters and their states in place, where the store is host memory."""
