@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from protrain_plan.commands.option_records import option_record, with_records
+from protrain_plan.commands.option_records import flag, option, option_record
 from protrain_plan.commands.options import JsonOption, NoCacheOption, choice, size
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -21,39 +21,25 @@ DEFAULT = Path("plans")
 class CheckOptions:
     """Options of a check."""
 
-    on: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Check on this machine of the catalogue, or of a file, instead of the plans' own"
-            " and those with budgets. May be given several times."
-        ),
-    ] = None
-    budgets: Annotated[
-        Path | None,
-        typer.Option(help="Limits per machine; default: budgets.yaml or pyproject.toml here."),
-    ] = None
-    output_format: Annotated[
-        str, typer.Option("--format", help="text, json or github (annotations).")
-    ] = "text"
-    records_only: Annotated[
-        bool, typer.Option("--records-only", help="Look at no model: no torch, no source code.")
-    ] = False
-    strict: Annotated[
-        bool, typer.Option("--strict", help="What cannot be checked counts as failed.")
-    ] = False
-    expect: Annotated[
-        int | None, typer.Option(min=0, help="Fail where another number of plans is checked.")
-    ] = None
-    time_limit: Annotated[
-        float, typer.Option(help="Seconds that a model's code may take to build and estimate it.")
-    ] = 300.0
-    model_memory: Annotated[
-        str, typer.Option(help="Memory that a model's code may take meanwhile (on Linux).")
-    ] = "8GiB"
+    on: list[str] | None = option(
+        "Check on this machine of the catalogue, or of a file, instead of the plans' own and those"
+        " with budgets. May be given several times."
+    )
+    budgets: Path | None = option(
+        "Limits per machine; default: budgets.yaml or pyproject.toml here."
+    )
+    output_format: str = option("text, json or github (annotations).", "--format", default="text")
+    records_only: bool = flag("Look at no model: no torch, no source code.")
+    strict: bool = flag("What cannot be checked counts as failed.")
+    expect: int | None = option("Fail where another number of plans is checked.", min=0)
+    time_limit: float = option(
+        "Seconds that a model's code may take to build and estimate it.", default=300.0
+    )
+    model_memory: str = option(
+        "Memory that a model's code may take meanwhile (on Linux).", default="8GiB"
+    )
     no_cache: NoCacheOption = False
-    explain: Annotated[
-        str | None, typer.Option(metavar="CODE", help="Say what a rule is about, and check none.")
-    ] = None
+    explain: str | None = option("Say what a rule is about, and check none.", metavar="CODE")
 
     def reestimates(self) -> "Reestimates":
         """Return what looks at models; ProtrainError for limits that are none."""
@@ -67,7 +53,6 @@ class CheckOptions:
         return Reestimates(seconds=self.time_limit, memory=memory, cache=cache)
 
 
-@with_records
 def check(
     plans: Annotated[
         list[Path] | None,

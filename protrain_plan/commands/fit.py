@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,14 +12,14 @@ from protrain_plan.commands.option_records import (
     BudgetOptions,
     StepOptions,
     WorkloadOptions,
+    flag,
     given,
+    option,
     option_record,
-    with_records,
 )
 from protrain_plan.commands.options import (
     SEQ_LEN,
     AllowOption,
-    JobsOption,
     JsonLinesOption,
     ModelArgument,
     NoCacheOption,
@@ -52,52 +52,37 @@ ORDERS: "tuple[Order, ...]" = ("time", "cost", "memory")
 class CellOptions:
     """The cells of the grid: sizes and numbers of devices, each with each machine."""
 
-    on: Annotated[
-        str | None,
-        typer.Option(
-            "--on",
-            help="Machines: names of the catalogue or YAML files, by comma.",
-            autocompletion=machine_names,
-        ),
-    ] = None
-    seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = str(SEQ_LEN)
-    batch_size: Annotated[
-        str | None,
-        typer.Option(help="Sequences per batch, one or more. Default: 1.", show_default=False),
-    ] = None
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Sequences per update over all devices: the best batch and number of"
-            " micro-batches are found.",
-        ),
-    ] = None
-    num_devices: Annotated[
-        str, typer.Option(help="Devices that train one model, each with such a batch; or several.")
-    ] = "1"
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="A setting and its values, each a cell: host, device, disk, link, num-devices or"
-            " an option, such as host=64GiB..1TiB (doubles), link=pcie-4,64GB/s or"
-            " optimizer=adamw,sgd. Of several, all combinations.",
-            show_default=False,
-        ),
-    ] = None
-    sweep: Annotated[
-        str | None, typer.Option(help="The same as --set, for one setting.", show_default=False)
-    ] = None
-    sort: Annotated[
-        str | None,
-        typer.Option(
-            help="time, cost (of a token) or memory (of the device), the least first; default: in"
-            " the order of the options, each cell as soon as it is known.",
-            show_default=False,
-        ),
-    ] = None
-    jobs: JobsOption = None
+    on: str | None = option(
+        "Machines: names of the catalogue or YAML files, by comma.", autocompletion=machine_names
+    )
+    seq_len: str = option("Tokens per sequence, one or more.", default=str(SEQ_LEN))
+    batch_size: str | None = option(
+        "Sequences per batch, one or more. Default: 1.", show_default=False
+    )
+    global_batch: int | None = option(
+        "Sequences per update over all devices: the best batch and number of micro-batches are"
+        " found.",
+        min=1,
+    )
+    num_devices: str = option(
+        "Devices that train one model, each with such a batch; or several.", default="1"
+    )
+    settings: list[str] | None = option(
+        "A setting and its values, each a cell: host, device, disk, link, num-devices or an"
+        " option, such as host=64GiB..1TiB (doubles), link=pcie-4,64GB/s or optimizer=adamw,sgd."
+        " Of several, all combinations.",
+        "--set",
+        show_default=False,
+    )
+    sweep: str | None = option("The same as --set, for one setting.", show_default=False)
+    sort: str | None = option(
+        "time, cost (of a token) or memory (of the device), the least first; default: in the order"
+        " of the options, each cell as soon as it is known.",
+        show_default=False,
+    )
+    jobs: int | None = option(
+        "Processes that work at once. Default: one a core.", min=1, show_default=False
+    )
     no_cache: NoCacheOption = False
 
 
@@ -105,33 +90,20 @@ class CellOptions:
 class WantedOptions:
     """Machines with their prices, and what is wanted of them."""
 
-    price: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a device for an hour, or one of each machine by comma; default: that of the"
-            " machine's file. Adds the columns hours and cost."
-        ),
-    ] = None
-    among: Annotated[
-        Path | None,
-        typer.Option(
-            help="Instead of --on, a YAML file of machines and prices: 'rtx-4090: 0.35' in a line."
-            " Default of a search: the catalogue's machines that have a price."
-        ),
-    ] = None
-    speed: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-3, help="Search the cheapest that reaches so many tokens per second in all."
-        ),
-    ] = None
-    price_limit: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="The most that all devices may cost an hour; without --speed, search the fastest.",
-        ),
-    ] = None
+    price: str | None = option(
+        "Of a device for an hour, or one of each machine by comma; default: that of the machine's"
+        " file. Adds the columns hours and cost."
+    )
+    among: Path | None = option(
+        "Instead of --on, a YAML file of machines and prices: 'rtx-4090: 0.35' in a line. Default"
+        " of a search: the catalogue's machines that have a price."
+    )
+    speed: float | None = option(
+        "Search the cheapest that reaches so many tokens per second in all.", min=1e-3
+    )
+    price_limit: float | None = option(
+        "The most that all devices may cost an hour; without --speed, search the fastest.", min=0.0
+    )
 
     @property
     def is_search(self) -> bool:
@@ -191,33 +163,21 @@ class WantedOptions:
 class AnswerOptions:
     """Options of what is told besides the answers."""
 
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Below each answer, what it is without a planner (plain PyTorch, checkpointing,"
-            " ZeRO-Offload, FSDP2), and with 8-bit states where a plan is needed.",
-        ),
-    ] = False
-    what_helps: Annotated[
-        bool,
-        typer.Option(
-            "--what-helps",
-            help="Say what more memory, a faster link, larger batches and states of 8 bits are"
-            " worth. Each takes as long as an answer.",
-        ),
-    ] = False
-    columns: Annotated[
-        str | None,
-        typer.Option(
-            help="More columns, by comma: mfu (model FLOPs utilisation), and hours, cost and energy"
-            " of a billion tokens."
-        ),
-    ] = None
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write a page: tokens per second, memory and reasons of all, as bars."),
-    ] = None
+    compare: bool = flag(
+        "Below each answer, what it is without a planner (plain PyTorch, checkpointing,"
+        " ZeRO-Offload, FSDP2), and with 8-bit states where a plan is needed."
+    )
+    what_helps: bool = flag(
+        "Say what more memory, a faster link, larger batches and states of 8 bits are worth. Each"
+        " takes as long as an answer."
+    )
+    columns: str | None = option(
+        "More columns, by comma: mfu (model FLOPs utilisation), and hours, cost and energy of a"
+        " billion tokens."
+    )
+    report: Path | None = option(
+        "Write a page: tokens per second, memory and reasons of all, as bars."
+    )
 
     def shown(self, offers: "Sequence[MachineOffer]", *, priced: bool) -> tuple[str, ...]:
         """The columns; ProtrainError for an unknown one, and for one without values."""
@@ -240,7 +200,6 @@ class AnswerOptions:
         return names
 
 
-@with_records
 def fit(
     context: typer.Context,
     model: ModelArgument,
@@ -364,7 +323,7 @@ def fit(
         raise typer.Exit(3)
 
 
-def search(**options: Any) -> None:
+def search(wanted: WantedOptions, **options: Any) -> None:
     """Find the cheapest machine that trains a model at a speed, or the fastest within a price.
 
     It is fit of the machines of --among. What cannot reach the speed is ruled out by a bound, the
@@ -375,14 +334,13 @@ def search(**options: Any) -> None:
     | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4
     | protrain hardware search llama-3.1-8b --speed 20000 --stages auto --global-batch 128
     """
-    if options["speed"] is None and options["price_limit"] is None:
+    if not wanted.is_search:
         raise ProtrainError(
             "what is to be found?",
             key="--speed",
             fix="--speed 5000 for the cheapest that is as fast, --price-limit 3 for the fastest",
         )
-    fit(**options)
+    fit(wanted=wanted, **options)
 
 
 search.__dict__["__signature__"] = inspect.signature(fit)
-search.__annotations__ = fit.__annotations__

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from protrain_plan.commands.option_records import option, output_option
 from protrain_plan.commands.options import (
     DISK_BYTES,
     DISK_SECONDS,
@@ -77,9 +78,7 @@ def show_machine(
 
 def copy(
     name: MachineArgument,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The hardware to write; - is standard output.")
-    ] = Path("hardware.yaml"),
+    output: Path = output_option("hardware", "hardware.yaml"),
 ) -> None:
     """Write a machine as a file, to change its numbers and name it with --on.
 
@@ -95,15 +94,9 @@ def copy(
 
 
 def probe(
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The hardware to write; - is standard output.")
-    ] = Path("hardware.yaml"),
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, cuda:1, xpu, ...: a device of this machine.")
-    ] = "cpu",
-    name: Annotated[
-        str | None, typer.Option(help="Its name; default: such as cpu-2, after the threads.")
-    ] = None,
+    output: Path = output_option("hardware", "hardware.yaml"),
+    device: str = option("cpu, cuda, cuda:1, xpu, ...: a device of this machine.", default="cpu"),
+    name: str | None = option("Its name; default: such as cpu-2, after the threads."),
     spill_directory: SpillOption = None,
     disk_seconds: DiskSecondsOption = DISK_SECONDS,
     disk_bytes: DiskBytesOption = DISK_BYTES,

@@ -74,14 +74,6 @@ DiskSecondsOption = Annotated[
 DISK_SECONDS = 2.0
 DiskBytesOption = Annotated[str, typer.Option(help="The most that is written meanwhile.")]
 DISK_BYTES = "2GiB"
-TightOption = Annotated[
-    bool,
-    typer.Option(
-        "--tight",
-        help="Plan with all of a device that is estimated: by default a tenth of its tensors' bytes"
-        " stays free for the allocator, unless a budget is given.",
-    ),
-]
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -97,12 +89,6 @@ NoCacheOption = Annotated[
         "--no-cache",
         help="Plan anew, estimate anew what is not shipped, and keep neither (nor with"
         " PROTRAIN_NO_CACHE=1).",
-    ),
-]
-JobsOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Processes that work at once. Default: one a core.", show_default=False
     ),
 ]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan.", show_default=False)]

@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from protrain_plan.commands.option_records import (
     WorkloadOptions,
+    flag,
     given,
+    option,
     option_record,
-    with_records,
+    output_option,
 )
 from protrain_plan.commands.options import (
     DISK_BYTES,
@@ -37,50 +39,29 @@ if TYPE_CHECKING:
 class MeasureOptions:
     """Options of a measurement on this machine."""
 
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu (the default), cuda, cuda:1, xpu, ...: a device of this machine."),
-    ] = None
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic",
-            help="Measure PyTorch's deterministic kernels, and have the plan's runs take them.",
-        ),
-    ] = False
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Timed steps per form of activations; default: 2 s of them, but 3 to 15.",
-        ),
-    ] = None
-    unit_by_unit: Annotated[
-        bool,
-        typer.Option(
-            "--unit-by-unit",
-            help="Never have the whole model in memory: of equal blocks few run. By itself where"
-            " the model would take more than half of the device's free memory.",
-        ),
-    ] = False
-    probe: Annotated[
-        bool,
-        typer.Option(
-            "--probe",
-            help="Measure the machine again; by default its probe is kept in the user's cache.",
-        ),
-    ] = False
+    device: str | None = option(
+        "cpu (the default), cuda, cuda:1, xpu, ...: a device of this machine."
+    )
+    deterministic: bool = flag(
+        "Measure PyTorch's deterministic kernels, and have the plan's runs take them."
+    )
+    steps: int | None = option(
+        "Timed steps per form of activations; default: 2 s of them, but 3 to 15.", min=1
+    )
+    unit_by_unit: bool = flag(
+        "Never have the whole model in memory: of equal blocks few run. By itself where the model"
+        " would take more than half of the device's free memory."
+    )
+    probe: bool = flag(
+        "Measure the machine again; by default its probe is kept in the user's cache."
+    )
     spill_directory: SpillOption = None
     disk_seconds: DiskSecondsOption = DISK_SECONDS
     disk_bytes: DiskBytesOption = DISK_BYTES
-    in_process: Annotated[
-        bool,
-        typer.Option(
-            "--in-process",
-            help="Measure in this process, for debuggers; by default in one of its own, which the"
-            " model's code may crash.",
-        ),
-    ] = False
+    in_process: bool = flag(
+        "Measure in this process, for debuggers; by default in one of its own, which the model's"
+        " code may crash."
+    )
 
 
 def _joined(name: str) -> "Interconnect":
@@ -97,44 +78,29 @@ def _joined(name: str) -> "Interconnect":
     return joined
 
 
-@with_records
 def profile(
     context: typer.Context,
     model: ModelArgument,
     *,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The profile to write; - is standard output.")
-    ] = Path("profile.yaml"),
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences, images or pairs per batch.")
-    ] = 1,
-    seq_len: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Tokens of text per sequence: targets, where sound or images go in."
-        ),
-    ] = 512,
+    output: Path = output_option("profile", "profile.yaml"),
+    batch_size: int = option("Sequences, images or pairs per batch.", default=1, min=1),
+    seq_len: int = option(
+        "Tokens of text per sequence: targets, where sound or images go in.", default=512, min=1
+    ),
     workload: WorkloadOptions,
     allow: AllowOption = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            "--on",
-            help="Estimate instead, for a machine that need not be there: a name of the catalogue"
-            " (protrain hardware list), or a YAML file.",
-            autocompletion=machine_names,
-        ),
-    ] = None,
-    interconnect: Annotated[
-        str | None,
-        typer.Option(
-            help="A machine whose devices are joined as this one's, to plan for several: a name of"
-            " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
-        ),
-    ] = None,
+    on: str | None = option(
+        "Estimate instead, for a machine that need not be there: a name of the catalogue (protrain"
+        " hardware list), or a YAML file.",
+        autocompletion=machine_names,
+    ),
+    interconnect: str | None = option(
+        "A machine whose devices are joined as this one's, to plan for several: a name of the"
+        " catalogue, or a YAML file (protrain hardware probe under torchrun)."
+    ),
     measuring: MeasureOptions,
-    seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
-    text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,
+    seed: int = option("Seed of weights and text.", default=0),
+    text: Path | None = option("A text file to take batches from."),
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:

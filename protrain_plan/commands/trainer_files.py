@@ -2,11 +2,11 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from protrain_plan.commands.option_records import option_record
+from protrain_plan.commands.option_records import option, option_record
 from protrain_plan.commands.options import on_command_line
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -27,22 +27,16 @@ _ANSWERED = {
 class FileOptions:
     """Options for what a trainer's file may leave open: its model, and one beside that."""
 
-    named: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="The model, where MODEL is a trainer's file that names none that is known.",
-        ),
-    ] = None
-    beside: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A frozen model that runs a forward on the same batch in each step, such as a"
-            " teacher or a reference: a preset, a config.json or a factory; none: there is none.",
-        ),
-    ] = None
+    named: str | None = option(
+        "The model, where MODEL is a trainer's file that names none that is known.",
+        "--model",
+        metavar="MODEL",
+    )
+    beside: str | None = option(
+        "A frozen model that runs a forward on the same batch in each step, such as a teacher or a"
+        " reference: a preset, a config.json or a factory; none: there is none.",
+        metavar="MODEL",
+    )
 
     def frozen(self, model: str, file: "TrainerFile | None") -> str:
         """The frozen model beside the trained one; empty for none."""
