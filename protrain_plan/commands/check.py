@@ -3,7 +3,7 @@
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from protrain_plan.checking.reestimate import Reestimates
 
 DEFAULT = Path("plans")
+CheckFormat = Literal["text", "json", "github"]
 
 
 @option_record
@@ -79,12 +80,13 @@ def check(
     from protrain_plan.checking.rules import explained
     from protrain_plan.commands import output
     from protrain_plan.hardware.catalogue import load_hardware
-    from protrain_plan.presentation.checks.reports import FORMATS, explanation
+    from protrain_plan.presentation.checks import reports
 
     output.refuse_closed_output()
-    form = choice("--format", "json" if as_json else options.output_format, tuple(FORMATS))
+    asked = "json" if as_json else options.output_format
+    form: CheckFormat = choice("--format", asked, get_args(CheckFormat))
     if options.explain is not None:
-        output.print_rendered(explanation(explained(options.explain)))
+        output.print_rendered(reports.explanation(explained(options.explain)))
         return
     if not plans and not DEFAULT.is_dir():
         problem = "there is no folder plans/ here"
@@ -104,5 +106,11 @@ def check(
             progress=tell,
         )
     root = Path(os.environ.get("GITHUB_WORKSPACE", ""))  # where an action's paths count from
-    output.print_any(FORMATS[form](report, root))
+    match form:
+        case "text":
+            output.print_rendered(reports.text(report))
+        case "json":
+            output.print_json(reports.plain_data(report))
+        case "github":
+            output.print_text(reports.github(report, root=root))
     raise typer.Exit(report.exit_code)

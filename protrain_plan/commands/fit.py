@@ -1,7 +1,7 @@
 """`protrain fit`: whether and how a model trains on machines, before there is any profile."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,11 +37,8 @@ from protrain_plan.commands.trainer_files import FileOptions, filled
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.commands.cells import Cells
-    from protrain_plan.commands.measuring import Progress
     from protrain_plan.hardware.offers import MachineOffer
     from protrain_plan.planning.questions.cells import Order, Tried
-    from protrain_plan.planning.questions.grid import Found
     from protrain_plan.presentation.trainer_files import Advice
 
 
@@ -145,18 +142,6 @@ class WantedOptions:
                 f"the cheapest of {len(offered)} costs {cheapest:g} an hour", key="--price-limit"
             )
         return within
-
-    def search(self, cells: "Cells", tell: "Progress", done: "Callable[[Tried], None]") -> "Found":
-        """Find the cell that is wanted; each that was looked at is `done`."""
-        from protrain_plan.planning.questions.grid import search
-
-        every = [cell for line in cells.lines(tell) for cell in line]
-        return search(
-            every,
-            speed=self.speed,
-            told=lambda cell, part: tell(f"planning {cell.name}", part),
-            done=done,
-        )
 
 
 @option_record
@@ -301,7 +286,14 @@ def fit(
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
         if wanted.is_search:
-            best = wanted.search(cells, tell, known)
+            from protrain_plan.planning.questions import grid as grids
+
+            best = grids.search(
+                [cell for line in cells.lines(tell) for cell in line],
+                speed=wanted.speed,
+                told=lambda cell, part: tell(f"planning {cell.name}", part),
+                done=known,
+            )
             asked_for = {"tokens_per_second": wanted.speed, "price_limit": wanted.price_limit}
             found = search_json(best, rows, asked_for)
         else:
