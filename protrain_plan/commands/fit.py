@@ -31,7 +31,6 @@ from protrain_plan.commands.options import (
     refuse_batches,
     refuse_of_factory,
 )
-from protrain_plan.commands.settings import read_settings
 from protrain_plan.commands.staging import StageOptions, refuse_without_global_batch
 from protrain_plan.commands.trainer_files import FileOptions, filled
 from protrain_runtime.contract.errors import ProtrainError
@@ -216,6 +215,7 @@ def fit(
     """
     from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.output import destination, print_json, print_rendered, progress
+    from protrain_plan.commands.settings import read_settings
     from protrain_plan.planning.questions.cells import refuse_missing
     from protrain_plan.presentation.grids import cell_text, grid_text, row_of, search_json
     from protrain_plan.presentation.trainer_files import advice, file_json, file_text
