@@ -96,7 +96,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def given(record: Any) -> list[str]:
     """The options of a record that say something else than by default."""
     said = [f.name for f in fields(record) if getattr(record, f.name) != f.default]
-    return ["--" + name.removesuffix("_blocks").replace("_", "-") for name in said]
+    return ["--" + name.replace("_", "-") for name in said]
 
 
 _OF_WORKLOAD: dict[str, Any] = {"rich_help_panel": "Workload", "show_default": False}
@@ -126,10 +126,9 @@ class WorkloadOptions:
         " --lora).",
         **_OF_WORKLOAD,
     )
-    compile_blocks: bool = flag(
+    compile: bool = flag(
         "Compile each block by itself (torch.compile), and have the plan's runs do so. Estimated"
         " bytes and seconds are those without.",
-        "--compile",
         **_OF_WORKLOAD,
     )
     optimizer: str | None = option(
@@ -185,7 +184,7 @@ class WorkloadOptions:
             precision=precision,
             adapter=adapter,
             quantize=quantize,
-            compile="blocks" if self.compile_blocks else "",
+            compile="blocks" if self.compile else "",
             deterministic=deterministic,
         )
         return [

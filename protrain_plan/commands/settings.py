@@ -23,9 +23,7 @@ Record = TypeVar("Record")
 RESOURCES = ("host", "device", "disk", "link")
 COUNTS = ("num-devices", "seq-len", "batch-size")
 OPTIONS = tuple(
-    f.name.removesuffix("_blocks").replace("_", "-")
-    for record in (WorkloadOptions, StepOptions)
-    for f in fields(record)
+    f.name.replace("_", "-") for record in (WorkloadOptions, StepOptions) for f in fields(record)
 )
 WITH_COMMAS = ("lora", "optimizer-args")
 """Options whose text has commas: each `--set` is one value."""
@@ -72,7 +70,6 @@ class Grid:
 
 def _with(record: Any, values: dict[str, Any]) -> Any:
     named = {name.replace("-", "_"): value for name, value in values.items()}
-    named |= {"compile_blocks": named["compile"]} if "compile" in named else {}
     known = {f.name for f in fields(record)}
     return replace(record, **{name: value for name, value in named.items() if name in known})
 

@@ -354,7 +354,7 @@ _OPTIONS: dict[str, Callable[[TrainerFile], object]] = {
         "nf4" if file.facts["bits4"] else "int8" if file.facts["bits8"] else None
     ),
     "optimizer": _optimizer,
-    "compile_blocks": lambda file: file.facts["compile_blocks"],
+    "compile": lambda file: file.facts["compile"],
     "clip": lambda file: (file.facts["clip"] or 0) > 0,
     "beside": _beside,
 }
@@ -362,7 +362,7 @@ _OPTIONS: dict[str, Callable[[TrainerFile], object]] = {
 
 def flag(option: str) -> str:
     """An option as it is typed: `--seq-len`."""
-    return "--" + option.removesuffix("_blocks").replace("_", "-")
+    return "--" + option.replace("_", "-")
 
 
 def words(options: Mapping[str, Any], option: str) -> str:
