@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,15 +52,6 @@ class Format(SimpleNamespace):
         return next((key for key, (stated, _) in self.keys.items() if stated == fact), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stated:
-    """A key with its value, and the option that it became; no option where that is the default."""
-
-    key: str
-    value: object
-    option: str
-
-
 class TrainerFile:
     """A trainer's file: what it asks for as `options`, and its keys in lists.
 
@@ -99,14 +89,13 @@ class TrainerFile:
         made = {name: make(self) for name, make in _OPTIONS.items() if name not in given}
         self.options: dict[str, Any] = {"model": model} if model else {}
         self.options |= {name: value for name, value in made.items() if value}
-        self.understood = [self._stated(key, value) for key, value in lists["stated"].items()]
-        silent = [self._stated(key, value) for key, value in self.format.defaults.items()]
-        self.by_default = [
-            one
-            for one in silent
-            if (fact := self.format.keys[one.key][0]) not in self._places
-            if one.option and self.facts[fact] is not None
-        ]
+        self.understood = lists["stated"]
+        self.by_default = {
+            key: value
+            for key, value in self.format.defaults.items()
+            if (fact := self.format.keys[key][0]) not in self._places
+            if self.facts[fact] is not None and self.option_of(key)
+        }
 
     def _list_of(self, key: str, value: object, node: Document) -> str:
         """The list that a key belongs in; the facts that it states are taken."""
@@ -153,9 +142,9 @@ class TrainerFile:
             self.facts |= found  # else another key has turned it on
             self._places |= dict.fromkeys(found, node)
 
-    def _stated(self, key: str, value: object) -> Stated:
-        option = _FACTS[self.format.keys[key][0]][1]
-        return Stated(key=key, value=value, option=words(self.options, option))
+    def option_of(self, key: str) -> str:
+        """The option that a key became; empty where that is the default."""
+        return words(self.options, _FACTS[self.format.keys[key][0]][1])
 
     @property
     def command(self) -> str:
@@ -176,7 +165,7 @@ class TrainerFile:
 
     def value_of(self, key: str) -> object:
         """The value that the file, or the trainer by default, has for a key."""
-        return {one.key: one.value for one in (*self.understood, *self.by_default)}.get(key)
+        return (self.by_default | self.understood).get(key)
 
     def error(self, fact: str, problem: str, fix: str | None = None) -> ProtrainError:
         """An error at the key that states a fact, or that would."""
