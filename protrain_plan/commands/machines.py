@@ -6,18 +6,8 @@ from typing import Annotated
 
 import typer
 
-from protrain_plan.commands.option_records import option, output_option
-from protrain_plan.commands.options import (
-    DISK_BYTES,
-    DISK_SECONDS,
-    DiskBytesOption,
-    DiskSecondsOption,
-    JsonOption,
-    SpillOption,
-    found_device,
-    machine_names,
-    size,
-)
+from protrain_plan.commands.option_records import DiskOptions, option, output_option
+from protrain_plan.commands.options import JsonOption, found_device, machine_names
 
 MachineArgument = Annotated[
     str,
@@ -94,12 +84,11 @@ def copy(
 
 
 def probe(
+    *,
     output: Path = output_option("hardware", "hardware.yaml"),
     device: str = option("cpu, cuda, cuda:1, xpu, ...: a device of this machine.", default="cpu"),
     name: str | None = option("Its name; default: such as cpu-2, after the threads."),
-    spill_directory: SpillOption = None,
-    disk_seconds: DiskSecondsOption = DISK_SECONDS,
-    disk_bytes: DiskBytesOption = DISK_BYTES,
+    disk: DiskOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine, about fifteen seconds, and write it as hardware.
@@ -117,16 +106,16 @@ def probe(
     target = destination(output)  # before torch loads
     import tempfile
 
-    written = size("--disk-bytes", disk_bytes, 0)
+    watched = disk.watch()
     from protrain_plan.hardware.probe import Rank, Watch, probe_with_ranks
     from protrain_plan.hardware.probe import probe as measured
     from protrain_runtime.devices.memory_meter import return_freed_memory
 
-    watch = Watch(seconds=disk_seconds, num_bytes=written)
+    watch = Watch(*watched)
     where = found_device(device)
     if not is_accelerator(where.type):
         return_freed_memory()
-    rank, directory = Rank.launched(), spill_directory or Path(tempfile.gettempdir())
+    rank, directory = Rank.launched(), disk.spill_directory or Path(tempfile.gettempdir())
     with progress(quiet=as_json, rank=rank.number if rank else 0) as report:
         measure = measured if rank is None else partial(probe_with_ranks, rank=rank)
         machine = measure(where, spill_directory=directory, name=name, watch=watch, progress=report)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform, get_args
 
 import typer
 
-from protrain_plan.commands.options import choice, leaves_named, part, size
+from protrain_plan.commands.options import SpillOption, choice, leaves_named, part, size
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -97,6 +97,24 @@ def given(record: Any) -> list[str]:
     """The options of a record that say something else than by default."""
     said = [f.name for f in fields(record) if getattr(record, f.name) != f.default]
     return ["--" + name.replace("_", "-") for name in said]
+
+
+@option_record
+class DiskOptions:
+    """The disk that is measured, and for how long."""
+
+    spill_directory: SpillOption = None
+    disk_seconds: float = option(
+        "How long the disk is written before it is measured, past the page cache: many are slower"
+        " after their first gigabytes.",
+        default=2.0,
+        min=0.0,
+    )
+    disk_bytes: str = option("The most that is written meanwhile.", default="2GiB")
+
+    def watch(self) -> tuple[float, int]:
+        """Seconds and bytes, as of `probe.Watch`; ProtrainError for what is no size."""
+        return self.disk_seconds, size("--disk-bytes", self.disk_bytes, 0)
 
 
 _OF_WORKLOAD: dict[str, Any] = {"rich_help_panel": "Workload", "show_default": False}

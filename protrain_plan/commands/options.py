@@ -63,17 +63,6 @@ ModelArgument = Annotated[
         autocompletion=model_names,
     ),
 ]
-DiskSecondsOption = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        help="How long the disk is written before it is measured, past the page cache: many are"
-        " slower after their first gigabytes.",
-    ),
-]
-DISK_SECONDS = 2.0
-DiskBytesOption = Annotated[str, typer.Option(help="The most that is written meanwhile.")]
-DISK_BYTES = "2GiB"
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from protrain_plan.commands.option_records import (
+    DiskOptions,
     WorkloadOptions,
     flag,
     given,
@@ -15,19 +16,13 @@ from protrain_plan.commands.option_records import (
     output_option,
 )
 from protrain_plan.commands.options import (
-    DISK_BYTES,
-    DISK_SECONDS,
     AllowOption,
-    DiskBytesOption,
-    DiskSecondsOption,
     JsonOption,
     ModelArgument,
     NoCacheOption,
-    SpillOption,
     machine_names,
     refuse,
     refuse_of_factory,
-    size,
 )
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -55,9 +50,6 @@ class MeasureOptions:
     probe: bool = flag(
         "Measure the machine again; by default its probe is kept in the user's cache."
     )
-    spill_directory: SpillOption = None
-    disk_seconds: DiskSecondsOption = DISK_SECONDS
-    disk_bytes: DiskBytesOption = DISK_BYTES
     in_process: bool = flag(
         "Measure in this process, for debuggers; by default in one of its own, which the model's"
         " code may crash."
@@ -99,6 +91,7 @@ def profile(
         " catalogue, or a YAML file (protrain hardware probe under torchrun)."
     ),
     measuring: MeasureOptions,
+    disk: DiskOptions,
     seed: int = option("Seed of weights and text.", default=0),
     text: Path | None = option("A text file to take batches from."),
     no_cache: NoCacheOption = False,
@@ -123,7 +116,7 @@ def profile(
     refuse_of_factory(context, model)
     machine = None if on is None else load_hardware(on)
     joined = None if interconnect is None else _joined(interconnect)
-    refuse(given(measuring) if machine else (), "is for measuring; --on estimates")
+    refuse((*given(measuring), *given(disk)) if machine else (), "is for measuring; --on estimates")
     target = destination(output, inputs=(model, on, interconnect, text))
     [request] = workload.requests(
         model,
@@ -139,8 +132,8 @@ def profile(
         no_cache=no_cache,
         seed=seed,
         text=text,
-        spill_directory=measuring.spill_directory,
-        disk_watch=(measuring.disk_seconds, size("--disk-bytes", measuring.disk_bytes, 0)),
+        spill_directory=disk.spill_directory,
+        disk_watch=disk.watch(),
     )
     with progress(quiet=as_json, threaded=not measuring.in_process) as report:
         if machine is not None:
