@@ -52,9 +52,7 @@ class CellOptions:
         "Machines: names of the catalogue or YAML files, by comma.", autocompletion=machine_names
     )
     seq_len: str = option("Tokens per sequence, one or more.", default=str(SEQ_LEN))
-    batch_size: str | None = option(
-        "Sequences per batch, one or more. Default: 1.", show_default=False
-    )
+    batch_size: str | None = option("Sequences per batch, one or more. Default: 1.")
     global_batch: int | None = option(
         "Sequences per update over all devices: the best batch and number of micro-batches are"
         " found.",
@@ -68,17 +66,13 @@ class CellOptions:
         " option, such as host=64GiB..1TiB (doubles), link=pcie-4,64GB/s or optimizer=adamw,sgd."
         " Of several, all combinations.",
         "--set",
-        show_default=False,
     )
-    sweep: str | None = option("The same as --set, for one setting.", show_default=False)
+    sweep: str | None = option("The same as --set, for one setting.")
     sort: str | None = option(
         "time, cost (of a token) or memory (of the device), the least first; default: in the order"
-        " of the options, each cell as soon as it is known.",
-        show_default=False,
+        " of the options, each cell as soon as it is known."
     )
-    jobs: int | None = option(
-        "Processes that work at once. Default: one a core.", min=1, show_default=False
-    )
+    jobs: int | None = option("Processes that work at once. Default: one a core.", min=1)
     no_cache: NoCacheOption = False
 
 

@@ -34,7 +34,10 @@ Record = TypeVar("Record")
 
 @dataclass_transform(kw_only_default=True)
 def option_record(record: type[Record]) -> type[Record]:
-    """Make a record of options. Nobody compares or prints them, and --help makes all of them."""
+    """Make a record of options, which --help has in the record's PANEL.
+
+    Nobody compares or prints them, and --help makes all of them.
+    """
     return dataclass(kw_only=True, eq=False, repr=False)(record)
 
 
@@ -57,10 +60,10 @@ def output_option(what: str, default: str) -> Any:
     return option(text, "-o", "--output", default=Path(default))
 
 
-def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+def _parameter(name: str, kind: Any, default: Any, panel: str | None = None) -> inspect.Parameter:
     """A parameter as typer reads it; its default may be what `option` has made."""
     if isinstance(default, Field):
-        said = {**default.metadata}
+        said = {**default.metadata, "rich_help_panel": panel} if default.metadata else {}
         default = default.default
         if said:
             own = (f"--{name.replace('_', '-')}",) if kind is bool else ()
@@ -77,7 +80,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         kind = parameter.annotation
         if isinstance(kind, type) and is_dataclass(kind):
             records[name] = kind
-            parameters += (_parameter(one.name, one.type, one) for one in fields(kind))
+            panel = getattr(kind, "PANEL", None)
+            parameters += (_parameter(one.name, one.type, one, panel) for one in fields(kind))
         else:
             parameters.append(_parameter(name, kind, parameter.default))
 
@@ -117,45 +121,39 @@ class DiskOptions:
         return self.disk_seconds, size("--disk-bytes", self.disk_bytes, 0)
 
 
-_OF_WORKLOAD: dict[str, Any] = {"rich_help_panel": "Workload", "show_default": False}
-
-
 @option_record
 class WorkloadOptions:
     """Numbers, adapters and optimizer to train with. None stands for the command's default."""
 
+    PANEL = "Workload"
+
     dtype: str | None = option(
-        "float32, bfloat16 or float16. Default: bfloat16; of profile float32.", **_OF_WORKLOAD
+        "float32, bfloat16 or float16. Default: bfloat16; of profile float32."
     )
     precision: str | None = option(
         "pure: all in --dtype. autocast: float32 parameters, computed with in --dtype. master: the"
-        " optimizer steps on float32 copies. Default: master; of profile pure.",
-        **_OF_WORKLOAD,
+        " optimizer steps on float32 copies. Default: master; of profile pure."
     )
     lora: str | None = option(
         "Train PEFT's low-rank adapters alone: r=16[,alpha=32][,targets=q_proj+v_proj][,dtype=base]"
         "[,dropout=0.05][,rslora][,dora][,velora][,bias=all|lora_only]"
         "[,modules_to_save=lm_head+embed_tokens][,freeze=A]. Default: alpha = 2 r, all linear"
-        " layers but the head, adapters of a 16-bit model in float32, as PEFT has them.",
-        **_OF_WORKLOAD,
+        " layers but the head, adapters of a 16-bit model in float32, as PEFT has them."
     )
     quantize: str | None = option(
         "Pack the frozen linear layers below adapters: nf4 (4 bits, as in QLoRA) or int8 (with"
-        " --lora).",
-        **_OF_WORKLOAD,
+        " --lora)."
     )
     compile: bool = flag(
         "Compile each block by itself (torch.compile), and have the plan's runs do so. Estimated"
-        " bytes and seconds are those without.",
-        **_OF_WORKLOAD,
+        " bytes and seconds are those without."
     )
     optimizer: str | None = option(
         "adamw, sgd, adamw8bit, adafactor, ... (a wrong name lists all), or your own:"
-        " package.module:Class, path/to/file.py:function. Default: adamw.",
-        **_OF_WORKLOAD,
+        " package.module:Class, path/to/file.py:function. Default: adamw."
     )
     optimizer_args: str | None = option(
-        "Options of the optimizer as Python has them: 'lr=1e-3, betas=(0.9, 0.95)'.", **_OF_WORKLOAD
+        "Options of the optimizer as Python has them: 'lr=1e-3, betas=(0.9, 0.95)'."
     )
 
     def requests(
@@ -229,14 +227,12 @@ class StepOptions:
     clip: bool = flag("The short form of --updates after-backward.")
     clip_share: float | None = option(
         "The part of all steps whose gradients are scaled, by clipping or by a loss scaler: these"
-        " do updates that ran ahead again. 1: none runs ahead. Default: 0.05.",
-        show_default=False,
+        " do updates that ran ahead again. 1: none runs ahead. Default: 0.05."
     )
     accumulate: int = option("Micro-batches per update.", default=1, min=1)
     disk_gain: str | None = option(
         "Use the disk only where no plan fits without it, or where a step without it takes so much"
-        " longer. 0: wherever a step is faster. Default: 10%.",
-        show_default=False,
+        " longer. 0: wherever a step is faster. Default: 10%."
     )
 
     def settings(self) -> "StepSettings":

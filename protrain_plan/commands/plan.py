@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
     from protrain_runtime.contract.records.profile import Profile
 
-OF_MODEL = "A model by its name, with --on"
 QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
 
 
@@ -240,21 +239,16 @@ class SearchOptions:
 class ModelOptions:
     """A model that is planned by its name: its profile is estimated for a machine."""
 
+    PANEL = "A model by its name, with --on"
+
     on: str | None = option(
         "Estimate the model's profile for a machine: a name of the catalogue, or a YAML file.",
-        rich_help_panel=OF_MODEL,
         autocompletion=machine_names,
     )
-    seq_len: int | None = option(
-        "Tokens per sequence. Default: 2048.", min=1, rich_help_panel=OF_MODEL
-    )
-    batch_size: int | None = option(
-        "Sequences per batch. Default: 1.", min=1, rich_help_panel=OF_MODEL
-    )
+    seq_len: int | None = option("Tokens per sequence. Default: 2048.", min=1)
+    batch_size: int | None = option("Sequences per batch. Default: 1.", min=1)
     global_batch: int | None = option(
-        "Sequences per update over all devices: batch and micro-batches are found.",
-        min=1,
-        rich_help_panel=OF_MODEL,
+        "Sequences per update over all devices: batch and micro-batches are found.", min=1
     )
     no_cache: NoCacheOption = False
 

@@ -43,7 +43,7 @@ class RunOptions:
         "Let the operating system refuse this process more memory (Linux, RLIMIT_DATA)."
     )
     save: Path | None = option("Save a checkpoint to this directory at the end.")
-    save_every: int | None = option("Save every so many steps, too.", min=1, show_default=False)
+    save_every: int | None = option("Save every so many steps, too.", min=1)
     resume: Path | None = option("Go on from the checkpoint in this directory.")
     check: bool = flag(
         "Compare the first three steps with a plain copy's, and stop where a bit differs."
