@@ -69,11 +69,9 @@ def simulate(
     from protrain_plan.presentation.terminal import wrote
     from protrain_runtime.contract.records.files import replace_text
 
-    target = (
-        None
-        if trace is None
-        else output.destination(trace, option="--trace", inputs=_read_for(plan, profile))
-    )
+    target = None
+    if trace is not None:
+        target = output.destination(trace, option="--trace", inputs=_read_for(plan, profile))
     step = read_step(plan, profile, stage=stage)
     if target is not None:
         replace_text(target, trace_text(step, of_all=stage is None))

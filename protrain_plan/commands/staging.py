@@ -143,8 +143,8 @@ class Staging:
 
 def refuse_without_global_batch(
     global_batch: int | None, batch_size: str | int | None, micro_batches: int
-) -> int:
-    """The global batch; ProtrainError without one, or with another batch beside it."""
+) -> None:
+    """ProtrainError without a global batch, or with another batch beside it."""
     if global_batch is None:
         raise ProtrainError(
             "a pipeline divides the sequences of an update into micro-batches",
@@ -152,7 +152,6 @@ def refuse_without_global_batch(
             fix="say how many there are: --global-batch 128",
         )
     refuse_batches(global_batch, batch_size, micro_batches)
-    return global_batch
 
 
 def about_stages(
