@@ -12,6 +12,7 @@ from protrain_plan.commands.option_records import (
     BudgetOptions,
     StepOptions,
     WorkloadOptions,
+    filled,
     flag,
     given,
     option,
@@ -20,7 +21,6 @@ from protrain_plan.commands.option_records import (
 from protrain_plan.commands.options import (
     SEQ_LEN,
     AllowOption,
-    JsonLinesOption,
     ModelArgument,
     NoCacheOption,
     choice,
@@ -32,7 +32,7 @@ from protrain_plan.commands.options import (
     refuse_of_factory,
 )
 from protrain_plan.commands.staging import StageOptions, refuse_without_global_batch
-from protrain_plan.commands.trainer_files import FileOptions, filled
+from protrain_plan.commands.trainer_files import FileOptions
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -190,7 +190,9 @@ def fit(
     answers: AnswerOptions,
     staged: StageOptions,
     allow: AllowOption = None,
-    as_json: JsonLinesOption = False,
+    as_json: bool = flag(
+        "Instead of text print a JSON object a line, each as soon as it is known.", "--json"
+    ),
 ) -> None:
     """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
 
@@ -220,8 +222,9 @@ def fit(
     if page is not None:
         page = destination(page, option="--report", inputs=(model, *(asked.on or "").split(",")))
     if (file := of_file.read(context, model)) is not None:
-        model, asked = file.options["model"], filled(asked, file, as_text=True)
-        workload, step = filled(workload, file), filled(step, file)
+        model, options = file.options["model"], file.options
+        asked = filled(asked, {name: str(value) for name, value in options.items()})
+        workload, step = filled(workload, options), filled(step, options)
     grid = read_settings(context, asked.settings, asked.sweep)
     grid.refuse_typed(context)
     refuse_of_factory(context, model, grid.given)

@@ -12,7 +12,7 @@ has the options of both records, in their places (`with_options`).
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform, get_args
@@ -101,6 +101,15 @@ def given(record: Any) -> list[str]:
     """The options of a record that say something else than by default."""
     said = [f.name for f in fields(record) if getattr(record, f.name) != f.default]
     return ["--" + name.replace("_", "-") for name in said]
+
+
+def filled(record: Record, values: Mapping[str, Any]) -> Record:
+    """A record of options with those of the `values` that it has, named as typed or as fields."""
+    known: Any = record
+    named = {name.replace("-", "_"): value for name, value in values.items()}
+    own = {f.name: named[f.name] for f in fields(known) if f.name in named}
+    changed: Record = replace(known, **own)
+    return changed
 
 
 @option_record

@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 Name = TypeVar("Name", bound=str)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-JsonLinesOption = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Instead of text print a JSON object a line, each as soon as it is known."
-    ),
-]
 ProfileOption = Annotated[
     Path | None,
     typer.Option(

@@ -11,6 +11,7 @@ from protrain_plan.commands.option_records import (
     BudgetOptions,
     StepOptions,
     WorkloadOptions,
+    filled,
     flag,
     given,
     option,
@@ -39,7 +40,7 @@ from protrain_plan.commands.staging import (
     plan_in_stages,
     refuse_without_global_batch,
 )
-from protrain_plan.commands.trainer_files import FileOptions, filled
+from protrain_plan.commands.trainer_files import FileOptions
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -330,9 +331,10 @@ def plan(
     else:
         output, beside = _places(output)
         if (file := of_file.read(context, profile)) is not None:
-            named, model = file.options["model"], filled(model, file)
-            devices, workload = filled(devices, file), filled(workload, file)
-            step = filled(step, file)
+            options = file.options
+            named, model = options["model"], filled(model, options)
+            devices, workload = filled(devices, options), filled(workload, options)
+            step = filled(step, options)
         refuse_of_factory(context, named)
         beside_it = of_file.frozen(named, file)
     read = (profile, model.on, fixed.pins, beside)

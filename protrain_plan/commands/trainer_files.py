@@ -1,8 +1,7 @@
 """A trainer's file in the place of a model: its options stand where the command line has none."""
 
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,8 +11,6 @@ from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.models.trainer_files import TrainerFile
-
-Record = TypeVar("Record")
 
 _ANSWERED = {
     "named": ("model",),
@@ -81,11 +78,3 @@ def _given(context: typer.Context) -> list[str]:
     given = on_command_line(context)
     given.remove("model" if "model" in given else "profile")  # the argument itself
     return [option for name in given for option in _ANSWERED.get(name, (name,))]
-
-
-def filled(record: Record, file: "TrainerFile", *, as_text: bool = False) -> Record:
-    """A record of options with those of a file; `as_text` where each may have several values."""
-    known: Any = record
-    options = {f.name: file.options[f.name] for f in fields(known) if f.name in file.options}
-    changed: Record = replace(known, **{k: str(v) if as_text else v for k, v in options.items()})
-    return changed
