@@ -63,6 +63,7 @@ if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF
 import typer
 
 from protrain_plan.commands import check, fit, machines, plan, plans, profile, run
+from protrain_plan.commands.option_records import with_options
 from protrain_plan.commands.output import (
     BROKEN_PIPE,
     flush,
@@ -95,7 +96,7 @@ def _add(group: typer.Typer, command: Callable[..., None], name: str | None = No
     *paragraphs, examples = (
         " ".join(part.split()) for part in (command.__doc__ or "").split("\n\n")
     )
-    group.command(name, help="\n\n".join(paragraphs), epilog=examples)(command)
+    group.command(name, help="\n\n".join(paragraphs), epilog=examples)(with_options(command))
 
 
 for _command in (

@@ -3,11 +3,11 @@
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
-from protrain_plan.commands.option_records import option_record, with_records
+from protrain_plan.commands.option_records import flag, option, option_record
 from protrain_plan.commands.options import JsonOption, NoCacheOption, choice, size
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -15,45 +15,32 @@ if TYPE_CHECKING:
     from protrain_plan.checking.reestimate import Reestimates
 
 DEFAULT = Path("plans")
+CheckFormat = Literal["text", "json", "github"]
 
 
 @option_record
 class CheckOptions:
     """Options of a check."""
 
-    on: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Check on this machine of the catalogue, or of a file, instead of the plans' own"
-            " and those with budgets. May be given several times."
-        ),
-    ] = None
-    budgets: Annotated[
-        Path | None,
-        typer.Option(help="Limits per machine; default: budgets.yaml or pyproject.toml here."),
-    ] = None
-    output_format: Annotated[
-        str, typer.Option("--format", help="text, json or github (annotations).")
-    ] = "text"
-    records_only: Annotated[
-        bool, typer.Option("--records-only", help="Look at no model: no torch, no source code.")
-    ] = False
-    strict: Annotated[
-        bool, typer.Option("--strict", help="What cannot be checked counts as failed.")
-    ] = False
-    expect: Annotated[
-        int | None, typer.Option(min=0, help="Fail where another number of plans is checked.")
-    ] = None
-    time_limit: Annotated[
-        float, typer.Option(help="Seconds that a model's code may take to build and estimate it.")
-    ] = 300.0
-    model_memory: Annotated[
-        str, typer.Option(help="Memory that a model's code may take meanwhile (on Linux).")
-    ] = "8GiB"
+    on: list[str] | None = option(
+        "Check on this machine of the catalogue, or of a file, instead of the plans' own and those"
+        " with budgets. May be given several times."
+    )
+    budgets: Path | None = option(
+        "Limits per machine; default: budgets.yaml or pyproject.toml here."
+    )
+    output_format: str = option("text, json or github (annotations).", "--format", default="text")
+    records_only: bool = flag("Look at no model: no torch, no source code.")
+    strict: bool = flag("What cannot be checked counts as failed.")
+    expect: int | None = option("Fail where another number of plans is checked.", min=0)
+    time_limit: float = option(
+        "Seconds that a model's code may take to build and estimate it.", default=300.0
+    )
+    model_memory: str = option(
+        "Memory that a model's code may take meanwhile (on Linux).", default="8GiB"
+    )
     no_cache: NoCacheOption = False
-    explain: Annotated[
-        str | None, typer.Option(metavar="CODE", help="Say what a rule is about, and check none.")
-    ] = None
+    explain: str | None = option("Say what a rule is about, and check none.", metavar="CODE")
 
     def reestimates(self) -> "Reestimates":
         """Return what looks at models; ProtrainError for limits that are none."""
@@ -67,7 +54,6 @@ class CheckOptions:
         return Reestimates(seconds=self.time_limit, memory=memory, cache=cache)
 
 
-@with_records
 def check(
     plans: Annotated[
         list[Path] | None,
@@ -94,12 +80,13 @@ def check(
     from protrain_plan.checking.rules import explained
     from protrain_plan.commands import output
     from protrain_plan.hardware.catalogue import load_hardware
-    from protrain_plan.presentation.checks.reports import FORMATS, explanation
+    from protrain_plan.presentation.checks import reports
 
     output.refuse_closed_output()
-    form = choice("--format", "json" if as_json else options.output_format, tuple(FORMATS))
+    asked = "json" if as_json else options.output_format
+    form: CheckFormat = choice("--format", asked, get_args(CheckFormat))
     if options.explain is not None:
-        output.print_rendered(explanation(explained(options.explain)))
+        output.print_rendered(reports.explanation(explained(options.explain)))
         return
     if not plans and not DEFAULT.is_dir():
         problem = "there is no folder plans/ here"
@@ -119,5 +106,11 @@ def check(
             progress=tell,
         )
     root = Path(os.environ.get("GITHUB_WORKSPACE", ""))  # where an action's paths count from
-    output.print_any(FORMATS[form](report, root))
+    match form:
+        case "text":
+            output.print_rendered(reports.text(report))
+        case "json":
+            output.print_json(reports.plain_data(report))
+        case "github":
+            output.print_text(reports.github(report, root=root))
     raise typer.Exit(report.exit_code)

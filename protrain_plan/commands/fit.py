@@ -1,10 +1,10 @@
 """`protrain fit`: whether and how a model trains on machines, before there is any profile."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,15 +12,15 @@ from protrain_plan.commands.option_records import (
     BudgetOptions,
     StepOptions,
     WorkloadOptions,
+    filled,
+    flag,
     given,
+    option,
     option_record,
-    with_records,
 )
 from protrain_plan.commands.options import (
     SEQ_LEN,
     AllowOption,
-    JobsOption,
-    JsonLinesOption,
     ModelArgument,
     NoCacheOption,
     choice,
@@ -31,17 +31,13 @@ from protrain_plan.commands.options import (
     refuse_batches,
     refuse_of_factory,
 )
-from protrain_plan.commands.settings import read_settings
 from protrain_plan.commands.staging import StageOptions, refuse_without_global_batch
-from protrain_plan.commands.trainer_files import FileOptions, filled
+from protrain_plan.commands.trainer_files import FileOptions
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.commands.cells import Cells
-    from protrain_plan.commands.measuring import Progress
     from protrain_plan.hardware.offers import MachineOffer
     from protrain_plan.planning.questions.cells import Order, Tried
-    from protrain_plan.planning.questions.grid import Found
     from protrain_plan.presentation.trainer_files import Advice
 
 
@@ -52,52 +48,31 @@ ORDERS: "tuple[Order, ...]" = ("time", "cost", "memory")
 class CellOptions:
     """The cells of the grid: sizes and numbers of devices, each with each machine."""
 
-    on: Annotated[
-        str | None,
-        typer.Option(
-            "--on",
-            help="Machines: names of the catalogue or YAML files, by comma.",
-            autocompletion=machine_names,
-        ),
-    ] = None
-    seq_len: Annotated[str, typer.Option(help="Tokens per sequence, one or more.")] = str(SEQ_LEN)
-    batch_size: Annotated[
-        str | None,
-        typer.Option(help="Sequences per batch, one or more. Default: 1.", show_default=False),
-    ] = None
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Sequences per update over all devices: the best batch and number of"
-            " micro-batches are found.",
-        ),
-    ] = None
-    num_devices: Annotated[
-        str, typer.Option(help="Devices that train one model, each with such a batch; or several.")
-    ] = "1"
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="A setting and its values, each a cell: host, device, disk, link, num-devices or"
-            " an option, such as host=64GiB..1TiB (doubles), link=pcie-4,64GB/s or"
-            " optimizer=adamw,sgd. Of several, all combinations.",
-            show_default=False,
-        ),
-    ] = None
-    sweep: Annotated[
-        str | None, typer.Option(help="The same as --set, for one setting.", show_default=False)
-    ] = None
-    sort: Annotated[
-        str | None,
-        typer.Option(
-            help="time, cost (of a token) or memory (of the device), the least first; default: in"
-            " the order of the options, each cell as soon as it is known.",
-            show_default=False,
-        ),
-    ] = None
-    jobs: JobsOption = None
+    on: str | None = option(
+        "Machines: names of the catalogue or YAML files, by comma.", autocompletion=machine_names
+    )
+    seq_len: str = option("Tokens per sequence, one or more.", default=str(SEQ_LEN))
+    batch_size: str | None = option("Sequences per batch, one or more. Default: 1.")
+    global_batch: int | None = option(
+        "Sequences per update over all devices: the best batch and number of micro-batches are"
+        " found.",
+        min=1,
+    )
+    num_devices: str = option(
+        "Devices that train one model, each with such a batch; or several.", default="1"
+    )
+    settings: list[str] | None = option(
+        "A setting and its values, each a cell: host, device, disk, link, num-devices or an"
+        " option, such as host=64GiB..1TiB (doubles), link=pcie-4,64GB/s or optimizer=adamw,sgd."
+        " Of several, all combinations.",
+        "--set",
+    )
+    sweep: str | None = option("The same as --set, for one setting.")
+    sort: str | None = option(
+        "time, cost (of a token) or memory (of the device), the least first; default: in the order"
+        " of the options, each cell as soon as it is known."
+    )
+    jobs: int | None = option("Processes that work at once. Default: one a core.", min=1)
     no_cache: NoCacheOption = False
 
 
@@ -105,33 +80,20 @@ class CellOptions:
 class WantedOptions:
     """Machines with their prices, and what is wanted of them."""
 
-    price: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a device for an hour, or one of each machine by comma; default: that of the"
-            " machine's file. Adds the columns hours and cost."
-        ),
-    ] = None
-    among: Annotated[
-        Path | None,
-        typer.Option(
-            help="Instead of --on, a YAML file of machines and prices: 'rtx-4090: 0.35' in a line."
-            " Default of a search: the catalogue's machines that have a price."
-        ),
-    ] = None
-    speed: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-3, help="Search the cheapest that reaches so many tokens per second in all."
-        ),
-    ] = None
-    price_limit: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="The most that all devices may cost an hour; without --speed, search the fastest.",
-        ),
-    ] = None
+    price: str | None = option(
+        "Of a device for an hour, or one of each machine by comma; default: that of the machine's"
+        " file. Adds the columns hours and cost."
+    )
+    among: Path | None = option(
+        "Instead of --on, a YAML file of machines and prices: 'rtx-4090: 0.35' in a line. Default"
+        " of a search: the catalogue's machines that have a price."
+    )
+    speed: float | None = option(
+        "Search the cheapest that reaches so many tokens per second in all.", min=1e-3
+    )
+    price_limit: float | None = option(
+        "The most that all devices may cost an hour; without --speed, search the fastest.", min=0.0
+    )
 
     @property
     def is_search(self) -> bool:
@@ -174,50 +136,26 @@ class WantedOptions:
             )
         return within
 
-    def search(self, cells: "Cells", tell: "Progress", done: "Callable[[Tried], None]") -> "Found":
-        """Find the cell that is wanted; each that was looked at is `done`."""
-        from protrain_plan.planning.questions.grid import search
-
-        every = [cell for line in cells.lines(tell) for cell in line]
-        return search(
-            every,
-            speed=self.speed,
-            told=lambda cell, part: tell(f"planning {cell.name}", part),
-            done=done,
-        )
-
 
 @option_record
 class AnswerOptions:
     """Options of what is told besides the answers."""
 
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Below each answer, what it is without a planner (plain PyTorch, checkpointing,"
-            " ZeRO-Offload, FSDP2), and with 8-bit states where a plan is needed.",
-        ),
-    ] = False
-    what_helps: Annotated[
-        bool,
-        typer.Option(
-            "--what-helps",
-            help="Say what more memory, a faster link, larger batches and states of 8 bits are"
-            " worth. Each takes as long as an answer.",
-        ),
-    ] = False
-    columns: Annotated[
-        str | None,
-        typer.Option(
-            help="More columns, by comma: mfu (model FLOPs utilisation), and hours, cost and energy"
-            " of a billion tokens."
-        ),
-    ] = None
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write a page: tokens per second, memory and reasons of all, as bars."),
-    ] = None
+    compare: bool = flag(
+        "Below each answer, what it is without a planner (plain PyTorch, checkpointing,"
+        " ZeRO-Offload, FSDP2), and with 8-bit states where a plan is needed."
+    )
+    what_helps: bool = flag(
+        "Say what more memory, a faster link, larger batches and states of 8 bits are worth. Each"
+        " takes as long as an answer."
+    )
+    columns: str | None = option(
+        "More columns, by comma: mfu (model FLOPs utilisation), and hours, cost and energy of a"
+        " billion tokens."
+    )
+    report: Path | None = option(
+        "Write a page: tokens per second, memory and reasons of all, as bars."
+    )
 
     def shown(self, offers: "Sequence[MachineOffer]", *, priced: bool) -> tuple[str, ...]:
         """The columns; ProtrainError for an unknown one, and for one without values."""
@@ -240,7 +178,6 @@ class AnswerOptions:
         return names
 
 
-@with_records
 def fit(
     context: typer.Context,
     model: ModelArgument,
@@ -253,7 +190,9 @@ def fit(
     answers: AnswerOptions,
     staged: StageOptions,
     allow: AllowOption = None,
-    as_json: JsonLinesOption = False,
+    as_json: bool = flag(
+        "Instead of text print a JSON object a line, each as soon as it is known.", "--json"
+    ),
 ) -> None:
     """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
 
@@ -272,6 +211,7 @@ def fit(
     """
     from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.output import destination, print_json, print_rendered, progress
+    from protrain_plan.commands.settings import read_settings
     from protrain_plan.planning.questions.cells import refuse_missing
     from protrain_plan.presentation.grids import cell_text, grid_text, row_of, search_json
     from protrain_plan.presentation.trainer_files import advice, file_json, file_text
@@ -282,8 +222,9 @@ def fit(
     if page is not None:
         page = destination(page, option="--report", inputs=(model, *(asked.on or "").split(",")))
     if (file := of_file.read(context, model)) is not None:
-        model, asked = file.options["model"], filled(asked, file, as_text=True)
-        workload, step = filled(workload, file), filled(step, file)
+        model, options = file.options["model"], file.options
+        asked = filled(asked, {name: str(value) for name, value in options.items()})
+        workload, step = filled(workload, options), filled(step, options)
     grid = read_settings(context, asked.settings, asked.sweep)
     grid.refuse_typed(context)
     refuse_of_factory(context, model, grid.given)
@@ -342,7 +283,14 @@ def fit(
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
         if wanted.is_search:
-            best = wanted.search(cells, tell, known)
+            from protrain_plan.planning.questions import grid as grids
+
+            best = grids.search(
+                [cell for line in cells.lines(tell) for cell in line],
+                speed=wanted.speed,
+                told=lambda cell, part: tell(f"planning {cell.name}", part),
+                done=known,
+            )
             asked_for = {"tokens_per_second": wanted.speed, "price_limit": wanted.price_limit}
             found = search_json(best, rows, asked_for)
         else:
@@ -364,7 +312,7 @@ def fit(
         raise typer.Exit(3)
 
 
-def search(**options: Any) -> None:
+def search(wanted: WantedOptions, **options: Any) -> None:
     """Find the cheapest machine that trains a model at a speed, or the fastest within a price.
 
     It is fit of the machines of --among. What cannot reach the speed is ruled out by a bound, the
@@ -375,14 +323,13 @@ def search(**options: Any) -> None:
     | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4
     | protrain hardware search llama-3.1-8b --speed 20000 --stages auto --global-batch 128
     """
-    if options["speed"] is None and options["price_limit"] is None:
+    if not wanted.is_search:
         raise ProtrainError(
             "what is to be found?",
             key="--speed",
             fix="--speed 5000 for the cheapest that is as fast, --price-limit 3 for the fastest",
         )
-    fit(**options)
+    fit(wanted=wanted, **options)
 
 
 search.__dict__["__signature__"] = inspect.signature(fit)
-search.__annotations__ = fit.__annotations__

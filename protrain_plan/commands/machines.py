@@ -6,17 +6,8 @@ from typing import Annotated
 
 import typer
 
-from protrain_plan.commands.options import (
-    DISK_BYTES,
-    DISK_SECONDS,
-    DiskBytesOption,
-    DiskSecondsOption,
-    JsonOption,
-    SpillOption,
-    found_device,
-    machine_names,
-    size,
-)
+from protrain_plan.commands.option_records import DiskOptions, option, output_option
+from protrain_plan.commands.options import JsonOption, found_device, machine_names
 
 MachineArgument = Annotated[
     str,
@@ -77,9 +68,7 @@ def show_machine(
 
 def copy(
     name: MachineArgument,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The hardware to write; - is standard output.")
-    ] = Path("hardware.yaml"),
+    output: Path = output_option("hardware", "hardware.yaml"),
 ) -> None:
     """Write a machine as a file, to change its numbers and name it with --on.
 
@@ -95,18 +84,11 @@ def copy(
 
 
 def probe(
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The hardware to write; - is standard output.")
-    ] = Path("hardware.yaml"),
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, cuda:1, xpu, ...: a device of this machine.")
-    ] = "cpu",
-    name: Annotated[
-        str | None, typer.Option(help="Its name; default: such as cpu-2, after the threads.")
-    ] = None,
-    spill_directory: SpillOption = None,
-    disk_seconds: DiskSecondsOption = DISK_SECONDS,
-    disk_bytes: DiskBytesOption = DISK_BYTES,
+    *,
+    output: Path = output_option("hardware", "hardware.yaml"),
+    device: str = option("cpu, cuda, cuda:1, xpu, ...: a device of this machine.", default="cpu"),
+    name: str | None = option("Its name; default: such as cpu-2, after the threads."),
+    disk: DiskOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine, about fifteen seconds, and write it as hardware.
@@ -124,16 +106,16 @@ def probe(
     target = destination(output)  # before torch loads
     import tempfile
 
-    written = size("--disk-bytes", disk_bytes, 0)
+    watched = disk.watch()
     from protrain_plan.hardware.probe import Rank, Watch, probe_with_ranks
     from protrain_plan.hardware.probe import probe as measured
     from protrain_runtime.devices.memory_meter import return_freed_memory
 
-    watch = Watch(seconds=disk_seconds, num_bytes=written)
+    watch = Watch(*watched)
     where = found_device(device)
     if not is_accelerator(where.type):
         return_freed_memory()
-    rank, directory = Rank.launched(), spill_directory or Path(tempfile.gettempdir())
+    rank, directory = Rank.launched(), disk.spill_directory or Path(tempfile.gettempdir())
     with progress(quiet=as_json, rank=rank.number if rank else 0) as report:
         measure = measured if rank is None else partial(probe_with_ranks, rank=rank)
         machine = measure(where, spill_directory=directory, name=name, watch=watch, progress=report)

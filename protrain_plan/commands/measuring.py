@@ -281,8 +281,6 @@ def measured_apart(request: ProfileRequest, progress: Progress) -> Profile:
 
 def _told(request: ProfileRequest, tell: Tell) -> str:
     """Measure, and tell where before each slot runs: what runs may end the process."""
-    for name in _OF_A_RUN:
-        importlib.import_module(name)
     prepare_streams()
     quiet_libraries()
     with whereabouts.listening(lambda place: tell(asdict(place))):

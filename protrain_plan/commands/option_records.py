@@ -1,20 +1,25 @@
-"""Options that commands share, as records: each field of these dataclasses is an option.
+"""Options of commands, and records of those that belong together: each field is an option.
 
-    @with_records
+    @option_record
+    class StepOptions:
+        accumulate: int = option("Micro-batches per update.", default=1, min=1)
+        clip: bool = flag("The short form of --updates after-backward.")
+
     def fit(model: ModelArgument, workload: WorkloadOptions, step: StepOptions) -> None:
 
-has the options of both records, in their places.
+has the options of both records, in their places (`with_options`).
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform, get_args
 
 import typer
 
-from protrain_plan.commands.options import TightOption, choice, leaves_named, part, size
+from protrain_plan.commands.options import SpillOption, choice, leaves_named, part, size
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -29,21 +34,56 @@ Record = TypeVar("Record")
 
 @dataclass_transform(kw_only_default=True)
 def option_record(record: type[Record]) -> type[Record]:
-    """Make a record of options. Nobody compares or prints them, and --help makes all of them."""
+    """Make a record of options, which --help has in the record's PANEL.
+
+    Nobody compares or prints them, and --help makes all of them.
+    """
     return dataclass(kw_only=True, eq=False, repr=False)(record)
 
 
-def with_records(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each field of the records that it takes."""
+def option(text: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """A field of a record, or a parameter of a command, that is an option with this help.
+
+    Without `names` it is called as the field, and `more` is what typer.Option takes.
+    """
+    return field(default=default, metadata={"help": text, "names": names, **more})
+
+
+def flag(text: str, *names: str, **more: Any) -> Any:
+    """An option that is off by default, and has no --no- beside it."""
+    return option(text, *names, default=False, **more)
+
+
+def output_option(what: str, default: str) -> Any:
+    """The file that a command writes."""
+    text = f"The {what} to write; - is standard output."
+    return option(text, "-o", "--output", default=Path(default))
+
+
+def _parameter(name: str, kind: Any, default: Any, panel: str | None = None) -> inspect.Parameter:
+    """A parameter as typer reads it; its default may be what `option` has made."""
+    if isinstance(default, Field):
+        said = {**default.metadata, "rich_help_panel": panel} if default.metadata else {}
+        default = default.default
+        if said:
+            own = (f"--{name.replace('_', '-')}",) if kind is bool else ()
+            default = typer.Option(default, *(said.pop("names") or own), **said)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with its options, and with one for each field of the records that it takes."""
     signature = inspect.signature(command)
     records: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
-        kept = [parameter]
-        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
-            records[name] = parameter.annotation
-            kept = list(inspect.signature(parameter.annotation).parameters.values())
-        parameters += (one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in kept)
+        kind = parameter.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            records[name] = kind
+            panel = getattr(kind, "PANEL", None)
+            parameters += (_parameter(one.name, one.type, one, panel) for one in fields(kind))
+        else:
+            parameters.append(_parameter(name, kind, parameter.default))
 
     @functools.wraps(command)
     def called(**values: Any) -> None:
@@ -60,68 +100,70 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
 def given(record: Any) -> list[str]:
     """The options of a record that say something else than by default."""
     said = [f.name for f in fields(record) if getattr(record, f.name) != f.default]
-    return ["--" + name.removesuffix("_blocks").replace("_", "-") for name in said]
+    return ["--" + name.replace("_", "-") for name in said]
 
 
-_WORKLOAD = "Workload"
+def filled(record: Record, values: Mapping[str, Any]) -> Record:
+    """A record of options with those of the `values` that it has, named as typed or as fields."""
+    known: Any = record
+    named = {name.replace("-", "_"): value for name, value in values.items()}
+    own = {f.name: named[f.name] for f in fields(known) if f.name in named}
+    changed: Record = replace(known, **own)
+    return changed
 
 
-def _of_workload(*names: str, text: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_WORKLOAD, show_default=False)
+@option_record
+class DiskOptions:
+    """The disk that is measured, and for how long."""
+
+    spill_directory: SpillOption = None
+    disk_seconds: float = option(
+        "How long the disk is written before it is measured, past the page cache: many are slower"
+        " after their first gigabytes.",
+        default=2.0,
+        min=0.0,
+    )
+    disk_bytes: str = option("The most that is written meanwhile.", default="2GiB")
+
+    def watch(self) -> tuple[float, int]:
+        """Seconds and bytes, as of `probe.Watch`; ProtrainError for what is no size."""
+        return self.disk_seconds, size("--disk-bytes", self.disk_bytes, 0)
 
 
 @option_record
 class WorkloadOptions:
     """Numbers, adapters and optimizer to train with. None stands for the command's default."""
 
-    dtype: Annotated[
-        str | None,
-        _of_workload(text="float32, bfloat16 or float16. Default: bfloat16; of profile float32."),
-    ] = None
-    precision: Annotated[
-        str | None,
-        _of_workload(
-            text="pure: all in --dtype. autocast: float32 parameters, computed with in --dtype."
-            " master: the optimizer steps on float32 copies. Default: master; of profile pure."
-        ),
-    ] = None
-    lora: Annotated[
-        str | None,
-        _of_workload(
-            text="Train PEFT's low-rank adapters alone: r=16[,alpha=32][,targets=q_proj+v_proj]"
-            "[,dtype=base][,dropout=0.05][,rslora][,dora][,velora][,bias=all|lora_only]"
-            "[,modules_to_save=lm_head+embed_tokens][,freeze=A]. Default: alpha = 2 r, all linear"
-            " layers but the head, adapters of a 16-bit model in float32, as PEFT has them."
-        ),
-    ] = None
-    quantize: Annotated[
-        str | None,
-        _of_workload(
-            text="Pack the frozen linear layers below adapters: nf4 (4 bits, as in QLoRA) or int8"
-            " (with --lora)."
-        ),
-    ] = None
-    compile_blocks: Annotated[
-        bool,
-        _of_workload(
-            "--compile",
-            text="Compile each block by itself (torch.compile), and have the plan's runs do so."
-            " Estimated bytes and seconds are those without.",
-        ),
-    ] = False
-    optimizer: Annotated[
-        str | None,
-        _of_workload(
-            text="adamw, sgd, adamw8bit, adafactor, ... (a wrong name lists all), or your own:"
-            " package.module:Class, path/to/file.py:function. Default: adamw."
-        ),
-    ] = None
-    optimizer_args: Annotated[
-        str | None,
-        _of_workload(
-            text="Options of the optimizer as Python has them: 'lr=1e-3, betas=(0.9, 0.95)'."
-        ),
-    ] = None
+    PANEL = "Workload"
+
+    dtype: str | None = option(
+        "float32, bfloat16 or float16. Default: bfloat16; of profile float32."
+    )
+    precision: str | None = option(
+        "pure: all in --dtype. autocast: float32 parameters, computed with in --dtype. master: the"
+        " optimizer steps on float32 copies. Default: master; of profile pure."
+    )
+    lora: str | None = option(
+        "Train PEFT's low-rank adapters alone: r=16[,alpha=32][,targets=q_proj+v_proj][,dtype=base]"
+        "[,dropout=0.05][,rslora][,dora][,velora][,bias=all|lora_only]"
+        "[,modules_to_save=lm_head+embed_tokens][,freeze=A]. Default: alpha = 2 r, all linear"
+        " layers but the head, adapters of a 16-bit model in float32, as PEFT has them."
+    )
+    quantize: str | None = option(
+        "Pack the frozen linear layers below adapters: nf4 (4 bits, as in QLoRA) or int8 (with"
+        " --lora)."
+    )
+    compile: bool = flag(
+        "Compile each block by itself (torch.compile), and have the plan's runs do so. Estimated"
+        " bytes and seconds are those without."
+    )
+    optimizer: str | None = option(
+        "adamw, sgd, adamw8bit, adafactor, ... (a wrong name lists all), or your own:"
+        " package.module:Class, path/to/file.py:function. Default: adamw."
+    )
+    optimizer_args: str | None = option(
+        "Options of the optimizer as Python has them: 'lr=1e-3, betas=(0.9, 0.95)'."
+    )
 
     def requests(
         self,
@@ -167,7 +209,7 @@ class WorkloadOptions:
             precision=precision,
             adapter=adapter,
             quantize=quantize,
-            compile="blocks" if self.compile_blocks else "",
+            compile="blocks" if self.compile else "",
             deterministic=deterministic,
         )
         return [
@@ -187,33 +229,20 @@ class WorkloadOptions:
 class StepOptions:
     """Options of when a step updates."""
 
-    updates: Annotated[
-        str | None,
-        typer.Option(
-            help="in-backward, the default; or after-backward, as clipping by the global norm"
-            " needs: updates then wait for it, or run ahead to a second copy of the states.",
-        ),
-    ] = None
-    clip: Annotated[
-        bool, typer.Option("--clip", help="The short form of --updates after-backward.")
-    ] = False
-    clip_share: Annotated[
-        float | None,
-        typer.Option(
-            help="The part of all steps whose gradients are scaled, by clipping or by a loss"
-            " scaler: these do updates that ran ahead again. 1: none runs ahead. Default: 0.05.",
-            show_default=False,
-        ),
-    ] = None
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 1
-    disk_gain: Annotated[
-        str | None,
-        typer.Option(
-            help="Use the disk only where no plan fits without it, or where a step without it takes"
-            " so much longer. 0: wherever a step is faster. Default: 10%.",
-            show_default=False,
-        ),
-    ] = None
+    updates: str | None = option(
+        "in-backward, the default; or after-backward, as clipping by the global norm needs:"
+        " updates then wait for it, or run ahead to a second copy of the states."
+    )
+    clip: bool = flag("The short form of --updates after-backward.")
+    clip_share: float | None = option(
+        "The part of all steps whose gradients are scaled, by clipping or by a loss scaler: these"
+        " do updates that ran ahead again. 1: none runs ahead. Default: 0.05."
+    )
+    accumulate: int = option("Micro-batches per update.", default=1, min=1)
+    disk_gain: str | None = option(
+        "Use the disk only where no plan fits without it, or where a step without it takes so much"
+        " longer. 0: wherever a step is faster. Default: 10%."
+    )
 
     def settings(self) -> "StepSettings":
         """The step that is asked for, on one device; ProtrainError where options contradict."""
@@ -248,15 +277,15 @@ class StepOptions:
 class BudgetOptions:
     """Budgets of a process for each tier; by default all that the machine has, but for headroom."""
 
-    device_memory: Annotated[
-        str | None,
-        typer.Option(help="The most that the process may take of the device, such as 1.5GiB."),
-    ] = None
-    host_memory: Annotated[
-        str | None, typer.Option(help="The most pinned host memory, of the whole node.")
-    ] = None
-    disk: Annotated[str | None, typer.Option(help="The most disk space, of the node.")] = None
-    tight: TightOption = False
+    device_memory: str | None = option(
+        "The most that the process may take of the device, such as 1.5GiB."
+    )
+    host_memory: str | None = option("The most pinned host memory, of the whole node.")
+    disk: str | None = option("The most disk space, of the node.")
+    tight: bool = flag(
+        "Plan with all of a device that is estimated: by default a tenth of its tensors' bytes"
+        " stays free for the allocator, unless a budget is given."
+    )
 
     def machine(self, name: str) -> "Hardware":
         """A machine of the catalogue or of a file, with what was asked for below its device."""

@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 Name = TypeVar("Name", bound=str)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-JsonLinesOption = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Instead of text print a JSON object a line, each as soon as it is known."
-    ),
-]
 ProfileOption = Annotated[
     Path | None,
     typer.Option(
@@ -63,25 +57,6 @@ ModelArgument = Annotated[
         autocompletion=model_names,
     ),
 ]
-DiskSecondsOption = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        help="How long the disk is written before it is measured, past the page cache: many are"
-        " slower after their first gigabytes.",
-    ),
-]
-DISK_SECONDS = 2.0
-DiskBytesOption = Annotated[str, typer.Option(help="The most that is written meanwhile.")]
-DISK_BYTES = "2GiB"
-TightOption = Annotated[
-    bool,
-    typer.Option(
-        "--tight",
-        help="Plan with all of a device that is estimated: by default a tenth of its tensors' bytes"
-        " stays free for the allocator, unless a budget is given.",
-    ),
-]
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -97,12 +72,6 @@ NoCacheOption = Annotated[
         "--no-cache",
         help="Plan anew, estimate anew what is not shipped, and keep neither (nor with"
         " PROTRAIN_NO_CACHE=1).",
-    ),
-]
-JobsOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Processes that work at once. Default: one a core.", show_default=False
     ),
 ]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan.", show_default=False)]

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -151,17 +150,6 @@ def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:
 def print_json(data: object, *, indent: int | None = 2) -> None:
     """Print plain data, and records inside, as one JSON object; in a line with no `indent`."""
     print_text(json.dumps(plain(data), indent=indent))
-
-
-def print_any(result: RenderableType | str | dict[str, Any]) -> None:
-    """Print text as it is, plain data as one JSON object, and anything else for people."""
-    match result:
-        case str():
-            print_text(result)
-        case dict():
-            print_json(result)
-        case _:
-            print_rendered(result)
 
 
 def print_beside(text: str) -> None:

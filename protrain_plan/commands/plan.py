@@ -11,9 +11,11 @@ from protrain_plan.commands.option_records import (
     BudgetOptions,
     StepOptions,
     WorkloadOptions,
+    filled,
+    flag,
     given,
+    option,
     option_record,
-    with_records,
 )
 from protrain_plan.commands.options import (
     SEQ_LEN,
@@ -38,7 +40,7 @@ from protrain_plan.commands.staging import (
     plan_in_stages,
     refuse_without_global_batch,
 )
-from protrain_plan.commands.trainer_files import FileOptions, filled
+from protrain_plan.commands.trainer_files import FileOptions
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -50,16 +52,6 @@ if TYPE_CHECKING:
     from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
     from protrain_runtime.contract.records.profile import Profile
 
-OF_MODEL = "A model by its name, with --on"
-PlanOutput = Annotated[
-    Path,
-    typer.Option(
-        "-o",
-        "--output",
-        help="The plan to write; - is standard output. With --on also a folder, for"
-        " profile.yaml and plan.yaml.",
-    ),
-]
 QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
 
 
@@ -67,21 +59,16 @@ QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
 class PinOptions:
     """Decisions that are fixed, and whether all are explained."""
 
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(help="Fix decisions: 'layers.0-3: recompute'. May be given several times."),
-    ] = None
-    pins: Annotated[Path | None, typer.Option(help="A YAML file of such decisions.")] = None
-    exact_updates: Annotated[
-        bool,
-        typer.Option(
-            "--exact-updates",
-            help="On an accelerator, let no chunk be updated by the host, whose kernels round the"
-            " last bits otherwise: states stay on the device, or stream to it for the update.",
-        ),
-    ] = False
+    pin: list[str] | None = option(
+        "Fix decisions: 'layers.0-3: recompute'. May be given several times."
+    )
+    pins: Path | None = option("A YAML file of such decisions.")
+    exact_updates: bool = flag(
+        "On an accelerator, let no chunk be updated by the host, whose kernels round the last bits"
+        " otherwise: states stay on the device, or stream to it for the update."
+    )
 
-    explain: Annotated[bool, typer.Option("--explain", help="Say why, in words.")] = False
+    explain: bool = flag("Say why, in words.")
 
     def read(self) -> "tuple[Pin, ...]":
         """The pins of the file, then the others; ProtrainError where one cannot be read."""
@@ -106,16 +93,11 @@ class PinOptions:
 class ObjectiveOptions:
     """Objectives; the fastest step, unless something else is asked for."""
 
-    max_slowdown: Annotated[
-        float | None,
-        typer.Option(min=1.0, help="Least device memory for a step this many times the fastest."),
-    ] = None
-    maximize: Annotated[
-        str | None, typer.Option(help="batch-size or seq-len: the largest that fits.")
-    ] = None
-    pareto: Annotated[
-        bool, typer.Option("--pareto", help="The front of memory against time; writes no plan.")
-    ] = False
+    max_slowdown: float | None = option(
+        "Least device memory for a step this many times the fastest.", min=1.0
+    )
+    maximize: str | None = option("batch-size or seq-len: the largest that fits.")
+    pareto: bool = flag("The front of memory against time; writes no plan.")
     points: PointsOption = 8
 
     def objective(self, global_batch: int | None) -> "Objective":
@@ -176,13 +158,10 @@ class ObjectiveOptions:
 class PlannedStepOptions(StepOptions):
     """Options of a step, with those that only a plan decides."""
 
-    page_cache: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory beside the budgets that what is on disk may fill: it is no more than"
-            " that then, and goes through the page cache. Default: 0, which passes the cache by."
-        ),
-    ] = None
+    page_cache: str | None = option(
+        "Memory beside the budgets that what is on disk may fill: it is no more than that then,"
+        " and goes through the page cache. Default: 0, which passes the cache by."
+    )
 
     def on(self, settings: "StepSettings", group: "DeviceGroup") -> "StepSettings":
         """The step on these devices."""
@@ -197,22 +176,15 @@ class PlannedStepOptions(StepOptions):
 class GroupOptions:
     """The devices that train one model."""
 
-    num_devices: Annotated[
-        int,
-        typer.Option(min=1, help="Devices that train one model, each with batches of its own."),
-    ] = 1
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Nodes that they are in; default: as few as hold them."),
-    ] = None
-    replicas: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Groups of devices that each have all of the states, shared over the group's;"
-            " default: as many as are fastest.",
-        ),
-    ] = None
+    num_devices: int = option(
+        "Devices that train one model, each with batches of its own.", default=1, min=1
+    )
+    nodes: int | None = option("Nodes that they are in; default: as few as hold them.", min=1)
+    replicas: int | None = option(
+        "Groups of devices that each have all of the states, shared over the group's; default: as"
+        " many as are fastest.",
+        min=1,
+    )
 
     def on(self, machine: "Hardware") -> "DeviceGroup":
         """The group on a machine; ProtrainError where that does not have it."""
@@ -227,19 +199,13 @@ class GroupOptions:
 class SearchOptions:
     """Options of the search for a plan."""
 
-    solver: Annotated[
-        str, typer.Option(help="milp, or to compare: four-parameter, recompute-all, offload-all.")
-    ] = "milp"
-    gap: Annotated[
-        float, typer.Option(min=0.0, help="A plan this close to the bound is good enough.")
-    ] = 0.005
-    time_limit: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds to search at most; default: none.")
-    ] = None
-    seed: Annotated[int, typer.Option(help="Of the order in which local search tries.")] = 0
-    lp: Annotated[
-        Path | None, typer.Option(help="Write the integer programme in the readable .lp format.")
-    ] = None
+    solver: str = option(
+        "milp, or to compare: four-parameter, recompute-all, offload-all.", default="milp"
+    )
+    gap: float = option("A plan this close to the bound is good enough.", default=0.005, min=0.0)
+    time_limit: float | None = option("Seconds to search at most; default: none.", min=0.1)
+    seed: int = option("Of the order in which local search tries.", default=0)
+    lp: Path | None = option("Write the integer programme in the readable .lp format.")
 
     def ask(
         self, question: "Question", objective: "Objective", kept: "AnswerCache", *, as_json: bool
@@ -274,32 +240,17 @@ class SearchOptions:
 class ModelOptions:
     """A model that is planned by its name: its profile is estimated for a machine."""
 
-    on: Annotated[
-        str | None,
-        typer.Option(
-            "--on",
-            help="Estimate the model's profile for a machine: a name of the catalogue, or a YAML"
-            " file.",
-            rich_help_panel=OF_MODEL,
-            autocompletion=machine_names,
-        ),
-    ] = None
-    seq_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens per sequence. Default: 2048.", rich_help_panel=OF_MODEL),
-    ] = None
-    batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Sequences per batch. Default: 1.", rich_help_panel=OF_MODEL),
-    ] = None
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Sequences per update over all devices: batch and micro-batches are found.",
-            rich_help_panel=OF_MODEL,
-        ),
-    ] = None
+    PANEL = "A model by its name, with --on"
+
+    on: str | None = option(
+        "Estimate the model's profile for a machine: a name of the catalogue, or a YAML file.",
+        autocompletion=machine_names,
+    )
+    seq_len: int | None = option("Tokens per sequence. Default: 2048.", min=1)
+    batch_size: int | None = option("Sequences per batch. Default: 1.", min=1)
+    global_batch: int | None = option(
+        "Sequences per update over all devices: batch and micro-batches are found.", min=1
+    )
     no_cache: NoCacheOption = False
 
     def refuse(
@@ -314,7 +265,6 @@ class ModelOptions:
         refuse((*kept, *given(workload)), "a profile says it already", fix)
 
 
-@with_records
 def plan(
     context: typer.Context,
     profile: Annotated[
@@ -327,7 +277,13 @@ def plan(
     ],
     *,
     budgets: BudgetOptions,
-    output: PlanOutput = Path("plan.yaml"),
+    output: Path = option(
+        "The plan to write; - is standard output. With --on also a folder, for profile.yaml and"
+        " plan.yaml.",
+        "-o",
+        "--output",
+        default=Path("plan.yaml"),
+    ),
     fixed: PinOptions,
     wanted: ObjectiveOptions,
     devices: GroupOptions,
@@ -375,9 +331,10 @@ def plan(
     else:
         output, beside = _places(output)
         if (file := of_file.read(context, profile)) is not None:
-            named, model = file.options["model"], filled(model, file)
-            devices, workload = filled(devices, file), filled(workload, file)
-            step = filled(step, file)
+            options = file.options
+            named, model = options["model"], filled(model, options)
+            devices, workload = filled(devices, options), filled(workload, options)
+            step = filled(step, options)
         refuse_of_factory(context, named)
         beside_it = of_file.frozen(named, file)
     read = (profile, model.on, fixed.pins, beside)

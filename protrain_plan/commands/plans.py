@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
+from protrain_plan.commands.option_records import flag, option, output_option
 from protrain_plan.commands.options import (
     JsonOption,
     PlanArgument,
@@ -52,10 +53,7 @@ def show(
 def simulate(
     plan: PlanArgument,
     profile: ProfileOption = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write the step as a trace that Perfetto (ui.perfetto.dev) opens."),
-    ] = None,
+    trace: Path | None = option("Write the step as a trace that Perfetto (ui.perfetto.dev) opens."),
     stage: StageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -71,11 +69,9 @@ def simulate(
     from protrain_plan.presentation.terminal import wrote
     from protrain_runtime.contract.records.files import replace_text
 
-    target = (
-        None
-        if trace is None
-        else output.destination(trace, option="--trace", inputs=_read_for(plan, profile))
-    )
+    target = None
+    if trace is not None:
+        target = output.destination(trace, option="--trace", inputs=_read_for(plan, profile))
     step = read_step(plan, profile, stage=stage)
     if target is not None:
         replace_text(target, trace_text(step, of_all=stage is None))
@@ -88,17 +84,10 @@ def simulate(
 
 def report(
     plan: PlanArgument,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The page to write; - is standard output.")
-    ] = Path("report.html"),
+    output: Path = output_option("page", "report.html"),
     profile: ProfileOption = None,
-    recording: Annotated[
-        Path | None, typer.Option(help="A recorded step of the plan, to lay over the simulated.")
-    ] = None,
-    pareto: Annotated[
-        bool,
-        typer.Option("--pareto", help="With the front of memory against time: plans for each."),
-    ] = False,
+    recording: Path | None = option("A recorded step of the plan, to lay over the simulated."),
+    pareto: bool = flag("With the front of memory against time: plans for each."),
     points: PointsOption = 8,
     stage: StageOption = None,
 ) -> None:
@@ -159,16 +148,11 @@ def _front(step: "Step", points: int) -> list[dict[str, Any]]:
 def diff(
     old: PlanArgument,
     new: Annotated[Path, typer.Argument(help="The plan that replaces it.", show_default=False)],
-    output_format: Annotated[
-        str, typer.Option("--format", help="text, json or markdown (for a pull request).")
-    ] = "text",
-    title: Annotated[
-        str | None, typer.Option(help="What the Markdown is about; default: the new plan's file.")
-    ] = None,
-    if_plans: Annotated[
-        bool,
-        typer.Option("--if-plans", help="Say nothing of files neither of which is a plan."),
-    ] = False,
+    output_format: str = option(
+        "text, json or markdown (for a pull request).", "--format", default="text"
+    ),
+    title: str | None = option("What the Markdown is about; default: the new plan's file."),
+    if_plans: bool = flag("Say nothing of files neither of which is a plan."),
     as_json: JsonOption = False,
 ) -> None:
     """Say what a new plan decides otherwise, and what that does to memory and time.
@@ -229,14 +213,9 @@ def _is_plan(text: str | RecordError) -> bool:
 def export(
     plan: PlanArgument,
     to: Annotated[str, typer.Option(help="fsdp2 (Accelerate), trl, torchtitan or megatron.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="The file to write; - is standard output; default: as the tool calls it.",
-        ),
-    ] = None,
+    output: Path | None = option(
+        "The file to write; - is standard output; default: as the tool calls it.", "-o", "--output"
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Write another tool's nearest configuration, and list what it cannot express.

@@ -2,30 +2,27 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from protrain_plan.commands.option_records import (
+    DiskOptions,
     WorkloadOptions,
+    flag,
     given,
+    option,
     option_record,
-    with_records,
+    output_option,
 )
 from protrain_plan.commands.options import (
-    DISK_BYTES,
-    DISK_SECONDS,
     AllowOption,
-    DiskBytesOption,
-    DiskSecondsOption,
     JsonOption,
     ModelArgument,
     NoCacheOption,
-    SpillOption,
     machine_names,
     refuse,
     refuse_of_factory,
-    size,
 )
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -37,50 +34,26 @@ if TYPE_CHECKING:
 class MeasureOptions:
     """Options of a measurement on this machine."""
 
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu (the default), cuda, cuda:1, xpu, ...: a device of this machine."),
-    ] = None
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic",
-            help="Measure PyTorch's deterministic kernels, and have the plan's runs take them.",
-        ),
-    ] = False
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Timed steps per form of activations; default: 2 s of them, but 3 to 15.",
-        ),
-    ] = None
-    unit_by_unit: Annotated[
-        bool,
-        typer.Option(
-            "--unit-by-unit",
-            help="Never have the whole model in memory: of equal blocks few run. By itself where"
-            " the model would take more than half of the device's free memory.",
-        ),
-    ] = False
-    probe: Annotated[
-        bool,
-        typer.Option(
-            "--probe",
-            help="Measure the machine again; by default its probe is kept in the user's cache.",
-        ),
-    ] = False
-    spill_directory: SpillOption = None
-    disk_seconds: DiskSecondsOption = DISK_SECONDS
-    disk_bytes: DiskBytesOption = DISK_BYTES
-    in_process: Annotated[
-        bool,
-        typer.Option(
-            "--in-process",
-            help="Measure in this process, for debuggers; by default in one of its own, which the"
-            " model's code may crash.",
-        ),
-    ] = False
+    device: str | None = option(
+        "cpu (the default), cuda, cuda:1, xpu, ...: a device of this machine."
+    )
+    deterministic: bool = flag(
+        "Measure PyTorch's deterministic kernels, and have the plan's runs take them."
+    )
+    steps: int | None = option(
+        "Timed steps per form of activations; default: 2 s of them, but 3 to 15.", min=1
+    )
+    unit_by_unit: bool = flag(
+        "Never have the whole model in memory: of equal blocks few run. By itself where the model"
+        " would take more than half of the device's free memory."
+    )
+    probe: bool = flag(
+        "Measure the machine again; by default its probe is kept in the user's cache."
+    )
+    in_process: bool = flag(
+        "Measure in this process, for debuggers; by default in one of its own, which the model's"
+        " code may crash."
+    )
 
 
 def _joined(name: str) -> "Interconnect":
@@ -97,44 +70,30 @@ def _joined(name: str) -> "Interconnect":
     return joined
 
 
-@with_records
 def profile(
     context: typer.Context,
     model: ModelArgument,
     *,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The profile to write; - is standard output.")
-    ] = Path("profile.yaml"),
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences, images or pairs per batch.")
-    ] = 1,
-    seq_len: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Tokens of text per sequence: targets, where sound or images go in."
-        ),
-    ] = 512,
+    output: Path = output_option("profile", "profile.yaml"),
+    batch_size: int = option("Sequences, images or pairs per batch.", default=1, min=1),
+    seq_len: int = option(
+        "Tokens of text per sequence: targets, where sound or images go in.", default=512, min=1
+    ),
     workload: WorkloadOptions,
     allow: AllowOption = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            "--on",
-            help="Estimate instead, for a machine that need not be there: a name of the catalogue"
-            " (protrain hardware list), or a YAML file.",
-            autocompletion=machine_names,
-        ),
-    ] = None,
-    interconnect: Annotated[
-        str | None,
-        typer.Option(
-            help="A machine whose devices are joined as this one's, to plan for several: a name of"
-            " the catalogue, or a YAML file (protrain hardware probe under torchrun)."
-        ),
-    ] = None,
+    on: str | None = option(
+        "Estimate instead, for a machine that need not be there: a name of the catalogue (protrain"
+        " hardware list), or a YAML file.",
+        autocompletion=machine_names,
+    ),
+    interconnect: str | None = option(
+        "A machine whose devices are joined as this one's, to plan for several: a name of the"
+        " catalogue, or a YAML file (protrain hardware probe under torchrun)."
+    ),
     measuring: MeasureOptions,
-    seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
-    text: Annotated[Path | None, typer.Option(help="A text file to take batches from.")] = None,
+    disk: DiskOptions,
+    seed: int = option("Seed of weights and text.", default=0),
+    text: Path | None = option("A text file to take batches from."),
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -157,7 +116,7 @@ def profile(
     refuse_of_factory(context, model)
     machine = None if on is None else load_hardware(on)
     joined = None if interconnect is None else _joined(interconnect)
-    refuse(given(measuring) if machine else (), "is for measuring; --on estimates")
+    refuse((*given(measuring), *given(disk)) if machine else (), "is for measuring; --on estimates")
     target = destination(output, inputs=(model, on, interconnect, text))
     [request] = workload.requests(
         model,
@@ -173,8 +132,8 @@ def profile(
         no_cache=no_cache,
         seed=seed,
         text=text,
-        spill_directory=measuring.spill_directory,
-        disk_watch=(measuring.disk_seconds, size("--disk-bytes", measuring.disk_bytes, 0)),
+        spill_directory=disk.spill_directory,
+        disk_watch=disk.watch(),
     )
     with progress(quiet=as_json, threaded=not measuring.in_process) as report:
         if machine is not None:

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from protrain_plan.commands.option_records import option_record, with_records
+from protrain_plan.commands.option_records import flag, option, option_record
 from protrain_plan.commands.options import JsonOption, PlanArgument, SpillOption, size
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -28,58 +28,32 @@ if TYPE_CHECKING:
 class RunOptions:
     """Options of a run."""
 
-    steps: Annotated[
-        int, typer.Option(min=1, help="Steps to train, with those before a checkpoint.")
-    ] = 5
-    text: Annotated[Path | None, typer.Option(help="A text file to train on.")] = None
-    weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder of safetensors files with the model's values: they go straight to where"
-            " the plan has them. Default: random values."
-        ),
-    ] = None
-    plain: Annotated[bool, typer.Option("--plain", help="Ordinary PyTorch, no plan.")] = False
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Run both, compare losses and parameters bitwise; exit with 1 where they differ,"
-            " or where the step took more memory than predicted.",
-        ),
-    ] = False
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Let the operating system refuse this process more memory (Linux, RLIMIT_DATA)."
-        ),
-    ] = None
-    save: Annotated[
-        Path | None, typer.Option(help="Save a checkpoint to this directory at the end.")
-    ] = None
-    save_every: Annotated[
-        int | None, typer.Option(min=1, help="Save every so many steps, too.", show_default=False)
-    ] = None
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on from the checkpoint in this directory.")
-    ] = None
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Compare the first three steps with a plain copy's, and stop where a bit differs.",
-        ),
-    ] = False
-    recording: Annotated[
-        Path | None,
-        typer.Option(
-            "--record", help="Write what ran when in a step, for `protrain report --recording`."
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        typer.Option(help="Which device of the plan's type: cuda:1. Default: the current one."),
-    ] = None
+    steps: int = option("Steps to train, with those before a checkpoint.", default=5, min=1)
+    text: Path | None = option("A text file to train on.")
+    weights: Path | None = option(
+        "A folder of safetensors files with the model's values: they go straight to where the plan"
+        " has them. Default: random values."
+    )
+    plain: bool = flag("Ordinary PyTorch, no plan.")
+    verify: bool = flag(
+        "Run both, compare losses and parameters bitwise; exit with 1 where they differ, or where"
+        " the step took more memory than predicted."
+    )
+    memory_limit: str | None = option(
+        "Let the operating system refuse this process more memory (Linux, RLIMIT_DATA)."
+    )
+    save: Path | None = option("Save a checkpoint to this directory at the end.")
+    save_every: int | None = option("Save every so many steps, too.", min=1)
+    resume: Path | None = option("Go on from the checkpoint in this directory.")
+    check: bool = flag(
+        "Compare the first three steps with a plain copy's, and stop where a bit differs."
+    )
+    recording: Path | None = option(
+        "Write what ran when in a step, for `protrain report --recording`.", "--record"
+    )
+    device: str | None = option(
+        "Which device of the plan's type: cuda:1. Default: the current one."
+    )
     spill_directory: SpillOption = None
 
     @property
@@ -174,7 +148,6 @@ class RunOptions:
         return exceeded(plan, replace(measured, allocator=0), result.slot_bytes, profile())
 
 
-@with_records
 def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) -> None:
     """Train the planned model on real text, and show measured beside predicted memory.
 

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from protrain_plan.commands.option_records import StepOptions, WorkloadOptions
+from protrain_plan.commands.option_records import StepOptions, WorkloadOptions, filled
 from protrain_plan.commands.options import on_command_line, size
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.hardware import PCIE
@@ -23,9 +23,7 @@ Record = TypeVar("Record")
 RESOURCES = ("host", "device", "disk", "link")
 COUNTS = ("num-devices", "seq-len", "batch-size")
 OPTIONS = tuple(
-    f.name.removesuffix("_blocks").replace("_", "-")
-    for record in (WorkloadOptions, StepOptions)
-    for f in fields(record)
+    f.name.replace("_", "-") for record in (WorkloadOptions, StepOptions) for f in fields(record)
 )
 WITH_COMMAS = ("lora", "optimizer-args")
 """Options whose text has commas: each `--set` is one value."""
@@ -49,8 +47,7 @@ class Grid:
     def filled(self, record: Record) -> Record:
         """Return options of numbers with those that were set, as texts."""
         told = {n: ",".join(map(str, self.given[n])) for n in COUNTS if n in self.given}
-        filled: Record = _with(record, told)
-        return filled
+        return filled(record, told)
 
     def refuse_typed(self, context: typer.Context) -> None:
         """ProtrainError where somebody has typed an option that is set, too."""
@@ -67,14 +64,7 @@ class Grid:
     ) -> "Iterator[tuple[Settings, WorkloadOptions, StepOptions]]":
         """Yield the options with each combination of those that were set."""
         for chosen in self._chosen(OPTIONS):
-            yield chosen, _with(workload, dict(chosen)), _with(step, dict(chosen))
-
-
-def _with(record: Any, values: dict[str, Any]) -> Any:
-    named = {name.replace("-", "_"): value for name, value in values.items()}
-    named |= {"compile_blocks": named["compile"]} if "compile" in named else {}
-    known = {f.name for f in fields(record)}
-    return replace(record, **{name: value for name, value in named.items() if name in known})
+            yield chosen, filled(workload, dict(chosen)), filled(step, dict(chosen))
 
 
 def read_settings(context: typer.Context, texts: Sequence[str] | None, sweep: str | None) -> Grid:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from protrain_plan.commands.option_records import option_record
+from protrain_plan.commands.option_records import option, option_record
 from protrain_plan.commands.options import integers, refuse_batches
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -33,13 +33,10 @@ SIZES = (1, 2, 4, 8)
 class StageOptions:
     """Stages of a pipeline."""
 
-    stages: Annotated[
-        str | None,
-        typer.Option(
-            help="Stages of a pipeline, or auto: how many are the fastest for --global-batch, where"
-            " to cut, and whether they are worth it."
-        ),
-    ] = None
+    stages: str | None = option(
+        "Stages of a pipeline, or auto: how many are the fastest for --global-batch, where to cut,"
+        " and whether they are worth it."
+    )
 
     def numbers(self) -> tuple[int, ...]:
         """The numbers to choose from; none: all."""
@@ -146,8 +143,8 @@ class Staging:
 
 def refuse_without_global_batch(
     global_batch: int | None, batch_size: str | int | None, micro_batches: int
-) -> int:
-    """The global batch; ProtrainError without one, or with another batch beside it."""
+) -> None:
+    """ProtrainError without a global batch, or with another batch beside it."""
     if global_batch is None:
         raise ProtrainError(
             "a pipeline divides the sequences of an update into micro-batches",
@@ -155,7 +152,6 @@ def refuse_without_global_batch(
             fix="say how many there are: --global-batch 128",
         )
     refuse_batches(global_batch, batch_size, micro_batches)
-    return global_batch
 
 
 def about_stages(

@@ -1,19 +1,16 @@
 """A trainer's file in the place of a model: its options stand where the command line has none."""
 
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import typer
 
-from protrain_plan.commands.option_records import option_record
+from protrain_plan.commands.option_records import option, option_record
 from protrain_plan.commands.options import on_command_line
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.models.trainer_files import TrainerFile
-
-Record = TypeVar("Record")
 
 _ANSWERED = {
     "named": ("model",),
@@ -27,22 +24,16 @@ _ANSWERED = {
 class FileOptions:
     """Options for what a trainer's file may leave open: its model, and one beside that."""
 
-    named: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="The model, where MODEL is a trainer's file that names none that is known.",
-        ),
-    ] = None
-    beside: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A frozen model that runs a forward on the same batch in each step, such as a"
-            " teacher or a reference: a preset, a config.json or a factory; none: there is none.",
-        ),
-    ] = None
+    named: str | None = option(
+        "The model, where MODEL is a trainer's file that names none that is known.",
+        "--model",
+        metavar="MODEL",
+    )
+    beside: str | None = option(
+        "A frozen model that runs a forward on the same batch in each step, such as a teacher or a"
+        " reference: a preset, a config.json or a factory; none: there is none.",
+        metavar="MODEL",
+    )
 
     def frozen(self, model: str, file: "TrainerFile | None") -> str:
         """The frozen model beside the trained one; empty for none."""
@@ -87,11 +78,3 @@ def _given(context: typer.Context) -> list[str]:
     given = on_command_line(context)
     given.remove("model" if "model" in given else "profile")  # the argument itself
     return [option for name in given for option in _ANSWERED.get(name, (name,))]
-
-
-def filled(record: Record, file: "TrainerFile", *, as_text: bool = False) -> Record:
-    """A record of options with those of a file; `as_text` where each may have several values."""
-    known: Any = record
-    options = {f.name: file.options[f.name] for f in fields(known) if f.name in file.options}
-    changed: Record = replace(known, **{k: str(v) if as_text else v for k, v in options.items()})
-    return changed

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,25 +42,14 @@ class _WrongError(Exception):
 
 
 class Format(SimpleNamespace):
-    """A trainer's files, with the entries that `trainers.yaml` describes."""
+    """A trainer's files, with the entries that `trainers.yaml` describes.
+
+    `keys` has the fact that each key states, and how its value is read.
+    """
 
     def key_of(self, fact: str) -> str | None:
         """The key that says a fact in such files."""
-        return next((key for key in self.keys if self.stated(key)[0] == fact), None)
-
-    def stated(self, key: str) -> tuple[str, Any]:
-        """The fact that a key states, and how it is read."""
-        row = self.keys[key]
-        return (row, _FACTS[row][0]) if isinstance(row, str) else (row[0], row[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stated:
-    """A key with its value, and the option that it became; no option where that is the default."""
-
-    key: str
-    value: object
-    option: str
+        return next((key for key, (stated, _) in self.keys.items() if stated == fact), None)
 
 
 class TrainerFile:
@@ -100,20 +89,19 @@ class TrainerFile:
         made = {name: make(self) for name, make in _OPTIONS.items() if name not in given}
         self.options: dict[str, Any] = {"model": model} if model else {}
         self.options |= {name: value for name, value in made.items() if value}
-        self.understood = [self._stated(key, value) for key, value in lists["stated"].items()]
-        silent = {key: self.format.stated(key)[0] for key in self.format.defaults}
-        self.by_default = [
-            one
-            for key, fact in silent.items()
-            if fact not in self._places and self.facts[fact] is not None
-            if (one := self._stated(key, self.format.defaults[key])).option
-        ]
+        self.understood = lists["stated"]
+        self.by_default = {
+            key: value
+            for key, value in self.format.defaults.items()
+            if (fact := self.format.keys[key][0]) not in self._places
+            if self.facts[fact] is not None and self.option_of(key)
+        }
 
     def _list_of(self, key: str, value: object, node: Document) -> str:
         """The list that a key belongs in; the facts that it states are taken."""
         table = self.format
         if value is None and key in table.nulls:  # no default, as others are
-            self.facts[table.stated(key)[0]] = None
+            self.facts[table.keys[key][0]] = None
         if key in table.keys and value is not None:
             self._state(key, value, node)
             return "stated"
@@ -130,14 +118,13 @@ class TrainerFile:
 
     def _read(self, key: str, value: object) -> dict[str, Any]:
         """The facts that a key states with a value."""
-        fact, how = self.format.stated(key)
-        known = how if isinstance(how, dict) else _TABLES["values"].get(how)
-        read = _READERS[how](value) if known is None else _one_of(known, value)
+        fact, how = self.format.keys[key]
+        read = _one_of(how, value) if isinstance(how, dict) else _READERS[how](value)
         return read if isinstance(read, dict) else {fact: read}
 
     def _state(self, key: str, value: object, node: Document) -> None:
         """Take the facts that a key states in this file."""
-        fact = self.format.stated(key)[0]
+        fact = self.format.keys[key][0]
         try:
             found = self._read(key, value)
         except _WrongError as wrong:
@@ -155,9 +142,9 @@ class TrainerFile:
             self.facts |= found  # else another key has turned it on
             self._places |= dict.fromkeys(found, node)
 
-    def _stated(self, key: str, value: object) -> Stated:
-        option = _FACTS[self.format.stated(key)[0]][1]
-        return Stated(key=key, value=value, option=words(self.options, option))
+    def option_of(self, key: str) -> str:
+        """The option that a key became; empty where that is the default."""
+        return words(self.options, _FACTS[self.format.keys[key][0]][1])
 
     @property
     def command(self) -> str:
@@ -178,7 +165,7 @@ class TrainerFile:
 
     def value_of(self, key: str) -> object:
         """The value that the file, or the trainer by default, has for a key."""
-        return {one.key: one.value for one in (*self.understood, *self.by_default)}.get(key)
+        return (self.by_default | self.understood).get(key)
 
     def error(self, fact: str, problem: str, fix: str | None = None) -> ProtrainError:
         """An error at the key that states a fact, or that would."""
@@ -285,14 +272,13 @@ def _beside(file: TrainerFile) -> str | None:
 
 def _optimizer(file: TrainerFile) -> str:
     name: str = file.needed("optimizer")
-    if name != _TABLES["values"]["optimizers"]["paged_adamw"]:
-        return name
     adapters = file.facts["adapters"] and not (file.format.base or file.facts["pure"])
-    if not adapters and _precision(file) == "pure" and _dtype(file) != "float32":
+    halves = not adapters and _precision(file) == "pure" and _dtype(file) != "float32"
+    if file.facts["float32_states"] and halves:
         problem = "its states are of float32 beside parameters of 16 bits, as no option has them"
         fix = "say --optimizer adamw (16 bits), or with --precision master (float32, and copies)"
         raise file.error("optimizer", problem, fix)
-    return "adamw"
+    return name
 
 
 def _dtype(file: TrainerFile) -> str:
@@ -357,7 +343,7 @@ _OPTIONS: dict[str, Callable[[TrainerFile], object]] = {
         "nf4" if file.facts["bits4"] else "int8" if file.facts["bits8"] else None
     ),
     "optimizer": _optimizer,
-    "compile_blocks": lambda file: file.facts["compile_blocks"],
+    "compile": lambda file: file.facts["compile"],
     "clip": lambda file: (file.facts["clip"] or 0) > 0,
     "beside": _beside,
 }
@@ -365,7 +351,7 @@ _OPTIONS: dict[str, Callable[[TrainerFile], object]] = {
 
 def flag(option: str) -> str:
     """An option as it is typed: `--seq-len`."""
-    return "--" + option.removesuffix("_blocks").replace("_", "-")
+    return "--" + option.replace("_", "-")
 
 
 def words(options: Mapping[str, Any], option: str) -> str:
@@ -400,15 +386,10 @@ def _is_off(value: Any) -> bool:
     return not value or (isinstance(value, str) and value.lower() in words)
 
 
-def _of(kind: type, expected: str) -> Callable[[Any], Any]:
-    """A reader of values of one type."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise _WrongError(expected, is_slip=True)
-        return value
-
-    return read
+def _typed(kind: type, expected: str, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise _WrongError(expected, is_slip=True)
+    return value
 
 
 def _number(value: Any, expected: str = "a number") -> float:
@@ -464,14 +445,15 @@ def _builder(value: Any) -> dict[str, Any]:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "flag": _of(bool, "true or false"),
-    "text": _of(str, "a text"),
+    "flag": partial(_typed, bool, "true or false"),
+    "text": partial(_typed, str, "a text"),
     "count": _count,
     "number": _number,
     "names": _names,
     "attention": lambda value: tuple(n.replace("output_proj", "o_proj") for n in _names(value)),
     "builder": _builder,
     "second": lambda value: {"beside": _builder(value)["model"]},
+    **{name: partial(_one_of, meanings) for name, meanings in _TABLES["values"].items()},
 }
 
 
@@ -490,6 +472,8 @@ def _formats() -> list[Format]:
             table[entry] = f"{like[entry]} {own.get(entry, '')}"
     made = [Format(name=name, **table) for name, table in tables.items() if "marks" in table]
     for one in made:
+        for key, row in one.keys.items():
+            one.keys[key] = (row, _FACTS[row][0]) if isinstance(row, str) else tuple(row)
         one.decided, one.ignored = _pattern(one.decided), _pattern(one.ignored)
         one.checkpointing = SimpleNamespace(**one.checkpointing)
         one.offloading = SimpleNamespace(**one.offloading)

@@ -98,8 +98,15 @@ def _recomputes(plan: Plan) -> bool:
 
 def file_json(file: "TrainerFile", advised: Sequence[Advice]) -> dict[str, Any]:
     """Return what `--json` says of a file: its keys in lists, and changes for each answer."""
-    told = fields_of(file, "path", "options", "understood", "by_default", "decided", "ignored")
-    return {"trainer_file": {**told, "format": file.format.name, "changes": advised}}
+    told = {
+        name: [
+            {"key": key, "value": value, "option": file.option_of(key)}
+            for key, value in keys.items()
+        ]
+        for name, keys in (("understood", file.understood), ("by_default", file.by_default))
+    }
+    said = fields_of(file, "path", "options") | told | fields_of(file, "decided", "ignored")
+    return {"trainer_file": said | {"format": file.format.name, "changes": advised}}
 
 
 def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
@@ -107,7 +114,7 @@ def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
     name = Path(file.path).name
     lines = ["", f"{name}, as {file.format.name} reads it: {file.command}"]
     for said, keys in (
-        (f"by default of {file.format.name}", [one.key for one in file.by_default]),
+        (f"by default of {file.format.name}", [*file.by_default]),
         ("decided by the plan", [key for key, value in file.decided.items() if value]),
     ):
         lines += [f"  {said}: {', '.join(keys)}"] if keys else []

@@ -51,9 +51,8 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path, assert_says: 
     )
     least = json.loads(refused.stdout)["smallest_budget_bytes"]
     budget = (peak["context"] + peak["device"] + least) // 2
-    solved = printed(
-        protrain("plan", tiny_llama, "--device-memory", budget, "--json", folder=tmp_path)
-    )
+    within = ("--device-memory", budget, "-o", "plan.yaml", "--json")
+    solved = printed(protrain("plan", tiny_llama, *within, folder=tmp_path))
     assert_says(sorted(ample))
     assert solved.keys() == ample.keys()
     assert solved["peak_bytes"].keys() == TIERS

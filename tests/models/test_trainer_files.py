@@ -264,10 +264,9 @@ def test_a_file_becomes_the_options_of_a_command(
 def test_every_key_is_in_one_list(tmp_path: Path) -> None:
     file = read(tmp_path, QLORA, deepspeed="zero3.json")
     assert list(file.decided) == ["deepspeed", "gradient_checkpointing"]
-    understood = [one.key for one in file.understood]
-    told = [*understood, *file.decided, *file.ignored]
+    told = [*file.understood, *file.decided, *file.ignored]
     assert sorted(told) == sorted([*QLORA, "deepspeed"])
-    assert [(one.key, one.option) for one in file.by_default] == [("max_grad_norm", "--clip")]
+    assert [(key, file.option_of(key)) for key in file.by_default] == [("max_grad_norm", "--clip")]
 
 
 def test_inner_keys_are_told_one_by_one_unless_the_whole_is(tmp_path: Path) -> None:
@@ -316,17 +315,17 @@ def test_what_a_file_leaves_out_is_what_its_trainer_takes(tmp_path: Path) -> Non
     )
     half = read(tmp_path, silent, fp16=True)
     assert half.options["dtype"] == "float16"
-    assert [one.key for one in file.by_default if one not in half.by_default] == ["bf16"]
+    assert [key for key in file.by_default if key not in half.by_default] == ["bf16"]
     trl = read(tmp_path, {"model_name_or_path": "gpt2", "use_peft": False})
     assert trl.command == (
         "gpt2 --seq-len 1024 --batch-size 8 --accumulate 1 --dtype bfloat16 --precision autocast"
         " --optimizer adamw --clip"
     )
     assert trl.format.checkpointing.default is True
-    assert {"bf16", "dtype", "max_length"} <= {one.key for one in trl.by_default}
+    assert {"bf16", "dtype", "max_length"} <= {*trl.by_default}
     plain = read(tmp_path, PLAIN)
     assert plain.options["precision"] == "autocast", "its script may load float32, which is most"
-    assert "dtype" in {one.key for one in plain.by_default}
+    assert "dtype" in plain.by_default
 
 
 def test_what_takes_memory_is_not_ignored(tmp_path: Path) -> None:
@@ -614,7 +613,7 @@ def test_what_the_command_line_says_is_not_asked_of_a_file(tmp_path: Path) -> No
     assert set(file.options) == {
         *("seq_len", "batch_size", "accumulate", "dtype", "precision", "quantize", "clip")
     }
-    assert {one.option for one in file.understood if one.key == "optimizer"} == {""}
+    assert file.option_of("optimizer") == ""
     unpacked = QLORA_ARGUMENTS | {"use_bnb_nested_quant": False}
     assert "dtype=base" in read(tmp_path, unpacked, "quantize").options["lora"]
 
@@ -685,8 +684,8 @@ def test_two_keys_that_say_one_thing_agree(content: dict[str, Any], tmp_path: Pa
 
     table = read(tmp_path, content).format
     for first, second in permutations(table.keys, 2):
-        fact, how = table.stated(first)
-        if table.stated(second) != (fact, how) or how not in values:
+        how = table.keys[first][1]
+        if table.keys[second] != table.keys[first] or str(how) not in values:
             continue
         one, other = values[how]
         command = asked(**{first: one}).command

@@ -1,8 +1,7 @@
-"""A check's report in every format: `FORMATS` has a function for each."""
+"""A check's report in every format: a function for each."""
 
 import itertools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -153,16 +152,3 @@ def github(report: Report, *, root: Path) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-Format = Callable[[Report, Path], RenderableType | str | dict[str, Any]]
-
-FORMATS: dict[str, Format] = {
-    "text": lambda report, _: text(report),
-    "json": lambda report, _: plain_data(report),
-    "github": lambda report, root: github(report, root=root),
-}
-"""Formats by name: functions of a report and the folder that its files are counted from.
-
-It makes text as it is, plain data that is printed as JSON, or what rich draws.
-"""
