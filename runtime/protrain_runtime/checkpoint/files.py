@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from threading import Event
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
@@ -167,29 +166,22 @@ def verify(checksums: Mapping[Path, int], read: Sequence[Ranges] = ()) -> None:
     take SAVING_BYTES of buffers. Where the process's data are limited there is one thread: the
     stacks of others would count.
     """
-    stop = Event()
 
     def check(path: Path) -> None:
         known = [one for ranges in read for one in ranges.get(path.name, ())]
-        if _checksum_of(path, known, stop) != checksums[path] and not stop.is_set():
+        if _checksum_of(path, known) != checksums[path]:
             raise damaged(path, "the file is damaged: its checksum is another")
 
-    num_threads = min(len(checksums), _MAX_THREADS if _threads_are_free() else 1)
-    if num_threads <= 1:
+    if not _threads_are_free():
         for path in checksums:
             check(path)
         return
-    with ThreadPoolExecutor(num_threads) as pool:
-        try:
-            for _ in pool.map(check, checksums):
-                pass  # it raises what the first file that differs did
-        finally:  # of an interruption, too
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        list(pool.map(check, checksums))  # raises what the first file that differs did
 
 
-def _checksum_of(path: Path, known: Iterable[tuple[int, int, int]], stop: Event) -> int:
-    """The sum of a file, made of ranges and what lies between them; any number after `stop`."""
+def _checksum_of(path: Path, known: Iterable[tuple[int, int, int]]) -> int:
+    """The sum of a file, made of ranges and what lies between them."""
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     checksum = end = 0
     with opened(path) as file:
@@ -198,10 +190,7 @@ def _checksum_of(path: Path, known: Iterable[tuple[int, int, int]], stop: Event)
             if start < end:  # ranks have read the same, or it is another part of that
                 continue
             file.seek(end)
-            while end < start and not stop.is_set():
-                count = file.readinto(buffer[: start - end])  # type: ignore[attr-defined]
-                if not count:
-                    raise damaged(path, "the file is cut off")
+            while end < start and (count := file.readinto(buffer[: start - end])):  # type: ignore[attr-defined]
                 checksum, end = zlib.crc32(buffer[:count], checksum), end + count
             checksum, end = joined_sums(checksum, range_sum, past - start), past
     return checksum

@@ -22,7 +22,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -32,7 +32,7 @@ from msgspec import Meta
 from protrain_runtime.checkpoint.entries import Entry, FileRow, entries_in, joined
 from protrain_runtime.checkpoint.files import (
     MAX_JSON_BYTES,
-    Ranges,
+    Sums,
     damaged,
     opened,
     parsed,
@@ -44,7 +44,7 @@ from protrain_runtime.model.prepared import meet
 from protrain_runtime.ranks.group import Ranks
 
 INDEX = "model.safetensors.index.json"
-FOLDER = re.compile(r"protrain-save-([0-9]{1,9})")
+FOLDER = re.compile(r"protrain-save-([0-9]+)")
 FORMAT = 4
 SINGLE_FILE = "model.safetensors"  # readers of Hugging Face's layout take it before any index
 _FILE = re.compile(r"((?:rank-[0-9]+-)?(model|optimizer|training))-[0-9]+-of-([0-9]+)\.safetensors")
@@ -193,13 +193,15 @@ class Saved:
         return dict.fromkeys(sorted(names))
 
     def verify(
-        self, kinds: Iterable[str], ranks: Ranks | None = None, read: Sequence[Ranges] = ()
+        self, kinds: Iterable[str], ranks: Ranks | None = None, sums: Sums | None = None
     ) -> None:
         """Compare files with their sums, some on each rank; ProtrainError on all for another one.
 
-        Ranges that have been `read` are not read again. Of a file without a sum it is asked whether
-        it is the one that was opened.
+        Ranges that ranks have noted in their `sums` are not read again. Of a file without a sum it
+        is asked whether it is the one that was opened.
         """
+        ranges = sums.ranges if sums is not None else {}
+        read = meet(ranks, "comparing checksums", ranges) if ranks else [ranges]
         rows = [file for kind in kinds for file in self._files(kind).items()]
         own = rows[ranks.rank :: ranks.count] if ranks else rows
         verify({self.directory / name: row.checksum for name, row in own if row}, read)
@@ -208,7 +210,7 @@ class Saved:
                 if _stamp(file) != stamp:
                     raise damaged(path, "the file was written to while it was read")
         if ranks is not None:
-            meet(ranks, "a comparison of checksums")
+            meet(ranks, "comparing checksums")
 
 
 def _stamp(file: BinaryIO) -> tuple[int, ...]:

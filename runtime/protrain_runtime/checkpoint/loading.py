@@ -75,7 +75,7 @@ def load(
         sums = Sums(saved.rows)
         with _in_part():
             fill_values(targets, sums)
-            saved.verify(kinds, ranks, ranks.all_objects(sums.ranges) if ranks else [sums.ranges])
+            saved.verify(kinds, ranks, sums)
         for name, module in with_extra_state(model):
             if name in training.modules:
                 module.set_extra_state(training.modules[name])

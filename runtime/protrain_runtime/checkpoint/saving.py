@@ -8,10 +8,10 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -393,27 +393,17 @@ class Saving:
     """A save that goes on beside training. `wait` raises what went wrong."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
         self.told = False  # that it did not become one
-        self._thread = Thread(target=self._run, args=(work,), name="protrain saves")
-        self._thread.start()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised by `wait`
-            self._error = error
+        self._work = ThreadPoolExecutor(1, "protrain saves").submit(work)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._work.done()
 
     def wait(self) -> None:
         """Wait until it is the checkpoint; raises where it did not become one."""
-        self._thread.join()
-        if self._error is not None:
-            self.told = True
-            raise self._error
+        self.told = self._work.exception() is not None
+        self._work.result()
 
 
 _beside: WeakKeyDictionary[Ranks, Saving] = WeakKeyDictionary()

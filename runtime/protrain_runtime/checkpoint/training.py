@@ -153,7 +153,7 @@ def read_training(saved: Saved) -> Training:
     entries, sums = saved.entries("training"), Sums(saved.rows)
     tensors = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in entries.items()}
     fill_values([(entry, Held(tensors[name])) for name, entry in entries.items()], sums)
-    saved.verify(["training"], read=[sums.ranges])
+    saved.verify(["training"], sums=sums)
     try:
         found = {key: _decoded(value, tensors) for key, value in saved.training.items()}
         return msgspec.convert(found, Training)

@@ -19,7 +19,7 @@ from protrain_runtime.checkpoint.index import Saved
 from protrain_runtime.checkpoint.loading import base_name, matched
 from protrain_runtime.checkpoint.saving import model_values, with_extra_state
 from protrain_runtime.checkpoint.training import read_training
-from protrain_runtime.model.prepared import Prepared, offloaded_parameters
+from protrain_runtime.model.prepared import Prepared, meet, offloaded_parameters
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.absent import absent_parameters, give_places, without_parameters
 from protrain_runtime.states.quantized import pack_absent, scales_of
@@ -73,8 +73,7 @@ class Weights:
             fill_values(targets, sums)
         else:
             _fill_together(ranks, targets, sums)
-        read = ranks.all_objects(sums.ranges) if ranks else [sums.ranges]
-        self._saved.verify(["model"], ranks, read)
+        self._saved.verify(["model"], ranks, sums)
         modules = read_training(self._saved).modules
         for name, module in with_extra_state(model):
             if name in modules:
@@ -118,7 +117,7 @@ def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]], sums: Sums)
         if reader == ranks.rank:
             own.append((entry, value))
     fill_values(own, sums)
-    ranks.all_objects(None)  # one that cannot read ends this for all
+    meet(ranks, "reading weights")  # one that cannot read ends this for all
     for value, reader in whole:
         ranks.broadcast([value.tensor], source=reader)
     for first in range(0, len(to_pack), ranks.count):
