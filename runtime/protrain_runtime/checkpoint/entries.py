@@ -162,11 +162,11 @@ def fill_values(targets: Sequence[tuple[Entry, Value]], sums: Sums | None = None
     for entry, value in sorted(targets, key=lambda target: target[0].parts[0].place):
         order, (first, count) = order_of(value), part_of(value)
         if entry.order == order:
-            fill = _Reader(entry, first, count, sums).fill
+            fill = _reader(entry, first, count, sums)
             value.copy_from(fill if entry.dtype == value.dtype else _cast(fill, entry, value))
             continue
         flat = torch.empty(entry.shape.numel(), dtype=entry.dtype)
-        Held(flat).copy_from(_Reader(entry, 0, flat.numel(), sums).fill)
+        Held(flat).copy_from(_reader(entry, 0, flat.numel(), sums))
         dims = range(len(order))
         whole = flat.view([entry.shape[dim] for dim in entry.order])
         whole = whole.permute([entry.order.index(dim) for dim in dims])
@@ -198,30 +198,29 @@ def _from(flat: torch.Tensor) -> Fill:
     return fill
 
 
-class _Reader:
-    """Hands out the bytes of a tensor's elements first:first + count, part after part."""
+def _reader(entry: Entry, first: int, count: int, sums: Sums | None) -> Fill:
+    """Fills buffers with the bytes of a tensor's elements first:first + count, part after part."""
+    left: deque[tuple[Path, int, int]] = deque()  # bytes of files: from, to
+    size = entry.dtype.itemsize
+    for part in entry.parts:
+        begin, end = max(first, part.first), min(first + count, part.first + part.count)
+        if begin < end:
+            start = part.start - part.first * size
+            left.append((part.path, start + begin * size, start + end * size))
 
-    def __init__(self, entry: Entry, first: int, count: int, sums: Sums | None) -> None:
-        self._sums = sums
-        self._left: deque[tuple[Path, int, int]] = deque()  # bytes of files: from, to
-        size = entry.dtype.itemsize
-        for part in entry.parts:
-            begin, end = max(first, part.first), min(first + count, part.first + part.count)
-            if begin < end:
-                start = part.start - part.first * size
-                self._left.append((part.path, start + begin * size, start + end * size))
-
-    def fill(self, target: torch.Tensor) -> None:
+    def fill(target: torch.Tensor) -> None:
         view = memory_of(target)
         while view:
-            path, start, end = self._left.popleft()
+            path, start, end = left.popleft()
             piece = view[: min(end - start, SAVING_BYTES)]
             with opened(path) as file:
                 file.seek(start)
                 if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
                     raise damaged(path, "the file is cut off")
-            if self._sums is not None:
-                self._sums.add(path.name, start, piece)
+            if sums is not None:
+                sums.add(path.name, start, piece)
             view, start = view[len(piece) :], start + len(piece)
             if start < end:
-                self._left.appendleft((path, start, end))
+                left.appendleft((path, start, end))
+
+    return fill
