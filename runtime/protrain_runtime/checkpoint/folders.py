@@ -108,6 +108,8 @@ def _new_folder(directory: Path, current: str | None) -> Path:
     for folder in _folders(directory):
         if folder.name != current:
             shutil.rmtree(folder)
+    for path in directory.glob(f".{INDEX}.*.tmp"):  # of an index whose writer was killed
+        path.unlink()
     # A number may be taken by what is not ours, such as a link, or by a folder that is gone.
     names = [current or "", *(path.name for path in directory.iterdir())]
     taken = [int(match[1]) for match in map(FOLDER.fullmatch, names) if match]
