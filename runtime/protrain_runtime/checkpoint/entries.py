@@ -5,30 +5,63 @@ ranges that it has, and any other reads what it needs of them. Elements are in r
 for parameters that ranks share and that lie in another order in their stores.
 """
 
+import os
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, BinaryIO
 
+import msgspec
 import torch
+from msgspec import Meta
 
 from protrain_runtime.checkpoint.files import (
     DTYPES,
-    NAMES,
+    MAX_JSON_BYTES,
+    Sums,
     damaged,
-    joined_sums,
     opened,
+    parsed,
     shown,
 )
 from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import memory_of
-from protrain_runtime.states.values import Fill, Held, Source, Value, order_of, part_of
+from protrain_runtime.states.values import Fill, Held, Value, order_of, part_of
 
 _MAX_DIMENSIONS = 64  # PyTorch's operators take no more
 _MAX_NUMBER = 2**60  # of elements and of bytes
+
+Number = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
+Sizes = Annotated[list[Number], Meta(max_length=_MAX_DIMENSIONS)]
+
+
+class PartRow(msgspec.Struct, frozen=True):
+    """A part of a tensor in a file: its first element, and the dimensions of the tensor."""
+
+    first: Number
+    shape: Sizes
+    order: Sizes
+
+
+class FileRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file of a checkpoint: its bytes, the CRC-32 of its header and of all of it, its parts."""
+
+    num_bytes: Number
+    header: Number
+    checksum: Number
+    parts: dict[str, PartRow] = {}
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    """A tensor in the header of a file."""
+
+    dtype: str
+    shape: Sizes
+    data_offsets: tuple[Number, Number]  # behind the header
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +72,6 @@ class Part:
     start: int  # bytes from the start of the file
     first: int  # of the tensor's elements
     count: int
-    checksum: int | None  # None in files of others
 
     @property
     def place(self) -> tuple[Path, int]:
@@ -57,93 +89,84 @@ class Entry:
     parts: tuple[Part, ...]
 
 
-def described(value: Source) -> dict[str, Any]:
-    """A tensor as an index has it, without its parts."""
-    order = list(order_of(value))
-    found = {"dtype": NAMES[value.dtype], "shape": list(value.shape)}
-    return found if order == sorted(order) else {**found, "order": order}
+def entries_in(path: Path, file: BinaryIO, row: FileRow | None) -> list[Entry]:
+    """Tensors of a safetensors file, or their parts, which follow each other up to its end.
+
+    ProtrainError where it is none, or another one than its row says.
+    """
+    size, length = os.fstat(file.fileno()).st_size, file.read(8)
+    if row is not None and size != row.num_bytes:
+        problem = "is cut off" if size < row.num_bytes else "goes on behind its end"
+        problem = f"the file {problem}: it has {size} bytes instead of {row.num_bytes}"
+        raise damaged(path, problem)
+    num_bytes = int.from_bytes(length, "little")
+    text = file.read(min(num_bytes, size, MAX_JSON_BYTES))  # a read takes room for what it asks
+    if row is not None and zlib.crc32(length + text) != row.header:
+        raise damaged(path, "the header is damaged")
+    begin = end = len(length + text)
+    found: list[Entry] = []
+    try:
+        header = parsed(text, dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        listed = {name: parsed(bytes(raw), _Listed) for name, raw in header.items()}
+        for name, tensor in sorted(listed.items(), key=lambda item: item[1].data_offsets):
+            if tensor.dtype not in DTYPES:
+                problem = f"{shown(name)} has the dtype {shown(tensor.dtype)}, which is not known"
+                raise damaged(path, problem)
+            dtype, count = DTYPES[tensor.dtype], _shape(tensor.shape).numel()
+            first, last = (begin + offset for offset in tensor.data_offsets)
+            if first != end or last - first != count * dtype.itemsize:
+                raise ValueError(f"{shown(name)} has other bytes than its shape and place take")
+            end = last
+            whole = PartRow(0, tensor.shape, list(range(len(tensor.shape))))
+            part = whole if row is None else row.parts.get(name, whole)
+            place = Part(path, first, part.first, count)
+            found.append(Entry(name, dtype, _shape(part.shape), tuple(part.order), (place,)))
+        if end != size or begin != 8 + num_bytes:
+            raise ValueError("its tensors do not cover it")
+    except ValueError as error:
+        raise damaged(path, f"this is no safetensors file: {error}") from None
+    return found
 
 
-def parsed(name: str, listed: Any, folder: Path, headers: Mapping[str, Any]) -> Entry:
-    """A tensor of an index, in files of a folder. ValueError where that cannot be."""
-    match listed:
-        case {"dtype": str(dtype), "shape": list(shape), "parts": list(rows), **more}:
-            order: Any = more.get("order", list(range(len(shape))))
-        case _:
-            raise ValueError("lacks its dtype, shape or parts")
-    if dtype not in DTYPES or not are_numbers(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise ValueError("has no dtype and shape that are known")
-    if prod(max(size, 1) for size in shape) > _MAX_NUMBER:  # its strides are products
-        raise ValueError("has too many elements")
-    if not are_numbers(order) or sorted(order) != list(range(len(shape))):
-        raise ValueError("has no order of dimensions")
-    parts: list[Part] = []
-    for row in rows:
-        match row:
-            case [str(file), *numbers] if file in headers and are_numbers(numbers, 4):
-                parts.append(Part(folder / file, *numbers))
-            case _:
-                raise ValueError("has a malformed part")
-    parts.sort(key=lambda part: part.first)
+def _shape(sizes: Sequence[int]) -> torch.Size:
+    """A shape that PyTorch can count with; ValueError for others."""
+    if prod(max(size, 1) for size in sizes) > _MAX_NUMBER:  # its strides are products
+        raise ValueError("a tensor has too many elements")
+    return torch.Size(sizes)
+
+
+def joined(pieces: Sequence[Entry]) -> Entry:
+    """The tensor of which each piece has a part; ValueError where these do not make it up."""
+    first = pieces[0]
+    what = f"{shown(first.name)} has"
+    parts = sorted(chain.from_iterable(piece.parts for piece in pieces), key=lambda p: p.first)
     end = 0
     for part in parts:
         if part.first != end or (part.count == 0 and len(parts) > 1):
-            raise ValueError("has parts that overlap, or leave gaps")
+            raise ValueError(f"{what} parts that overlap, or leave gaps")
         end += part.count
-    if not parts or end != prod(shape):
-        raise ValueError("has parts that do not cover it")
-    return Entry(name, DTYPES[dtype], torch.Size(shape), tuple(order), tuple(parts))
+    kinds = {(piece.dtype, piece.shape, piece.order) for piece in pieces}
+    if len(kinds) > 1 or end != first.shape.numel():
+        raise ValueError(f"{what} parts that do not make it up")
+    if sorted(first.order) != list(range(len(first.shape))):
+        raise ValueError(f"{what} no order of dimensions")
+    return replace(first, parts=tuple(parts))
 
 
-def are_numbers(values: Any, count: int | None = None) -> bool:
-    """Whether it is a list of so many whole numbers, which PyTorch can count with."""
-    return (
-        isinstance(values, list)
-        and all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in values)
-        and count in (None, len(values))
-    )
+def fill_values(targets: Sequence[tuple[Entry, Value]], sums: Sums | None = None) -> None:
+    """Read entries into values, and note in `sums` what was read of the files.
 
-
-@dataclass(frozen=True, slots=True)
-class PartialSum:
-    """The CRC-32 of some bytes of a part, of which this rank reads no others."""
-
-    name: str  # of the tensor
-    part: Part
-    start: int  # bytes from the start of the part
-    num_bytes: int
-    checksum: int
-
-
-def compare_sums(sums: Iterable[PartialSum]) -> None:
-    """Compare parts with what ranks have read of them together. ProtrainError for another one."""
-    by_part: dict[Part, dict[int, PartialSum]] = {}
-    for each in sums:
-        by_part.setdefault(each.part, {})[each.start] = each  # replicas read the same
-    for part, ranges in by_part.items():
-        checksum = 0
-        for _, each in sorted(ranges.items()):
-            checksum = joined_sums(checksum, each.checksum, each.num_bytes)
-        if checksum != part.checksum:
-            raise damaged(part.path, f"{shown(next(iter(ranges.values())).name)} is damaged")
-
-
-def fill_values(
-    targets: Sequence[tuple[Entry, Value]], sums: list[PartialSum] | None = None
-) -> None:
-    """Read entries into values, compared; after a ProtrainError some values are new.
-
-    Of another dtype than its entry's a value gets the numbers cast. What is read of parts with a
-    checksum, but not all of them, goes to `sums`.
+    Of another dtype than its entry's a value gets the numbers cast.
     """
     for entry, value in sorted(targets, key=lambda target: target[0].parts[0].place):
         order, (first, count) = order_of(value), part_of(value)
         if entry.order == order:
-            fill = _Reader(entry, first, count, sums).fill
+            fill = _reader(entry, first, count, sums)
             value.copy_from(fill if entry.dtype == value.dtype else _cast(fill, entry, value))
             continue
         flat = torch.empty(entry.shape.numel(), dtype=entry.dtype)
-        Held(flat).copy_from(_Reader(entry, 0, flat.numel()).fill)
+        Held(flat).copy_from(_reader(entry, 0, flat.numel(), sums))
         dims = range(len(order))
         whole = flat.view([entry.shape[dim] for dim in entry.order])
         whole = whole.permute([entry.order.index(dim) for dim in dims])
@@ -175,46 +198,29 @@ def _from(flat: torch.Tensor) -> Fill:
     return fill
 
 
-class _Reader:
-    """Hands out the bytes of a tensor's elements first:first + count, part after part."""
+def _reader(entry: Entry, first: int, count: int, sums: Sums | None) -> Fill:
+    """Fills buffers with the bytes of a tensor's elements first:first + count, part after part."""
+    left: deque[tuple[Path, int, int]] = deque()  # bytes of files: from, to
+    size = entry.dtype.itemsize
+    for part in entry.parts:
+        begin, end = max(first, part.first), min(first + count, part.first + part.count)
+        if begin < end:
+            start = part.start - part.first * size
+            left.append((part.path, start + begin * size, start + end * size))
 
-    def __init__(
-        self, entry: Entry, first: int, count: int, sums: list[PartialSum] | None = None
-    ) -> None:
-        self._name, self._sum, self._sums = entry.name, 0, sums
-        self._left: deque[tuple[Part, int, int]] = deque()  # bytes of parts: from, to
-        size = entry.dtype.itemsize
-        for part in entry.parts:
-            begin, end = max(first, part.first), min(first + count, part.first + part.count)
-            if begin < end:
-                self._left.append((part, (begin - part.first) * size, (end - part.first) * size))
-        self._begun = self._left[0][1] if self._left else 0
-        self._size = size
-
-    def fill(self, target: torch.Tensor) -> None:
+    def fill(target: torch.Tensor) -> None:
         view = memory_of(target)
         while view:
-            part, start, end = self._left.popleft()
+            path, start, end = left.popleft()
             piece = view[: min(end - start, SAVING_BYTES)]
-            with opened(part.path) as file:
-                file.seek(part.start + start)
+            with opened(path) as file:
+                file.seek(start)
                 if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
-                    raise damaged(part.path, "the file is cut off")
-            self._sum = zlib.crc32(piece, self._sum)
+                    raise damaged(path, "the file is cut off")
+            if sums is not None:
+                sums.add(path.name, start, piece)
             view, start = view[len(piece) :], start + len(piece)
             if start < end:
-                self._left.appendleft((part, start, end))
-                continue
-            self._compare(part, end)
+                left.appendleft((path, start, end))
 
-    def _compare(self, part: Part, end: int) -> None:
-        """Compare a part that was read up to a byte, or note the sum of some of it."""
-        begun, checksum = self._begun, self._sum
-        self._begun, self._sum = 0, 0
-        if part.checksum is None:
-            return
-        if end - begun < part.count * self._size:
-            if self._sums is not None:
-                self._sums.append(PartialSum(self._name, part, begun, end - begun, checksum))
-        elif checksum != part.checksum:
-            raise damaged(part.path, f"{shown(self._name)} is damaged")
+    return fill

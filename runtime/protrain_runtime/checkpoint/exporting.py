@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from protrain_runtime.checkpoint.entries import Entry, fill_values
-from protrain_runtime.checkpoint.files import shown
 from protrain_runtime.checkpoint.index import Saved
 from protrain_runtime.states.values import Held
 
@@ -43,7 +42,7 @@ def export(directory: Path | str, target: Path | str) -> None:
     entries = {f"model.{name}": entry for name, entry in saved.entries("model").items()}
     for name, entry in saved.entries("optimizer").items():
         entries[f"optimizer.state.{name}"] = entry
-    saved.verify(None, shown)
+    saved.verify(["model", "optimizer"])
     save_planned(
         {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in entries.items()},
         storage_writer=FileSystemWriter(target, per_thread_copy_ahead=0),

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: regular ones, written whole with their checksums, and compared with them.
+"""Files of a checkpoint: safetensors, written piece by piece and compared with their checksums.
 
 The sums are CRC-32, as `zlib` computes it. They find damage: any change within 32 bits that follow
 each other, and any other with a chance of one in 2**32 to miss it. They are no protection against
@@ -6,7 +6,7 @@ people, who can change the sums as well.
 
 A safetensors file has eight bytes that say how long its header is (little-endian); the header, in
 JSON, with each tensor's dtype, shape and range of bytes; and the bytes, row-major and without gaps.
-The package of that name wants all tensors of a file in memory to write it, so it only reads here.
+The package of that name wants all tensors of a file in memory to write it, and is not needed here.
 """
 
 import json
@@ -14,22 +14,20 @@ import os
 import stat
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from math import prod
 from pathlib import Path
-from threading import Event
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, TypeVar
 
+import msgspec
 import torch
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import memory_of
-from protrain_runtime.states.values import Source, part_of
+from protrain_runtime.states.values import Source
 
 DTYPES = {
     "F64": torch.float64,
@@ -58,14 +56,7 @@ _MAX_THREADS = 4  # reading and summing go on beside each other; more only compe
 _BUFFER_BYTES = SAVING_BYTES // _MAX_THREADS
 _MAX_SHOWN = 200  # characters of a name
 
-
-class Range(NamedTuple):
-    """Bytes of a file that have a checksum."""
-
-    what: str  # the tensor that lies there, or "the header"
-    start: int
-    num_bytes: int
-    checksum: int
+T = TypeVar("T")
 
 
 def header_of(
@@ -89,33 +80,27 @@ def header_of(
     return begin, {name: len(begin) + start for name, start in starts.items()}
 
 
-def write_tensors(path: Path, values: Mapping[str, Source]) -> list[Range]:
-    """Write a file to the disk; returns the ranges of its header and tensors."""
-    tensors: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
-    for name, value in values.items():
-        _, count = part_of(value)
-        whole = count == value.shape.numel()
-        tensors[name] = value.dtype, value.shape if whole else [count]
-    begin, starts = header_of(tensors)
-    with path.open("xb") as file:
-        checksum = 0
+def write_values(path: Path, values: Iterable[tuple[int, Source]], checksum: int = 0) -> int:
+    """Write values to a file that there is, each from a byte on, and all of it to the disk.
 
-        def summed(data: memoryview) -> None:
+    Returns the CRC-32 of what was written, behind bytes that have the given one.
+    """
+    with path.open("r+b") as file:
+
+        def write(piece: torch.Tensor) -> None:
             nonlocal checksum
+            data = memory_of(piece)
             for start in range(0, len(data), _BUFFER_BYTES):  # written while caches have it
-                piece = data[start : start + _BUFFER_BYTES]
-                checksum = zlib.crc32(piece, checksum)
-                file.write(piece)
+                part = data[start : start + _BUFFER_BYTES]
+                checksum = zlib.crc32(part, checksum)
+                file.write(part)
 
-        summed(memoryview(begin))
-        ranges = [Range("the header", 0, file.tell(), checksum)]
-        for name, start in starts.items():
-            checksum = 0
-            values[name].copy_to(lambda piece: summed(memory_of(piece)))
-            ranges.append(Range(name, start, file.tell() - start, checksum))
+        for start, value in values:
+            file.seek(start)
+            value.copy_to(write)
         file.flush()
         os.fsync(file.fileno())
-    return ranges
+    return checksum
 
 
 def damaged(path: Path, problem: str) -> ProtrainError:
@@ -144,87 +129,71 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise damaged(path, f"cannot be read: {reason}") from None
 
 
-def read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """A file's text, and the object that it is in JSON. ProtrainError where it is none."""
-    with opened(path) as file:
-        text = file.read(_at_most(file, MAX_JSON_BYTES + 1))
-    try:
-        found = parsed_json(path, text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise damaged(path, "this is no index of safetensors files")
-    return text, found
-
-
-def _at_most(file: BinaryIO, num_bytes: int) -> int:
-    """Bytes that can be read of a file, of so many: a read takes room for all that it asks for."""
-    return min(num_bytes, os.fstat(file.fileno()).st_size)
-
-
-def read_header(file: BinaryIO) -> bytes:
-    """The JSON at the start of a safetensors file, or what there is of it."""
-    num_bytes = int.from_bytes(file.read(8), "little")
-    return file.read(_at_most(file, min(num_bytes, MAX_JSON_BYTES + 1)))
-
-
-def parsed_json(path: Path, text: bytes) -> Any:
-    """JSON in a file; ValueError or RecursionError where it is none, ProtrainError for twins."""
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"the file has more than {MAX_JSON_BYTES} bytes")
+def parsed(text: bytes, kind: type[T]) -> T:
+    """JSON as a type; ValueError where it is none, or so much that it would fill the memory."""
     if sum(map(text.count, (b",", b"[", b"{", b":"))) > _MAX_JSON_NODES:
         raise ValueError(f"it has more than {_MAX_JSON_NODES} keys and values")
-    unique = partial(_unique, path)
-    return json.loads(text.decode(), object_pairs_hook=unique, parse_constant=_no_number)
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1)
-        raise damaged(path, f"the key {shown(twice)} is there twice")
-    "".join(found).encode()  # raises for halves of characters, which nobody can print
-    return found
+Ranges = dict[str, list[tuple[int, int, int]]]
+"""Ranges of files, by name: their first byte, the one behind their last, and their CRC-32."""
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+class Sums:
+    """The CRC-32 of what was read of `files`, which have such sums."""
+
+    def __init__(self, files: Iterable[str]) -> None:
+        self.ranges: Ranges = {file: [] for file in files}
+
+    def add(self, file: str, start: int, data: memoryview) -> None:
+        """Note bytes of a file; those behind the last ones are of the same range."""
+        if file not in self.ranges:
+            return
+        ranges, begin, checksum = self.ranges[file], start, 0
+        if ranges and ranges[-1][1] == start:
+            begin, _, checksum = ranges.pop()
+        ranges.append((begin, start + len(data), zlib.crc32(data, checksum)))
 
 
-def verify(files: Mapping[Path, Sequence[Range]], where: Callable[[str], str]) -> None:
-    """Read the files, several at a time, and compare. ProtrainError with the file and the tensor.
+def verify(checksums: Mapping[Path, int], read: Sequence[Ranges] = ()) -> None:
+    """Compare files, several at a time, with their checksums; ProtrainError for another one.
 
-    `where` says more of a tensor, such as the unit that it belongs to. All threads together take
-    SAVING_BYTES of buffers. Where the process's data are limited there is one thread: the stacks of
-    others would count.
+    Of ranges that have been `read` the sums are taken, the rest is read here. All threads together
+    take SAVING_BYTES of buffers. Where the process's data are limited there is one thread: the
+    stacks of others would count.
     """
-    stop = Event()
 
     def check(path: Path) -> None:
-        buffer = memoryview(bytearray(_BUFFER_BYTES))
-        with opened(path) as file:
-            for range_ in files[path]:
-                left, checksum = range_.num_bytes, 0
-                while left and (count := file.readinto(buffer[: min(left, len(buffer))])):  # type: ignore[attr-defined]
-                    checksum = zlib.crc32(buffer[:count], checksum)
-                    left -= count
-                    if stop.is_set():
-                        return
-                if left or checksum != range_.checksum:
-                    raise damaged(path, f"{where(range_.what)} is damaged")
+        known = [one for ranges in read for one in ranges.get(path.name, ())]
+        if _checksum_of(path, known) != checksums[path]:
+            raise damaged(path, "the file is damaged: its checksum is another")
 
-    num_threads = min(len(files), _MAX_THREADS if _threads_are_free() else 1)
-    if num_threads <= 1:
-        for path in files:
+    if not _threads_are_free():
+        for path in checksums:
             check(path)
         return
-    with ThreadPoolExecutor(num_threads) as pool:
-        try:
-            for _ in pool.map(check, files):
-                pass  # it raises what the first file that differs did
-        finally:  # of an interruption, too
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        list(pool.map(check, checksums))  # raises what the first file that differs did
+
+
+def _checksum_of(path: Path, known: Iterable[tuple[int, int, int]]) -> int:
+    """The sum of a file, made of ranges and what lies between them."""
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    checksum = end = 0
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        for start, past, range_sum in [*sorted(known), (size, size, 0)]:
+            if start < end:  # ranks have read the same, or it is another part of that
+                continue
+            file.seek(end)
+            while end < start and (count := file.readinto(buffer[: start - end])):  # type: ignore[attr-defined]
+                checksum, end = zlib.crc32(buffer[:count], checksum), end + count
+            checksum, end = joined_sums(checksum, range_sum, past - start), past
+    return checksum
 
 
 def joined_sums(first: int, second: int, num_bytes: int) -> int:

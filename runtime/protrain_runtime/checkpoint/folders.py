@@ -14,7 +14,6 @@ cannot be replaced by another in one step everywhere, and may hold files of the 
 """
 
 import fcntl
-import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,6 @@ from protrain_runtime.contract.records.files import replace_text
 
 ROOM = "make room there, or save to another directory; what was saved before is whole"
 ELSEWHERE = "save to another directory"
-_NUM_FOLDERS = 10**9  # that have such names
 
 
 def check_writable(directory: Path) -> None:
@@ -110,14 +108,14 @@ def _new_folder(directory: Path, current: str | None) -> Path:
     for folder in _folders(directory):
         if folder.name != current:
             shutil.rmtree(folder)
-    match = FOLDER.fullmatch(current or "")
-    first = int(match[1]) + 1 if match else 1
-    for number in itertools.chain(range(first, _NUM_FOLDERS), range(1, first)):
-        folder = directory / f"protrain-save-{number}"
-        if not os.path.lexists(folder):  # such as a link, which is not ours
-            folder.mkdir()
-            return folder
-    raise AssertionError("a directory has that many entries")
+    for path in directory.glob(f".{INDEX}.*.tmp"):  # of an index whose writer was killed
+        path.unlink()
+    # A number may be taken by what is not ours, such as a link, or by a folder that is gone.
+    names = [current or "", *(path.name for path in directory.iterdir())]
+    taken = [int(match[1]) for match in map(FOLDER.fullmatch, names) if match]
+    folder = directory / f"protrain-save-{max(taken, default=0) + 1}"
+    folder.mkdir()
+    return folder
 
 
 def _folders(directory: Path) -> list[Path]:

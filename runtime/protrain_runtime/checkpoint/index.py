@@ -1,19 +1,18 @@
 """The index of a checkpoint, which makes the files of a folder one, and what it says.
 
     {"protrain_checksum": "5f0c2a11",   the CRC-32 of all that follows
-     "metadata": {"total_size": 96, "protrain_format": 3},
-     "weight_map": {"head.weight": "protrain-save-3/model-00001-of-00001.safetensors", ...},
+     "metadata": {"total_size": 96, "protrain_format": 4},
+     "weight_map": {"head.weight": "protrain-save-3/model-00001-of-00001.safetensors"},
      "protrain": {
          "folder": "protrain-save-3",   all other files are there
-         "headers": {FILE: [BYTES, CRC], ...},
-         "tensors": {"model": {NAME: TENSOR, ...}, "optimizer": {...}, "training": {...}},
+         "files": {FILE: {"num_bytes": 864, "header": CRC, "checksum": CRC}, ...},
          "training": {...}}}            all that is no tensor: see `training`
 
-    TENSOR = {"dtype": "F32", "shape": [4, 6], "parts": [[FILE, START, FIRST, COUNT, CRC], ...]}
-
-A part is COUNT of the tensor's elements from FIRST on, at byte START of a safetensors file. The
-metadata and the map of weights are Hugging Face's index: its readers can follow it where parts are
-whole tensors. What a file says is compared with what it may be before it is used: parts cover their
+Each file says in its header what tensors it has, as any safetensors file does. Where that is a part
+of a tensor, {"parts": {NAME: {"first": 12, "shape": [4, 6], "order": [0, 1]}}} stands beside the
+file's checksums: at which element it begins, and the whole tensor's dimensions. The metadata and
+the map of weights are Hugging Face's index: its readers can follow it where parts are whole
+tensors. What a file says is compared with what it may be before it is used: parts cover their
 tensor, and tensors their file, no name leads out of the directory, and nothing takes memory that
 the files do not fill.
 """
@@ -22,33 +21,51 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-import torch
+import msgspec
+from msgspec import Meta
 
-from protrain_runtime.checkpoint.entries import Entry, Part, are_numbers, parsed
+from protrain_runtime.checkpoint.entries import Entry, FileRow, entries_in, joined
 from protrain_runtime.checkpoint.files import (
-    DTYPES,
-    Range,
+    MAX_JSON_BYTES,
+    Sums,
     damaged,
     opened,
-    parsed_json,
-    read_header,
-    read_json,
+    parsed,
     shown,
     verify,
 )
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.model.prepared import meet
 from protrain_runtime.ranks.group import Ranks
 
 INDEX = "model.safetensors.index.json"
-FOLDER = re.compile(r"protrain-save-([0-9]{1,9})")
-FORMAT = 3
+FOLDER = re.compile(r"protrain-save-([0-9]+)")
+FORMAT = 4
 SINGLE_FILE = "model.safetensors"  # readers of Hugging Face's layout take it before any index
-_FILE = re.compile(r"[a-z0-9-]+\.safetensors")
+_FILE = re.compile(r"((?:rank-[0-9]+-)?(model|optimizer|training))-[0-9]+-of-([0-9]+)\.safetensors")
 _SEAL = b'{"protrain_checksum": "%08x", '
+
+
+class _Own(msgspec.Struct, frozen=True):
+    """The part of an index that is ours."""
+
+    folder: Annotated[str, Meta(pattern=rf"^{FOLDER.pattern}\Z")]
+    files: dict[Annotated[str, Meta(pattern=rf"^{_FILE.pattern}\Z")], FileRow]
+    training: dict[str, Any]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """An index in Hugging Face's layout, and what stands besides in one of ours."""
+
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] = {}
+    protrain: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    protrain_checksum: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
@@ -106,27 +123,26 @@ class Saved:
             ) from None
         self.directory, self.index, self.folder = directory, index, ""
         self.training: dict[str, Any] = {}
-        self.files: dict[str, str] | None = None  # by tensor; None where a single file has all
-        self._asked: dict[Path, list[Range]] = {}
+        self.rows: dict[str, FileRow] = {}  # of files of ours, by name
+        self.weight_map: dict[str, str] | None = None  # None where a single file has all
         self._stamps: dict[Path, tuple[int, ...]] = {}  # of files without checksums
         if index.name == SINGLE_FILE:
             return
-        text, read = read_json(index)
-        match read:
-            case {"weight_map": dict(files), **more} if all(
-                isinstance(file, str) for file in files.values()
-            ):
-                self.files, metadata = files, more.get("metadata", {})
-            case _:
-                metadata = None
-        if not isinstance(metadata, dict):
-            raise damaged(index, "this is no index of safetensors files")
+        with opened(index) as file:
+            text = file.read(min(MAX_JSON_BYTES, os.fstat(file.fileno()).st_size))
+        try:
+            found = parsed(text, _Index)
+        except ValueError:
+            raise damaged(index, "this is no index of safetensors files") from None
+        self.weight_map = found.weight_map
         # One of ours says so in many places, so that no damage lets it look like another's.
-        signs = (*read, *metadata, *files.values())
-        if "protrain" in read or any(s.startswith(("protrain_", "protrain-save-")) for s in signs):
-            self._read_own(text, metadata, read.get("protrain"))
+        signs = (*found.metadata, *found.weight_map.values())
+        marked = any(sign.startswith(("protrain_", "protrain-save-")) for sign in signs)
+        if marked or found.protrain or found.protrain_checksum:
+            self._read_own(text, found)
 
-    def _read_own(self, text: bytes, metadata: Mapping[str, Any], own: Any) -> None:
+    def _read_own(self, text: bytes, found: _Index) -> None:
+        metadata = found.metadata
         number = 2 if "protrain_save" in metadata else metadata.get("protrain_format", FORMAT)
         if number != FORMAT:
             raise ProtrainError(
@@ -137,107 +153,64 @@ class Saved:
         rest = text[len(_SEAL % 0) :]
         if text != _SEAL % zlib.crc32(rest) + rest:
             raise damaged(self.index, "the file is damaged: its checksum is another")
-        match own:
-            case {
-                "folder": str(folder),
-                "headers": dict(headers),
-                "tensors": {"model": dict(), "optimizer": dict(), "training": dict()} as tensors,
-                "training": dict(training),
-            } if FOLDER.fullmatch(folder) and all(map(_FILE.fullmatch, headers)):
-                self.folder, self.training = folder, training
-                self._headers, self._tensors = headers, tensors
-            case _:
-                raise damaged(self.index, "the file is damaged: it does not say what lies where")
+        try:
+            own = parsed(bytes(found.protrain or b""), _Own)
+        except ValueError:
+            problem = "the file is damaged: it does not say what lies where"
+            raise damaged(self.index, problem) from None
+        groups = Counter(match.group(1, 3) for match in map(_FILE.fullmatch, own.files) if match)
+        if any(int(expected) != number for (_, expected), number in groups.items()):
+            raise damaged(self.index, "the file is damaged: it does not have all files")
+        self.folder, self.rows, self.training = own.folder, own.files, own.training
 
     def entries(self, kind: str) -> dict[str, Entry]:
         """The tensors of a kind: "model", "optimizer" or "training"; ProtrainError if lacking."""
-        if not self.folder:
-            return {entry.name: entry for entry in self._of_others()} if kind == "model" else {}
-        found: dict[str, Entry] = {}
-        ranges: dict[Path, list[Range]] = {}
-        folder = self.directory / self.folder
-        for name, listed in self._tensors[kind].items():
-            try:
-                entry = found[name] = parsed(name, listed, folder, self._headers)
-            except ValueError as error:
-                problem = f"the file is damaged: {shown(name)} {error}"
-                raise damaged(self.index, problem) from None
-            for part in entry.parts:
-                size = part.count * entry.dtype.itemsize
-                ranges.setdefault(part.path, []).append(
-                    Range(name, part.start, size, part.checksum or 0)
-                )
-        of_kind = re.compile(rf"(rank-[0-9]+-)?{kind}-[0-9]+-of-[0-9]+\.safetensors")
-        for file in sorted(filter(of_kind.fullmatch, self._headers)):
-            if folder / file not in ranges:
-                raise damaged(self.index, f"the file is damaged: no tensor lies in {file}")
-        for path, of_file in ranges.items():
-            row = self._headers[path.name]
-            if not are_numbers(row, 2):
-                raise damaged(self.index, f"the file is damaged: {path.name} has no header")
-            of_file.append(Range("the header", 0, *row))
-            of_file.sort(key=lambda range_: (range_.start, range_.num_bytes))
-            end = 0
-            for range_ in of_file:
-                if range_.start != end:
-                    problem = f"the file is damaged: {shown(range_.what)} begins elsewhere"
-                    raise damaged(self.index, problem)
-                end += range_.num_bytes
-            with opened(path_in(self.directory, f"{self.folder}/{path.name}")) as file:
-                size = os.fstat(file.fileno()).st_size
-            if size != end:
-                problem = "is cut off" if size < end else "goes on behind its end"
-                raise damaged(path, f"the file {problem}: it has {size} bytes instead of {end}")
-        self._asked |= ranges
-        return found
-
-    def _of_others(self) -> Iterator[Entry]:
-        """The tensors in files of others, whose bytes nothing is compared with."""
+        pieces: dict[str, list[Entry]] = {}
+        for name, row in self._files(kind).items():
+            path = path_in(self.directory, name, linked=row is None)
+            with opened(path) as file:
+                if row is None:
+                    self._stamps[path] = _stamp(file)
+                found = entries_in(path, file, row)
+            for entry in found:
+                in_map = (self.weight_map or {}).get(entry.name)
+                if row is not None or self.weight_map is None or in_map == name:
+                    pieces.setdefault(entry.name, []).append(entry)
         try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError:
-            raise ProtrainError(
-                "safetensors is needed to read files that protrain did not write",
-                source=str(self.index),
-                fix="pip install safetensors",
-            ) from None
-        for file in sorted({*(self.files or {SINGLE_FILE: SINGLE_FILE}).values()}):
-            path = path_in(self.directory, file, linked=True)
-            with opened(path) as header:
-                self._stamps[path] = _stamp(header)
-                text = read_header(header)
-                position = header.tell()
-            try:
-                parsed_json(path, text)  # which takes no key twice, as the package does
-                with safe_open(path, framework="np") as content:
-                    for name in content.offset_keys():
-                        tensor = content.get_slice(name)
-                        shape, dtype = torch.Size(tensor.get_shape()), DTYPES[tensor.get_dtype()]
-                        part = Part(path, position, 0, shape.numel(), None)
-                        order = tuple(range(len(shape)))
-                        if self.files is None or self.files.get(name) == file:
-                            yield Entry(name, dtype, shape, order, (part,))
-                        position += shape.numel() * dtype.itemsize
-            except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
-                problem = f"this is no safetensors file: {error}"
-                raise damaged(path, problem) from None
-            except KeyError as error:
-                raise damaged(
-                    path, f"{shown(name)} has the dtype {error}, which is not known"
-                ) from None
+            return {name: joined(of_name) for name, of_name in pieces.items()}
+        except ValueError as error:
+            raise damaged(self.index, f"the file is damaged: {error}") from None
 
-    def refuse_changed(self) -> None:
-        """ProtrainError where a file without checksums is another one than when it was opened."""
+    def _files(self, kind: str) -> dict[str, FileRow | None]:
+        """By name, the files of a kind, which for those of others is always the model's."""
+        if self.folder:
+            matches = filter(None, map(_FILE.fullmatch, sorted(self.rows)))
+            own = [match[0] for match in matches if match[2] == kind]
+            return {f"{self.folder}/{file}": self.rows[file] for file in own}
+        if kind != "model":
+            return {}
+        names = {SINGLE_FILE} if self.weight_map is None else set(self.weight_map.values())
+        return dict.fromkeys(sorted(names))
+
+    def verify(
+        self, kinds: Iterable[str], ranks: Ranks | None = None, sums: Sums | None = None
+    ) -> None:
+        """Compare files with their sums, some on each rank; ProtrainError on all for another one.
+
+        Ranges that ranks have noted in their `sums` are not read again. Of a file without a sum it
+        is asked whether it is the one that was opened.
+        """
+        ranges = sums.ranges if sums is not None else {}
+        read = meet(ranks, "comparing checksums", ranges) if ranks else [ranges]
+        rows = [file for kind in kinds for file in self._files(kind).items()]
+        own = rows[ranks.rank :: ranks.count] if ranks else rows
+        verify({self.directory / name: row.checksum for name, row in own if row}, read)
         for path, stamp in self._stamps.items():
             with opened(path) as file:
                 if _stamp(file) != stamp:
                     raise damaged(path, "the file was written to while it was read")
-
-    def verify(self, ranks: Ranks | None, where: Callable[[str], str]) -> None:
-        """Compare files with their sums, a part on each rank; ProtrainError for others."""
-        paths = sorted(self._asked)
-        own = paths[ranks.rank :: ranks.count] if ranks else paths
-        verify({path: self._asked[path] for path in own}, where)
+        if ranks is not None:
+            meet(ranks, "comparing checksums")
 
 
 def _stamp(file: BinaryIO) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from protrain_runtime.checkpoint.entries import Entry, fill_values
-from protrain_runtime.checkpoint.files import damaged, shown
+from protrain_runtime.checkpoint.files import Sums, damaged, shown
 from protrain_runtime.checkpoint.index import Saved
 from protrain_runtime.checkpoint.saving import (
     model_values,
@@ -19,13 +19,13 @@ from protrain_runtime.checkpoint.saving import (
     settled,
     with_extra_state,
 )
-from protrain_runtime.checkpoint.training import read_training
+from protrain_runtime.checkpoint.training import SavedOptimizer, Training, read_training
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
 from protrain_runtime.model.optimizer_state import PlannedStates
-from protrain_runtime.model.prepared import Prepared, meet, offloaded_parameters, together, turns_of
+from protrain_runtime.model.prepared import Prepared, offloaded_parameters, together, turns_of
 from protrain_runtime.states.compositions import (
     Composition,
     is_composition,
@@ -60,25 +60,25 @@ def load(
         directory = Path(directory)
         prepared = settled(model, optimizer, "load() was called")
         ranks = prepared.ranks if prepared else None
-        saved = Saved(directory)
+        saved, kinds = Saved(directory), ["model"]
         training = read_training(saved)
         own = dict(model_values(model, prepared))
         targets = matched(model, saved, own, saved.entries("model"))
         resumed, random_states = None, None
         if optimizer is not None:
-            resumed = _Resumed(model, optimizer, prepared, saved, training)
+            kinds.append("optimizer")
+            resumed = _Resumed(model, optimizer, prepared, saved, training.optimizer)
             targets += resumed.targets
             random_states = _random_states(training, ranks.rank if ranks else 0)
             _try_random(random_states or {}, directory)
-        saved.verify(ranks, lambda name: shown(name) + _unit_of(name, prepared))
-        if ranks is not None:
-            meet(ranks, "load()")  # each rank has compared some of the files, for all
+        saved.verify(kinds, ranks)
+        sums = Sums(saved.rows)
         with _in_part():
-            fill_values(targets)
-            saved.refuse_changed()
+            fill_values(targets, sums)
+            saved.verify(kinds, ranks, sums)
         for name, module in with_extra_state(model):
-            if name in training.get("modules", {}):
-                module.set_extra_state(training["modules"][name])
+            if name in training.modules:
+                module.set_extra_state(training.modules[name])
         if resumed is not None:
             resumed.finish()
             if random_states is not None:  # a rank that was not there goes on with its own
@@ -86,8 +86,7 @@ def load(
                 random.setstate(random_states["python"])
                 for kind in random_states.keys() - {"torch", "python"}:
                     devices.set_all_random_states(kind, random_states[kind])
-        extra: dict[str, Any] = training.get("extra", {})
-        return extra
+        return training.extra
 
 
 @contextmanager
@@ -105,28 +104,13 @@ def _in_part() -> Iterator[None]:
 
 def read_extra(directory: Path | str) -> dict[str, Any]:
     """The `extra` of a checkpoint, without loading anything. ProtrainError as `load`."""
-    return dict(read_training(Saved(Path(directory))).get("extra", {}))
+    return read_training(Saved(Path(directory))).extra
 
 
-def _random_states(training: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
+def _random_states(training: Training, rank: int) -> dict[str, Any] | None:
     """Return the states for a rank; None for one that was not there. One device's are for all."""
-    states: list[dict[str, Any]] = training.get("random", [])
+    states = training.random or []
     return states[0] if len(states) == 1 else dict(enumerate(states)).get(rank)
-
-
-def _unit_of(name: str, prepared: Prepared | None) -> str:
-    """Name the unit of the plan that has a tensor, for errors; "" for none, or many."""
-    while name and prepared is not None:
-        units = {
-            prepared.plan.units[chunk.unit].name
-            for chunk in prepared.chunks
-            for part in chunk.slices
-            if f"{part.name}.".startswith(f"{name}.")
-        }
-        if units:
-            return f" (unit {shown(*units)})" if len(units) == 1 else ""
-        name = name.rpartition(".")[0]  # of a buffer, or a state: the parameters beside it
-    return ""
 
 
 def matched(
@@ -160,7 +144,7 @@ def matched(
         ("lacking in the checkpoint", [n for n in own if n not in found and n not in kept]),
         ("lacking in the model", [name for name in found if name not in own]),
         ("of another shape or dtype", others),
-        ("named by the index but in no file", sorted((saved.files or entries).keys() - entries)),
+        ("named by the index but in no file", sorted((saved.weight_map or {}).keys() - entries)),
     )
     if any(names for _, names in problems):
         raise ProtrainError(
@@ -218,22 +202,21 @@ class _Resumed:
         optimizer: torch.optim.Optimizer,
         prepared: Prepared | None,
         saved: Saved,
-        training: Mapping[str, Any],
+        described: SavedOptimizer | None,
     ) -> None:
         self._parameters, self._optimizer = dict(model.named_parameters()), optimizer
         self._offloaded = offloaded_parameters(prepared.chunks if prepared else ())
         self._source = str(saved.directory)
         self.targets: list[tuple[Entry, Value]] = []
         self._states: dict[str, dict[str, Any]] = {}  # by parameter: what memory is to hold
-        if "optimizer" not in training:
+        if described is None:
             raise self._other("it was saved without an optimizer")
-        described: dict[str, Any] = training["optimizer"]
-        self._groups: list[dict[str, Any]] = described["groups"]
+        self._groups = described.groups
         own_class, own_options = optimizer_class(optimizer), sorted(optimizer.defaults)
-        if described["class"] != own_class:
-            raise self._other(f"its optimizer is {described['class']}, this one {own_class}")
-        if described["options"] != own_options:
-            differing = sorted(set(described["options"]) ^ set(own_options))
+        if described.kind != own_class:
+            raise self._other(f"its optimizer is {described.kind}, this one {own_class}")
+        if described.options != own_options:
+            differing = sorted(set(described.options) ^ set(own_options))
             raise self._other(f"one of the two optimizers lacks the options {_some(differing)}")
         own_names = parameter_names(model, optimizer)
         pairs = zip(self._groups, own_names, strict=False)
@@ -256,7 +239,7 @@ class _Resumed:
             by_name.setdefault(name, {})[key] = entry
         for group in self._groups:
             for name in group["params"]:
-                others = described["states"].get(name, {})
+                others = described.states.get(name, {})
                 self._place(name, by_name.get(name, {}), others, group)
 
     def finish(self) -> None:

@@ -13,35 +13,39 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import nn
 
-from protrain_runtime.checkpoint.files import header_of
+from protrain_runtime.checkpoint.files import header_of, write_values
 from protrain_runtime.checkpoint.folders import ELSEWHERE, locked, sync
 from protrain_runtime.checkpoint.index import INDEX, SINGLE_FILE, Saved, found_index
-from protrain_runtime.checkpoint.saving import SHARD_BYTES, model_values, on_each, settled
+from protrain_runtime.checkpoint.saving import (
+    SHARD_BYTES,
+    in_shards,
+    model_values,
+    on_each,
+    settled,
+    shared_out,
+)
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.files import replace_text
-from protrain_runtime.devices.stores import memory_of
 from protrain_runtime.devices.turns import in_turn
 from protrain_runtime.model.prepared import Prepared, offloaded_parameters, together, turns_of
-from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import read_values
 from protrain_runtime.states.quantized import packed_layers
-from protrain_runtime.states.values import Held, Source, Stored, num_bytes, order_of, part_of
+from protrain_runtime.states.values import Held, Source, num_bytes, order_of, part_of
 
 _STAGING = ".protrain-saving"
 _SHARD = re.compile(r"model(-[0-9]+)?-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _ADAPTERS = "adapter_model.safetensors"
 
-Files = dict[str, list[str]]
+Files = dict[str, Mapping[str, Source]]
 """By name of a file, the tensors that it is to have."""
 
 
@@ -65,9 +69,8 @@ def save_pretrained(
         for adapter in getattr(model, "peft_config", {}):
             folder = Path(directory) if adapter == "default" else Path(directory) / adapter
             names = _adapter_names(model, adapter)
-            own = {name: values[first] for name, first in names.items()}
-            write_config = partial(_write_adapter_config, model, adapter)
-            _write(folder, prepared, own, {_ADAPTERS: [*own]}, write_config, names)
+            files: Files = {_ADAPTERS: {name: values[first] for name, first in names.items()}}
+            _write(folder, prepared, files, partial(_write_adapter_config, model, adapter), names)
         if not hasattr(model, "peft_config"):
             config = getattr(model, "config", None)
             if not hasattr(config, "save_pretrained") or any(packed_layers(model)):
@@ -78,7 +81,7 @@ def save_pretrained(
             left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
             values = {name: value for name, value in values.items() if name not in left_out}
             files = _files(Path(directory), values, shard_bytes)
-            _write(Path(directory), prepared, values, files, partial(_write_config, model), {})
+            _write(Path(directory), prepared, files, partial(_write_config, model), {})
 
 
 def _write_config(model: Any, folder: Path) -> None:
@@ -117,16 +120,9 @@ def _adapter_names(model: nn.Module, adapter: str) -> dict[str, str]:
 
 def _files(directory: Path, values: Mapping[str, Source], shard_bytes: int) -> Files:
     """The tensors by file; several files have names that are not in use."""
-    shards: list[list[str]] = []
-    room = 0
-    for name, value in values.items():
-        if not shards or num_bytes(value) > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= num_bytes(value)
+    shards = in_shards(values, num_bytes, shard_bytes)
     if len(shards) <= 1:
-        return {SINGLE_FILE: shards[0] if shards else []}
+        return {SINGLE_FILE: values}
     for number in itertools.count():
         prefix = f"model-{number}" if number else "model"
         names = [
@@ -140,7 +136,6 @@ def _files(directory: Path, values: Mapping[str, Source], shard_bytes: int) -> F
 def _write(
     directory: Path,
     prepared: Prepared | None,
-    values: Mapping[str, Source],
     files: Files,
     write_config: Callable[[Path], None],
     parameters: Mapping[str, str],
@@ -151,8 +146,8 @@ def _write(
     staging = directory / _STAGING
     first = ranks is None or ranks.rank == 0
     layouts = {
-        file: header_of({name: (values[name].dtype, values[name].shape) for name in names})
-        for file, names in files.items()
+        file: header_of({name: (value.dtype, value.shape) for name, value in values.items()})
+        for file, values in files.items()
     }
 
     def begin() -> None:
@@ -164,52 +159,31 @@ def _write(
         staging.mkdir()
         stack.callback(shutil.rmtree, staging, ignore_errors=True)
         write_config(staging)
-        for file, names in files.items():
-            header, starts = layouts[file]
-            sizes = (starts[name] + num_bytes(values[name]) for name in names)
-            with (staging / file).open("xb") as opened:
-                opened.write(header)
-                opened.flush()
-                os.posix_fallocate(opened.fileno(), 0, max(sizes, default=len(header)))
+        for file, (header, _) in layouts.items():
+            (staging / file).write_bytes(header)
+
+    def own_values(file: str) -> Iterator[tuple[int, Source]]:
+        for name, start in layouts[file][1].items():
+            value = files[file][name]
+            if order_of(value) != tuple(range(len(value.shape))):  # all ranks gather it
+                value = Held(read_values(*offloaded[parameters.get(name, name)]))
+            if name in writes:
+                yield start + part_of(value)[0] * value.dtype.itemsize, value
 
     def write_own() -> None:
-        writers = _writers(ranks, values)
-        rank, num_shards = (ranks.rank, ranks.num_shards) if ranks else (0, 1)
-        for file, (_, starts) in layouts.items():
-            with (staging / file).open("r+b") as opened:
-                for name, start in starts.items():
-                    value, first_name = values[name], parameters.get(name, name)
-                    if order_of(value) != tuple(range(len(value.shape))):  # all ranks gather it
-                        value = Held(read_values(*offloaded[first_name]))
-                    shared = isinstance(value, Stored) and value.part is not None
-                    if rank < num_shards if shared else rank == writers[name]:
-                        opened.seek(start + part_of(value)[0] * value.dtype.itemsize)
-                        value.copy_to(partial(_write_piece, opened))
-                opened.flush()
-                os.fsync(opened.fileno())
+        for file in files:
+            write_values(staging / file, own_values(file))
 
     def put_in_place() -> None:
         if first:
             sync(staging)
-            _put_in_place(directory, staging, files, values)
+            _put_in_place(directory, staging, files)
 
+    everything = {name: value for values in files.values() for name, value in values.items()}
+    writes = shared_out(ranks, everything)
     with ranks.writing() if ranks else nullcontext(), ExitStack() as stack:
         for step in (begin, write_own, put_in_place):
             on_each(ranks, step, directory)
-
-
-def _write_piece(opened: BinaryIO, piece: torch.Tensor) -> None:
-    opened.write(memory_of(piece))
-
-
-def _writers(ranks: Ranks | None, values: Mapping[str, Source]) -> dict[str, int]:
-    """The rank that writes each value that is whole: about as many bytes each."""
-    loads = [0] * (ranks.count if ranks else 1)
-    writers: dict[str, int] = {}
-    for name, value in values.items():
-        writers[name] = min(range(len(loads)), key=loads.__getitem__)
-        loads[writers[name]] += num_bytes(value)
-    return writers
 
 
 def _refuse_own(directory: Path) -> None:
@@ -222,9 +196,7 @@ def _refuse_own(directory: Path) -> None:
         )
 
 
-def _put_in_place(
-    directory: Path, staging: Path, files: Files, values: Mapping[str, Source]
-) -> None:
+def _put_in_place(directory: Path, staging: Path, files: Files) -> None:
     """See [Note: one file decides]."""
     before = [path for path in directory.iterdir() if _SHARD.fullmatch(path.name)]
     index = directory / INDEX
@@ -232,10 +204,13 @@ def _put_in_place(
         os.replace(path, directory / path.name)
     sync(directory)
     if len(files) > 1:
-        sizes = [num_bytes(values[name]) for names in files.values() for name in names]
-        numbers = sum(prod(value.shape) for value in values.values())
+        values = [value for of_file in files.values() for value in of_file.values()]
+        numbers = sum(value.shape.numel() for value in values)
         content = {
-            "metadata": {"total_parameters": numbers, "total_size": sum(sizes)},
+            "metadata": {
+                "total_parameters": numbers,
+                "total_size": sum(map(num_bytes, values)),
+            },
             "weight_map": {name: file for file, names in files.items() for name in names},
         }
         replace_text(index, json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -6,21 +6,22 @@ Several ranks write together, each what it has, and rank 0 the index that makes 
 
 import itertools
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from math import prod
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed import all_gather_object
 
-from protrain_runtime.checkpoint.entries import described
-from protrain_runtime.checkpoint.files import DTYPES, write_tensors
+from protrain_runtime.checkpoint.entries import FileRow, PartRow
+from protrain_runtime.checkpoint.files import header_of, write_values
 from protrain_runtime.checkpoint.folders import ROOM, commit, next_save
 from protrain_runtime.checkpoint.index import FORMAT
 from protrain_runtime.checkpoint.training import encoded
@@ -44,6 +45,7 @@ from protrain_runtime.states.values import (
     Stored,
     Value,
     num_bytes,
+    order_of,
     part_bytes,
     part_of,
     scale_values,
@@ -78,7 +80,7 @@ def save(
     tuples and dicts. Call it between a step and the next forward.
 
     Parameters are safetensors files of `shard_bytes` at most, with Hugging Face's index; tied ones
-    are there once, by their first name. Every tensor's checksum is written with it. A checkpoint in
+    are there once, by their first name. Every file's checksum is in the index. A checkpoint in
     `directory` is replaced at once: until the new one is whole and on the disk, the old one stands,
     however the process ends. Bytes go from where they lie to the files, so that this takes
     SAVING_BYTES of memory besides (a tensor's, for one that is not row-major).
@@ -125,7 +127,7 @@ def save(
         tensors: dict[str, Source] = {}
         content = {key: encoded(value, key, tensors) for key, value in training.items()}
         if ranks is not None:
-            values = _shared_out(ranks, values)
+            values = {kind: shared_out(ranks, of_kind) for kind, of_kind in values.items()}
         if ranks is None or ranks.rank == 0:
             values["training"] = tensors
         if beside:
@@ -242,6 +244,13 @@ def optimizer_values(
     return tensors, described
 
 
+class _Written(NamedTuple):
+    """Files that a rank has written, and each weight's first file and whole bytes."""
+
+    rows: dict[str, FileRow]
+    weights: dict[str, tuple[str, int]]
+
+
 def _write(
     directory: Path,
     ranks: Ranks | None,
@@ -266,93 +275,97 @@ def _write(
         on_each(ranks, commit_all, directory)
 
 
-def _files(folder: Path, prefix: str, values: Values, shard_bytes: int) -> dict[str, Any]:
-    """Write the values to files of `shard_bytes`; returns what an index says of them."""
-    headers: dict[str, Any] = {}
-    tensors: dict[str, dict[str, Any]] = {}
+def _files(folder: Path, prefix: str, values: Values, shard_bytes: int) -> _Written:
+    """Write the values to files of `shard_bytes`."""
+    written = _Written({}, {})
     for kind, of_kind in values.items():
-        shards: list[dict[str, Source]] = []
-        room = 0
-        for name, value in of_kind.items():
-            if not shards or part_bytes(value) > room:
-                shards.append({})
-                room = shard_bytes
-            shards[-1][name] = value
-            room -= part_bytes(value)
-        rows: dict[str, list[Any]] = {}
+        shards = in_shards(of_kind, part_bytes, shard_bytes)
         for number, shard in enumerate(shards, start=1):
             file = f"{prefix}{kind}-{number:05d}-of-{len(shards):05d}.safetensors"
-            header, *ranges = write_tensors(folder / file, shard)
-            headers[file] = [header.num_bytes, header.checksum]
-            for name, start, _, checksum in ranges:
-                rows[name] = [file, start, *part_of(shard[name]), checksum]
-        tensors[kind] = {n: {**described(v), "parts": [rows[n]]} for n, v in of_kind.items()}
-    return {"headers": headers, "tensors": tensors}
+            written.rows[file] = write_file(folder / file, shard)
+            if kind == "model":
+                written.weights.update({n: (file, num_bytes(v)) for n, v in shard.items()})
+    return written
+
+
+def in_shards(
+    values: Mapping[str, Source], size: Callable[[Source], int], shard_bytes: int
+) -> list[dict[str, Source]]:
+    """The values in files of so many bytes at most, unless one value alone has more."""
+    shards: list[dict[str, Source]] = []
+    room = 0
+    for name, value in values.items():
+        if not shards or size(value) > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = value
+        room -= size(value)
+    return shards
+
+
+def write_file(path: Path, values: Mapping[str, Source]) -> FileRow:
+    """Write a file to the disk. A part of a tensor is one dimension of elements there."""
+    parts: dict[str, PartRow] = {}
+    tensors: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
+    for name, value in values.items():
+        (first, count), order = part_of(value), [*order_of(value)]
+        tensors[name] = value.dtype, value.shape
+        if count != value.shape.numel() or order != sorted(order):
+            parts[name] = PartRow(first, [*value.shape], order)
+            tensors[name] = value.dtype, [count]
+    header, starts = header_of(tensors)
+    with path.open("xb") as file:
+        file.write(header)
+    header_sum = zlib.crc32(header)
+    placed = ((start, values[name]) for name, start in starts.items())
+    checksum = write_values(path, placed, header_sum)
+    return FileRow(path.stat().st_size, header_sum, checksum, parts)
 
 
 def _content(
-    folder: str, written: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
+    folder: str, written: Sequence[_Written], training: Mapping[str, Any]
 ) -> dict[str, Any]:
     """An index of what the ranks have written."""
-    headers: dict[str, Any] = {}
-    tensors: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "training": {}}
+    rows: dict[str, FileRow] = {}
+    weights: dict[str, tuple[str, int]] = {}
     for of_rank in written:
-        headers |= of_rank["headers"]
-        for kind, of_kind in of_rank["tensors"].items():
-            for name, tensor in of_kind.items():
-                found = tensors[kind].setdefault(name, tensor)
-                if found is not tensor:
-                    found["parts"] += tensor["parts"]
-    weights = tensors["model"]
+        rows |= of_rank.rows
+        weights = of_rank.weights | weights
     return {
         "metadata": {
-            "total_size": sum(
-                DTYPES[w["dtype"]].itemsize * prod(w["shape"]) for w in weights.values()
-            ),
+            "total_size": sum(size for _, size in weights.values()),
             "protrain_format": FORMAT,
         },
-        "weight_map": {name: f"{folder}/{weights[name]['parts'][0][0]}" for name in weights},
+        "weight_map": {name: f"{folder}/{file}" for name, (file, _) in weights.items()},
         "protrain": {
             "folder": folder,
-            "headers": headers,
-            "tensors": tensors,
+            "files": msgspec.to_builtins(rows),
             "training": dict(training),
         },
     }
 
 
-def _shared_out(ranks: Ranks, values: Values) -> Values:
-    """Choose what this rank writes: its parts, and the whole tensors that it writes for all."""
+def shared_out(ranks: Ranks | None, values: Mapping[str, Source]) -> dict[str, Source]:
+    """Choose what this rank writes: its parts, and the whole tensors that it writes for all.
 
-    def is_whole(value: Source) -> bool:
-        return not isinstance(value, Stored) or value.part is None
-
-    sizes = {
-        (kind, name): num_bytes(value)
-        for kind, of_kind in values.items()
-        for name, value in of_kind.items()
-        if is_whole(value)
-    }
+    Ranks write about as many bytes each of what several have.
+    """
+    if ranks is None:
+        return dict(values)
+    parts = {n for n, v in values.items() if isinstance(v, Stored) and v.part is not None}
+    sizes = {name: num_bytes(value) for name, value in values.items() if name not in parts}
     having = ranks.all_objects(sizes)
     loads = [0] * ranks.count
-    writers: dict[tuple[str, str], int] = {}
-    for key in dict.fromkeys(itertools.chain.from_iterable(having)):
-        have = (rank for rank, theirs in enumerate(having) if key in theirs)
-        writers[key] = min(have, key=loads.__getitem__)
-        loads[writers[key]] += having[writers[key]][key]
-    writes = ranks.rank < ranks.num_shards  # others have what these have
-    return {
-        kind: {
-            name: value
-            for name, value in of_kind.items()
-            if (
-                writers[kind, name] == ranks.rank
-                if is_whole(value)
-                else writes and part_bytes(value)
-            )
-        }
-        for kind, of_kind in values.items()
-    }
+    own: set[str] = set()
+    if ranks.rank < ranks.num_shards:  # others have the parts that these have
+        own |= {name for name in parts if part_bytes(values[name])}
+    for name in dict.fromkeys(itertools.chain.from_iterable(having)):
+        have = (rank for rank, theirs in enumerate(having) if name in theirs)
+        writer = min(have, key=loads.__getitem__)
+        loads[writer] += having[writer][name]
+        if writer == ranks.rank:
+            own.add(name)
+    return {name: value for name, value in values.items() if name in own}
 
 
 def on_each(ranks: Ranks | None, act: Callable[[], T], directory: Path) -> list[T]:
@@ -380,27 +393,17 @@ class Saving:
     """A save that goes on beside training. `wait` raises what went wrong."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
         self.told = False  # that it did not become one
-        self._thread = Thread(target=self._run, args=(work,), name="protrain saves")
-        self._thread.start()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised by `wait`
-            self._error = error
+        self._work = ThreadPoolExecutor(1, "protrain saves").submit(work)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._work.done()
 
     def wait(self) -> None:
         """Wait until it is the checkpoint; raises where it did not become one."""
-        self._thread.join()
-        if self._error is not None:
-            self.told = True
-            raise self._error
+        self.told = self._work.exception() is not None
+        self._work.result()
 
 
 _beside: WeakKeyDictionary[Ranks, Saving] = WeakKeyDictionary()

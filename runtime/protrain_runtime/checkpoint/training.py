@@ -9,15 +9,18 @@ values than these.
 import itertools
 import math
 import random
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import nn
 
 from protrain_runtime.checkpoint.entries import fill_values
-from protrain_runtime.checkpoint.files import NAMES, damaged, shown
+from protrain_runtime.checkpoint.files import NAMES, Sums, damaged
 from protrain_runtime.checkpoint.index import Saved
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.states.values import Held, Source
@@ -30,9 +33,18 @@ def _pairs(values: Mapping[Any, Any]) -> list[list[Any]]:
     return [list(item) for item in values.items()]
 
 
+_UTF_16 = "utf-16-le", "surrogatepass"
+_HALF_CHARACTERS = re.compile("[\ud800-\udfff]")
+
+
+def _code_units(text: str) -> str:
+    return text.encode(*_UTF_16).hex()
+
+
 _DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     # By type: its mark, a list or text that has all of a value, and the value of that.
+    str: ("$text", _code_units, lambda text: bytes.fromhex(text).decode(*_UTF_16)),  # half of one
     tuple: ("$tuple", list, tuple),
     torch.Size: ("$size", list, torch.Size),
     set: ("$set", list, set),
@@ -58,7 +70,8 @@ def encoded(value: Any, key: str, tensors: dict[str, Source], level: int = 0) ->
     kind, deep = type(value), level > _MOST_LEVELS  # as what has itself
     if (
         value is None
-        or kind in (str, bool)
+        or kind is bool
+        or (kind is str and not _HALF_CHARACTERS.search(value))
         or (kind is int and value.bit_length() <= _MOST_BITS)
         or (kind is float and math.isfinite(value))
     ):
@@ -109,65 +122,56 @@ def _decoded(found: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return found
 
 
-def read_training(saved: Saved) -> dict[str, Any]:
+class SavedOptimizer(msgspec.Struct):
+    """An optimizer but for the states that are tensors; groups name their parameters."""
+
+    kind: str = msgspec.field(name="class")
+    options: list[str]
+    groups: list[dict[str, Any]]
+    states: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            msgspec.convert(group.get("params"), list[str])
+
+
+class Training(msgspec.Struct, forbid_unknown_fields=True):
+    """State of a training besides the tensors of the model and its optimizer."""
+
+    extra: dict[Any, Any] = {}
+    modules: dict[str, Any] = {}
+    random: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    optimizer: SavedOptimizer | None = None
+
+    def __post_init__(self) -> None:
+        for states in self.random or ():
+            _check_random(states)
+
+
+def read_training(saved: Saved) -> Training:
     """Read what is no tensor; ProtrainError where a save would have written another thing."""
-    entries = saved.entries("training")
-    saved.verify(None, shown)
+    entries, sums = saved.entries("training"), Sums(saved.rows)
     tensors = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in entries.items()}
-    fill_values([(entry, Held(tensors[name])) for name, entry in entries.items()])
-    found: dict[str, Any] = {}
-    for key, value in saved.training.items():
-        try:
-            found[key] = _decoded(value, tensors)
-            _check(key, found[key])
-        except Exception:  # noqa: BLE001 - whatever its types raise
-            error = damaged(saved.index, "this is not what a save writes")
-            error.key = f"protrain.training.{key}"
-            raise error from None
-    return found
+    fill_values([(entry, Held(tensors[name])) for name, entry in entries.items()], sums)
+    saved.verify(["training"], sums=sums)
+    try:
+        found = {key: _decoded(value, tensors) for key, value in saved.training.items()}
+        return msgspec.convert(found, Training)
+    except Exception:  # noqa: BLE001 - whatever its types raise
+        error = damaged(saved.index, "this is not what a save writes")
+        error.key = "protrain.training"
+        raise error from None
 
 
-def _check(key: str, value: Any) -> None:
-    """TypeError for a part that is not of the form that a save writes."""
-    match key, value:
-        case "extra", dict():
-            fits = True
-        case "modules", dict(names):
-            fits = _all_are(str, names)
-        case "random", [_, *_]:
-            fits = all(map(_are_random_states, value))
-        case (
-            "optimizer",
-            {"class": str(), "options": list(options), "groups": list(groups), "states": states},
-        ):
-            fits = (
-                _all_are(str, [*options, *states])
-                and _all_are(dict, [*groups, *states.values()])
-                and all(isinstance(group["params"], list) for group in groups)
-                and all(_all_are(str, [*group["params"], *group]) for group in groups)
-                and all(_all_are(str, state) for state in states.values())
-            )
-        case _:
-            fits = False
-    if not fits:
-        raise TypeError(key)
-
-
-def _are_random_states(states: Any) -> bool:
-    """Whether generators take these states, or else it raises; of accelerators' by type alone."""
+def _check_random(states: dict[str, Any]) -> None:
+    """Raise where generators do not take these states; of accelerators' by type alone."""
     match states:
         case {"torch": torch.Tensor() as own, "python": (_, _, float() | None) as python, **others}:
             torch.Generator().set_state(own)
             random.Random().setstate(python)
         case _:
-            return False
-    of_devices: dict[Any, Any] = others
-    tensors = itertools.chain.from_iterable(of_devices.values())
-    return _all_are(list, of_devices.values()) and all(
-        isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.dim() == 1
-        for state in tensors
-    )
-
-
-def _all_are(kind: type, values: Any) -> bool:
-    return all(isinstance(value, kind) for value in values)
+            raise TypeError("random")
+    of_devices = msgspec.convert(others, dict[str, list[Any]])
+    for state in itertools.chain.from_iterable(of_devices.values()):
+        if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
+            raise TypeError("random")

@@ -8,18 +8,18 @@ and `prepare` takes everything back then.
 import hashlib
 from collections.abc import Callable, Set
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from protrain_runtime.checkpoint.entries import Entry, PartialSum, compare_sums, fill_values
+from protrain_runtime.checkpoint.entries import Entry, fill_values
+from protrain_runtime.checkpoint.files import Sums
 from protrain_runtime.checkpoint.index import Saved
 from protrain_runtime.checkpoint.loading import base_name, matched
 from protrain_runtime.checkpoint.saving import model_values, with_extra_state
 from protrain_runtime.checkpoint.training import read_training
-from protrain_runtime.model.prepared import Prepared, offloaded_parameters
+from protrain_runtime.model.prepared import Prepared, meet, offloaded_parameters
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.absent import absent_parameters, give_places, without_parameters
 from protrain_runtime.states.quantized import pack_absent, scales_of
@@ -48,8 +48,9 @@ class Weights:
         """A digest of what all ranks have to find alike: names, dtypes, shapes and places."""
         digest = hashlib.sha256()
         for name, entry in sorted(self._entries.items()):
-            parts = [(part.path.name, *part.place[1:], part.checksum) for part in entry.parts]
+            parts = [(part.path.name, part.start) for part in entry.parts]
             digest.update(f"{name} {entry.dtype} {entry.shape} {parts}\n".encode())
+        digest.update(str(sorted(self._saved.rows.items())).encode())
         return f"{len(self._entries)} tensors ({digest.hexdigest()[:12]})"
 
     def fill(self, model: nn.Module, prepared: Prepared | None) -> None:
@@ -67,17 +68,16 @@ class Weights:
                 for beside, _ in scales_beside(layer_name, unpacked.layer):
                     del own[beside]
         targets = matched(model, self._saved, own, self._entries, kept=kept, cast=True)
-        ranks = prepared.ranks if prepared else None
+        ranks, sums = prepared.ranks if prepared else None, Sums(self._saved.rows)
         if ranks is None:
-            fill_values(targets)
+            fill_values(targets, sums)
         else:
-            _fill_together(ranks, targets)
-        self._saved.refuse_changed()
-        again = Saved(self._saved.directory)  # which verifies no files but those of the training
-        extra = read_training(again).get("modules", {}) if again.folder else {}
+            _fill_together(ranks, targets, sums)
+        self._saved.verify(["model"], ranks, sums)
+        modules = read_training(self._saved).modules
         for name, module in with_extra_state(model):
-            if name in extra:
-                module.set_extra_state(extra[name])
+            if name in modules:
+                module.set_extra_state(modules[name])
 
     def _is_floating(self, name: str) -> bool:
         return self._entries[name].dtype.is_floating_point
@@ -99,7 +99,7 @@ def plain_model(
     return model
 
 
-def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]]) -> None:
+def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]], sums: Sums) -> None:
     """Read the ranges that this rank has, and its share of what all ranks have whole."""
     loads = [0] * ranks.count
     whole: list[tuple[Held, int]] = []
@@ -116,20 +116,19 @@ def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]]) -> None:
             whole.append((value, reader))
         if reader == ranks.rank:
             own.append((entry, value))
-    sums: list[PartialSum] = []
     fill_values(own, sums)
-    compare_sums(chain.from_iterable(ranks.all_objects(sums)))
+    meet(ranks, "reading weights")  # one that cannot read ends this for all
     for value, reader in whole:
         ranks.broadcast([value.tensor], source=reader)
     for first in range(0, len(to_pack), ranks.count):
-        _pack_together(ranks, to_pack[first : first + ranks.count])
+        _pack_together(ranks, to_pack[first : first + ranks.count], sums)
 
 
-def _pack_together(ranks: Ranks, layers: list[tuple[Entry, Unpacked]]) -> None:
+def _pack_together(ranks: Ranks, layers: list[tuple[Entry, Unpacked]], sums: Sums) -> None:
     """Let each rank read and pack one of the layers, for all of them."""
     mine: list[torch.Tensor] = []
     for entry, value in layers[ranks.rank : ranks.rank + 1]:
-        fill_values([(entry, replace(value, place=mine.append))])
+        fill_values([(entry, replace(value, place=mine.append))], sums)
     for reader, (_, value) in enumerate(layers):
         weight = value.layer.weight
         packed = (

@@ -68,8 +68,10 @@ class SpillFile:
         self.num_bytes = 0  # reserved
         self.alignment = Alignment(1, 1)
         self.reason = "the plan counts it as memory" if cached else self._open_direct()
-        self._requests = _Requests() if self.direct else None
-        self._edges = _Edges(self.alignment.block, self._pread, self._pwrite)
+        self._requests: _Requests | None = None
+        if self.direct:
+            edges = _Edges(self.alignment.block, self._pread, self._pwrite)
+            self._requests = _Requests(edges)
 
     @property
     def direct(self) -> bool:
@@ -162,13 +164,13 @@ class SpillFile:
         end, block = offset + len(source), self.alignment.block
         low, high = in_blocks(offset, block), end // block * block
         if high < low:  # inside one block
-            self._edges.change(offset, source)
+            requests.edges.change(offset, source)
             return
         if offset < low:
-            self._edges.change(offset, source[: low - offset])
+            requests.edges.change(offset, source[: low - offset])
         if high < end:
-            self._edges.change(high, source[high - offset :])
-        self._edges.forget(low // block, high // block)
+            requests.edges.change(high, source[high - offset :])
+        requests.edges.forget(low // block, high // block)
 
         def bring(start: int, stop: int) -> None:
             part = source[start - offset : stop - offset]
@@ -233,50 +235,40 @@ class _Edges:
         pwrite: Callable[[int, memoryview], None],
     ) -> None:
         self._block, self._pread, self._pwrite = block, pread, pwrite
-        self._free: list[memoryview] = []
-        self._kept: dict[int, memoryview] = {}  # by number of the block, first come first
-        self._made = False
+        self._memory = memoryview(mmap.mmap(-1, EDGE_BYTES))
+        # By place in memory, the number of the block that is kept there; -1 for none. A block has
+        # one place, so that it takes the room of another one that has the same.
+        self._kept = [-1] * (EDGE_BYTES // block)
         self._lock = threading.Lock()
 
     def change(self, offset: int, source: memoryview) -> None:
         """Change a range inside one block, on the disk."""
         number, start = divmod(offset, self._block)
+        place = number % len(self._kept)
+        held = self._memory[place * self._block :][: self._block]
         with self._lock:
-            # Not kept while it may differ from the file.
-            known = self._kept.pop(number, None)
-            held = self._room() if known is None else known
-            try:
-                if known is None:
-                    self._pread(number * self._block, held)
-                held[start : start + len(source)] = source
-                self._pwrite(number * self._block, held)
-            except BaseException:
-                self._free.append(held)
-                raise
-            self._kept[number] = held
+            known = self._kept[place] == number
+            self._kept[place] = -1  # it may differ from the file until it is written
+            if not known:
+                self._pread(number * self._block, held)
+            held[start : start + len(source)] = source
+            self._pwrite(number * self._block, held)
+            self._kept[place] = number
 
     def forget(self, first: int, past: int) -> None:
-        """Blocks are about to be written whole."""
+        """Drop blocks that are about to be written whole."""
         with self._lock:
-            for number in [one for one in self._kept if first <= one < past]:
-                self._free.append(self._kept.pop(number))
-
-    def _room(self) -> memoryview:
-        if not self._made:
-            self._made = True
-            memory = memoryview(mmap.mmap(-1, EDGE_BYTES))
-            starts = range(0, EDGE_BYTES, self._block)
-            self._free += [memory[start : start + self._block] for start in starts]
-        if not self._free:
-            self._free.append(self._kept.pop(next(iter(self._kept))))
-        return self._free.pop()
+            for place, number in enumerate(self._kept):
+                if first <= number < past:
+                    self._kept[place] = -1
 
 
 class _Requests:
     """Runs several requests at a time, by the caller's thread and helpers that are free."""
 
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[_Transfer | None] = SimpleQueue()
+    def __init__(self, edges: _Edges) -> None:
+        self.edges = edges
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._helpers: list[threading.Thread] = []
         self._start = threading.Lock()
         self._rooms: SimpleQueue[memoryview] = SimpleQueue()
@@ -299,13 +291,26 @@ class _Requests:
             for start, stop in spans:
                 work(start, stop)
             return
+        left, errors, ended = iter(spans), list[BaseException](), threading.Semaphore(0)
+
+        def take_part() -> None:
+            for start, stop in left:  # each thread the next one that no other has taken
+                try:
+                    if not errors:  # what follows a failure is left out
+                        work(start, stop)
+                except BaseException as error:  # noqa: BLE001 - raised again by the caller
+                    errors.append(error)
+                ended.release()
+
         if not self._helpers:
             self._start_helpers()
-        transfer = _Transfer(work, spans)
         for _ in self._helpers:
-            self._queue.put(transfer)
-        transfer.take_part()
-        transfer.wait()
+            self._queue.put(take_part)
+        take_part()
+        for _ in spans:
+            ended.acquire()
+        if errors:
+            raise errors[0]
 
     def _start_helpers(self) -> None:
         with self._start:
@@ -327,49 +332,13 @@ class _Requests:
         self._helpers.clear()
 
 
-def _help(queue: "SimpleQueue[_Transfer | None]") -> None:
-    while (transfer := queue.get()) is not None:
-        transfer.take_part()
-        del transfer  # it refers to a caller's memory
+def _help(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (take_part := queue.get()) is not None:
+        take_part()
+        del take_part  # it refers to a caller's memory
 
 
 _HELPER_STACK_BYTES = 2**18
-
-
-class _Transfer:
-    """One caller's ranges, which threads take one after the other."""
-
-    def __init__(self, work: Callable[[int, int], None], spans: list[tuple[int, int]]) -> None:
-        self._work, self._spans = work, iter(spans)
-        self._lock = threading.Lock()
-        self._left = len(spans)  # not ended
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-
-    def take_part(self) -> None:
-        """Do what nobody has taken yet, one range at a time."""
-        while True:
-            with self._lock:
-                span = next(self._spans, None)
-                failed = self._error is not None
-            if span is None:
-                return
-            error: BaseException | None = None
-            try:
-                if not failed:  # what follows a failure is left out
-                    self._work(*span)
-            except BaseException as raised:  # noqa: BLE001 - raised again by the caller
-                error = raised
-            with self._lock:
-                self._error = self._error or error
-                self._left -= 1
-                if not self._left:
-                    self._ended.set()
-
-    def wait(self) -> None:
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
 
 
 def _address(view: memoryview) -> int:

@@ -68,13 +68,14 @@ def together(model: nn.Module, what: str) -> AbstractContextManager[None]:
     return prepared.ranks.meeting.reporting(what, limit_s=CHECKPOINT_LIMIT_S)
 
 
-def meet(ranks: Ranks, what: str) -> None:
+def meet(ranks: Ranks, what: str, mine: Any = None) -> list[Any]:
     """Inside `together`: all ranks have come here, and whatever failed before has ended it.
 
-    Nothing that a rank reads is on its way any more: others may write it.
+    Nothing that a rank reads is on its way any more: others may write it. Returns what each has
+    brought.
     """
     devices.synchronize(ranks.device)
-    ranks.meeting.meet(what, limit_s=CHECKPOINT_LIMIT_S)
+    return ranks.meeting.meet(what, mine, limit_s=CHECKPOINT_LIMIT_S)
 
 
 def engine_of(model: nn.Module) -> Engine | None:
