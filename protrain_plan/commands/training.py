@@ -37,6 +37,7 @@ from protrain_runtime.contract.records.profile import Compilation, Profile
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import explained_exhaustion
 from protrain_runtime.devices.memory_meter import device_of, storage_bytes
+from protrain_runtime.devices.preflight import room_here
 from protrain_runtime.devices.stores import memory_of
 from protrain_runtime.diagnostics.compiling import (
     compilation_since,
@@ -177,7 +178,11 @@ def train(
             make_model: nn.Module | Callable[[], nn.Module]
             if weights is not None:
                 make_model = partial(build, device=device)
-            elif _model_bytes(plan) > SHARE_OF_FREE_MEMORY * free_bytes(device):
+            elif (
+                # A process's limit may be the plan's peak, which has no room for a whole model.
+                room_here(device, Path()).data_limit is not None
+                or _model_bytes(plan) > SHARE_OF_FREE_MEMORY * free_bytes(device)
+            ):
                 make_model = build
             else:
                 make_model = build(device=device)

@@ -291,6 +291,7 @@ def out_of_memory(error: BaseException | None) -> bool:
         or "out of memory" in seen  # also what CUDA says of host memory that it cannot pin
         or "not enough memory" in seen
         or "can't allocate memory" in seen
+        or "can't start new thread" in seen  # whose stack has no room
         or out_of_memory(error.__cause__)
     )
 
