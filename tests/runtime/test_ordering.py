@@ -521,8 +521,6 @@ NONE_OF_THE_TABLE = {
     "updates._helpers": "threads' start",
     "saving.save": "ranks wait for the files of the save before",
     "prepared.meet": "as HostStore.write waits, for what other ranks write; no scenario shows it",
-    "spill_file._Requests.run": "test_any_reads_and_writes_agree_with_memory fails without it",
-    "spill_file._Transfer.wait": "what `run` waits with",
 }
 
 
