@@ -30,6 +30,7 @@ from protrain_runtime.activations.forms import Code
 from protrain_runtime.activations.recompute import full, recomputed
 from protrain_runtime.activations.trees import PLAIN, named, tensors_in
 from protrain_runtime.activations.twice import Saved, run_twice
+from protrain_runtime.devices.device import autocast_as_now
 
 TILES = 8
 
@@ -138,16 +139,9 @@ class _Tiles(torch.autograd.Function):
     def forward(
         ctx: Any, given: Tensor, saved: tuple[Tensor], forward: Code, *parameters: Tensor
     ) -> Any:
-        kind = given.device.type
         # In a tuple, so that the graph does not lead from here to there.
         [ctx.saved], ctx.code, ctx.parameters = saved, forward, parameters
-        ctx.autocast = partial(
-            torch.autocast,
-            kind,
-            dtype=torch.get_autocast_dtype(kind),
-            enabled=torch.is_autocast_enabled(kind),
-            cache_enabled=False,
-        )
+        ctx.autocast = autocast_as_now(given.device.type, caches=False)
         found: Tensor | None = None
         for tokens in _tiles(given):
             part: Any = forward(given[:, tokens].contiguous())

@@ -58,8 +58,8 @@ def save_pretrained(
     transformers' `from_pretrained` reads it bit for bit: config.json, safetensors of `shard_bytes`
     at most with an index, tied weights once. Of a model with PEFT's adapters it is
     adapter_model.safetensors and adapter_config.json; adapters that are not called "default" have
-    a folder of their own. Several ranks write together, to a directory that all of
-    them see. Until all is written, what was there before stands.
+    a folder of their own. Several ranks write together, to a directory that all of them see. Until
+    all is written, what was there before stands.
 
     ProtrainError where the directory cannot be written, and for models that are none of theirs.
     """

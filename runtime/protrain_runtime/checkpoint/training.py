@@ -2,8 +2,7 @@
 
 Numbers, texts, lists and dicts by text are what they are in JSON. Everything else is a dict of one
 entry, whose key begins with "$" and says what it is: {"$tuple": [1, 2]}. A tensor is written with
-those of the model; {"$tensor": "extra.scale"} says which. Reading makes no other
-values than these.
+those of the model; {"$tensor": "extra.scale"} says which. Reading makes no other values than these.
 """
 
 import itertools

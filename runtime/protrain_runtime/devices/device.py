@@ -269,6 +269,20 @@ _NEEDED: dict[str, Callable[[torch.device], object]] = {
 }
 
 
+def autocast_as_now(kind: str, *, caches: bool = True) -> Callable[[], torch.autocast]:
+    """Return a maker of contexts in which operators on a type of device are cast as they are now.
+
+    Casts of weights are cached inside where they are now, and if `caches`.
+    """
+    return partial(
+        torch.autocast,
+        kind,
+        dtype=torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+        cache_enabled=caches and torch.is_autocast_cache_enabled(),
+    )
+
+
 @contextmanager
 def explained_exhaustion(*, fix: str, what: str = "out of memory") -> Iterator[None]:
     """OutOfMemoryError, with a way out, where an allocator inside found no memory."""

@@ -9,9 +9,7 @@ The copy takes the memory that plain training takes.
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +45,7 @@ class _MicroBatch:
     args: Any
     kwargs: Any
     set_random_states: Callable[[], None]  # to those that it began with
-    autocast: Callable[[], AbstractContextManager[None]]  # as it was around the forward
+    autocast: Callable[[], torch.autocast]  # as it was around the forward
     outputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     gradients: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
 
@@ -132,16 +130,8 @@ class Check:
         if all(parameter.grad is None for parameter in self._model.parameters()):
             self._micro_batches.clear()  # a loss scaler skipped the step
         copied_args, copied_kwargs = tree_map(_copied, (args, kwargs))
-        kind = self._device.type
-        autocast = partial(
-            torch.autocast,
-            kind,
-            dtype=torch.get_autocast_dtype(kind),
-            enabled=torch.is_autocast_enabled(kind),
-            cache_enabled=torch.is_autocast_cache_enabled(),
-        )
-        states = _random_states(self._device)
-        called = _MicroBatch(copied_args, copied_kwargs, states, autocast)
+        states, casts = _random_states(self._device), devices.autocast_as_now(self._device.type)
+        called = _MicroBatch(copied_args, copied_kwargs, states, casts)
         result = self._forward(*args, **kwargs)
         outputs = tensors_in(result)
         called.outputs = [_copied(tensor) for tensor in outputs]
