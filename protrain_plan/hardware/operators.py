@@ -308,6 +308,13 @@ def _masked_index(call: OperatorCall) -> int:
     return 8 * int(chosen) * int(mask.dim())
 
 
+def _masked_put(call: OperatorCall) -> int:
+    """A bound: every element of the mask is true (see `_masked_index`)."""
+    return sum(
+        8 * t.numel() * t.dim() for t in call["indices"] if t is not None and t.dtype == torch.bool
+    )
+
+
 def _fourier(call: OperatorCall) -> int:
     """MKL transforms the last dimensions; others are brought there by a copy of the input.
 
@@ -406,6 +413,9 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
         call["grad_output"], call["indices"]
     ),
     aten.index.Tensor: _masked_index,
+    aten.index_put.default: _masked_put,
+    aten.index_put_.default: _masked_put,
+    aten._index_put_impl_.default: _masked_put,
     # The mask as whole numbers, and their running sum.
     aten.masked_select.default: lambda call: 16 * call.given.numel(),
     aten.masked_scatter_backward.default: lambda call: 16 * call.given.numel(),

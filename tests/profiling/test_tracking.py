@@ -1,6 +1,6 @@
 """Bytes of fake tensors against bytes of real ones, which the allocator reports."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.fake_meter import FakeMeter
 from protrain_plan.profiling.structure.discovery import discover
-from protrain_plan.profiling.structure.faking import fake_batch, faking, without_values
+from protrain_plan.profiling.structure.faking import fake_batch, faking, know, without_values
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import BLOCK_BYTES
 from protrain_runtime.contract.records.hardware import DeviceKind
@@ -186,6 +186,56 @@ def test_operators_take_what_they_take_on_the_machine_at_hand(name: str) -> None
     operator, *args = {**EXACT, **BOUNDED}[name]
     fake, real = live(operator, *args, name=processor_name())
     assert fake == real
+
+
+def steps(
+    function: Callable[..., Tensor], meter: passes.Meter, given: Mapping[str, Tensor]
+) -> None:
+    x = given["x"].clone().requires_grad_()
+    with meter:
+        meter.mark("forward")
+        total = function(**{**given, "x": x}).sum()
+        meter.mark("backward")
+        total.backward()
+
+
+functional = torch.nn.functional
+DIFFERENTIATED: dict[str, Callable[..., Tensor]] = {
+    "rows": lambda x, rows, **_: x[rows],
+    "rows by a mask": lambda x, mask, **_: x[mask],
+    "rows that are replaced": lambda x, mask, y, **_: x.index_put((mask,), y),
+    "chosen rows": lambda x, rows, **_: x.index_select(0, rows),
+    "gathered": lambda x, rows, **_: x.gather(0, rows[:, None]),
+    "taken": lambda x, rows, **_: x.take(rows),
+    "chosen by a mask": lambda x, mask, **_: x.masked_select(mask[:, None]),
+    "scattered by a mask": lambda x, mask, y, **_: y.masked_scatter(mask[:, None].expand_as(y), x),
+    "highest": lambda x, **_: x.max(1).values,
+    "largest": lambda x, **_: x.topk(3, 1).values,
+    "sorted": lambda x, **_: x.sort(1).values,
+    "medians": lambda x, **_: x.median(1).values,
+    "running highest": lambda x, **_: x.cummax(0).values,
+    "highest of scattered": lambda x, y, rows, **_: x.scatter_reduce(
+        0, rows[:, None].expand_as(y), y, "amax"
+    ),
+    "squared errors": lambda x, y, **_: functional.mse_loss(x, y),
+    "their sum": lambda x, y, **_: functional.mse_loss(x, y[:1].expand_as(x), reduction="sum"),
+    "smooth errors": lambda x, y, **_: functional.smooth_l1_loss(x, y),
+    "cross entropy of two classes": lambda x, y, **_: functional.binary_cross_entropy(
+        x.sigmoid(), y.abs().clamp(max=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_backwards_write_in_place_what_they_write_of_real_tensors(name: str) -> None:
+    given = {"x": X.clone(), "y": X, "mask": X[:, 0] > 0, "rows": torch.arange(64)}
+    steps(DIFFERENTIATED[name], MemoryMeter(), given)  # what is made once
+    steps(DIFFERENTIATED[name], real := MemoryMeter(), given)
+    with faking() as mode:
+        fake = FakeMeter(allocator_of(device(name=processor_name())))
+        fakes = {name: know(mode.from_tensor(tensor), tensor) for name, tensor in given.items()}
+        steps(DIFFERENTIATED[name], fake, fakes)
+    assert fake.segments == real.segments
 
 
 def test_attention_is_counted_as_packed_for_tiles_which_some_processors_do() -> None:

@@ -31,9 +31,17 @@ MOST_BYTES = 2**26
 """Bytes of an operator's operands and results at most. Calls of larger ones would take seconds, and
 memory that an estimate does without; their scratch memory is bounded."""
 
-_BY_VALUES = (torch.ops.aten._grouped_mm.default,)
-"""Take as much as their operands' values say. Others of that kind give results of other shapes for
-operands of zeros, and are told by that."""
+aten = torch.ops.aten
+
+_BY_VALUES = (aten._grouped_mm.default,)
+_BY_MASKS = (
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten.masked_scatter_backward.default,
+)
+"""Take as much as their operands' values say, and as their masks. Others of that kind give results
+of other shapes for operands of zeros, and are told by that."""
 
 
 class _Geometry(NamedTuple):
@@ -80,7 +88,8 @@ class MeasuredCall:
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         everything = [*given, *results]
         plain = all(t.device.type == "cpu" and t.layout == torch.strided for t in everything)
-        if func in _BY_VALUES or not given or not plain:
+        masked = func in _BY_MASKS and any(t.dtype == torch.bool for t in given)
+        if func in _BY_VALUES or masked or not given or not plain:
             return None
         if sum(_Geometry.of(t).num_elements * t.itemsize for t in everything) > MOST_BYTES:
             return None
@@ -133,7 +142,24 @@ def measured_bytes(calls: Iterable[MeasuredCall]) -> Mapping[MeasuredCall, int |
     return _MEASURED
 
 
-_SAVE_NUMBERS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+_WRITES = (
+    aten.index_add.default,
+    aten.index_put.default,
+    aten.masked_scatter.default,
+    aten.put.default,
+    aten.scatter.src,
+    aten.scatter_add.default,
+)
+_OF_PARTS = frozenset(
+    f"{name}Backward"
+    for name in (
+        *("Index", "IndexSelect", "Gather", "MaskedSelect", "Take"),
+        *("Max", "Min", "Kthvalue", "Median", "Mode", "Sort", "Topk", "Cummax", "Cummin"),
+    )
+)
+"""Nodes of autograd whose gradient is zero but for a part, and the operators that write that."""
+
+_SAVE_NUMBERS = (aten.mul.Tensor, aten.div.Tensor)
 NUMBER_BYTES = 8
 """Bytes of a Python number as a tensor: int64 or float64."""
 
@@ -148,7 +174,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
 
     `log`, if given, is told of the operators between marks: the step runs once for both.
 
-    See [Note: sums of gradients] for the one place where fake tensors act unlike real ones.
+    See [Note: written in place] for where autograd treats fake tensors unlike real ones.
     """
 
     def __init__(self, allocator: Allocator, log: OperatorLog | None = None) -> None:
@@ -207,17 +233,12 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
         numbered = self._keep_number(func, args) if self._allocator.python_scalars else None
         if func.namespace == "prim":
             return asked(func, args, kwargs)
-        # [Note: sums of gradients] Where a tensor is used twice, autograd adds the second gradient
-        # into the first one's memory if nobody else holds that. It never does so while a dispatch
-        # mode looks on: it makes a new tensor. Here the sum takes over the memory of the first.
-        adds_in_place = (
-            func is torch.ops.aten.add.Tensor
-            and not torch.is_grad_enabled()
-            and torch._C._current_graph_task_id() != -1
-            and isinstance(args[1], torch.Tensor)
-            and torch.ops.aten.is_non_overlapping_and_dense.default(args[0])
-            and _owners(args[0]) == _sole_owner()
-        )
+        # [Note: written in place] Where a tensor is used twice, autograd adds the second gradient
+        # into the first one's memory if nobody else holds that; where a part of a tensor was used,
+        # it writes the part's gradient into new zeros. It does neither while a dispatch mode looks
+        # on: it makes a new tensor. Here the result takes over the memory of the first operand.
+        in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        in_place = in_backward and (_adds_in_place(func, args) or _writes_into_zeros(func))
         result = func(*args, **kwargs)
         if numbered is not None:
             self._product = numbered, weakref.ref(result)
@@ -227,7 +248,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
             return result
         before = self._live
         self._count(args, kwargs, result)
-        if adds_in_place:
+        if in_place:
             (taken,) = identities(args[:1])
             self._live -= self._sizes[taken]
             self._sizes[taken] = 0
@@ -336,6 +357,22 @@ def _owners(tensor: torch.Tensor) -> tuple[int, int]:
     return counted._use_count(), torch._C._storage_Use_Count(storage._cdata)
 
 
+def _adds_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+    return (
+        func is aten.add.Tensor
+        and isinstance(args[1], Tensor)
+        and aten.is_non_overlapping_and_dense.default(args[0])
+        and _owners(args[0]) == _sole_owner()
+    )
+
+
+def _writes_into_zeros(func: Any) -> bool:
+    if func not in _WRITES:
+        return False
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and node.name().rstrip("0123456789") in _OF_PARTS
+
+
 @cache
 def _sole_owner() -> tuple[int, int]:
     """`_owners` of a gradient that only autograd's own buffer holds, found by trying."""
@@ -345,7 +382,7 @@ def _sole_owner() -> tuple[int, int]:
         def __torch_dispatch__(
             self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> object:
-            if func is torch.ops.aten.add.Tensor:
+            if func is aten.add.Tensor:
                 seen.append(_owners(args[0]))
             return func(*args, **(kwargs or {}))
 

@@ -35,7 +35,7 @@ from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.repeated_calls import RepeatedCalls
 from protrain_runtime.activations.compiled import uncompiled
-from protrain_runtime.activations.trees import named, taken_apart, tensors_in
+from protrain_runtime.activations.trees import named, taken_apart, tensors_in, written_arguments
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import DeviceKind
 from protrain_runtime.contract.records.profile import Workload
@@ -49,6 +49,14 @@ _MOST_BYTES = 2**22
 """The largest tensor whose values are known: a batch of 500,000 tokens."""
 
 _ATTRIBUTE = "_protrain_value"
+_REDUCED_IN_PLACE = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+)
+"""Losses whose result is made for all elements, and keeps that memory when it becomes one number.
+PyTorch knows fake ones of one number."""
+
 _UNDEFINED = ("empty", "new_empty", "resize", "set_")
 """How operators are called whose results do not follow from their arguments."""
 
@@ -118,6 +126,9 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
             if counted is not None:
                 return counted
         result = func(*args, **kwargs)
+        if func in _REDUCED_IN_PLACE:
+            whole = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            result = result.new_empty(whole).resize_(result.shape)
         made = tensors_in(result)
         for tensor in made:
             if tensor.layout is not torch.strided:
@@ -127,7 +138,8 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
             for tensor, found in zip(made, real, strict=True):
                 setattr(tensor, _ATTRIBUTE, _Known(found))
         elif told.writes:
-            for value in values:
+            for tensor in written_arguments(func, args, kwargs):
+                value = self._value(tensor)
                 if value is not None:
                     storage = value.untyped_storage()
                     self._overwritten[storage._cdata] = storage
