@@ -83,11 +83,6 @@ class RunOptions:
         ):
             if self.plain and asked:
                 raise ProtrainError(problem, fix="leave --plain out")
-        if self.check and self.resume:
-            raise ProtrainError(
-                "--check compares with a copy that is made before the checkpoint is loaded",
-                fix="--verify, which runs both from there",
-            )
 
     def limit_memory(self) -> None:
         """Let the system refuse this process more memory than `--memory-limit`."""

@@ -225,6 +225,7 @@ def prepare(
             plain_copy = PlainCopy(model, facade, plan, backends)
             plain_copy.start()
             undo.append(plain_copy.stop)
+            prepared.plain = plain_copy.pair
         elif prepared.engine is not None and plan.prediction.peak_bytes.device and watches:
             undo.append(Watch(model, plan, prepared.engine, facade).stop)
         if given is not None:

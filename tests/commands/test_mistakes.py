@@ -55,7 +55,6 @@ run card.yaml
 run broken.yaml
 run typo.yaml
 run offloading.yaml --plain --check
-run offloading.yaml --check --resume saved
 run offloading.yaml --plain --verify
 run offloading.yaml --memory-limit 1.5GX
 run offloading.yaml --memory-limit 24

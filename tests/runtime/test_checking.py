@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain_runtime import full_parameters, load, save
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
@@ -149,11 +151,37 @@ def test_a_block_that_computes_something_else_again_is_stopped(
     )
 
 
+def loading_state_dicts(run: Run) -> None:
+    run.step(0)
+    model, optimizer = run.subject.build(1).state_dict(), deepcopy(run.optimizer.state_dict())
+    run.step(1)
+    run.model.load_state_dict(model)
+    run.optimizer.load_state_dict(optimizer)
+    run.step(2)
+
+
+def loading_checkpoints(run: Run, folder: Path) -> None:
+    run.step(0)
+    save(run.model, run.optimizer, folder)
+    run.step(1)
+    load(run.model, run.optimizer, folder)
+    run.step(2)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_copy_loads_what_the_model_loads(whole: bool, tmp_path: Path) -> None:
+    script = partial(loading_checkpoints, folder=tmp_path / "saved")
+    copied_beside("functional", script=script if whole else loading_state_dicts).assert_like_plain(
+        tmp_path
+    )
+
+
 def test_parameters_that_somebody_else_changes_are_a_difference(tmp_path: Path) -> None:
-    """Loading other weights is not a step: the next forward's output differs from the copy's."""
+    """Such a change is no step: the next forward's output differs from the copy's."""
     run = copied_beside("functional").start(tmp_path)
     run.step(0)
-    run.model.load_state_dict(run.subject.build(1).state_dict())
+    with full_parameters(run.model, modify=True), torch.no_grad():
+        next(run.model.parameters()).mul_(2)
     assert str(refusal(partial(run.step, 1), DifferenceError)) == (
         "step 2 differs from plain PyTorch: output 1 of the forward" + STOP
     )

@@ -86,6 +86,9 @@ def load(
                 random.setstate(random_states["python"])
                 for kind in random_states.keys() - {"torch", "python"}:
                     devices.set_all_random_states(kind, random_states[kind])
+        if prepared is not None and (plain := prepared.plain()) is not None:
+            copy, its_optimizer = plain
+            load(copy, None if optimizer is None else its_optimizer, directory)
         return training.extra
 
 

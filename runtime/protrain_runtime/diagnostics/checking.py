@@ -115,7 +115,17 @@ class Check:
             self._planned.register_step_post_hook(lambda *_: self._after_step()).remove,
             replace_code(self._model, self._run),
             self._planned.tell_modes(lambda mode: getattr(self._optimizer, mode)()),
+            self._planned.register_load_state_dict_pre_hook(
+                lambda _, state: self._optimizer.load_state_dict(state)
+            ).remove,
+            self._model.register_load_state_dict_pre_hook(
+                lambda _, state, *__: self._plain.load_state_dict(state, strict=False)
+            ).remove,
         ]
+
+    def pair(self) -> tuple[nn.Module, torch.optim.Optimizer] | None:
+        """The copy and its optimizer, which load what the model loads; None after the check."""
+        return (self._plain, self._optimizer) if self._undo else None
 
     def stop(self) -> None:
         """Take everything off the model again; a second time does nothing."""

@@ -52,6 +52,7 @@ class Prepared:
     ranks: Ranks | None = None
     unchanged: UnchangedModel | None = None
     has_values: bool = True
+    plain: Callable[[], tuple[nn.Module, torch.optim.Optimizer] | None] = lambda: None  # a copy
 
 
 def prepared_of(model: nn.Module) -> Prepared | None:
