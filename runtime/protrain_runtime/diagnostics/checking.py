@@ -93,8 +93,7 @@ class Check:
         for path, backend in backends.items():
             compile_each({path: self._plain.get_submodule(path)}, backend=backend)
         switch_off_caches(self._plain, stacklevel=None)
-        plain = zip(model.parameters(), self._plain.parameters(), strict=True)
-        copies = dict[nn.Parameter, nn.Parameter](plain)
+        copies = dict(zip(model.parameters(), self._plain.parameters(), strict=True))
         self._optimizer = stepping_as(plan, self._plain, planned.factory)(
             [
                 {**group, "params": [copies[parameter] for parameter in group["params"]]}
@@ -135,8 +134,7 @@ class Check:
 
     def _run(self, *args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
-            result: object = self._forward(*args, **kwargs)
-            return result
+            return self._forward(*args, **kwargs)
         if all(parameter.grad is None for parameter in self._model.parameters()):
             self._micro_batches.clear()  # a loss scaler skipped the step
         copied_args, copied_kwargs = tree_map(_copied, (args, kwargs))
@@ -159,15 +157,13 @@ class Check:
         return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 
     def _after_backward(self) -> None:
-        self._gradients = {
-            name: gradient.clone() for name, gradient in _readable_gradients(self._model)
-        }
+        readable = _readable_gradients(self._model)
+        self._gradients = {name: gradient.clone() for name, gradient in readable}
 
     def _begin_step(self, _: object, args: Any, kwargs: Any) -> Any:
         """Take the copy's step as far as gradients, after the closure of a step that has one."""
         own = inspect.signature(type(self._planned).step).bind(*args, **kwargs)
-        closure = own.arguments.get("closure")
-        if closure is None:
+        if (closure := own.arguments.get("closure")) is None:
             self._before_step()
             return None
 
@@ -197,8 +193,8 @@ class Check:
                     dict(zip(names, outputs, strict=True)),
                 )
                 roots = [tensor for tensor in outputs if tensor.requires_grad]
-                given = zip(roots, called.gradients, strict=True)
-                used = [(root, gradient) for root, gradient in given if gradient is not None]
+                both = zip(roots, called.gradients, strict=True)
+                used = [(root, gradient) for root, gradient in both if gradient is not None]
                 torch.autograd.backward([root for root, _ in used], [g for _, g in used])
         finally:
             set_present_states()
@@ -211,8 +207,8 @@ class Check:
     def _after_step(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad()
-        plain = dict(self._plain.named_parameters())
-        self._compare("parameter", dict(parameter_values(self._model)), plain)
+        own = dict(self._plain.named_parameters())
+        self._compare("parameter", dict(parameter_values(self._model)), own)
         self._micro_batches.clear()
         self._steps += 1
         if self._steps == CHECKED_STEPS:
