@@ -318,10 +318,11 @@ def test_a_command_that_is_repeated_says_the_same(folder: Path) -> None:
     assert ", planned before in " in " ".join(text.split())
     [path] = folder.iterdir()
     before = path.stat()
-    again = printed(protrain(*PLAN, "--no-cache", "--json", folder=here))
+    again = printed(protrain(*PLAN, "-o", "c.yaml", "--no-cache", "--json", folder=here))
     assert not again["kept"]
     assert path.stat() == before
-    assert not printed(protrain(*PLAN[:3], "2600MB", "--json", folder=here))["kept"]
+    larger = protrain(*PLAN[:3], "2600MB", "-o", "d.yaml", "--json", folder=here)
+    assert not printed(larger)["kept"]
     assert len(list(folder.iterdir())) == 2
 
 

@@ -56,7 +56,7 @@ def protrain(*arguments: object, folder: Path, **environment: str) -> Result:
 def printed(result: Result) -> dict[str, Any]:
     """The JSON object of a command that went well, and said nothing else."""
     assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
+    assert result.stderr == "", result.stderr
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
 
