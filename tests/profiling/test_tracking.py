@@ -220,9 +220,18 @@ DIFFERENTIATED: dict[str, Callable[..., Tensor]] = {
     "squared errors": lambda x, y, **_: functional.mse_loss(x, y),
     "their sum": lambda x, y, **_: functional.mse_loss(x, y[:1].expand_as(x), reduction="sum"),
     "smooth errors": lambda x, y, **_: functional.smooth_l1_loss(x, y),
+    "margins": lambda x, y, **_: functional.soft_margin_loss(x, y),
     "cross entropy of two classes": lambda x, y, **_: functional.binary_cross_entropy(
         x.sigmoid(), y.abs().clamp(max=1)
     ),
+    "batch norm of a transposed input": lambda x, **_: functional.gelu(
+        functional.batch_norm(x.view(8, 8, 128).transpose(1, 2), None, None, training=True)
+    ),
+    "batch norm of an input without gradients": lambda x, y, **_: functional.batch_norm(
+        y, None, None, x[0], training=True
+    ),
+    "bags of rows": lambda x, rows, **_: functional.embedding_bag(rows[None], x),
+    "windows": lambda x, **_: functional.unfold(x.view(2, 4, 32, 32), 4),
 }
 
 
@@ -293,9 +302,16 @@ def test_what_faking_replaces_is_there_again_afterwards() -> None:
     assert type(torch.ones(1)) is Tensor
 
 
-def test_code_that_looks_at_values_is_refused(assert_says: Speaker) -> None:
+@pytest.mark.parametrize(
+    "code",
+    [lambda: torch.rand(3).nonzero(), lambda: torch.nn.LSTM(4, 4)(torch.rand(2, 1, 4))],
+    ids=["values", "an LSTM"],
+)
+def test_what_fake_tensors_cannot_say_is_refused(
+    code: Callable[[], object], assert_says: Speaker
+) -> None:
     with pytest.raises(ProtrainError) as refused, faking(), without_values("my.model:factory"):
-        torch.rand(3).nonzero()
+        code()
     assert_says(refused.value)
 
 

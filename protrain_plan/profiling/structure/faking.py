@@ -10,7 +10,7 @@ parameters have none.
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -49,14 +50,6 @@ _MOST_BYTES = 2**22
 """The largest tensor whose values are known: a batch of 500,000 tokens."""
 
 _ATTRIBUTE = "_protrain_value"
-_REDUCED_IN_PLACE = (
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.binary_cross_entropy.default,
-)
-"""Losses whose result is made for all elements, and keeps that memory when it becomes one number.
-PyTorch knows fake ones of one number."""
-
 _UNDEFINED = ("empty", "new_empty", "resize", "set_")
 """How operators are called whose results do not follow from their arguments."""
 
@@ -126,9 +119,8 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
             if counted is not None:
                 return counted
         result = func(*args, **kwargs)
-        if func in _REDUCED_IN_PLACE:
-            whole = torch.broadcast_shapes(args[0].shape, args[1].shape)
-            result = result.new_empty(whole).resize_(result.shape)
+        if func in _AS_REAL:
+            result = _AS_REAL[func](named(func, args, kwargs), result)
         made = tensors_in(result)
         for tensor in made:
             if tensor.layout is not torch.strided:
@@ -193,6 +185,51 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
         return None
 
 
+def _cut(whole: Tensor, result: Tensor) -> Tensor:
+    """The result, which keeps the memory of what it was made as: something larger."""
+    return result.new_empty(whole.shape).resize_(result.shape)
+
+
+def _loss(given: Mapping[str, Any], result: Tensor) -> Tensor:
+    return _cut(torch.broadcast_tensors(given["self"], given["target"])[0], result)
+
+
+def _normalised(given: Mapping[str, Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first tensor in the order that the input suggests, and none where none is asked for."""
+    first, *others = result
+    if not given.get("output_mask", [True])[0]:
+        return None, *others
+    return first.contiguous(memory_format=suggest_memory_format(given["input"])), *others
+
+
+def _unknown(_: object, __: object) -> Any:
+    raise UnknownBytesError("an LSTM keeps a workspace whose size its library alone knows")
+
+
+_AS_REAL: dict[Any, Callable[[Mapping[str, Any], Any], Any]] = {
+    **dict.fromkeys(
+        (
+            aten.mse_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.soft_margin_loss.default,
+            aten.binary_cross_entropy.default,
+        ),
+        _loss,
+    ),
+    # Bags by index are made with one more.
+    aten._embedding_bag.default: lambda given, result: (
+        result[0],
+        _cut(result[1].new_empty(given["indices"].numel() + 1), result[1]),
+        *result[2:],
+    ),
+    aten.col2im.default: lambda given, result: _cut(given["self"], result),
+    aten.mkldnn_rnn_layer.default: _unknown,
+    aten.native_batch_norm.default: _normalised,
+    aten.native_batch_norm_backward.default: _normalised,
+}
+"""Corrections of fake results that are smaller or lie otherwise in memory than real ones."""
+
+
 def asked(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     """The answer to a question of the namespace `prim`, which more than half of all calls are.
 
@@ -205,8 +242,14 @@ def asked(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object
     return func(*args, **kwargs)
 
 
-class SparseError(Exception):
-    """A sparse tensor of which it is not known what it is made of."""
+class UnknownBytesError(Exception):
+    """Something that takes memory of a size which is not known without running it."""
+
+    @staticmethod
+    def sparse(where: object) -> "UnknownBytesError":
+        return UnknownBytesError(
+            f"there are sparse tensors in {where}: what they take depends on their values"
+        )
 
 
 def _parts(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -216,7 +259,7 @@ def _parts(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple
         return arguments["indices"], arguments["values"]
     if func in (aten.detach.default, aten.clone.default):  # a gradient is not copied, but kept
         return tuple(strided_parts(args))
-    raise SparseError(str(func))
+    raise UnknownBytesError.sparse(func)
 
 
 def know(fake: Tensor, value: Tensor) -> Tensor:
@@ -302,7 +345,7 @@ def fake_model(source: ModelSource, workload: Workload) -> nn.Module:
             return source.build(
                 dtype=workload.dtype, precision=workload.precision, seed=workload.seed
             )
-        except (ProtrainError, SparseError, *_VALUES_ASKED):
+        except (ProtrainError, UnknownBytesError, *_VALUES_ASKED):
             raise
         except Exception as error:  # any code of the user's
             if not _is_packing(error):
@@ -353,11 +396,9 @@ def without_values(name: str) -> Iterator[None]:
     """A ProtrainError, naming the model, where its code asks for a tensor's values."""
     try:
         yield
-    except SparseError as error:
+    except UnknownBytesError as error:
         raise ProtrainError(
-            f"there are sparse tensors in {error}: what they take depends on their values",
-            source=name,
-            fix="profile it on the device that it is to run on",
+            str(error), source=name, fix="profile it on the device that it is to run on"
         ) from error
     except _VALUES_ASKED as error:
         raise ProtrainError(
@@ -371,5 +412,5 @@ def without_values(name: str) -> Iterator[None]:
 def _fake(mode: FakeTensorMode, value: Any) -> Any:
     tensors, rebuild = taken_apart(value)
     if any(tensor.layout != torch.strided for tensor in tensors):
-        raise SparseError("the batch")
+        raise UnknownBytesError.sparse("the batch")
     return rebuild([know(mode.from_tensor(tensor), tensor) for tensor in tensors])
