@@ -46,8 +46,8 @@ from protrain_runtime.states.quantized import products_of_a_card
 
 aten = torch.ops.aten
 
-_MOST_BYTES = 2**22
-"""The largest tensor whose values are known: a batch of 500,000 tokens."""
+_MOST_BYTES = 2**24
+"""The largest tensor whose values are known: a batch of two million tokens."""
 
 _ATTRIBUTE = "_protrain_value"
 _UNDEFINED = ("empty", "new_empty", "resize", "set_")
@@ -109,7 +109,7 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
             if left.dim() == 2 and right.dim() == 2:  # one product per group of inner columns
                 return left.new_empty(len(offsets), left.shape[0], right.shape[1])
             return left.new_empty(*left.shape[:-1], right.shape[-1])
-        values = [self._value(tensor) for tensor in tensors_in((args, kwargs))]
+        values = [self.value(tensor) for tensor in tensors_in((args, kwargs))]
         known = all(value is not None for value in values)
         told = _told(func)
         if told.asks_values and known:
@@ -131,13 +131,14 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
                 setattr(tensor, _ATTRIBUTE, _Known(found))
         elif told.writes:
             for tensor in written_arguments(func, args, kwargs):
-                value = self._value(tensor)
+                value = self.value(tensor)
                 if value is not None:
                     storage = value.untyped_storage()
                     self._overwritten[storage._cdata] = storage
         return result
 
-    def _value(self, tensor: Tensor) -> Tensor | None:
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """Values of a fake tensor where they are known; a real one itself."""
         if tensor.requires_grad:
             return None
         value: Tensor | None = tensor
@@ -150,7 +151,7 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
 
     def _real(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
         """The operator's result on the values."""
-        real_args, real_kwargs = tree_map_only(Tensor, self._value, (args, dict(kwargs)))
+        real_args, real_kwargs = tree_map_only(Tensor, self.value, (args, dict(kwargs)))
         with unset_fake_temporarily():
             result: object = func(*real_args, **real_kwargs)
         return result
@@ -167,7 +168,7 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
             )
         if func is aten.masked_select.default:
             arguments = named(func, args, kwargs)
-            given, mask = arguments["self"], self._value(arguments["mask"])
+            given, mask = arguments["self"], self.value(arguments["mask"])
             if mask is None:
                 return None
             shape = torch.broadcast_shapes(given.shape, mask.shape)
@@ -178,7 +179,7 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
             given, indices = arguments["self"], arguments["indices"]
             places = [place for place, index in enumerate(indices) if index is not None]
             if len(places) == 1 and indices[places[0]].dtype == torch.bool:
-                mask = self._value(indices[places[0]])
+                mask = self.value(indices[places[0]])
                 if mask is not None:
                     before, after = given.shape[: places[0]], given.shape[places[0] + mask.dim() :]
                     return given.new_empty(*before, _count(mask), *after)
@@ -297,12 +298,12 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
     Values of small tensors that depend on no parameters stay known (`values`). Two things act as
     they do with real tensors, which PyTorch and transformers know to be fake:
 
-    - transformers looks for packed sequences in the position ids; where it cannot, as in tracing,
-      it makes a mask of all pairs of tokens. Batches here have one sequence per row: it looks, and
-      there is no mask.
+    - transformers looks for packed sequences in the position ids, and for padding in the mask;
+      where it cannot, as in tracing, it makes a mask of all pairs of tokens. Here it looks at
+      values that are known.
     - Recomputation saves the CPU's random state, a tensor that no operator makes.
     """
-    mode = RepeatedCalls()
+    mode, known = RepeatedCalls(), KnownValues()
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         # What an operator refuses is raised; it would print a traceback besides.
@@ -310,12 +311,11 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
         stack.enter_context(replaced(log, "disabled", True))
         if importlib.util.find_spec("transformers") is not None:
             masking = importlib.import_module("transformers.masking_utils")
-            look = masking.find_packed_sequence_indices
 
-            def find_nothing(position_ids: Tensor) -> None:
-                look(position_ids)  # its operators' results are some models' highest
+            def is_tracing(tensor: Tensor | None = None) -> bool:
+                return tensor is not None and known.value(tensor) is None
 
-            stack.enter_context(replaced(masking, "find_packed_sequence_indices", find_nothing))
+            stack.enter_context(replaced(masking, "is_tracing", is_tracing))
         num_bytes = torch.get_rng_state().numel()
         stack.enter_context(
             replaced(torch, "get_rng_state", lambda: torch.empty(num_bytes, dtype=torch.uint8))
@@ -327,7 +327,7 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
         undrawn = replaced(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         stack.enter_context(undrawn)
         stack.enter_context(mode)
-        stack.enter_context(KnownValues())
+        stack.enter_context(known)
         if kind not in ("cpu", "xpu"):  # as bitsandbytes tells devices apart
             stack.enter_context(products_of_a_card())
         attention = device_type(kind).attention
