@@ -112,7 +112,17 @@ def in_autocast(run: Run) -> None:
         run.update()
 
 
-@pytest.mark.parametrize("script", [with_closures, in_autocast])
+def scaled_in_place(run: Run) -> None:
+    """The Trainer of transformers scales the loss so."""
+    for number in range(CHECKED_STEPS):
+        loss = run.loss(number)
+        loss *= 0.5
+        loss.backward()
+        run.seen.append(loss.detach())
+        run.update()
+
+
+@pytest.mark.parametrize("script", [with_closures, in_autocast, scaled_in_place])
 def test_the_copy_does_what_the_loop_does(script: Callable[[Run], None], tmp_path: Path) -> None:
     copied_beside("functional", script=script).assert_like_plain(tmp_path)
 

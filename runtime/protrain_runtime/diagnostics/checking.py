@@ -70,7 +70,7 @@ class _Tap(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.tell = tell
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(tensor.clone() for tensor in tensors)  # a loop may write them (`loss *= 2`)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -115,12 +115,14 @@ class Check:
             replace_code(self._model, self._run),
             self._planned.tell_modes(lambda mode: getattr(self._optimizer, mode)()),
             self._planned.register_load_state_dict_pre_hook(
-                lambda _, state: self._optimizer.load_state_dict(state)
+                lambda _, state: self._optimizer.load_state_dict(copy.deepcopy(state))
             ).remove,
-            self._model.register_load_state_dict_pre_hook(
-                lambda _, state, *__: self._plain.load_state_dict(state, strict=False)
-            ).remove,
+            self._model.register_load_state_dict_pre_hook(self._load).remove,
         ]
+
+    def _load(self, _: nn.Module, state: Mapping[str, Any], prefix: str, *__: object) -> None:
+        own = {name.removeprefix(prefix): value for name, value in state.items()}
+        self._plain.load_state_dict(own, strict=False)
 
     def pair(self) -> tuple[nn.Module, torch.optim.Optimizer] | None:
         """The copy and its optimizer, which load what the model loads; None after the check."""
