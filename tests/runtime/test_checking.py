@@ -1,7 +1,9 @@
 """`check="bitwise"`: silent where all is well, a stop where a bit is not."""
 
+import gc
 import random
 import sys
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -22,6 +24,7 @@ from protrain_runtime.contract.records.plan import (
     Updates,
 )
 from protrain_runtime.diagnostics.checking import CHECKED_STEPS, DifferenceError
+from protrain_runtime.model.prepared import prepared_of
 from tests.support.functional_model import FunctionalBlock
 from tests.support.runtime_cases import (
     CATALOGUE,
@@ -195,6 +198,18 @@ def test_parameters_that_somebody_else_changes_are_a_difference(tmp_path: Path) 
     assert str(refusal(partial(run.step, 1), DifferenceError)) == (
         "step 2 differs from plain PyTorch: output 1 of the forward" + STOP
     )
+
+
+def test_the_copy_is_gone_when_the_check_has_ended(tmp_path: Path) -> None:
+    run = copied_beside("functional").start(tmp_path)
+    prepared = prepared_of(run.model)
+    assert prepared is not None
+    copies = [weakref.ref(one) for one in prepared.plain() or ()]
+    assert len(copies) == 2
+    for number in range(CHECKED_STEPS):
+        run.step(number)
+    gc.collect()
+    assert [one() for one in copies] == [None, None]
 
 
 def test_an_unknown_check_is_refused(tmp_path: Path) -> None:

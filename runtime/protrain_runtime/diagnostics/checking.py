@@ -129,10 +129,12 @@ class Check:
         return (self._plain, self._optimizer) if self._undo else None
 
     def stop(self) -> None:
-        """Take everything off the model again; a second time does nothing."""
-        while self._undo:
-            self._undo.pop()()
-        self._micro_batches.clear()
+        """Take everything off the model again, and drop the copy; a second time does nothing."""
+        if self._undo:
+            while self._undo:
+                self._undo.pop()()
+            self._micro_batches.clear()
+            del self._plain, self._optimizer
 
     def _run(self, *args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
