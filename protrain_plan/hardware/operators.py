@@ -308,6 +308,9 @@ def _masked_index(call: OperatorCall) -> int:
     return 8 * int(chosen) * int(mask.dim())
 
 
+INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+
+
 def _masked_put(call: OperatorCall) -> int:
     """A bound: every element of the mask is true (see `_masked_index`)."""
     return sum(
@@ -413,9 +416,7 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
         call["grad_output"], call["indices"]
     ),
     aten.index.Tensor: _masked_index,
-    aten.index_put.default: _masked_put,
-    aten.index_put_.default: _masked_put,
-    aten._index_put_impl_.default: _masked_put,
+    **dict.fromkeys(INDEX_PUTS, _masked_put),
     # The mask as whole numbers, and their running sum.
     aten.masked_select.default: lambda call: 16 * call.given.numel(),
     aten.masked_scatter_backward.default: lambda call: 16 * call.given.numel(),
@@ -505,9 +506,7 @@ CUDA_WORKSPACES: dict[Any, Workspace] = {
         2 * 64 * 4 * math.prod(call["normalized_shape"])
     ),
     aten.sort.default: _cuda_sort,
-    aten.index_put.default: _cuda_sort,
-    aten.index_put_.default: _cuda_sort,
-    aten._index_put_impl_.default: _cuda_sort,
+    **dict.fromkeys(INDEX_PUTS, _cuda_sort),
     # A bound: operands that the library cannot read as they lie are copied.
     aten.bmm.default: lambda call: contiguous(*call.inputs),
     PACKED_PRODUCT: packed_product,

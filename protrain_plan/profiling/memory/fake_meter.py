@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.hardware.operator_log import OperatorLog
-from protrain_plan.hardware.operators import Allocator
+from protrain_plan.hardware.operators import INDEX_PUTS, Allocator
 from protrain_plan.profiling.memory.passes import identities
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
@@ -34,12 +34,7 @@ memory that an estimate does without; their scratch memory is bounded."""
 aten = torch.ops.aten
 
 _BY_VALUES = (aten._grouped_mm.default,)
-_BY_MASKS = (
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-    aten.masked_scatter_backward.default,
-)
+_BY_MASKS = (*INDEX_PUTS, aten.masked_scatter_backward.default)
 """Take as much as their operands' values say, and as their masks. Others of that kind give results
 of other shapes for operands of zeros, and are told by that."""
 

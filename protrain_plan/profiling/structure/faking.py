@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +46,12 @@ from protrain_runtime.states.quantized import products_of_a_card
 
 aten = torch.ops.aten
 
-_MOST_BYTES = 2**24
-"""The largest tensor whose values are known: a batch of two million tokens."""
+_MOST_BYTES = 2**23
+"""The largest tensor whose values are known: a batch of a million tokens, and no mask of all pairs
+of 4,096 tokens, whose values would take an eighth of an estimate's time."""
+
+_Given = Mapping[str, Any]  # an operator's arguments by name
+_Fake = Callable[[], Any]  # PyTorch's own result for fake tensors
 
 _ATTRIBUTE = "_protrain_value"
 _UNDEFINED = ("empty", "new_empty", "resize", "set_")
@@ -102,13 +106,6 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return asked(func, args, kwargs)
-        if func is aten._grouped_mm.default:
-            # PyTorch knows the shapes of grouped matrix products of bfloat16 only.
-            given = named(func, args, kwargs)
-            left, right, offsets = given["self"], given["mat2"], given["offs"]
-            if left.dim() == 2 and right.dim() == 2:  # one product per group of inner columns
-                return left.new_empty(len(offsets), left.shape[0], right.shape[1])
-            return left.new_empty(*left.shape[:-1], right.shape[-1])
         values = [self.value(tensor) for tensor in tensors_in((args, kwargs))]
         known = all(value is not None for value in values)
         told = _told(func)
@@ -118,9 +115,10 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
             counted = self._counted(func, args, kwargs, known=known)
             if counted is not None:
                 return counted
-        result = func(*args, **kwargs)
         if func in _AS_REAL:
-            result = _AS_REAL[func](named(func, args, kwargs), result)
+            result = _AS_REAL[func](named(func, args, kwargs), partial(func, *args, **kwargs))
+        else:
+            result = func(*args, **kwargs)
         made = tensors_in(result)
         for tensor in made:
             if tensor.layout is not torch.strided:
@@ -191,44 +189,49 @@ def _cut(whole: Tensor, result: Tensor) -> Tensor:
     return result.new_empty(whole.shape).resize_(result.shape)
 
 
-def _loss(given: Mapping[str, Any], result: Tensor) -> Tensor:
-    return _cut(torch.broadcast_tensors(given["self"], given["target"])[0], result)
+def _loss(given: _Given, fake: _Fake) -> Tensor:
+    return _cut(torch.broadcast_tensors(given["self"], given["target"])[0], fake())
 
 
-def _normalised(given: Mapping[str, Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+def _bags(given: _Given, fake: _Fake) -> tuple[Tensor, ...]:
+    rows, bags, *others = fake()
+    return rows, _cut(bags.new_empty(given["indices"].numel() + 1), bags), *others
+
+
+def _normalised(given: _Given, fake: _Fake) -> tuple[Any, ...]:
     """The first tensor in the order that the input suggests, and none where none is asked for."""
-    first, *others = result
+    first, *others = fake()
     if not given.get("output_mask", [True])[0]:
         return None, *others
     return first.contiguous(memory_format=suggest_memory_format(given["input"])), *others
 
 
-def _unknown(_: object, __: object) -> Any:
+def _grouped(given: _Given, _: _Fake) -> Tensor:
+    """PyTorch knows the shapes of grouped matrix products of bfloat16 only."""
+    left: Tensor = given["self"]
+    right, offsets = given["mat2"], given["offs"]
+    if left.dim() == 2 and right.dim() == 2:  # one product per group of inner columns
+        return left.new_empty(len(offsets), left.shape[0], right.shape[1])
+    return left.new_empty(*left.shape[:-1], right.shape[-1])
+
+
+def _lstm(_: _Given, __: _Fake) -> Tensor:
     raise UnknownBytesError("an LSTM keeps a workspace whose size its library alone knows")
 
 
-_AS_REAL: dict[Any, Callable[[Mapping[str, Any], Any], Any]] = {
-    **dict.fromkeys(
-        (
-            aten.mse_loss.default,
-            aten.smooth_l1_loss.default,
-            aten.soft_margin_loss.default,
-            aten.binary_cross_entropy.default,
-        ),
-        _loss,
-    ),
-    # Bags by index are made with one more.
-    aten._embedding_bag.default: lambda given, result: (
-        result[0],
-        _cut(result[1].new_empty(given["indices"].numel() + 1), result[1]),
-        *result[2:],
-    ),
-    aten.col2im.default: lambda given, result: _cut(given["self"], result),
-    aten.mkldnn_rnn_layer.default: _unknown,
+_AS_REAL: dict[Any, Callable[[_Given, _Fake], Any]] = {
+    aten.mse_loss.default: _loss,
+    aten.smooth_l1_loss.default: _loss,
+    aten.soft_margin_loss.default: _loss,
+    aten.binary_cross_entropy.default: _loss,
+    aten._embedding_bag.default: _bags,
+    aten.col2im.default: lambda given, fake: _cut(given["self"], fake()),
     aten.native_batch_norm.default: _normalised,
     aten.native_batch_norm_backward.default: _normalised,
+    aten._grouped_mm.default: _grouped,
+    aten.mkldnn_rnn_layer.default: _lstm,
 }
-"""Corrections of fake results that are smaller or lie otherwise in memory than real ones."""
+"""Operators whose fake results are smaller, or lie otherwise in memory, than real ones."""
 
 
 def asked(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:

@@ -197,8 +197,8 @@ class Check:
                     dict(zip(names, outputs, strict=True)),
                 )
                 roots = [tensor for tensor in outputs if tensor.requires_grad]
-                both = zip(roots, called.gradients, strict=True)
-                used = [(root, gradient) for root, gradient in both if gradient is not None]
+                given = zip(roots, called.gradients, strict=True)
+                used = [(root, gradient) for root, gradient in given if gradient is not None]
                 torch.autograd.backward([root for root, _ in used], [g for _, g in used])
         finally:
             set_present_states()
@@ -211,8 +211,8 @@ class Check:
     def _after_step(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad()
-        own = dict(self._plain.named_parameters())
-        self._compare("parameter", dict(parameter_values(self._model)), own)
+        plain = dict(self._plain.named_parameters())
+        self._compare("parameter", dict(parameter_values(self._model)), plain)
         self._micro_batches.clear()
         self._steps += 1
         if self._steps == CHECKED_STEPS:
