@@ -25,6 +25,7 @@ from protrain_runtime.activations.compiled import (
 from protrain_runtime.activations.forms import wrap_forward
 from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
+from protrain_runtime.activations.recompute import let_parametrize_rerun
 from protrain_runtime.checkpoint.weights import Weights
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import ProtrainError
@@ -198,6 +199,7 @@ def prepare(
         check_states(plan, facade)
         before = look_at(model)
         undo.append(switch_off_checkpointing(model, stacklevel=3))
+        let_parametrize_rerun()
         undo.append(switch_off_caches(model, evaluates=True, stacklevel=3))
         prepared = Prepared(None, (), facade, undo, plan, ranks=ranks, has_values=values is None)
         if not keeps:

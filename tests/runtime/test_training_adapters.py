@@ -97,6 +97,7 @@ CASES: dict[str, Case] = {
     "biases": Case("r=2,bias=lora_only", (("bias", "lora_only"),), stays=True),
     "GPT-2": Case("r=2,dora", (("use_dora", True),), model="gpt2"),
     "T5": Case("r=2,dropout=0.1", (("lora_dropout", 0.1),), model="t5"),
+    "experts": Case("r=2", model="mixtral"),
     "master weights": Case(
         "r=2,modules_to_save=lm_head", (("modules_to_save", ["lm_head"]),), precision="master"
     ),

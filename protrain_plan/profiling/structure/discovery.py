@@ -33,6 +33,7 @@ from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.compiled import uncompiled
+from protrain_runtime.activations.recompute import let_parametrize_rerun
 from protrain_runtime.activations.trees import tensors_in, written_arguments
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.folding import fold, runs
@@ -158,6 +159,7 @@ def record_execution(model: nn.Module, batch: Batch, start: Start | None = None)
     train flags, hooks and the random state are afterwards what they were; the autograd graph is
     freed. Fake tensors work too.
     """
+    let_parametrize_rerun()
     recorder = _Recorder(model)
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))

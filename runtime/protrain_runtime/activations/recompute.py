@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_runtime.activations.forms import Code
@@ -214,6 +215,23 @@ def unchanged(norms: Sequence[nn.Module]) -> Iterator[None]:
             for buffer, value in zip(buffers, values, strict=True):
                 with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)
+
+
+_SET: Callable[[Tensor, Tensor], None] = parametrize._maybe_set
+
+
+def let_parametrize_rerun() -> None:
+    """From now on `torch.nn.utils.parametrize` sets no parameter to itself.
+
+    It does where a parametrization has no right inverse, and PyTorch counts that as a write. Peft's
+    adapters on parameters of experts register one in each forward.
+    """
+    parametrize._maybe_set = _set_to_another
+
+
+def _set_to_another(dest: Tensor, src: Tensor) -> None:
+    if dest is not src:
+        _SET(dest, src)
 
 
 Written = dict[str, tuple[Tensor, int]]
