@@ -84,13 +84,14 @@ def test_an_inner_dimension_that_is_small_for_the_result_makes_a_low_rank_produc
 
 
 @pytest.mark.parametrize("machine", hardware_names())
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.0), (torch.float32, 1.4)])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.0), (torch.float32, 1.45)])
 def test_a_low_rank_product_takes_about_as_long_as_an_addition(
     machine: str, dtype: torch.dtype, most: float
 ) -> None:
     """The largest one, of its result's size, by the rates of every machine of the catalogue.
 
-    In float32 an A100's last wave of tiles leaves processors idle: 1.34 times as long.
+    In float32 the last wave of tiles leaves processors idle: 1.34 times as long on an A100, 1.42
+    on a B200, whose memory is fast for its units of float32.
     """
     rates = load_hardware(machine).rates
     assert rates is not None

@@ -31,7 +31,7 @@ from protrain_plan.models.building import seeded
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.measured import measure
-from protrain_plan.profiling.memory.passes import saved_bytes
+from protrain_plan.profiling.memory.saved import saved_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.records.decisions import WORDINGS
 from protrain_runtime.contract.records.hardware import TierName

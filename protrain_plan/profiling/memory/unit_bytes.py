@@ -22,7 +22,7 @@ from protrain_plan.models.optimizers import (
 )
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.lasting import Lasting
-from protrain_plan.profiling.memory.passes import SavedBytes
+from protrain_plan.profiling.memory.saved import SavedBytes, saved_bytes
 from protrain_plan.profiling.structure.discovery import (
     FURTHER_STEPS,
     FoundUnit,
@@ -136,7 +136,7 @@ def analyze_units(
     once = dict(run_once(model, found, batch) if once is None else once)
     lasting = Lasting(model)
     with writing_arguments(modules) as arguments:
-        keep = passes.saved_bytes(model, modules, batch, "keep")
+        keep = saved_bytes(model, modules, batch, "keep")
     # What is handed on in arguments is held there, so that a swap would free nothing.
     handing = arguments.tensors
     keep = [replace(s, pieces=()) if index in handing else s for index, s in enumerate(keep)]
@@ -161,7 +161,7 @@ def analyze_units(
 
     def look(form: Form, batch: Batch = batch, *, may_skip: bool = False) -> list[SavedBytes]:
         inputs = None if form == "keep" else own_inputs
-        return passes.saved_bytes(
+        return saved_bytes(
             model, modules, batch, form, own_inputs=inputs, kept=kept, may_skip=may_skip
         )
 
@@ -178,7 +178,7 @@ def analyze_units(
                 ]
 
     def step() -> None:
-        passes.saved_bytes(model, modules, batch, "keep")
+        saved_bytes(model, modules, batch, "keep")
 
     lasting.refuse_growth(step)
     on_blocks = is_accelerator(device)
@@ -370,8 +370,9 @@ def measure_bytes(
     }
     units = [_unit(structure, index, memory, last, arrived, sparse) for index in range(len(keep))]
     if any(saved.leaving for saved in keep):
+        leaving = [saved.leaving for saved in keep]
         cuts = passes.swapped_segments(
-            model, structure.modules, batch, keep, meter=meter, num_warm=structure.num_warm
+            model, structure.modules, batch, leaving, meter=meter, num_warm=structure.num_warm
         )
         units = _raised(units, ["keep"] * len(units), cuts, structure, arrived)
     if len(memory) > 1 and any(saved.linked for saved in keep):

@@ -1,0 +1,344 @@
+"""Bytes that units save for backward and hand on, from one forward whose tensors are followed."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
+
+from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.profiling.memory.passes import SlotWatch, watched
+from protrain_plan.profiling.structure.rerun import held_tensors
+from protrain_runtime.activations.saved_tensors import MIN_SWAP_BYTES
+from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.contract.program.program import grouped
+from protrain_runtime.contract.records.profile import HANDED_SIZES, Form
+from protrain_runtime.devices.lanes import num_holders
+from protrain_runtime.devices.memory_meter import strided_parts
+
+
+def identities(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The identities of the live storages behind tensors; fake tensors have no addresses."""
+    return {int(part.untyped_storage()._cdata) for part in strided_parts(tensors)}
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Packed:
+    """A saved tensor, alive for as long as autograd keeps it."""
+
+    tensor: torch.Tensor
+
+
+class TrackedStorage:
+    """A storage, and who holds it: autograd, through what was packed, or others.
+
+    It is not held here, so that it dies when all of these let go of it.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.key = storage._cdata
+        self.num_bytes = storage.nbytes()
+        self.alive = StorageWeakRef(storage)  # no other gets its identity meanwhile
+        self._packed: list[ref[Packed]] = []
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        held = Packed(tensor.detach())  # the tensor itself would hold the graph that holds it
+        if tensor.layout == torch.strided:  # a sparse one has several storages
+            self._packed.append(ref(held))
+        return held
+
+    @property
+    def awaited(self) -> bool:
+        """Whether autograd still holds it."""
+        return any(weak() is not None for weak in self._packed)
+
+    def held_elsewhere(self) -> bool:
+        """Whether it would stay if autograd let go of it."""
+        packed = [held.tensor for held in (weak() for weak in self._packed) if held is not None]
+        if not packed:
+            return not self.alive.expired()
+        return num_holders(packed[0].untyped_storage()) > len(packed)
+
+
+class TrackedStorages(dict[int, TrackedStorage]):
+    """The storages that were met, by identity; no new storage gets an identity that is in here."""
+
+    def of(self, tensor: torch.Tensor) -> TrackedStorage:
+        """The tensor's storage, the first one of a sparse tensor."""
+        storage = next(strided_parts([tensor])).untyped_storage()
+        if storage._cdata not in self:
+            self[storage._cdata] = TrackedStorage(storage)
+        return self[storage._cdata]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedBytes:
+    """The storages of its own that a unit saves for backward: all, and the inputs among them.
+
+    `awaited` is False where all that the unit saved is gone when the forward has ended: the loss
+    does not depend on it, as on LLaVA's last image layer. What such a block saves is no level that
+    stands until backward, so that other units' costs would depend on its form: it has one alone.
+    `linked` is a unit that hands what has gradients to more than the next unit, or gets such: an
+    output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
+    `differentiated`: the forward itself asks for gradients through what the unit hands on.
+    `ends_in_cross_entropy`: the last part calls that. `handed_bytes` are of the inputs with
+    gradients that the unit before saves as well, such as a relu's output. `shared_inputs` are bytes
+    of inputs that others hold, too, and none saves, such as position ids: several blocks read them,
+    or the model's code has a name for them two units later. They end with the model's forward,
+    unless a block is recomputed, which holds them until then.
+    """
+
+    pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
+    leaving: Set[int]  # the numbers of the tensors that lie in these, of all that the unit saves
+    own_inputs: tuple[int, ...]  # positions among the unit's input tensors
+    awaited: bool
+    linked: bool
+    differentiated: bool = False
+    ends_in_cross_entropy: bool = False
+    handed_bytes: int = 0
+    reads: tuple[int, ...] = ()
+    gets: tuple[str, ...] = ()  # shape and dtype of each tensor from the unit before
+    shared_inputs: tuple[int, ...] = ()  # each with the first unit that reads it
+
+    @property
+    def swappable_bytes(self) -> int:
+        return sum(self.pieces)
+
+
+class _LossSeen(TorchFunctionMode):
+    """Sees whether a cross entropy is called."""
+
+    seen = False
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
+        if func is cross_entropy and not torch.compiler.is_compiling():
+            self.seen = True
+        return func(*args, **(kwargs or {}))
+
+
+def _handed(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """The differentiated of these tensors, in words; where none is, the first with fractions."""
+
+    def dtype(tensor: torch.Tensor) -> str:
+        return str(tensor.dtype).removeprefix("torch.")
+
+    real = [one for one in tensors if dtype(one) in HANDED_SIZES and one.layout == torch.strided]
+    handed = [one for one in real if one.requires_grad] or real[:1]
+    return tuple(f"{'x'.join(map(str, one.shape)) or '1'} {dtype(one)}" for one in handed)
+
+
+@dataclass(slots=True)
+class _UnitSeen:
+    """The storages that one unit of a forward met, most by their identity.
+
+    packed   of all that it saves, in order
+    held     of what it saves: by others, when the unit ends
+    gone     of what it saves: no longer, when the unit ends
+    staying  places of inputs that others hold two units later
+    awaited  of what it saves: by autograd, when the forward has ended
+    gets     its inputs from the unit before, described
+    """
+
+    inputs: list[TrackedStorage] = field(default_factory=list[TrackedStorage])
+    saved: dict[int, TrackedStorage] = field(default_factory=dict[int, TrackedStorage])
+    packed: list[int] = field(default_factory=list[int])
+    held: set[int] = field(default_factory=set[int])
+    gone: set[int] = field(default_factory=set[int])
+    staying: set[int] = field(default_factory=set[int])
+    outputs: set[int] = field(default_factory=set[int])
+    awaited: set[int] = field(default_factory=set[int])
+    gets: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> list[int]:
+        """Its inputs' storages, by place."""
+        return [one.key for one in self.inputs]
+
+    def look_at_inputs(self) -> None:
+        self.staying = {place for place, one in enumerate(self.inputs) if one.held_elsewhere()}
+
+    def end(self) -> None:
+        self.held = {key for key, one in self.saved.items() if one.held_elsewhere()}
+        self.gone = {key for key, one in self.saved.items() if not one.awaited}
+
+
+class _ForwardSeen:
+    """One forward of a model, in which storages are followed from unit to unit."""
+
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module | None]) -> None:
+        self._model, self._modules = model, modules
+        self.units = [_UnitSeen() for _ in modules]
+        self._last, self._current = len(modules) - 1, 0
+        self._storages = TrackedStorages()
+        self._shared = identities(model.parameters())  # with sparse tensors that units hand on
+        self._flowing: set[int] = set()  # what has gradients, of what units get and give
+        self._loss = _LossSeen()
+        self._watch = SlotWatch(self._on_slot, self._on_leave, last=lambda: self._loss)
+        self._readers: dict[int, set[int]] = defaultdict(set)
+        self._given_to: dict[int, set[int]] = defaultdict(set)
+        self._makers: dict[int, int] = {}
+
+    def run(self, batch: Batch, form: Form, *, kept: Set[int], may_skip: bool) -> None:
+        with watched(self._model, self._modules, form, self._watch, kept=kept, may_skip=may_skip):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor):
+                loss = loss_of(call_model(self._model, batch))
+            for unit in self.units:
+                unit.awaited = {key for key, one in unit.saved.items() if one.awaited}
+            del loss
+        for number, unit in enumerate(self.units):
+            for key in unit.keys:
+                self._given_to[key].add(number)
+            for key in (*unit.saved, *unit.keys):
+                self._readers[key].add(number)
+            for key in unit.outputs & self._flowing:
+                self._makers.setdefault(key, number)
+
+    def _on_slot(self, slot: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._current = min(slot, self._last)
+        if slot <= self._last:
+            unit = self.units[slot]
+            unit.inputs.extend(map(self._storages.of, tensors))
+            if slot and tensors:
+                unit.gets = _handed(tensors)
+            self._shared.update(identities(t for t in tensors if t.layout != torch.strided))
+            self._note(tensors)
+        if 0 < slot <= self._last + 1:
+            self.units[slot - 1].end()
+        if 1 < slot <= self._last + 1:
+            self.units[slot - 2].look_at_inputs()
+
+    def _on_leave(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.units[self._current].outputs.update(identities(tensors))
+        if self._current < self._last:
+            self.units[self._current + 1].gets = _handed(tensors)
+        self._note(tensors)
+
+    def _note(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._flowing.update(self._storages.of(one).key for one in tensors if one.requires_grad)
+
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        if self._current == self._last and self._last:
+            # The last block's input: no unit begins two units later.
+            self.units[self._last - 1].look_at_inputs()
+        one, unit = self._storages.of(tensor), self.units[self._current]
+        unit.packed.append(one.key)
+        if tensor.layout == torch.strided:
+            unit.saved.setdefault(one.key, one)
+        return one.pack(tensor)
+
+    def shared_inputs(self, batch: Batch) -> list[tuple[int, ...]]:
+        """Bytes of inputs that others hold, too, and none saves, with the first unit of each."""
+        lasting = [tensor for held in held_tensors(self._model).values() for tensor in held]
+        states = [*self._model.parameters(), *self._model.buffers()]
+        known = identities([*states, *tensors_in(batch), *lasting])
+        known.update(key for unit in self.units for key in unit.packed)
+        found: list[tuple[int, ...]] = []
+        for number, unit in enumerate(self.units):
+            own: list[int] = []
+            for place, one in enumerate(unit.inputs):
+                stays = place in unit.staying and number < self._last - 1
+                if one.key not in known and (stays or len(self._given_to[one.key]) > 1):
+                    known.add(one.key)
+                    own.append(one.num_bytes)
+            found.append(tuple(own))
+        return found
+
+    def _linked(self, number: int) -> bool:
+        """Whether it hands what has gradients beyond the next unit, or gets such."""
+        unit = self.units[number]
+        for place, key in enumerate(unit.keys):
+            # Beyond the unit that made it, which may save it, and the one after that.
+            beyond = len(self._readers[key] - {number - 1}) > 1
+            if key in self._flowing and (beyond or (place in unit.staying and number > 1)):
+                return True
+        return len(self._flowing & (unit.outputs - set(unit.keys))) > 1
+
+    def _reads(self, number: int) -> tuple[int, ...]:
+        """The units before the one before it, of whose results with gradients it reads any.
+
+        The last unit reads what the model's code has a name for two units later, which may be read
+        until the end. (Most have one for the first block's input, and read it no more.)
+        """
+        keys = {key for key in self._makers if number in self._readers[key]}
+        for unit in self.units[2:] if number == self._last else ():
+            keys.update(unit.keys[place] for place in unit.staying)
+        makers = {self._makers[key] for key in keys & self._makers.keys()}
+        return tuple(sorted(maker for maker in makers if maker < number - 1))
+
+    def unit_bytes(
+        self, number: int, own_inputs: Set[int] | None, shared_inputs: tuple[int, ...]
+    ) -> SavedBytes:
+        unit, module, keys = self.units[number], self._modules[number], self.units[number].keys
+        may_be_own = set(range(len(keys))) - unit.staying if own_inputs is None else own_inputs
+        own = tuple(
+            place
+            for place, key in enumerate(keys)
+            if self._readers[key] == {number} and key not in self._shared and place in may_be_own
+        )
+        others = {*keys, *unit.held} - {keys[place] for place in own}
+        foreign = self._shared | unit.outputs | unit.gone | others
+        leaving = {
+            key: one.num_bytes
+            for key, one in unit.saved.items()
+            if key not in foreign
+            and self._readers[key] == {number}
+            and one.num_bytes >= MIN_SWAP_BYTES
+        }
+        # What the loss does not depend on ends with the forward: a swap would take it twice.
+        if module is None or not leaving.keys() <= unit.awaited:
+            leaving = {}
+        sizes = list(leaving.values())
+        before = self.units[number - 1].saved if number else {}
+        return SavedBytes(
+            pieces=tuple(sum(sizes[place] for place in group) for group in grouped(sizes)),
+            leaving={place for place, key in enumerate(unit.packed) if key in leaving},
+            own_inputs=own,
+            awaited=bool(unit.awaited) or not unit.saved,
+            reads=self._reads(number),
+            gets=unit.gets,
+            shared_inputs=shared_inputs,
+            linked=self._linked(number),
+            differentiated=number in self._watch.differentiated,
+            ends_in_cross_entropy=number == self._last and module is None and self._loss.seen,
+            handed_bytes=sum(
+                before[key].num_bytes for key in set(keys) & self._flowing & before.keys()
+            ),
+        )
+
+
+def saved_bytes(
+    model: nn.Module,
+    modules: Sequence[nn.Module | None],
+    batch: Batch,
+    form: Form,
+    *,
+    own_inputs: Sequence[tuple[int, ...]] | None = None,
+    kept: Set[int] = frozenset(),
+    may_skip: bool = False,
+) -> list[SavedBytes]:
+    """For each unit, what a swap could take away when activations have `form`.
+
+    `own_inputs`, if given, are the inputs that are the units' own in another form, and no others
+    are here: the unit before may take that form, and hold what it hands on.
+
+    A storage is a unit's own if no other unit saves it or has it among its inputs, nobody else
+    holds it, it is no parameter, and it is not what the unit hands on. Who else holds it
+    is seen where the runtime looks as well: when the unit has ended; of an input, two units later.
+    What autograd has let go of by then (the graph of what a forward detaches) is no longer saved.
+    The first block's input often stays, because a frame of the model's forward has a name for it:
+    swapping it would free nothing before the forward returns. Parts swap nothing.
+    """
+    seen = _ForwardSeen(model, modules)
+    seen.run(batch, form, kept=kept, may_skip=may_skip)
+    return [
+        seen.unit_bytes(number, None if own_inputs is None else set(own_inputs[number]), shared)
+        for number, shared in enumerate(seen.shared_inputs(batch))
+    ]
