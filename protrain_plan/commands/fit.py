@@ -1,7 +1,8 @@
 """`protrain fit`: whether and how a model trains on machines, before there is any profile."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,9 @@ from protrain_plan.commands.trainer_files import FileOptions
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
+    from protrain_plan.commands.cells import Cells
     from protrain_plan.hardware.offers import MachineOffer
+    from protrain_plan.models.trainer_files import TrainerFile
     from protrain_plan.planning.questions.cells import Order, Tried
     from protrain_plan.presentation.trainer_files import Advice
 
@@ -99,6 +102,22 @@ class WantedOptions:
     def is_search(self) -> bool:
         """Whether cells are planned only until one is the answer."""
         return self.speed is not None or self.price_limit is not None
+
+    def searched(
+        self, cells: "Cells", answered: "_Answered", tell: "Callable[[str, float], None]"
+    ) -> dict[str, Any]:
+        """The cell that is searched, as JSON; those that are planned before it are `answered`."""
+        from protrain_plan.planning.questions.grid import search
+        from protrain_plan.presentation.grids import search_json
+
+        best = search(
+            [cell for line in cells.lines(tell) for cell in line],
+            speed=self.speed,
+            told=lambda cell, part: tell(f"planning {cell.name}", part),
+            done=answered.add,
+        )
+        asked_for = {"tokens_per_second": self.speed, "price_limit": self.price_limit}
+        return search_json(best, answered.rows, asked_for)
 
     def offers(self, cells: CellOptions, budgets: BudgetOptions) -> "Sequence[MachineOffer]":
         """Return all numbers of devices of all machines; ProtrainError where there is none."""
@@ -210,13 +229,10 @@ def fit(
     | protrain fit axolotl.yaml --on rtx-4090
     """
     from protrain_plan.commands.cells import Cells, Row
-    from protrain_plan.commands.output import destination, print_json, print_rendered, progress
+    from protrain_plan.commands.output import destination, progress
     from protrain_plan.commands.settings import read_settings
     from protrain_plan.planning.questions.cells import refuse_missing
-    from protrain_plan.presentation.grids import cell_text, grid_text, row_of, search_json
-    from protrain_plan.presentation.trainer_files import advice, file_json, file_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
-    from protrain_runtime.contract.records.files import replace_text
 
     page = answers.report
     if page is not None:
@@ -230,14 +246,14 @@ def fit(
     refuse_of_factory(context, model, grid.given)
     asked, beside = grid.filled(asked), of_file.frozen(model, file)
     chosen = list(grid.rows(workload, step))
-    helps = [option for option in given(answers) if option in ("--compare", "--what-helps")]
+    others = [option for option in given(answers) if option in ("--compare", "--what-helps")]
     if staged.stages is not None:
         refuse_without_global_batch(asked.global_batch, asked.batch_size, step.accumulate)
-        unused = (*helps, *["--beside"] * bool(beside), *["--set"] * bool(grid.given))
-        refuse(unused, "stages are planned without it")
+        others += ["--beside"] * bool(beside) + ["--set"] * bool(grid.given)
+        refuse(others, "stages are planned without it")
     if wanted.is_search:
-        unused = (*helps, *["--sort"] * bool(asked.sort))
-        refuse(unused, "a search has an order and an answer of its own")
+        others += ["--sort"] * bool(asked.sort)
+        refuse(others, "a search has an order and an answer of its own")
     for _, _, of_row in chosen:
         refuse_batches(asked.global_batch, asked.batch_size, of_row.accumulate)
     order = choice("--sort", asked.sort, ORDERS) if asked.sort else None
@@ -263,53 +279,74 @@ def fit(
         cache=EstimateCache(off=asked.no_cache),
         jobs=asked.jobs,
     )
-    rows: list[dict[str, Any]] = []
-    advised: list[Advice] = []
-
-    def known(one: "Tried") -> None:
-        row = row_of(one)
-        if file is not None:
-            changes = []
-            if (fit := one.reached) is not None:
-                plain_fits = fit.verdict == "fits"
-                changes = [advice(file, cell_text(row), fit, plain_fits=plain_fits)]
-            row |= file_json(file, changes)
-            advised.extend(changes)
-        rows.append(row)
-        if as_json:
-            print_json(row, indent=None)
-
+    answered = _Answered(file=file, as_json=as_json)
     found: dict[str, Any] | None = None
     with progress(quiet=as_json) as tell:
         tell("estimating", 0.0)
         if wanted.is_search:
-            from protrain_plan.planning.questions import grid as grids
-
-            best = grids.search(
-                [cell for line in cells.lines(tell) for cell in line],
-                speed=wanted.speed,
-                told=lambda cell, part: tell(f"planning {cell.name}", part),
-                done=known,
-            )
-            asked_for = {"tokens_per_second": wanted.speed, "price_limit": wanted.price_limit}
-            found = search_json(best, rows, asked_for)
+            found = wanted.searched(cells, answered, tell)
         else:
             every = cells.answers(tell, compare=answers.compare, helps=answers.what_helps)
             for one in sorted(every, key=lambda one: one.rank(order)) if order else every:
-                known(one)
-    if page is not None:
-        from protrain_plan.presentation.report.fit_page import fit_page
-
-        replace_text(page, fit_page(rows, columns=columns))
-    if as_json and found:
-        print_json(found, indent=None)
-    elif not as_json:
-        written = () if answers.report is None else (answers.report,)
-        more = file_text(file, advised) if file else ()
-        print_rendered(grid_text(rows, *written, columns=columns, search=found, more=more))
+                answered.add(one)
+    answered.show(answers.report, page, columns, found)
+    rows = answered.rows
     fits = [found["best"]] if found else [row["verdict"] != "does not fit" for row in rows]
     if not any(fits):
         raise typer.Exit(3)
+
+
+@dataclass(slots=True)
+class _Answered:
+    """The answers so far, each a row; after a trainer's file with what to change in it."""
+
+    file: "TrainerFile | None"
+    as_json: bool
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    advised: "list[Advice]" = field(default_factory=list)
+
+    def add(self, one: "Tried") -> None:
+        """One more answer, which is printed at once as JSON."""
+        from protrain_plan.commands.output import print_json
+        from protrain_plan.presentation.grids import cell_text, row_of
+        from protrain_plan.presentation.trainer_files import advice, file_json
+
+        row = row_of(one)
+        if self.file is not None:
+            changes = []
+            if (fit := one.reached) is not None:
+                plain_fits = fit.verdict == "fits"
+                changes = [advice(self.file, cell_text(row), fit, plain_fits=plain_fits)]
+            row |= file_json(self.file, changes)
+            self.advised += changes
+        self.rows.append(row)
+        if self.as_json:
+            print_json(row, indent=None)
+
+    def show(
+        self,
+        report: Path | None,
+        page: Path | None,
+        columns: tuple[str, ...],
+        found: dict[str, Any] | None,
+    ) -> None:
+        """Write the page, and print all answers as a table, or what a search `found`."""
+        from protrain_plan.commands.output import print_json, print_rendered
+        from protrain_plan.presentation.grids import grid_text
+        from protrain_plan.presentation.trainer_files import file_text
+        from protrain_runtime.contract.records.files import replace_text
+
+        if page is not None:
+            from protrain_plan.presentation.report.fit_page import fit_page
+
+            replace_text(page, fit_page(self.rows, columns=columns))
+        if self.as_json and found:
+            print_json(found, indent=None)
+        elif not self.as_json:
+            written = () if report is None else (report,)
+            more = file_text(self.file, self.advised) if self.file else ()
+            text = grid_text(self.rows, *written, columns=columns, search=found, more=more)
+            print_rendered(text)
 
 
 def search(wanted: WantedOptions, **options: Any) -> None:

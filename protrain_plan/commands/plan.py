@@ -1,7 +1,7 @@
 """`protrain plan`: the fastest plan for a profile."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,10 +44,12 @@ from protrain_plan.commands.trainer_files import FileOptions
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
+    from protrain_plan.commands.cells import Cells, Row
+    from protrain_plan.commands.staging import Staged
+    from protrain_plan.models.trainer_files import TrainerFile
     from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.model.options import Pin
     from protrain_plan.planning.questions.answers import Answer, Objective, Quantity, Question
-    from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_runtime.contract.records.hardware import Hardware
     from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
     from protrain_runtime.contract.records.profile import Profile
@@ -208,10 +210,22 @@ class SearchOptions:
     lp: Path | None = option("Write the integer programme in the readable .lp format.")
 
     def ask(
-        self, question: "Question", objective: "Objective", kept: "AnswerCache", *, as_json: bool
+        self,
+        question: "Question",
+        objective: "Objective",
+        lp: Path | None,
+        no_cache: bool,
+        *,
+        as_json: bool,
     ) -> "Answer":
         """The answer, with its progress shown; Ctrl-C ends the search with the best so far."""
         from protrain_plan.commands.output import interruptible, print_beside, progress
+        from protrain_plan.planning.questions.kept_answers import AnswerCache
+
+        if lp is not None:
+            from protrain_plan.planning.model.fluid import Fluid
+
+            Fluid(question.problem()).write_lp(lp)
 
         with interruptible() as interrupted, progress(quiet=as_json) as report:
             # From here on Ctrl-C ends the search, and not these imports.
@@ -223,7 +237,7 @@ class SearchOptions:
             return ask(
                 question,
                 objective,
-                kept,
+                AnswerCache(off=no_cache),
                 effort=Effort(
                     gap_target=self.gap,
                     time_limit_s=self.time_limit,
@@ -253,6 +267,35 @@ class ModelOptions:
     )
     no_cache: NoCacheOption = False
 
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Its lengths and batches, one of each."""
+        return [self.seq_len or SEQ_LEN], [self.batch_size or 1]
+
+    def cells(
+        self,
+        row: "Row",
+        machine: "Hardware",
+        group: "DeviceGroup",
+        budgets: BudgetOptions,
+        staged: StageOptions,
+    ) -> "Cells":
+        """The one cell of the model on a group of the machine's devices."""
+        from protrain_plan.commands.cells import Cells
+        from protrain_plan.hardware.offers import MachineOffer
+        from protrain_plan.profiling.estimate_cache import EstimateCache
+
+        one = MachineOffer(listed=machine, machine=machine, group=group, price_per_hour=0.0)
+        return Cells(
+            rows=[row],
+            offers=[one],
+            budgets=budgets,
+            global_batch=self.global_batch,
+            stages=None if staged.stages is None else staged.numbers(),
+            sizes=(self.batch_size,) if self.batch_size else SIZES,
+            cache=EstimateCache(off=self.no_cache),
+        )
+
     def refuse(
         self, workload: WorkloadOptions, of_file: FileOptions, *, staged: bool = False
     ) -> None:
@@ -265,16 +308,19 @@ class ModelOptions:
         refuse((*kept, *given(workload)), "a profile says it already", fix)
 
 
+ProfileArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A profile; with --on a model, as of fit.",
+        show_default=False,
+        autocompletion=model_names,
+    ),
+]
+
+
 def plan(
     context: typer.Context,
-    profile: Annotated[
-        str,
-        typer.Argument(
-            help="A profile; with --on a model, as of fit.",
-            show_default=False,
-            autocompletion=model_names,
-        ),
-    ],
+    profile: ProfileArgument,
     *,
     budgets: BudgetOptions,
     output: Path = option(
@@ -310,22 +356,11 @@ def plan(
     | protrain plan llama-3.2-1b --on rtx-4090 --maximize batch-size
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
-    from rich.console import Group
-
-    from protrain_plan.commands.cells import Cells, Row
-    from protrain_plan.commands.output import destination, print_beside, progress, show
-    from protrain_plan.hardware.offers import MachineOffer
-    from protrain_plan.models.presets import is_factory
-    from protrain_plan.planning.model.fluid import Fluid
-    from protrain_plan.planning.questions.answers import Question
-    from protrain_plan.planning.questions.kept_answers import AnswerCache
-    from protrain_plan.presentation.plans import answer_json, answer_text
-    from protrain_plan.presentation.terminal import fields_of
-    from protrain_plan.presentation.trainer_files import advice, file_json, file_text
-    from protrain_plan.profiling.estimate_cache import EstimateCache
+    from protrain_plan.commands.cells import Row
+    from protrain_plan.commands.output import destination, print_beside
     from protrain_runtime.contract.records import write_plan, write_profile
 
-    beside, file, named, beside_it = None, None, profile, ""
+    beside, file, named, frozen = None, None, profile, ""
     if model.on is None:
         model.refuse(workload, of_file, staged=staged.stages is not None)
     else:
@@ -336,96 +371,156 @@ def plan(
             devices, workload = filled(devices, options), filled(workload, options)
             step = filled(step, options)
         refuse_of_factory(context, named)
-        beside_it = of_file.frozen(named, file)
+        frozen = of_file.frozen(named, file)
     read = (profile, model.on, fixed.pins, beside)
     target = output if wanted.pareto else destination(output, inputs=read)  # a front is printed
-    if search.lp is not None:
-        lp = destination(search.lp, option="--lp", inputs=(*read, output))
+    lp = search.lp and destination(search.lp, option="--lp", inputs=(*read, output))
     if beside is not None:
         destination(beside, inputs=read[:-1])
     objective, settings = wanted.objective(model.global_batch), step.settings()
+    leaves = leaves_named(allow)
     if staged.stages is not None:
-        others = (*given(fixed), *given(wanted), *given(search), *["--beside"] * bool(beside_it))
-        unused = (option for option in others if option != "--explain")
-        refuse(unused, "stages are planned without it", "leave it out, or --stages")
-        refuse_without_global_batch(model.global_batch, None, settings.micro_batches)
-        replicas = ["--replicas"] * (devices.replicas is not None)
-        refuse(replicas, "the replicas of each stage are found", "leave it out")
-    leaves, kept, cells = leaves_named(allow), AnswerCache(off=model.no_cache), None
-    if model.on is None:
-        record = _read(profile, leaves if staged.stages is None else ())
-        machine = record.hardware
-    else:
-        if staged.stages is None:
-            refuse_batches(model.global_batch, model.batch_size, settings.micro_batches)
-        machine = budgets.machine(model.on)
+        others = (*given(fixed), *given(wanted), *given(search), *["--beside"] * bool(frozen))
+        _refuse_in_stages(others, devices, model.global_batch, settings)
+    elif model.on is not None:
+        refuse_batches(model.global_batch, model.batch_size, settings.micro_batches)
+    record = None if model.on else _read(profile, () if staged.stages else leaves)
+    machine = record.hardware if record else budgets.machine(str(model.on))
     budgets.refuse_host_memory([machine])
     group = devices.on(machine)
-    settings = step.on(settings, group)
+    settings, cells = step.on(settings, group), None
     if model.on is not None:
-        sizes = [model.seq_len or SEQ_LEN], [model.batch_size or 1]
-        [request] = workload.requests(named, *sizes, allow=allow, beside=beside_it)
-        one = MachineOffer(listed=machine, machine=machine, group=group, price_per_hour=0.0)
-        cells = Cells(
-            rows=[Row(request=request, step=settings)],
-            offers=[one],
-            budgets=budgets,
-            global_batch=model.global_batch,
-            stages=None if staged.stages is None else staged.numbers(),
-            sizes=(model.batch_size,) if model.batch_size else SIZES,
-            cache=EstimateCache(off=model.no_cache),
-        )
+        [request] = workload.requests(named, *model.sizes, allow=allow, beside=frozen)
+        one = Row(request=request, step=settings)
+        cells = model.cells(one, machine, group, budgets, staged)
+    subject = _Subject(
+        record=record,
+        cells=cells,
+        budgets=budgets,
+        settings=settings,
+        leaves=leaves,
+        replicas=group.replica_counts if devices.replicas is None else (),
+        pins=fixed.read(),
+        quiet=as_json,
+    )
     if staged.stages is not None:
-        if cells is None:
-            of_batch, many = {record.workload.batch_size: record}, model.global_batch or 1
-            asked = about_stages(of_batch, budgets, settings, many, staged.numbers(), leaves, None)
-        else:
-            with progress(quiet=as_json) as report:
-                [asked] = cells.staged(report)
-        plan_in_stages(asked, fixed.explain, target, beside, as_json=as_json)
+        many = model.global_batch or 1
+        of_stages = subject.in_stages(many, staged.numbers())
+        plan_in_stages(of_stages, fixed.explain, target, beside, as_json=as_json)
         return
-
-    def about(*size: Any) -> Question:
-        """The question about the profile, estimated with another size where that is given."""
-        if cells is None:
-            budget = budgets.of(record, group)
-            found = Question(profile=record, settings=settings, budgets=budget, allow=leaves)
-        else:
-            with progress(quiet=as_json) as report:
-                [[cell]] = (cells.sized(*size) if size else cells).lines(report)
-            found = cell.question
-        counts = group.replica_counts if devices.replicas is None else ()
-        return replace(found, replicas=counts, pins=fixed.read())
-
-    place = profile if model.on is None else "profile.yaml"
-    is_estimated = cells is not None and not is_factory(named)  # whose batches are its own
-    question = wanted.largest(about(), place, about if is_estimated else None)
-    record = question.profile
-    if search.lp is not None:
-        Fluid(question.problem()).write_lp(lp)
-    answer = search.ask(question, objective, kept, as_json=as_json)
+    place = profile if beside is None else "profile.yaml"
+    question = wanted.largest(subject.question(), place, subject.sized)
+    answer = search.ask(question, objective, lp, model.no_cache, as_json=as_json)
     if answer.solved is not None and not wanted.pareto:
         if "output" not in on_command_line(context) and target.is_file():
             print_beside(f"replaces the {target} that was there; -o names another file")
         if beside is not None:
-            write_profile(record, beside)
+            write_profile(question.profile, beside)
         write_plan(answer.solved.plan, target)
-    explanation = fixed.explained(answer)
+    written = (output,) if beside is None else (beside, output)
+    _show(answer, fixed.explained(answer), written, file, wanted.maximize, as_json=as_json)
+    if answer.infeasible is not None:
+        raise typer.Exit(3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """A profile in a file, or cells that estimate one, with what holds for it at every size."""
+
+    record: "Profile | None"
+    cells: "Cells | None"
+    budgets: BudgetOptions
+    settings: "StepSettings"
+    leaves: tuple[str, ...]
+    replicas: tuple[int, ...]
+    pins: "tuple[Pin, ...]"
+    quiet: bool
+
+    def question(self, *size: Any) -> "Question":
+        """The question about it, estimated with another size where that is given."""
+        from protrain_plan.commands.output import progress
+        from protrain_plan.planning.questions.answers import Question
+
+        if self.cells is not None:
+            with progress(quiet=self.quiet) as report:
+                [[cell]] = (self.cells.sized(*size) if size else self.cells).lines(report)
+            found = cell.question
+        else:
+            assert self.record is not None
+            budgets = self.budgets.of(self.record, self.settings.group)
+            found = Question(
+                profile=self.record, settings=self.settings, budgets=budgets, allow=self.leaves
+            )
+        return replace(found, replicas=self.replicas, pins=self.pins)
+
+    @property
+    def sized(self) -> "Callable[[Quantity, int], Question] | None":
+        """`question` at other sizes, which a file has not; a factory's batches are its own."""
+        from protrain_plan.models.presets import is_factory
+
+        if self.cells is None or is_factory(self.cells.rows[0].request.workload.model):
+            return None
+        return self.question
+
+    def in_stages(self, global_batch: int, numbers: tuple[int, ...]) -> "Staged":
+        """The question about stages."""
+        from protrain_plan.commands.output import progress
+
+        if self.cells is None:
+            assert self.record is not None
+            of_batch = {self.record.workload.batch_size: self.record}
+            asked = (self.budgets, self.settings, global_batch, numbers, self.leaves)
+            return about_stages(of_batch, *asked, None)
+        with progress(quiet=self.quiet) as report:
+            [found] = self.cells.staged(report)
+        return found
+
+
+def _refuse_in_stages(
+    others: Iterable[str],
+    devices: GroupOptions,
+    global_batch: int | None,
+    settings: "StepSettings",
+) -> None:
+    """ProtrainError for options that stages are planned without."""
+    unused = (option for option in others if option != "--explain")
+    refuse(unused, "stages are planned without it", "leave it out, or --stages")
+    refuse_without_global_batch(global_batch, None, settings.micro_batches)
+    replicas = ["--replicas"] * (devices.replicas is not None)
+    refuse(replicas, "the replicas of each stage are found", "leave it out")
+
+
+def _show(
+    answer: "Answer",
+    explanation: "Explanation | None",
+    written: tuple[Path, ...],
+    file: "TrainerFile | None",
+    maximize: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the answer, and after a trainer's file what to change in it."""
+    from rich.console import Group
+
+    from protrain_plan.commands.output import show
+    from protrain_plan.presentation.plans import answer_json, answer_text
+    from protrain_plan.presentation.terminal import fields_of
+    from protrain_plan.presentation.trainer_files import advice, file_json, file_text
+
     data = answer_json(answer, explanation)
-    text = answer_text(answer, explanation, *filter(None, (beside, output)))
-    if wanted.maximize is not None and answer.solved is not None:
-        size = record.workload
+    text = answer_text(answer, explanation, *written)
+    profile = answer.question.profile
+    if maximize is not None and answer.solved is not None:
+        size = profile.workload
         data |= fields_of(size, "batch_size", "seq_len")
         found = f"{size.batch_size} sequences of {size.seq_len} tokens"
         text = Group(f"the largest that fits: {found}", "", text)
     if file is not None:
-        name, plain_fits = record.hardware.name, answer.kept_seconds is not None
+        name, plain_fits = profile.hardware.name, answer.kept_seconds is not None
         advised = [advice(file, name, answer, plain_fits=plain_fits)]
         data |= file_json(file, advised)
         text = Group(text, *file_text(file, advised))
     show(as_json, data, lambda: text)
-    if answer.infeasible is not None:
-        raise typer.Exit(3)
 
 
 def _read(path: str, leaves: tuple[str, ...]) -> "Profile":

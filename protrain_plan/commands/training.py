@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
-from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.models.optimizers import OptimizerFactory, optimizer_factory
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.activations.trees import tensors_in
@@ -159,35 +159,15 @@ def train(
     ):
         of_model = ("dtype", "precision", "adapter", "quantize", "seed")
         build = partial(source.build, **{name: getattr(workload, name) for name in of_model})
-        call: nn.Module | None = None
+        several = plain and plan.group.num_devices > 1
         optimizer: torch.optim.Optimizer
         if plain:
-            here = partial(build, device=device)
-            model = call = here() if weights is None else plain_model(here, weights, device)
-            masters = workload.precision == "master"
-            make = with_master_weights(factory) if masters else factory
-            if compared:
-                make = stepping_as(plan, model, make)
-            optimizer = make(p for p in model.parameters() if p.requires_grad)
-            if workload.compile:
-                compile_blocks(model, plan)
-            if plan.group.num_devices > 1:
+            model, optimizer = _plainly(plan, build, factory, device, weights, compared=compared)
+            if several:
                 check_ranks(plan, None)
-                call = DistributedDataParallel(model)
         else:
-            make_model: nn.Module | Callable[[], nn.Module]
-            if weights is not None:
-                make_model = partial(build, device=device)
-            elif (
-                # A process's limit may be the plan's peak, which has no room for a whole model.
-                room_here(device, Path()).data_limit is not None
-                or _model_bytes(plan) > SHARE_OF_FREE_MEMORY * free_bytes(device)
-            ):
-                make_model = build
-            else:
-                make_model = build(device=device)
             model, optimizer = prepare(
-                make_model,
+                _to_prepare(plan, build, device, weights),
                 plan,
                 weights=weights,
                 optimizer=factory,
@@ -200,19 +180,52 @@ def train(
         trainer = _Trainer(
             plan=plan,
             model=model,
-            call=call or model,
+            call=DistributedDataParallel(model) if several else model,
             optimizer=optimizer,
             checkpoints=checkpoints,
             training=_training(plan, text),
             recorded=recorded,
             measured=measured,
         )
-        several = plain and plan.group.num_devices > 1
         with (
             compiled_whole() if several and workload.compile else nullcontext(),
             explain_memory(model, profile),
         ):
             return trainer.run(batches, num_steps, on_step)
+
+
+def _plainly(
+    plan: Plan,
+    build: Callable[..., nn.Module],
+    factory: OptimizerFactory,
+    device: torch.device,
+    weights: Path | None,
+    *,
+    compared: bool,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and optimizer of ordinary PyTorch."""
+    here = partial(build, device=device)
+    model = here() if weights is None else plain_model(here, weights, device)
+    make = with_master_weights(factory) if plan.workload.precision == "master" else factory
+    if compared:
+        make = stepping_as(plan, model, make)
+    optimizer = make(p for p in model.parameters() if p.requires_grad)
+    if plan.workload.compile:
+        compile_blocks(model, plan)
+    return model, optimizer
+
+
+def _to_prepare(
+    plan: Plan, build: Callable[..., nn.Module], device: torch.device, weights: Path | None
+) -> nn.Module | Callable[[], nn.Module]:
+    """The model, or, where its values come from files or it would take much room, its maker."""
+    if weights is not None:
+        return partial(build, device=device)
+    # A process's limit may be the plan's peak, which has no room for a whole model.
+    limited = room_here(device, Path()).data_limit is not None
+    if limited or _model_bytes(plan) > SHARE_OF_FREE_MEMORY * free_bytes(device):
+        return build
+    return build(device=device)
 
 
 def _model_bytes(plan: Plan) -> int:

@@ -3,9 +3,9 @@
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Unpack
@@ -27,6 +27,7 @@ from protrain_plan.profiling.memory.block_classes import (
 )
 from protrain_plan.profiling.memory.lasting import other_bytes
 from protrain_plan.profiling.memory.unit_bytes import (
+    ModelStructure,
     analyze_units,
     measure_bytes,
     without_falls,
@@ -179,89 +180,26 @@ def measure_model(
         stack.callback(let_pack)
         stack.enter_context(_as_found(model))
         batch = first_of(batches, source=workload.model)
-        batches = of_one_size(batches, batch)
-        progress = clock = _Clock(progress)
-        reserve = Reserve(device)
-        workload = with_batch_sizes(workload, model, batch)
-        progress("finding units", 0.05)
-        whole = running is None
-        start, found, block_classes, varies = _units(model, batch, batches, running)
-        stack.enter_context(starting_from(model, start))
-        workload = _compiled(model, found, workload, stack)
-        stack.enter_context(stubs_in_place(found, block_classes))
-        stack.enter_context(whereabouts.naming([unit.name for unit in found]))
-        modules = [unit.module for unit in found]
-        sparse = _sparse_gradients(model, modules, batch, reserve)
-        refuse_sparse(sparse, optimizer, workload)
-        progress("finding what is saved", 0.1)
-        began = time.monotonic()
-        once = run_once(model, found, batch)
-        step_s = max(time.monotonic() - began, 1e-3)
-        many = _STEPS_BESIDES + len(FORMS) / 2 * passes.sampled_steps(step_s)
-        clock.expect(many * step_s + _PROBING_S * (machine is None))
-        # Bytes of equal blocks are counted once; seconds are those of the whole model. What blocks
-        # save is seen below the compiler alone, so that all compiled ones run.
-        alike = whole and not workload.compile and varies is None
-        counted = equal_blocks(model, found, batch, alone=once) if alike else block_classes
-        with stubs_in_place(found, counted) if whole else nullcontext():
-            structure = analyze_units(
-                model,
-                batch,
-                found,
-                device=workload.device,
-                forms=allowed_forms(allow, compiled=bool(workload.compile)),
-                optimizer=optimizer,
-                precision=workload.precision,
-                once=once,
-                variation=varies,
-            )
-        progress(whereabouts.REHEARSING, 0.15)
-        with holding_nothing(model, device):  # of units that do not run
-            rehearsal = rehearse(
-                model,
-                batch,
-                structure.described(counted.representatives),
-                workload,
-                spill_directory,
-                reserve,
-                optimizer=optimizer,
-                absent=block_classes.stubbed,
-                staying=structure.stays.keys()
-                | {
-                    c.unit
-                    for c in structure.chunks
-                    if any(part.name in sparse for part in c.slices)
-                },
-                swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
-                timed=whole and num_steps != 1,
-            )
+        measuring = _Measuring(
+            model=model,
+            batch=batch,
+            batches=of_one_size(batches, batch),
+            workload=with_batch_sizes(workload, model, batch),
+            optimizer=optimizer,
+            allow=allow,
+            running=running,
+            clock=_Clock(progress, probing=machine is None),
+            reserve=Reserve(device),
+        )
+        measuring.find_units(stack)
+        structure = measuring.analyzed()
+        rehearsal = measuring.rehearsed(structure, spill_directory, timed=num_steps != 1)
         viewed = dict.fromkeys(rehearsal.held_views, HELD_VIEW)
         structure = replace(structure, stays={**viewed, **structure.stays})
-        fixed_bytes = structure.fixed_bytes + reserve.library_bytes()
-        progress("counting bytes", 0.2)
-        with stubs_in_place(found, counted) if whole else nullcontext():
-            counting = measure_bytes(model, batch, structure, reserve.meter)
-        units = without_falls(filled(counting.units, counted))
-        measured = {cost.form for unit in units for cost in unit.forms}
-        forms, kept = [form for form in FORMS if form in measured], structure.kept
-        began = time.monotonic()
-
-        def tick(done: float) -> None:
-            left_s = (time.monotonic() - began) * (1 / done - 1)
-            clock.expect(left_s + _PROBING_S * (machine is None))
-            progress("timing steps", 0.25 + 0.45 * done)
-
-        # Kinds of batches differ in what they run: the first is one that runs all blocks.
-        kinds = varies is not None and not varies.by_values
-        seconds, launching = passes.slot_seconds(
-            model,
-            modules,
-            repeat(batch) if kinds else batches,
-            forms,
-            num_steps=num_steps,
-            tick=tick,
-            kept=kept,
-        )
+        fixed_bytes = structure.fixed_bytes + measuring.reserve.library_bytes()
+        units, left_bytes = measuring.counted(structure)
+        seconds, launching = measuring.slot_seconds(units, structure.kept, num_steps)
+    progress, workload = measuring.clock, measuring.workload
     if machine is None:
         progress("probing the machine", 0.7)
         machine = probe(
@@ -270,29 +208,150 @@ def measure_model(
     if cost is None:
         progress("timing the optimizer", 0.95)
         known_s = machine.rates.host_piece_s if machine.rates else 0.0
-        cost = _optimizer(workload, optimizer, model, spill_directory, known_s, sparse=bool(sparse))
+        sparse = bool(measuring.sparse)
+        cost = _optimizer(workload, optimizer, model, spill_directory, known_s, sparse=sparse)
     compilation = compilation_since(compiled_before)
     unseen = compiler_bytes(compilation) if devices.on_host(device) else 0
-    context_bytes, allocator_bytes = rehearsal.context_bytes + unseen, reserve.most_bytes
-    held = replace(machine.device, context_bytes=context_bytes, allocator_bytes=allocator_bytes)
+    held = replace(
+        machine.device,
+        context_bytes=rehearsal.context_bytes + unseen,
+        allocator_bytes=measuring.reserve.most_bytes,
+    )
+    units = timed(units, seconds, launching, _alike(units, measuring.block_classes))
     profile = Profile(
         workload=workload,
         hardware=replace(machine, device=held),
         method="measured",
         model_fingerprint=model_fingerprint(model),
         optimizer=cost,
-        base_bytes=structure.base_bytes + others + counting.left_bytes,
-        units=told_of_steps(
-            timed(units, seconds, launching, _alike(units, block_classes)), workload, cost
-        ),
+        base_bytes=structure.base_bytes + others + left_bytes,
+        units=told_of_steps(units, workload, cost),
         tensors=model_tensors(model),
         fixed_bytes=fixed_bytes,
-        varies=str(varies or ""),
+        varies=str(measuring.varies or ""),
         allowed=allow,
     )
     progress("done", 1.0)
     repeated = _repetitions(seconds, rehearsal, profile)
     return replace(profile, repetitions=repeated, compilation=compilation)
+
+
+@dataclass(kw_only=True)
+class _Measuring:
+    """The steps of a measured profile on a model and its first batch, in order."""
+
+    model: nn.Module
+    batch: Batch
+    batches: Iterator[Batch]
+    workload: Workload
+    optimizer: str
+    allow: tuple[str, ...]
+    running: Sketch | None
+    clock: "_Clock"
+    reserve: Reserve
+
+    def find_units(self, stack: ExitStack) -> None:
+        """Find the units, and let those that do not run be stubs until the stack ends."""
+        self.clock("finding units", 0.05)
+        model, batch = self.model, self.batch
+        start, self.found, self.block_classes, self.varies = _units(
+            model, batch, self.batches, self.running
+        )
+        stack.enter_context(starting_from(model, start))
+        self.workload = _compiled(model, self.found, self.workload, stack)
+        stack.enter_context(stubs_in_place(self.found, self.block_classes))
+        stack.enter_context(whereabouts.naming([unit.name for unit in self.found]))
+        self.modules = [unit.module for unit in self.found]
+        self.sparse = _sparse_gradients(model, self.modules, batch, self.reserve)
+        refuse_sparse(self.sparse, self.optimizer, self.workload)
+
+    def _without_equals(self) -> AbstractContextManager[object]:
+        """Count bytes of equal blocks once."""
+        whole = self.running is None
+        return stubs_in_place(self.found, self.classes) if whole else nullcontext()
+
+    def analyzed(self) -> ModelStructure:
+        """The bytes that units save, by form."""
+        self.clock("finding what is saved", 0.1)
+        began = time.monotonic()
+        once = run_once(self.model, self.found, self.batch)
+        step_s = max(time.monotonic() - began, 1e-3)
+        many = _STEPS_BESIDES + len(FORMS) / 2 * passes.sampled_steps(step_s)
+        self.clock.expect(many * step_s)
+        # Bytes of equal blocks are counted once; seconds are those of the whole model. What blocks
+        # save is seen below the compiler alone, so that all compiled ones run.
+        compiled = bool(self.workload.compile)
+        if self.running is None and not compiled and self.varies is None:
+            self.classes = equal_blocks(self.model, self.found, self.batch, alone=once)
+        else:
+            self.classes = self.block_classes
+        with self._without_equals():
+            return analyze_units(
+                self.model,
+                self.batch,
+                self.found,
+                device=self.workload.device,
+                forms=allowed_forms(self.allow, compiled=compiled),
+                optimizer=self.optimizer,
+                precision=self.workload.precision,
+                once=once,
+                variation=self.varies,
+            )
+
+    def rehearsed(
+        self, structure: ModelStructure, spill_directory: Path, *, timed: bool
+    ) -> Rehearsal:
+        """A rehearsal of a run, of which a step is `timed` where all units run."""
+        self.clock(whereabouts.REHEARSING, 0.15)
+        by_rows = {
+            chunk.unit
+            for chunk in structure.chunks
+            if any(part.name in self.sparse for part in chunk.slices)
+        }
+        with holding_nothing(self.model, device_of(self.model)):  # of units that do not run
+            return rehearse(
+                self.model,
+                self.batch,
+                structure.described(self.classes.representatives),
+                self.workload,
+                spill_directory,
+                self.reserve,
+                optimizer=self.optimizer,
+                absent=self.block_classes.stubbed,
+                staying=structure.stays.keys() | by_rows,
+                swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
+                timed=timed and self.running is None,
+            )
+
+    def counted(self, structure: ModelStructure) -> tuple[list[Unit], int]:
+        """The units with their bytes, and bytes that a step leaves behind."""
+        self.clock("counting bytes", 0.2)
+        with self._without_equals():
+            counting = measure_bytes(self.model, self.batch, structure, self.reserve.meter)
+        return without_falls(filled(counting.units, self.classes)), counting.left_bytes
+
+    def slot_seconds(
+        self, units: Sequence[Unit], kept: Set[int], num_steps: int | None
+    ) -> tuple[passes.SlotSeconds, passes.SlotSeconds]:
+        """Seconds of slots in all forms that units have, and of the launching thread's work."""
+        measured = {cost.form for unit in units for cost in unit.forms}
+        began = time.monotonic()
+
+        def tick(done: float) -> None:
+            self.clock.expect((time.monotonic() - began) * (1 / done - 1))
+            self.clock("timing steps", 0.25 + 0.45 * done)
+
+        # Kinds of batches differ in what they run: the first is one that runs all blocks.
+        kinds = self.varies is not None and not self.varies.by_values
+        return passes.slot_seconds(
+            self.model,
+            self.modules,
+            repeat(self.batch) if kinds else self.batches,
+            [form for form in FORMS if form in measured],
+            num_steps=num_steps,
+            tick=tick,
+            kept=kept,
+        )
 
 
 HELD_VIEW = "a view of its parameters is held after their slot"
@@ -306,12 +365,13 @@ of `tiny-llama` and `smollm2-135m` on two busy cores. About half of all forms ar
 class _Clock:
     """Progress that says about how long all takes, once that is known from a step."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, *, probing: bool) -> None:
         self._progress, self._ends = progress, 0.0
+        self._after_s = _PROBING_S if probing else 0.0
 
     def expect(self, seconds: float) -> None:
-        """Let what is left take so long."""
-        self._ends = time.monotonic() + seconds
+        """Expect the steps that are left to take so long."""
+        self._ends = time.monotonic() + seconds + self._after_s
 
     def __call__(self, what: str, fraction: float) -> None:
         left = self._ends - time.monotonic()

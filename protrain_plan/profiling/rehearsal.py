@@ -187,34 +187,7 @@ def rehearse(
     that.
     """
     device = device_of(model)
-    shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
-    of_units = unit_parameters(model, shape)
-    missing = {p for index in absent for _, p in of_units[index]}
-    trained = [p for p in model.parameters() if p.requires_grad and p not in missing]
-    sizes = [
-        sum(p.numel() for _, p in own if p.requires_grad and p not in missing) for own in of_units
-    ]
-    left_alone: Sequence[int] = absent
-    tier: TierName = "disk"
-    if not devices.on_host(device):
-        # The unit with the fewest parameters to update, of those that have any.
-        smallest = min((size, index) for index, size in enumerate(sizes) if size)[1]
-        left_alone = (*absent, smallest)
-        # Host memory is pinned: it is taken only where there is room.
-        most_bytes = SHARE_OF_FREE_MEMORY * free_bytes(devices.HOST)
-        tier = "host" if _STATE_BYTES * sum(sizes) + swapped_bytes <= most_bytes else "disk"
-    schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=0)
-    moved = (
-        unit
-        if index in left_alone
-        else replace(
-            unit,
-            activations=Activations(tier=tier) if unit.kind == "block" else KEEP,
-            states=PERSISTENT if index in staying else Placement(tier=tier),
-            schedule=schedule,
-        )
-        for index, unit in enumerate(units)
-    )
+    moved, trained = _all_moved(model, units, absent, staying, swapped_bytes)
     made = plan_to_measure(model, moved, workload, optimizer="adamw")
     model, stepper = prepare(
         model,
@@ -272,6 +245,45 @@ def rehearse(
         )
     finally:
         restore_as_is(model)  # the learning rate is zero
+
+
+def _all_moved(
+    model: nn.Module,
+    units: Sequence[UnitPlan],
+    absent: Sequence[int],
+    staying: Set[int],
+    swapped_bytes: int,
+) -> tuple[list[UnitPlan], list[nn.Parameter]]:
+    """The units with everything offloaded and swapped, and the parameters that are trained."""
+    shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
+    of_units = unit_parameters(model, shape)
+    missing = {p for index in absent for _, p in of_units[index]}
+    trained = [p for p in model.parameters() if p.requires_grad and p not in missing]
+    sizes = [
+        sum(p.numel() for _, p in own if p.requires_grad and p not in missing) for own in of_units
+    ]
+    left_alone: Sequence[int] = absent
+    tier: TierName = "disk"
+    if not devices.on_host(device_of(model)):
+        # The unit with the fewest parameters to update, of those that have any.
+        smallest = min((size, index) for index, size in enumerate(sizes) if size)[1]
+        left_alone = (*absent, smallest)
+        # Host memory is pinned: it is taken only where there is room.
+        most_bytes = SHARE_OF_FREE_MEMORY * free_bytes(devices.HOST)
+        tier = "host" if _STATE_BYTES * sum(sizes) + swapped_bytes <= most_bytes else "disk"
+    schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=0)
+    moved = [
+        unit
+        if index in left_alone
+        else replace(
+            unit,
+            activations=Activations(tier=tier) if unit.kind == "block" else KEEP,
+            states=PERSISTENT if index in staying else Placement(tier=tier),
+            schedule=schedule,
+        )
+        for index, unit in enumerate(units)
+    ]
+    return moved, trained
 
 
 def _clip_and_unscale(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -152,16 +152,12 @@ def prepare(
         directory = Path(spill_directory if spill_directory is not None else gettempdir())
         drawn: dict[str, torch.Tensor] | None = None
         if not isinstance(model, nn.Module):
-            model = _made(
-                model, without_parameters() if weights else parameters_in_files(directory)
-            )
-            drawn = None if weights else take_values(model)
+            model, drawn = _made(model, None if weights else directory)
         if ATTRIBUTE in model.__dict__:
             raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
-        if check is not None and check not in get_args(Check):
-            raise ProtrainError(
-                f"there is no check {check!r}", key="check", fix='"bitwise" or None'
-            )
+        if check not in (None, *get_args(Check)):
+            problem = f"there is no check {check!r}"
+            raise ProtrainError(problem, key="check", fix='"bitwise" or None')
         plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
         absent = absent_parameters(model)
         device = _device(model, plan, absent)
@@ -184,33 +180,20 @@ def prepare(
         check_room(plan, for_each(room_here(device, directory), sharing), directory)
         values = _values(weights, absent) if drawn is None else DrawnValues(drawn)
         if values is not None:
-            places = give_places(model, device, _below(model, plan))
-            undo.append(places)
-            last.append(partial(undo.remove, places))
-        given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        if given is not None:
-            optimizer, param_groups = like(given, model), param_groups or given.param_groups
-        assert not isinstance(optimizer, torch.optim.Optimizer)
-        master = plan.workload.precision == "master"
-        factory = with_master_weights(in_turn(optimizer)) if master else in_turn(optimizer)
-        facade = PlannedOptimizer(factory, model, param_groups)
-        if master:
-            refuse_masters(facade)
-        check_states(plan, facade)
+            undo.append(give_places(model, device, _below(model, plan)))
+            last.append(partial(undo.remove, undo[-1]))
+        facade = _facade(model, plan, optimizer, param_groups)
         before = look_at(model)
         undo.append(switch_off_checkpointing(model, stacklevel=3))
         let_parametrize_rerun()
         undo.append(switch_off_caches(model, evaluates=True, stacklevel=3))
         prepared = Prepared(None, (), facade, undo, plan, ranks=ranks, has_values=values is None)
         if not keeps:
-            backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
             if ranks is not None:
-                facts = _facts(model, plan, facade, device, wait_limit_s)
-                if values is not None:
-                    facts["weights"] = values.facts()
+                facts = _facts(model, plan, facade, device, wait_limit_s, values)
                 ranks.connect(facts, group=plan.group, device=device)
-            cached = plan.settings.page_cache_bytes > 0
-            stores = Stores(backend, directory, cached=cached)
+            backend = Backend(device, delay=lane_delay, limit_s=wait_limit_s)
+            stores = Stores(backend, directory, cached=plan.settings.page_cache_bytes > 0)
             undo.append(stores.close)
             leaving = _attach(model, modules, prepared, stores, backend, own, absent)
             last.append(partial(_leave, leaving))
@@ -230,14 +213,39 @@ def prepare(
             prepared.plain = plain_copy.pair
         elif prepared.engine is not None and plan.prediction.peak_bytes.device and watches:
             undo.append(Watch(model, plan, prepared.engine, facade).stop)
-        if given is not None:
-            given.param_groups = facade.param_groups
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.param_groups = facade.param_groups
     return model, facade
 
 
-def _made(make: Callable[[], nn.Module], without: AbstractContextManager[None]) -> nn.Module:
-    """The model of a function, called without memory for its parameters."""
-    with without:
+def _facade(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: OptimizerFactory | torch.optim.Optimizer,
+    param_groups: ParameterGroups | None,
+) -> PlannedOptimizer:
+    """The optimizer that the training loop gets, of a factory or like one that was made already."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        make, param_groups = like(optimizer, model), param_groups or optimizer.param_groups
+    else:
+        make = optimizer
+    master = plan.workload.precision == "master"
+    factory = with_master_weights(in_turn(make)) if master else in_turn(make)
+    facade = PlannedOptimizer(factory, model, param_groups)
+    if master:
+        refuse_masters(facade)
+    check_states(plan, facade)
+    return facade
+
+
+def _made(
+    make: Callable[[], nn.Module], directory: Path | None
+) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
+    """The model of a function, called without memory for its parameters, and the values drawn.
+
+    Those are in files of the directory; without one parameters are on `meta`, and have none.
+    """
+    with without_parameters() if directory is None else parameters_in_files(directory):
         model = make()
     if not isinstance(model, nn.Module):
         raise ProtrainError(
@@ -245,7 +253,7 @@ def _made(make: Callable[[], nn.Module], without: AbstractContextManager[None]) 
             key="model",
             fix="let it return the torch.nn.Module",
         )
-    return model
+    return model, None if directory is None else take_values(model)
 
 
 def _device(model: nn.Module, plan: Plan, absent: Set[str]) -> torch.device:
@@ -342,10 +350,16 @@ def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Un
 
 
 def _facts(
-    model: nn.Module, plan: Plan, optimizer: PlannedOptimizer, device: torch.device, limit_s: float
+    model: nn.Module,
+    plan: Plan,
+    optimizer: PlannedOptimizer,
+    device: torch.device,
+    limit_s: float,
+    values: Weights | DrawnValues | None,
 ) -> dict[str, str]:
     """Return what all ranks are to have alike, in words."""
-    facts = {
+    facts = {} if values is None else {"weights": values.facts()}
+    facts |= {
         "version of PyTorch": str(torch.__version__),
         "version of protrain": __version__,
         "plan": fingerprint(plan),
