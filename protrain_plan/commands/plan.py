@@ -537,11 +537,13 @@ def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
         )
     record = read_profile(Path(path))
     if missing := [leave for leave in leaves if leave not in record.allowed]:
+        from protrain_plan.checking.rules import profile_command
+
         raise ProtrainError(
             f"the profile was recorded without --allow {missing[0]}, and has no such forms",
             source=path,
             key="--allow",
-            fix=f"protrain profile ... --allow {missing[0]}",
+            fix=profile_command(replace(record, allowed=(*record.allowed, *missing)), path),
         )
     return record
 
