@@ -2,7 +2,7 @@
 
 A page marks the place, and everything between the marks is made from benchmarks/results/*.json:
 
-    <!-- quoted: planner -->
+    <!-- quoted: front -->
     <!-- end of quote -->
 
 A test makes all blocks again and compares, so that no number is copied by hand.
@@ -11,7 +11,6 @@ A test makes all blocks again and compares, so that no number is copied by hand.
 import itertools
 import json
 import re
-import statistics
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,27 +70,6 @@ def _set(lines: Lines) -> Lines:
 
 
 # --- the planner ----------------------------------------------------------------------------------
-
-
-def _planner(document: Document) -> Lines:
-    """A row per machine."""
-    cases = found(document)
-    rows = [
-        ["machine", "cases solved", "gap at most 1 %", "largest gap", "planning, median", "worst"]
-    ]
-    for machine in sorted({key.partition(":")[0] for key in cases}):
-        here = [case for key, case in cases.items() if key.startswith(f"{machine}:")]
-        solved = [case for case in here if case["status"] != "infeasible"]
-        gaps, seconds = ([case[key] for case in solved] for key in ("gap", "solve_seconds"))
-        told = ["-"] * 4
-        if solved:
-            within = sum(gap <= 0.01 for gap in gaps) / len(gaps)
-            told = [f"{within:.0%}", f"{max(gaps):.1%}"]
-            told += [format_seconds(statistics.median(seconds)), format_seconds(max(seconds))]
-        rows.append([machine, f"{len(solved)} of {len(here)}", *told])
-    yield from markdown_table(rows, numbers_from=1)
-    yield ""
-    yield from _planner_in_short(document)
 
 
 def _planner_in_short(document: Document) -> Lines:
@@ -172,7 +150,6 @@ def _front(document: Document) -> Lines:
 # --- blocks ---------------------------------------------------------------------------------------
 
 BLOCKS: dict[str, tuple[str, Callable[[Document], Lines]]] = {
-    "planner": ("planner", _planner),
     "planner in short": ("planner", _planner_in_short),
     "front": ("front", _front),
     "accuracy": ("accuracy", _accuracy),

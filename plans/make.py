@@ -4,7 +4,6 @@ Profiles are estimated for machines of the catalogue, so that any machine remake
 byte. Names of folders make fewer of them: `python plans/make.py gpt2-xl-rtx-3090`.
 """
 
-import re
 import shlex
 import subprocess
 import sys
@@ -90,33 +89,28 @@ PAIRS = (
 INTRODUCTION = """\
 # Plans of well-known models
 
-Every folder of `plans/` holds a profile and the plan that was made from it, as anyone would commit
-them. Start from one, or compare: on another machine, with another budget, by another version. The
-test suite checks all of them on every run.
-
-Bytes are counted, seconds are estimates from data sheets, and none of these plans has been run on
-such a machine. The gap is the distance to the fastest schedule that can exist in the
-budgets. `protrain show PLAN` says what each unit does.
+Every folder of `plans/` holds a profile and the plan made from it. Bytes are counted, seconds are
+estimates from data sheets, and none of these plans has run on such a machine. `protrain show PLAN`
+says what each unit does; tests check all plans.
 """
-MEASURED = """\
-`smollm2-135m-cpu-1100MiB` is the plan of `make demo`: its profile was measured, on a machine with
-two cores and a disk, and it has been run. The others are made by
+COMMANDS = """
+The options of `protrain profile` and `protrain plan` that make them (`make plans` makes all):
 
-```sh
-python plans/make.py
-```
-
-which runs these commands, and writes this page:
+| Plan | Shows | Profile | Plan |
+| --- | --- | --- | --- |
+"""
+MEASURED = """
+`smollm2-135m-cpu-1100MiB` is the plan of `make demo`: its profile was measured on two cores and a
+disk, and it has been run.
 """
 
 
 def page() -> str:
     """docs/plans.md, from what lies in the folders."""
     lines = [INTRODUCTION, "| Plan | Model states | Device | Host | Step | Gap |"]
-    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |", *map(_row, PAIRS), "", MEASURED]
-    for pair in PAIRS:
-        lines += [f"## {pair.name}\n", f"{pair.shows}.\n", "```sh", *pair.commands, "```\n"]
-    return "\n".join(lines).rstrip() + "\n"
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |", *map(_row, PAIRS), COMMANDS.rstrip()]
+    lines += [f"| `{p.name}` | {p.shows} | `{p.profile}` | `{p.plan}` |" for p in PAIRS]
+    return "\n".join([*lines, MEASURED])
 
 
 def _row(pair: Pair) -> str:
@@ -124,7 +118,7 @@ def _row(pair: Pair) -> str:
     units = read_profile(FOLDER / pair.name / "profile.yaml").units
     peak, budgets = plan.prediction.peak_bytes, plan.budgets
     cells = (
-        f"[{pair.name}](#{slug(pair.name)})",
+        f"`{pair.name}`",
         format_bytes(sum(u.parameter_bytes + u.gradient_bytes + u.state_bytes for u in units)),
         f"{format_bytes(peak.device + peak.context)} of {format_bytes(budgets.device)}",
         f"{format_bytes(peak.host)} of {format_bytes(budgets.host)}",
@@ -132,11 +126,6 @@ def _row(pair: Pair) -> str:
         f"{plan.gap:.2%}",
     )
     return f"| {' | '.join(cells)} |"
-
-
-def slug(heading: str) -> str:
-    """The anchor that the site makes of a heading."""
-    return re.sub(r"[^a-z0-9-]", "", heading)
 
 
 if __name__ == "__main__":
