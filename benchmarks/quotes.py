@@ -19,7 +19,6 @@ from benchmarks import accuracy, front, planner
 from benchmarks.pages import bars_table, markdown_table
 from benchmarks.peers.tables import compared
 from benchmarks.runner import RESULTS, ROOT, Document, found
-from protrain_plan.planning.search.baselines import BASELINES
 from protrain_runtime.contract.records.files import replace_text
 from protrain_runtime.contract.units import format_seconds
 
@@ -96,9 +95,10 @@ def _accuracy_in_short(document: Document) -> Lines:
 
 
 def _cpu(document: Document) -> Lines:
-    """The rows that ran; who did not fit under which limit is a sentence."""
+    """The rows that ran, without their work; who did not fit under which limit is a sentence."""
     header, *rows = compared(document["cells"])
-    yield from markdown_table([header, *(row for row in rows if row[4] != "did not fit")])
+    ran = [row[1:] for row in rows if row[4] != "did not fit"]
+    yield from markdown_table([header[1:], *ran])
     yield ""
     missing: dict[str, list[str]] = {}
     for _, limit, _, name, told, *_ in rows:
@@ -110,21 +110,6 @@ def _cpu(document: Document) -> Lines:
     for who, ones in limits.items():
         yield f"Did not fit under {', '.join(ones)}: {who}."
     yield f"({_source('cpu', document)})"
-
-
-def _paper(document: Document) -> Lines:
-    """Predictions: seconds of a step, and what the baselines take of them."""
-    rows = [["model", "machine", "step", "tokens/s", *(f"{name} / ours" for name in BASELINES)]]
-    for key, one in found(document).items():
-        asked = document["cells"][key]["arguments"]
-        if document["cells"][key]["part"] == "paper" and one["status"] != "infeasible":
-            ratios = front.ratios_of(one).values()
-            told = [f"{ratio:.2f}" if ratio else "-" for ratio in ratios]
-            step, speed = format_seconds(one["step_seconds"]), f"{one['tokens_per_s']:,.0f}"
-            rows.append([asked["model"], asked["machine"], step, speed, *told])
-    yield from markdown_table(rows, numbers_from=2)
-    yield ""
-    yield f"({_source('front', document)})"
 
 
 def _front(document: Document) -> Lines:
@@ -155,7 +140,6 @@ BLOCKS: dict[str, tuple[str, Callable[[Document], Lines]]] = {
     "accuracy": ("accuracy", _accuracy),
     "accuracy in short": ("accuracy", _accuracy_in_short),
     "peers on a CPU": ("cpu", _cpu),
-    "the paper's models": ("front", _paper),
 }
 """Blocks that a page may quote: the file of results, and what makes lines of it."""
 

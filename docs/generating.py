@@ -63,7 +63,7 @@ of profiles.
 
 ## Limits
 
-A file beyond one of these limits is an error with the key and the number. At most:
+A file beyond one of these limits is an error with the key and the number:
 
 """
 LIMITS = {
@@ -87,9 +87,14 @@ WHOLE = {
     *("StepSettings", "UnitPlan"),
 }
 """Records that users write or review: the page has all about each, of others the first sentence."""
+MEASURED = {name for name, kind in CLASSES.items() if kind.__module__ == profile.__name__} - {
+    "Profile",
+    "Workload",
+}
+"""Records that no user writes, left to schemas and docstrings."""
 MANY = 12
 """Choices that are listed; more are a table of another page."""
-LONG = 16
+LONG = 12
 """Words of a sentence about an option that stands as a whole."""
 
 
@@ -138,8 +143,8 @@ def _command(command: Any, path: str, told: dict[str, set[str]]) -> Iterator[str
     examples = re.sub(r"^Examples?: ", "", command.epilog or "")
     if examples:
         group = path.rpartition(" ")[0]
-        lines = [re.sub(r"^\.\.\.", group, line) for line in examples.split(" | ")]
-        yield from ("```text", *lines[:2], "```\n")
+        example = re.sub(r"^\.\.\.", group, examples.split(" | ")[0])
+        yield f"    {example}\n"
 
 
 def _argument(argument: Any) -> str:
@@ -170,7 +175,7 @@ def _brief(text: str) -> str:
     if re.match(r"\w+: ", text):
         return text.removesuffix(".")
     sentence = re.split(r"\. (?=[A-Z0-9])", text)[0].removesuffix(".")
-    return re.split("[:;] ", sentence)[0] if len(sentence.split()) > LONG else sentence
+    return re.split("[:;] (?!or )", sentence)[0] if len(sentence.split()) > LONG else sentence
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -179,14 +184,13 @@ def _brief(text: str) -> str:
 def files_page() -> str:
     """docs/reference/files.md."""
     lines = [FILES.rstrip() + "\n"]
-    for what, number in LIMITS.items():
-        lines.append(f"- {what}: {f'{number:,}' if isinstance(number, int) else number}")
-    lines += [CHARACTERS]
+    limits = ((what, f"{n:,}" if isinstance(n, int) else n) for what, n in LIMITS.items())
+    lines += [f"{'; '.join(f'{what}: {number}' for what, number in limits)}.", CHARACTERS]
     described: set[str] = set()
     for name, title in TITLES.items():
         schema = SCHEMAS[name]()
         for part, fields in {title: schema, **schema["$defs"]}.items():
-            if part not in described:
+            if part not in described | MEASURED:
                 described.add(part)
                 lines += [
                     f"##{'' if part in TITLES.values() else '#'} {part}\n",
@@ -236,7 +240,7 @@ def _value(schema: Json) -> str:
     match schema:
         case {"$ref": reference}:
             name = reference.rpartition("/")[2]
-            return f"[{name}](#{name.lower()})"
+            return "" if name in MEASURED else f"[{name}](#{name.lower()})"
         case {"enum": values} if len(values) > MANY:
             return "[decisions](../design.md#what-a-plan-decides)"
         case {"enum": values}:

@@ -20,10 +20,9 @@ PAGE = FOLDER.parent / "docs/plans.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A model on a machine; `profile` and `plan` are what the commands are given besides."""
+    """A model on a machine; `profile` and `plan` are the options of the commands."""
 
     name: str
-    shows: str
     profile: str
     plan: str
 
@@ -47,39 +46,33 @@ class Pair:
 PAIRS = (
     Pair(
         name="llama-3.1-8b-lora-rtx-4090",
-        shows="LoRA: the frozen weights of some layers wait in host memory",
         profile="llama-3.1-8b --on rtx-4090 --dtype bfloat16 --lora r=16,dtype=base --seq-len 4096",
         plan="--clip --disk 0 --tight",
     ),
     Pair(
         name="mistral-7b-lora-l4",
-        shows="Long sequences on a small card: 16,384 tokens",
         profile="mistral-7b --on l4 --dtype bfloat16 --lora r=16,dtype=base --seq-len 16384",
         plan="--clip --host-memory 56GiB --disk 0 --tight",
     ),
     Pair(
         name="qwen2.5-7b-a100-80gb",
-        shows="All parameters and float32 master weights, more states than the card holds",
         profile="qwen2.5-7b --on a100-80gb --dtype bfloat16 --precision master --seq-len 4096",
         plan="--clip --disk 0 --tight",
     ),
     Pair(
         name="llama-3.2-1b-rtx-3090",
-        shows="All parameters and master weights on a card of 24 GB, four micro-batches",
         profile="llama-3.2-1b --on rtx-3090 --dtype bfloat16 --precision master"
         " --batch-size 4 --seq-len 2048",
         plan="--clip --accumulate 4 --disk 0 --tight",
     ),
     Pair(
         name="gpt2-xl-rtx-3090",
-        shows="Float32 parameters, computed with in bfloat16 (autocast); updates in backward",
         profile="gpt2-xl --on rtx-3090 --dtype bfloat16 --precision autocast"
         " --batch-size 2 --seq-len 1024",
         plan="--disk 0 --tight",
     ),
     Pair(
         name="llama-3.1-70b-lora-h100-sxm",
-        shows="LoRA on 70 billion parameters, one card",
         profile="llama-3.1-70b --on h100-sxm --dtype bfloat16 --lora r=16,dtype=base"
         " --seq-len 4096",
         plan="--clip --disk 0 --tight",
@@ -96,8 +89,8 @@ says what each unit does; tests check all plans.
 COMMANDS = """
 The options of `protrain profile` and `protrain plan` that make them (`make plans` makes all):
 
-| Plan | Shows | Profile | Plan |
-| --- | --- | --- | --- |
+| Plan | Profile | Plan |
+| --- | --- | --- |
 """
 MEASURED = """
 `smollm2-135m-cpu-1100MiB` is the plan of `make demo`: its profile was measured on two cores and a
@@ -109,7 +102,7 @@ def page() -> str:
     """docs/plans.md, from what lies in the folders."""
     lines = [INTRODUCTION, "| Plan | Model states | Device | Host | Step | Gap |"]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: |", *map(_row, PAIRS), COMMANDS.rstrip()]
-    lines += [f"| `{p.name}` | {p.shows} | `{p.profile}` | `{p.plan}` |" for p in PAIRS]
+    lines += [f"| `{p.name}` | `{p.profile}` | `{p.plan}` |" for p in PAIRS]
     return "\n".join([*lines, MEASURED])
 
 
