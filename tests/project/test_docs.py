@@ -157,8 +157,8 @@ def test_the_commands_work(place: str, tmp_path: Path) -> None:
         script = script.replace(written, smaller)
     # torchrun warns of the threads that it sets
     result = bash(f"set -u\n{script}", folder=tmp_path, LOGLEVEL="ERROR")
-    # How far long work is: every five seconds, and the points of a front.
-    progress = re.compile(r"\.\.\. |\S+: a step of ")
+    # How far long work is: every five seconds, and the points of a front. Plans replace plans.
+    progress = re.compile(r"\.\.\. |\S+: a step of |replaces the plan\.yaml ")
     others = [line for line in result.stderr.splitlines() if not progress.match(line)]
     assert (result.returncode, others) == (0, []), result.stdout
     for name in re.findall(r" (?:-o|--lp|--trace) (\S+)", script):
