@@ -2,7 +2,7 @@
 
 A page marks the place, and everything between the marks is made from benchmarks/results/*.json:
 
-    <!-- quoted: planner -->
+    <!-- quoted: front -->
     <!-- end of quote -->
 
 A test makes all blocks again and compares, so that no number is copied by hand.
@@ -11,7 +11,6 @@ A test makes all blocks again and compares, so that no number is copied by hand.
 import itertools
 import json
 import re
-import statistics
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from benchmarks import accuracy, front, planner
 from benchmarks.pages import bars_table, markdown_table
 from benchmarks.peers.tables import compared
 from benchmarks.runner import RESULTS, ROOT, Document, found
-from protrain_plan.planning.search.baselines import BASELINES
 from protrain_runtime.contract.records.files import replace_text
 from protrain_runtime.contract.units import format_seconds
 
@@ -73,27 +71,6 @@ def _set(lines: Lines) -> Lines:
 # --- the planner ----------------------------------------------------------------------------------
 
 
-def _planner(document: Document) -> Lines:
-    """A row per machine."""
-    cases = found(document)
-    rows = [
-        ["machine", "cases solved", "gap at most 1 %", "largest gap", "planning, median", "worst"]
-    ]
-    for machine in sorted({key.partition(":")[0] for key in cases}):
-        here = [case for key, case in cases.items() if key.startswith(f"{machine}:")]
-        solved = [case for case in here if case["status"] != "infeasible"]
-        gaps, seconds = ([case[key] for case in solved] for key in ("gap", "solve_seconds"))
-        told = ["-"] * 4
-        if solved:
-            within = sum(gap <= 0.01 for gap in gaps) / len(gaps)
-            told = [f"{within:.0%}", f"{max(gaps):.1%}"]
-            told += [format_seconds(statistics.median(seconds)), format_seconds(max(seconds))]
-        rows.append([machine, f"{len(solved)} of {len(here)}", *told])
-    yield from markdown_table(rows, numbers_from=1)
-    yield ""
-    yield from _planner_in_short(document)
-
-
 def _planner_in_short(document: Document) -> Lines:
     yield from planner.in_short(found(document))
     yield f"({_source('planner', document)})"
@@ -118,9 +95,10 @@ def _accuracy_in_short(document: Document) -> Lines:
 
 
 def _cpu(document: Document) -> Lines:
-    """The rows that ran; who did not fit under which limit is a sentence."""
+    """The rows that ran, without their work; who did not fit under which limit is a sentence."""
     header, *rows = compared(document["cells"])
-    yield from markdown_table([header, *(row for row in rows if row[4] != "did not fit")])
+    ran = [row[1:] for row in rows if row[4] != "did not fit"]
+    yield from markdown_table([header[1:], *ran])
     yield ""
     missing: dict[str, list[str]] = {}
     for _, limit, _, name, told, *_ in rows:
@@ -132,21 +110,6 @@ def _cpu(document: Document) -> Lines:
     for who, ones in limits.items():
         yield f"Did not fit under {', '.join(ones)}: {who}."
     yield f"({_source('cpu', document)})"
-
-
-def _paper(document: Document) -> Lines:
-    """Predictions: seconds of a step, and what the baselines take of them."""
-    rows = [["model", "machine", "step", "tokens/s", *(f"{name} / ours" for name in BASELINES)]]
-    for key, one in found(document).items():
-        asked = document["cells"][key]["arguments"]
-        if document["cells"][key]["part"] == "paper" and one["status"] != "infeasible":
-            ratios = front.ratios_of(one).values()
-            told = [f"{ratio:.2f}" if ratio else "-" for ratio in ratios]
-            step, speed = format_seconds(one["step_seconds"]), f"{one['tokens_per_s']:,.0f}"
-            rows.append([asked["model"], asked["machine"], step, speed, *told])
-    yield from markdown_table(rows, numbers_from=2)
-    yield ""
-    yield f"({_source('front', document)})"
 
 
 def _front(document: Document) -> Lines:
@@ -172,13 +135,11 @@ def _front(document: Document) -> Lines:
 # --- blocks ---------------------------------------------------------------------------------------
 
 BLOCKS: dict[str, tuple[str, Callable[[Document], Lines]]] = {
-    "planner": ("planner", _planner),
     "planner in short": ("planner", _planner_in_short),
     "front": ("front", _front),
     "accuracy": ("accuracy", _accuracy),
     "accuracy in short": ("accuracy", _accuracy_in_short),
     "peers on a CPU": ("cpu", _cpu),
-    "the paper's models": ("front", _paper),
 }
 """Blocks that a page may quote: the file of results, and what makes lines of it."""
 

@@ -35,40 +35,35 @@ TITLES = {"hardware": "Hardware", "profile": "Profile", "plan": "Plan"}
 CLI = """\
 # Commands
 
-What `protrain COMMAND --help` says, in one page. It is made from the command line itself.
+Each command, its options and the first sentence of their help, made from the command line itself.
+`protrain COMMAND --help` has the rest. All commands but `report` and `hardware copy` take `--json`.
 
 Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input, 3 no plan fits,
-4 out of memory, 130 interrupted, 141 nobody reads what is printed. Errors are one message that
-names file, key, problem and fix; `--json` prints one object on the standard output and nothing
-else; `fit` prints one a line for each cell, and `hardware search` for each machine, when it is
-known. What takes more than five seconds says on standard error how far it is: with a bar on a
-terminal, elsewhere every five seconds in a line that begins with `...`. Names are shown as they
-are, with escapes such as `\\x1b` for what cannot be seen.
+4 out of memory, 130 interrupted, 141 the reader of the output has closed it. An error is one
+message with file, key, problem and fix. `--json` prints one object on standard output and nothing
+else; `fit` prints one per cell, and `hardware search` one per machine. Progress goes to standard
+error, every five seconds where that is no terminal. Invisible characters are escaped (`\\x1b`).
 
-A file that an option names is replaced at once: at no moment is it missing or incomplete. Links are
-followed, and permissions stay. A device, a pipe or an open descriptor is written into: `/dev/null`,
-`>(gzip > plan.gz)`, `/dev/fd/3`. `-`, like `/dev/stdout`, is standard output, which then holds the
-file alone; everything else goes to standard error.
+Output files are replaced atomically. A device, pipe or descriptor is written into: `/dev/null`,
+`>(gzip > plan.gz)`, `/dev/fd/3`. `-` is standard output; messages then go to standard error.
 """
 FILES = """\
 # Files
 
-Four kinds of YAML files are read: what a machine offers, what a model costs on it, a plan, and
-budgets for [`protrain check`](../checks.md). They are read strictly: an unknown key, a missing one
-or a value of another kind is an error that names file, line and key. Every file begins with
-`protrain: KIND` and its version: 3, or 1 for budgets. Records of earlier versions are made again. A
-size is a whole number of bytes or a text such as `1.5GiB`. What machines cost is a list without
-such a head, for one command: [Choose a machine](../how-to/choose-a-machine.md).
+protrain reads four kinds of YAML files: hardware, profiles, plans and budgets. An unknown key, a
+missing key or a value of another kind is an error with file, line and key. Every file begins with
+`protrain: KIND` and its version: 3, or 1 for budgets. Earlier versions are refused. A size is a
+whole number of bytes or a text such as `1.5GiB`. [Prices](../how-to/machines.md) have no such head.
 
-The lists are made from the JSON Schemas in `schemas/` and the texts from the code that reads the
-files. Editors check a file as it is written when its first line is
-`# yaml-language-server: $schema=PATH`. Units that are
-equal and stand in a row are one entry with `names: layers.0-11` in the place of `name`.
+`?` marks an optional key. JSON Schemas with all types and ranges are in `schemas/`; editors use one
+where the first line is `# yaml-language-server: $schema=PATH`. Equal consecutive units are one
+entry with `names: layers.0-11` in place of `name`. [Rules and budgets](../checks.md#budgets) has
+the keys of budgets, and docstrings in `runtime/protrain_runtime/contract/records/` explain the keys
+of profiles.
 
 ## Limits
 
-A file from somebody else takes no more than seconds and some memory: what is beyond these limits is
-an error that names the key and the number, and no file ends a command in any other way. At most:
+A file beyond one of these limits is an error with the key and the number:
 
 """
 LIMITS = {
@@ -85,16 +80,22 @@ LIMITS = {
     "parameters of a `config.json`": f"{MAX_PARAMETERS:.0e}, in {MAX_TENSORS} tensors",
 }
 CHARACTERS = """
-The range of each number is in its schema; `inf` and `nan` are none. Control characters, marks of
-direction, characters of no width and surrogates are refused in every text, with the character's
-number: what one reads in a file is what it says.
+`inf`, `nan`, control characters, direction marks, zero-width characters and surrogates are refused.
 """
-BUDGETS = """\
-## Machines of a budgets file
-
-Below `budgets`, or in `pyproject.toml` below `[tool.protrain.budgets]`, every machine has the keys
-that [`protrain check`](../checks.md#budgets) explains.
-"""
+WHOLE = {
+    *(name for name, kind in CLASSES.items() if kind.__module__ == hardware.__name__),
+    *("StepSettings", "UnitPlan"),
+}
+"""Records that users write or review: the page has all about each, of others the first sentence."""
+MEASURED = {name for name, kind in CLASSES.items() if kind.__module__ == profile.__name__} - {
+    "Profile",
+    "Workload",
+}
+"""Records that no user writes, left to schemas and docstrings."""
+MANY = 12
+"""Choices that are listed; more are a table of another page."""
+LONG = 12
+"""Words of a sentence about an option that stands as a whole."""
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -103,10 +104,10 @@ that [`protrain check`](../checks.md#budgets) explains.
 def cli_page() -> str:
     """docs/reference/cli.md."""
     group: Any = typer.main.get_command(app)
-    return "\n".join((CLI, *_commands(group, "protrain", set())))
+    return "\n".join((CLI, *_commands(group, "protrain", {})))
 
 
-def _commands(group: Any, path: str, told: set[tuple[str, str]]) -> Iterator[str]:
+def _commands(group: Any, path: str, told: dict[str, set[str]]) -> Iterator[str]:
     for name, command in group.commands.items():
         if command.hidden:
             continue
@@ -116,29 +117,34 @@ def _commands(group: Any, path: str, told: set[tuple[str, str]]) -> Iterator[str
             yield from _command(command, f"{path} {name}", told)
 
 
-def _command(command: Any, path: str, told: set[tuple[str, str]]) -> Iterator[str]:
-    """A command's section; options that an earlier one has `told` of are named alone."""
+def _command(command: Any, path: str, told: dict[str, set[str]]) -> Iterator[str]:
+    """A command's section; options of earlier commands in `told` are named alone."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p not in arguments and p.name != "as_json"]
     words = [_argument(argument) for argument in arguments]
     yield f"## `{' '.join((path, *words))}`\n"
-    yield f"{inspect.cleandoc(command.help)}\n"
+    yield f"{inspect.cleandoc(command.help).split(chr(10) * 2)[0]}\n"
     for argument, word in zip(arguments, words, strict=True):
-        yield f"- `{word}`: {_meaning(argument)}"
-    again = []
-    for option in command.params:
-        if option in arguments:
-            continue
-        if (what := (option.name, option.help)) in told:
-            again.append(f"`{_option(option)}`")
-        else:
-            yield f"- `{_option(option)}`: {_meaning(option)}"
-        told.add(what)
-    yield f"\nAs above: {', '.join(again)}.\n" if again else ""
+        if argument.help not in told:
+            yield f"- `{word}`: {_meaning(argument)}"
+        told[argument.help] = set()
+    mine = {f"{_option(option)}: {option.help}": option for option in options}
+    before = set().union(*told.values())
+    yield from (
+        f"- `{_option(one)}`: {_meaning(one)}" for key, one in mine.items() if key not in before
+    )
+    again = {key for key in mine if key in before}
+    whole = [name for name, keys in told.items() if len(keys) > MANY and keys <= again]
+    again -= set().union(*(told[name] for name in whole))
+    names = [f"all of `{name}`" for name in whole]
+    names += [f"`{max(one.opts, key=len)}`" for key, one in mine.items() if key in again]
+    yield f"\nAs above: {', '.join(names)}.\n" if names else ""
+    told[path] = set(mine)
     examples = re.sub(r"^Examples?: ", "", command.epilog or "")
     if examples:
         group = path.rpartition(" ")[0]
-        lines = [re.sub(r"^\.\.\.", group, line) for line in examples.split(" | ")]
-        yield from ("```text", *lines, "```\n")
+        example = re.sub(r"^\.\.\.", group, examples.split(" | ")[0])
+        yield f"    {example}\n"
 
 
 def _argument(argument: Any) -> str:
@@ -155,13 +161,21 @@ def _option(option: Any) -> str:
 
 
 def _meaning(parameter: Any) -> str:
-    words = re.sub(r"\s+", " ", parameter.help or "").removesuffix(".")
+    words = _brief(re.sub(r"\s+", " ", parameter.help or ""))
     value = parameter.default
     if value is None or isinstance(value, bool) or parameter.show_default is False:
         return words
     if isinstance(value, list | tuple):
         value = " ".join(map(str, value))
-    return f"{words} (default: `{value}`)"
+    return f"{words} (`{value}`)"
+
+
+def _brief(text: str) -> str:
+    """The first sentence, of a long one its first part; all of choices (`pure: ...`)."""
+    if re.match(r"\w+: ", text):
+        return text.removesuffix(".")
+    sentence = re.split(r"\. (?=[A-Z0-9])", text)[0].removesuffix(".")
+    return re.split("[:;] (?!or )", sentence)[0] if len(sentence.split()) > LONG else sentence
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -170,30 +184,31 @@ def _meaning(parameter: Any) -> str:
 def files_page() -> str:
     """docs/reference/files.md."""
     lines = [FILES.rstrip() + "\n"]
-    for what, number in LIMITS.items():
-        lines.append(f"- {what}: {f'{number:,}' if isinstance(number, int) else number}")
-    lines += [CHARACTERS]
+    limits = ((what, f"{n:,}" if isinstance(n, int) else n) for what, n in LIMITS.items())
+    lines += [f"{'; '.join(f'{what}: {number}' for what, number in limits)}.", CHARACTERS]
     described: set[str] = set()
     for name, title in TITLES.items():
         schema = SCHEMAS[name]()
         for part, fields in {title: schema, **schema["$defs"]}.items():
-            if part not in described:
+            if part not in described | MEASURED:
                 described.add(part)
                 lines += [
                     f"##{'' if part in TITLES.values() else '#'} {part}\n",
                     *_record(part, fields),
                 ]
-    machine = SCHEMAS["budgets"]()["$defs"]["Entry"]
-    return "\n".join((*lines, BUDGETS, *_fields(machine, {})))
+    return "\n".join(lines)
 
 
 def _record(name: str, schema: Json) -> Iterator[str]:
     kinds = (CLASSES[name], plan.Schedule) if name == "UnitPlan" else (CLASSES[name],)
-    yield from (f"{_words(kind)}\n" for kind in kinds)
+    if name in WHOLE:
+        yield from (f"{_words(kind)}\n" for kind in kinds)
+    else:
+        yield f"{_brief(_words(kinds[0]).partition(chr(10) * 2)[0])}.\n"
     comments: dict[str, str] = {}
     for kind in kinds:
         comments |= dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.M))
-    yield from _fields(schema, comments)
+    yield from _keys(schema, comments)
 
 
 def _words(record: type) -> str:
@@ -207,37 +222,32 @@ def _paragraph(text: str) -> str:
     return f"```text\n{inspect.cleandoc(text)}\n```" if aligned else text
 
 
-def _fields(schema: Json, comments: Mapping[str, str]) -> Iterator[str]:
-    """A list of keys, their values and the comments beside a record's fields."""
+def _keys(schema: Json, comments: Mapping[str, str]) -> Iterator[str]:
+    """The keys in a sentence, with their records, choices and the comments beside the fields."""
     required = schema.get("required", [])
+    keys = []
     for key, value in schema["properties"].items():
         if key not in ("protrain", "version"):
-            allowed = _value(value) + ("" if key in required else " (optional)")
-            meaning = f"; {comments[key]}" if key in comments else ""
-            yield f"- `{key}`: {allowed}{meaning}"
-    yield ""
+            words = filter(None, (_value(value), comments.get(key)))
+            about = "; ".join(words)
+            name = f"`{key}`" if key in required else f"`{key}`?"
+            keys.append(f"{name} ({about})" if about else name)
+    yield f"Keys: {', '.join(keys)}.\n"
 
 
 def _value(schema: Json) -> str:
+    """The record or the choices of a value; empty where key and comment say enough."""
     match schema:
         case {"$ref": reference}:
             name = reference.rpartition("/")[2]
-            return f"[{name}](#{name.lower()})"
+            return "" if name in MEASURED else f"[{name}](#{name.lower()})"
+        case {"enum": values} if len(values) > MANY:
+            return "[decisions](../design.md#what-a-plan-decides)"
         case {"enum": values}:
-            return ", ".join(f"`{value}`" if value else "empty" for value in values)
+            return ", ".join(f"`{value}`" for value in values if value)
         case {"type": "array", "items": items}:
-            return f"list of {_value(items)}"
-        case {"description": str(words)}:
-            return words
-        case {"anyOf": [{"type": "integer"}, {"type": "string"}]}:
-            return "size"
+            return _value(items)
         case {"anyOf": choices}:
-            return " or ".join(_value(choice) for choice in choices)
-        case {"type": "integer"}:
-            return "integer"
-        case {"type": "number"}:
-            return "number"
-        case {"type": str(kind)}:
-            return {"string": "text", "boolean": "boolean"}[kind]
+            return " or ".join(filter(None, map(_value, choices)))
         case _:
-            raise ValueError(schema)
+            return ""

@@ -4,7 +4,6 @@ Profiles are estimated for machines of the catalogue, so that any machine remake
 byte. Names of folders make fewer of them: `python plans/make.py gpt2-xl-rtx-3090`.
 """
 
-import re
 import shlex
 import subprocess
 import sys
@@ -21,10 +20,9 @@ PAGE = FOLDER.parent / "docs/plans.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A model on a machine; `profile` and `plan` are what the commands are given besides."""
+    """A model on a machine; `profile` and `plan` are the options of the commands."""
 
     name: str
-    shows: str
     profile: str
     plan: str
 
@@ -48,39 +46,33 @@ class Pair:
 PAIRS = (
     Pair(
         name="llama-3.1-8b-lora-rtx-4090",
-        shows="LoRA: the frozen weights of some layers wait in host memory",
         profile="llama-3.1-8b --on rtx-4090 --dtype bfloat16 --lora r=16,dtype=base --seq-len 4096",
         plan="--clip --disk 0 --tight",
     ),
     Pair(
         name="mistral-7b-lora-l4",
-        shows="Long sequences on a small card: 16,384 tokens",
         profile="mistral-7b --on l4 --dtype bfloat16 --lora r=16,dtype=base --seq-len 16384",
         plan="--clip --host-memory 56GiB --disk 0 --tight",
     ),
     Pair(
         name="qwen2.5-7b-a100-80gb",
-        shows="All parameters and float32 master weights, more states than the card holds",
         profile="qwen2.5-7b --on a100-80gb --dtype bfloat16 --precision master --seq-len 4096",
         plan="--clip --disk 0 --tight",
     ),
     Pair(
         name="llama-3.2-1b-rtx-3090",
-        shows="All parameters and master weights on a card of 24 GB, four micro-batches",
         profile="llama-3.2-1b --on rtx-3090 --dtype bfloat16 --precision master"
         " --batch-size 4 --seq-len 2048",
         plan="--clip --accumulate 4 --disk 0 --tight",
     ),
     Pair(
         name="gpt2-xl-rtx-3090",
-        shows="Float32 parameters, computed with in bfloat16 (autocast); updates in backward",
         profile="gpt2-xl --on rtx-3090 --dtype bfloat16 --precision autocast"
         " --batch-size 2 --seq-len 1024",
         plan="--disk 0 --tight",
     ),
     Pair(
         name="llama-3.1-70b-lora-h100-sxm",
-        shows="LoRA on 70 billion parameters, one card",
         profile="llama-3.1-70b --on h100-sxm --dtype bfloat16 --lora r=16,dtype=base"
         " --seq-len 4096",
         plan="--clip --disk 0 --tight",
@@ -90,33 +82,28 @@ PAIRS = (
 INTRODUCTION = """\
 # Plans of well-known models
 
-Every folder of `plans/` holds a profile and the plan that was made from it, as anyone would commit
-them. Start from one, or compare: on another machine, with another budget, by another version. The
-test suite checks all of them on every run.
-
-Bytes are counted, seconds are estimates from data sheets, and none of these plans has been run on
-such a machine. The gap is the distance to the fastest schedule that can exist in the
-budgets. `protrain show PLAN` says what each unit does.
+Every folder of `plans/` holds a profile and the plan made from it. Bytes are counted, seconds are
+estimates from data sheets, and none of these plans has run on such a machine. `protrain show PLAN`
+says what each unit does; tests check all plans.
 """
-MEASURED = """\
-`smollm2-135m-cpu-1100MiB` is the plan of `make demo`: its profile was measured, on a machine with
-two cores and a disk, and it has been run. The others are made by
+COMMANDS = """
+The options of `protrain profile` and `protrain plan` that make them (`make plans` makes all):
 
-```sh
-python plans/make.py
-```
-
-which runs these commands, and writes this page:
+| Plan | Profile | Plan |
+| --- | --- | --- |
+"""
+MEASURED = """
+`smollm2-135m-cpu-1100MiB` is the plan of `make demo`: its profile was measured on two cores and a
+disk, and it has been run.
 """
 
 
 def page() -> str:
     """docs/plans.md, from what lies in the folders."""
     lines = [INTRODUCTION, "| Plan | Model states | Device | Host | Step | Gap |"]
-    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |", *map(_row, PAIRS), "", MEASURED]
-    for pair in PAIRS:
-        lines += [f"## {pair.name}\n", f"{pair.shows}.\n", "```sh", *pair.commands, "```\n"]
-    return "\n".join(lines).rstrip() + "\n"
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |", *map(_row, PAIRS), COMMANDS.rstrip()]
+    lines += [f"| `{p.name}` | `{p.profile}` | `{p.plan}` |" for p in PAIRS]
+    return "\n".join([*lines, MEASURED])
 
 
 def _row(pair: Pair) -> str:
@@ -124,7 +111,7 @@ def _row(pair: Pair) -> str:
     units = read_profile(FOLDER / pair.name / "profile.yaml").units
     peak, budgets = plan.prediction.peak_bytes, plan.budgets
     cells = (
-        f"[{pair.name}](#{slug(pair.name)})",
+        f"`{pair.name}`",
         format_bytes(sum(u.parameter_bytes + u.gradient_bytes + u.state_bytes for u in units)),
         f"{format_bytes(peak.device + peak.context)} of {format_bytes(budgets.device)}",
         f"{format_bytes(peak.host)} of {format_bytes(budgets.host)}",
@@ -132,11 +119,6 @@ def _row(pair: Pair) -> str:
         f"{plan.gap:.2%}",
     )
     return f"| {' | '.join(cells)} |"
-
-
-def slug(heading: str) -> str:
-    """The anchor that the site makes of a heading."""
-    return re.sub(r"[^a-z0-9-]", "", heading)
 
 
 if __name__ == "__main__":

@@ -398,9 +398,7 @@ def test_every_rule_explains_itself(tmp_path: Path) -> None:
 
 def test_the_documentation_lists_every_rule(assert_golden: AssertGolden) -> None:
     lines = ["| Rule | What holds |", "| --- | --- |"]
-    lines += [f"| [{r.code}](#{r.code.lower()}) | {r.title} |" for r in RULES.values()]
-    for rule in RULES.values():
-        lines += ["", f"## {rule.code}", "", rule.explanation]
+    lines += [f"| {rule.code} | {rule.title} |" for rule in RULES.values()]
     text = (ROOT / "docs/checks.md").read_text(encoding="utf-8")
     before, marker, _ = text.partition("<!-- rules -->\n")
     assert marker

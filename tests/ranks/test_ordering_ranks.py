@@ -2,8 +2,7 @@
 
 As `test_ordering`, of what only several ranks have: two of them, each on an emulated device, whose
 streams come late to their work. A scenario returns where a rank's training differs from
-DistributedDataParallel's. The table is in `tests.support.mutations`; the page made of it is
-docs/reference/ordering-ranks.md.
+DistributedDataParallel's. The table is in `tests.support.mutations`.
 """
 
 from collections.abc import Iterator
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mutations import AMONG_RANKS, SAID_AMONG_RANKS, assert_page, names
+from tests.support.mutations import AMONG_RANKS, names
 from tests.support.ranks_cases import ranks_on_emulated, run_ranks
-from tests.support.ranks_scenarios import PAGE, SCENARIOS, TRIES, assert_none_holds, holding
+from tests.support.ranks_scenarios import SCENARIOS, TRIES, assert_none_holds, holding
 
 pytestmark = pytest.mark.emulated
 
@@ -38,7 +37,3 @@ def test_the_scenario_holds(scenario: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", range(len(AMONG_RANKS)), ids=names(AMONG_RANKS))
 def test_the_scenario_does_not_hold_without_the_line(number: int, tmp_path: Path) -> None:
     assert_none_holds((number,), tmp_path)
-
-
-def test_the_page_names_every_line_and_what_it_keeps(request: pytest.FixtureRequest) -> None:
-    assert_page(request, PAGE, AMONG_RANKS, SAID_AMONG_RANKS)

@@ -2,7 +2,7 @@
 
 On the emulated device, whose streams come late to their work. A mutation replaces a line of the
 runtime; the scenario named beside it holds as the runtime is, and must not hold without that line.
-The table is in `tests.support.mutations`, and the page docs/reference/ordering.md is made of it.
+The table is in `tests.support.mutations`.
 """
 
 import ast
@@ -41,9 +41,7 @@ from tests.support.cards import card_called
 from tests.support.mutations import (
     AMONG_RANKS,
     ON_A_DEVICE,
-    SAID_ON_A_DEVICE,
     Mutation,
-    assert_page,
     mutate,
     names,
 )
@@ -64,7 +62,6 @@ NAME = "functional"
 AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
 AT_ONCE = Schedule(swap_drain=0, update_drain=0)
 LIMIT_S = 20.0
-PAGE = "ordering.md"
 TRIES = 5
 
 
@@ -551,7 +548,3 @@ def test_every_wait_of_the_runtime_is_in_the_table() -> None:
     ]
     assert left == []
     assert NONE_OF_THE_TABLE.keys() <= {place for place, _ in found}
-
-
-def test_the_page_names_every_line_and_what_it_keeps(request: pytest.FixtureRequest) -> None:
-    assert_page(request, PAGE, ON_A_DEVICE, SAID_ON_A_DEVICE)

@@ -3,7 +3,7 @@
     python -m tests.support.mutations [WORD ...]
 
 applies every mutation, or those with one of the words in them, to a copy of the tree, runs its test
-there, and says which were killed. The tables of waits are also pages of the documentation.
+there, and says which were killed.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "reference"
 NOT_COPIED = (".git", ".venv", ".*_cache", "__pycache__", "site", "results")
 BY_DEFAULT = "not slow and not gpu"
 """The marks of the tests that `make test` runs."""
@@ -624,48 +623,6 @@ ALL = (
     *(replace(one, test=AMONG_RANKS_TEST) for one in AMONG_RANKS),
     *GUARDS,
 )
-
-
-# --- the pages ------------------------------------------------------------------------------------
-
-SAID_ON_A_DEVICE = (
-    "# Order beside compute",
-    "",
-    "Every wait and fence of the runtime on an accelerator, what happens without it, and the",
-    "scenario of `tests/runtime/test_ordering.py` that shows it. That test takes each line away in",
-    "turn, on an emulated device whose streams come late to their work.",
-)
-SAID_AMONG_RANKS = (
-    "# Order among ranks",
-    "",
-    "What [order beside compute](ordering.md) is on one accelerator, of collectives: every line",
-    "that keeps them in their place, what happens without it, and the scenario in",
-    "`tests/ranks/test_ordering_ranks.py` that shows it, on two ranks, each on its own device.",
-)
-
-
-def page(mutations: Sequence[Mutation], said: Sequence[str]) -> str:
-    """The table, as Markdown, behind what is said of it."""
-    lines = [
-        *said,
-        "",
-        "| Where | Line | Without it | Shown by |",
-        "| --- | --- | --- | --- |",
-    ]
-    for one in mutations:
-        scenario = one.scenario.replace("_", " ")
-        lines.append(f"| `{one.place}` | {one.change} | {one.keeps} | {scenario} |")
-    return "\n".join(lines) + "\n"
-
-
-def assert_page(
-    request: pytest.FixtureRequest, name: str, mutations: Sequence[Mutation], said: Sequence[str]
-) -> None:
-    """The committed page is made of these; `--write-golden` makes it."""
-    found = page(mutations, said)
-    if request.config.getoption("--write-golden"):
-        (PAGES / name).write_text(found, encoding="utf-8")
-    assert (PAGES / name).read_text(encoding="utf-8") == found
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from tests.support.runtime_cases import ADAMW, Outcome, batch, build
 
 NAME = "functional"
 LIMIT_S = 10.0
-PAGE = "ordering-ranks.md"
 TRIES = 4
 
 
