@@ -22,11 +22,10 @@ the least memory.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
-from typing import Literal
 
 from protrain_plan.garbage import collected_seldom
 from protrain_plan.planning.explain.advice import infeasible
@@ -37,7 +36,6 @@ from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
 from protrain_plan.planning.model.solver import solver_name
 from protrain_plan.planning.outcome import Infeasible, Replicas, Solved, Status
 from protrain_plan.planning.search.baselines import (
-    BASELINES,
     Baseline,
     baseline,
     leanest_variant,
@@ -127,13 +125,8 @@ IN_VAIN, WORTH = 2, 0.01
 PROMISING = 1.01
 """Numbers are tried whose value is at most so many times the least known."""
 
-Solver = Literal["milp"] | Baseline
-SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
-
 Hint = Sequence[UnitPlan]
 """The units of a plan to begin with; one that is not open is passed over."""
-
-Progress = Callable[[str, float | None, float | None], None]
 
 
 def plan(
@@ -142,8 +135,6 @@ def plan(
     settings: StepSettings = OVERLAPPING,
     *,
     effort: Effort | None = None,
-    solver: Solver = "milp",
-    progress: Progress | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """The fastest plan found for `profile` within `budgets`, or why there is none.
@@ -151,9 +142,7 @@ def plan(
     `budgets.device` includes the context. See `solve_problem`.
     """
     problem = Problem.of(profile, budgets, settings)
-    return solve_problem(
-        problem, budgets, effort=effort, solver=solver, progress=progress, hints=hints
-    )
+    return solve_problem(problem, budgets, effort=effort, hints=hints)
 
 
 @collected_seldom()
@@ -162,26 +151,23 @@ def solve_problem(
     budgets: Budgets,
     *,
     effort: Effort | None = None,
-    solver: Solver = "milp",
-    progress: Progress | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """The fastest plan found for a problem with these budgets, or why there is none.
 
-    `solver` is `milp` for all the planner has, or a baseline to compare with. `progress` is told a
-    stage, the best step so far and the bound, in seconds. `hints` are plans to begin with.
+    `hints` are plans to begin with.
     A plan that is not exact is faster than every exact one that was found, by more than tidying may
     cost: the problem without leave is solved first. Its plan is one with leave, too, so that leave
     makes no plan slower.
     """
     effort = effort or Effort()
-    exact = problem.exactly() if problem.profile.allowed and solver == "milp" else None
-    known = exact and _solved(exact, budgets, effort, solver, progress, hints)
+    exact = problem.exactly() if problem.profile.allowed and effort.solver == "milp" else None
+    known = exact and _solved(exact, budgets, effort, hints)
     if not isinstance(known, Solved):
-        return _solved(problem, budgets, effort, solver, progress, hints)
+        return _solved(problem, budgets, effort, hints)
     limit_s = known.plan.prediction.step_seconds / (1 + TOLERANCE)
     faster = replace(effort, below_s=min(effort.below_s, limit_s))
-    found = _solved(problem, budgets, faster, solver, progress, (*hints, known.plan.units))
+    found = _solved(problem, budgets, faster, (*hints, known.plan.units))
     assert isinstance(found, Solved), "a plan without leave is one with it"
     seconds = known.solve_seconds + found.solve_seconds
     if found.plan.prediction.step_seconds > limit_s:
@@ -197,15 +183,10 @@ def proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
 
 
 def _solved(
-    problem: Problem,
-    budgets: Budgets,
-    effort: Effort,
-    solver: Solver,
-    progress: Progress | None,
-    hints: Sequence[Hint],
+    problem: Problem, budgets: Budgets, effort: Effort, hints: Sequence[Hint]
 ) -> Solved | Infeasible:
     """Search once; nobody asks whether an exact plan is as fast."""
-    started = time.monotonic()
+    started, solver = time.monotonic(), effort.solver
     if solver != "milp":
         problem = problem.overlapping(False)
     # A second copy makes no plan leaner.
@@ -221,7 +202,7 @@ def _solved(
         problem = within_reach(problem)
     choice = problem.known_choice(leanest)
     assert choice, "the leanest plan is within reach"
-    planning = _Planning(problem, choice, effort, progress)
+    planning = _Planning(problem, choice, effort)
     if solver == "milp":
         best = planning.solve(hints)
     elif found := planning.solve_baseline(solver):
@@ -231,17 +212,14 @@ def _solved(
         peak = max(problem.static_bytes(variant))
         needed = Leanest(choice=variant, bytes=peak, proven_bytes=peak)
         return infeasible(problem, budgets, needed)
-    return planning.solved(best, budgets, solver, time.monotonic() - started)
+    return planning.solved(best, budgets, time.monotonic() - started)
 
 
 class _Planning:
     """The pipeline of one problem that some plan meets."""
 
-    def __init__(
-        self, problem: Problem, lean: Choice, effort: Effort, progress: Progress | None
-    ) -> None:
-        self.problem, self.lean = problem, lean
-        self.effort, self.progress = effort, progress
+    def __init__(self, problem: Problem, lean: Choice, effort: Effort) -> None:
+        self.problem, self.lean, self.effort = problem, lean, effort
         self.evaluator = Evaluator(problem)
         self.bound = problem.compute_seconds
         self.walks = max(LEAST_WALKS, min(MOST_WALKS, WALKED_UNITS // problem.count))
@@ -298,7 +276,7 @@ class _Planning:
             self._tell(name)
         return found
 
-    def solved(self, best: Evaluation, budgets: Budgets, solver: Solver, seconds: float) -> Solved:
+    def solved(self, best: Evaluation, budgets: Budgets, seconds: float) -> Solved:
         """The answer: `best` as a plan, with what it promises."""
         profile, settings = self.problem.profile, self.problem.settings
         program = self.problem.program(best.plans)
@@ -343,7 +321,7 @@ class _Planning:
             gap=made.gap,
             stall_seconds=best.stall_s,
             solve_seconds=seconds,
-            solver=solver_name() if solver == "milp" else solver,
+            solver=solver_name() if self.effort.solver == "milp" else self.effort.solver,
         )
 
     @cached_property
@@ -373,8 +351,7 @@ class _Planning:
         return self.bound * (1 + self.effort.gap_target)
 
     def _tell(self, stage: str) -> None:
-        if self.progress:
-            self.progress(stage, self.best.seconds, self.bound or None)
+        self.effort.progress(stage, self.best.seconds, self.bound or None)
 
     def _keep(self, evaluation: Evaluation | None) -> None:
         if evaluation and evaluation.seconds < self.best.seconds:
@@ -533,8 +510,6 @@ def solve_any(
     budgets: Budgets,
     *,
     effort: Effort | None = None,
-    solver: Solver = "milp",
-    progress: Progress | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """The fastest plan found for any of the problems; why the first has none, where none has any.
@@ -543,25 +518,16 @@ def solve_any(
     """
     effort = effort or Effort()
     if len(problems) == 1:
-        return solve_problem(
-            problems[0], budgets, effort=effort, solver=solver, progress=progress, hints=hints
-        )
+        return solve_problem(problems[0], budgets, effort=effort, hints=hints)
     started, tolerated = time.monotonic(), 1 + effort.gap_target
     best: Solved | None = None
     best_s, known = inf, list(hints)
 
     def solve_one(problem: Problem) -> Solved | Infeasible:
         number = problem.settings.group.num_replicas
-
-        def tell(stage: str, step_s: float | None, bound_s: float | None) -> None:
-            if progress:
-                word = "replica" if number == 1 else "replicas"
-                progress(f"{number} {word}: {stage}", step_s, bound_s)
-
-        faster = replace(effort, below_s=min(best_s, effort.below_s))
-        return solve_problem(
-            problem, budgets, effort=faster, solver=solver, progress=tell, hints=known
-        )
+        faster = effort.of_part(f"{number} {'replica' if number == 1 else 'replicas'}: ")
+        faster = replace(faster, below_s=min(best_s, effort.below_s))
+        return solve_problem(problem, budgets, effort=faster, hints=known)
 
     bounds: dict[int, float] = {}  # of all that may have plans
     looked_at = len(problems)

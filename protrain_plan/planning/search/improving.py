@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import islice, permutations
+from itertools import islice, permutations, product
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import Stopped
+from protrain_plan.planning.search.baselines import BASELINES, Baseline
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
 from protrain_runtime.contract.program.memory import device_totals
 from protrain_runtime.contract.records.forms import FORMS
@@ -55,6 +56,12 @@ IMPROVEMENT = 1e-7
 """A step must be faster by this fraction to count: less is rounding in the simulator."""
 
 
+Solver = Literal["milp"] | Baseline
+SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
+
+Progress = Callable[[str, float | None, float | None], None]
+
+
 def never() -> bool:
     """Nobody stops a search."""
     return False
@@ -70,6 +77,8 @@ class Effort:
     time_limit_s  for people in a hurry: with a limit that strikes, the plan depends on the machine
     seed          of the order in which changes are tried
     stopped       asked often; true ends the search with the best plan so far
+    solver        `milp` for all the planner has, or a baseline to compare with
+    progress      told a stage, the best step so far and the bound, in seconds
     """
 
     gap_target: float = 0.005
@@ -78,7 +87,13 @@ class Effort:
     time_limit_s: float | None = None
     seed: int = 0
     stopped: Stopped = never
+    solver: Solver = "milp"
+    progress: Progress = lambda *_: None
     started: float = field(default_factory=time.monotonic)
+
+    def of_part(self, where: str) -> "Effort":
+        """Return the effort of a part of the search, whose stages begin with these words."""
+        return replace(self, progress=lambda stage, *found: self.progress(where + stage, *found))
 
     def spent(self) -> bool:
         """Whether the search has to end now."""
@@ -275,67 +290,48 @@ def simplified(
         groups.setdefault(same, []).append(index)
     # All groups at once: every unit has what most of its group have, or no more than that.
     for cap in (False, True):
-        candidate = _as_most(plans, groups.values(), cap=cap)
+        candidate = plans
+        for group, number in product(groups.values(), fields(Schedule)):
+            values = [getattr(plans[index].schedule, number.name) for index in group]
+            value = Counter(values).most_common(1)[0][0]
+            candidate = _with_number(candidate, group, number.name, value, cap=cap)
         if candidate == plans or stopped():
             break
         if accepted(candidate):
             plans = candidate
             break
-    for group in groups.values():
+    for group, number in product(groups.values(), fields(Schedule)):
         first = plans[group[0]]
-        swaps = first.activations.tier
-        moves = not first.states.is_persistent
-        for number in fields(Schedule):
-            if not (swaps if number.name.startswith("swap") else moves):
-                continue
-            if number.type is bool:
-                continue
-            for candidate in _candidates(plans, group, number.name):
-                if candidate == plans or num_moves > MAX_MOVES or stopped():
-                    break
-                if accepted(candidate):
-                    plans = candidate
-                    break
+        swaps, moves = first.activations.tier, not first.states.is_persistent
+        if number.type is bool or not (swaps if number.name.startswith("swap") else moves):
+            continue
+        units = group
+        if number.name == "update_drain":  # no slot waits for what is updated late
+            units = [index for index in group if not plans[index].schedule.update_late]
+        # Before a slot that holds much, everything has left: the units next to it have less time.
+        for value, cap in product(VALUES, (False, True)):
+            candidate = _with_number(plans, units, number.name, value, cap=cap)
+            if candidate == plans or num_moves > MAX_MOVES or stopped():
+                break
+            if accepted(candidate):
+                plans = candidate
+                break
     step_s, stall_s = step_seconds(problem, plans)
     return best._replace(seconds=step_s, stall_s=stall_s, plans=plans)
 
 
-def _as_most(
-    plans: tuple[UnitPlan, ...], groups: Iterable[Sequence[int]], *, cap: bool
+def _with_number(
+    plans: tuple[UnitPlan, ...], group: Sequence[int], name: str, value: Any, *, cap: bool
 ) -> tuple[UnitPlan, ...]:
-    """Numbers of schedules that most of a group have, for all of it; `cap`: for those with more."""
-    changed = list(plans)
-    for group in groups:
-        for number in fields(Schedule):
-            values = [getattr(plans[index].schedule, number.name) for index in group]
-            value = Counter(values).most_common(1)[0][0]
-            for index in group:
-                old = getattr(changed[index].schedule, number.name)
-                new = value
-                if cap and (value is None or (old is not None and old < value)):
-                    new = old
-                if new != old:
-                    schedule = replace(changed[index].schedule, **{number.name: new})
-                    changed[index] = replace(changed[index], schedule=schedule)
-    return tuple(changed)
+    """The plans with one number of a schedule for a group; `cap`: for those that have more.
 
-
-def _candidates(
-    plans: tuple[UnitPlan, ...], group: Sequence[int], field: str
-) -> Iterator[tuple[UnitPlan, ...]]:
-    """Every value for all units, and where that has no room, for all that can have so much.
-
-    Before a slot that holds much, everything has left: the units next to it have less time.
+    None is as long as it takes.
     """
-    for value in VALUES:
-        for cap in (False, True):
-            changed = list(plans)
-            for index in group:
-                schedule = plans[index].schedule
-                if schedule.update_late and field == "update_drain":
-                    continue  # no slot waits for it
-                old: int | None = getattr(schedule, field)
-                new = min(value, old) if cap and old is not None else value
-                number: dict[str, Any] = {field: new}
-                changed[index] = replace(plans[index], schedule=replace(schedule, **number))
-            yield tuple(changed)
+    changed = list(plans)
+    for index in group:
+        schedule = plans[index].schedule
+        old = getattr(schedule, name)
+        less = cap and old is not None and (value is None or old < value)
+        if old != value and not less:
+            changed[index] = replace(plans[index], schedule=replace(schedule, **{name: value}))
+    return tuple(changed)
