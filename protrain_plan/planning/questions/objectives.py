@@ -19,22 +19,10 @@ from protrain_plan.planning.model.problem import SAFE, Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.alternatives import alternatives, bucket_bytes
-from protrain_plan.planning.questions.answers import (
-    Answer,
-    LeastMemory,
-    Objective,
-    Point,
-    Question,
-)
+from protrain_plan.planning.questions.answers import Answer, LeastMemory, Objective, Point, Question
 from protrain_plan.planning.questions.disk import solve_sparing
 from protrain_plan.planning.questions.growth import largest_of
-from protrain_plan.planning.questions.planner import (
-    Hint,
-    problem_of,
-    proven,
-    solve_problem,
-    within,
-)
+from protrain_plan.planning.questions.planner import Hint, problem_of, proven, solve_problem, within
 from protrain_plan.planning.search.baselines import keeping
 from protrain_plan.planning.search.choices import has_plan, min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
@@ -106,10 +94,7 @@ def ask(
                     " each device fit: of several, gradients add up whole on each device",
                 )
         outcome = replace(
-            outcome,
-            advice=advice,
-            largest_batch_size=batch,
-            largest_seq_len=sequence,
+            outcome, advice=advice, largest_batch_size=batch, largest_seq_len=sequence
         )
         return replace(answer, infeasible=outcome)
     if question.pins and objective == Objective():
@@ -120,19 +105,11 @@ def ask(
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
     problem = problem_of(outcome, problems)
     kept = keeping(problem, Evaluator(problem))
-    return replace(
-        answer,
-        solved=outcome,
-        kept_seconds=kept.seconds if kept else None,
-    )
+    return replace(answer, solved=outcome, kept_seconds=kept.seconds if kept else None)
 
 
 def least_memory(
-    problems: Sequence[Problem],
-    budgets: Budgets,
-    *,
-    max_slowdown: float,
-    effort: Effort,
+    problems: Sequence[Problem], budgets: Budgets, *, max_slowdown: float, effort: Effort
 ) -> LeastMemory | Infeasible:
     """The least device memory for a step of `max_slowdown` times the fastest within `budgets`.
 
