@@ -1,33 +1,27 @@
-"""Changes of single units that make a plan faster, then numbers that people can read.
+"""Plans that people can read: no decision and no number that gains nothing.
 
-Such changes leave equal blocks with decisions in no order: `in_runs` lets equal decisions stand
-together. It takes updates in backward where nobody needs them: `at_the_step` undoes them.
-Handing out every spare byte gives equal blocks unequal leads and drains, and a peak of what the
-budget allows rather than what the step takes: `simplified` gives all units with the same decisions
-the same, smallest numbers. None of them may cost time.
+Steps downhill spread the decisions of equal blocks among each other: `in_runs` lets equal ones
+stand together. Handing out every spare byte gives equal blocks unequal leads and drains, and a peak
+of what the budget allows rather than what the step takes: `simplified` gives all units with the
+same decisions the same, smallest numbers. None of them may cost time.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice, permutations, product
 from math import inf
 from typing import Any, Literal
 
-from protrain_plan.planning.model.problem import Choice, Problem
+from protrain_plan.planning.model.options import Decision
+from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import Stopped
 from protrain_plan.planning.search.baselines import BASELINES, Baseline
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator, step_seconds
 from protrain_runtime.contract.program.memory import device_totals
 from protrain_runtime.contract.records.forms import FORMS
-from protrain_runtime.contract.records.plan import (
-    OPTIMIZER_IN_BACKWARD,
-    PERSISTENT,
-    Activations,
-    Schedule,
-    UnitPlan,
-)
+from protrain_runtime.contract.records.plan import Activations, Schedule, UnitPlan
 
 TOLERANCE = 0.002
 """The fraction of the step's time that a tidier schedule may cost."""
@@ -45,12 +39,6 @@ MAX_MOVES = 60_000
 
 GRACE_S = 0.7
 """Extra seconds that a search gets while it has no plan."""
-
-NEARLY = 1.03
-"""Factor by which an order may be slower before other schedules are tried for it."""
-
-SLOW_WALK = 1.2
-"""A walk may take so many times as long as the simulator finds. (It mostly takes 0.9 to 1.05.)"""
 
 IMPROVEMENT = 1e-7
 """A step must be faster by this fraction to count: less is rounding in the simulator."""
@@ -125,60 +113,28 @@ class Effort:
         return self.time_limit_s - (time.monotonic() - self.started)
 
 
-def changed(
-    problem: Problem, choice: Choice, open_to: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> Iterator[Choice]:
-    """Choices that differ in one decision, then in one decision of each of two units.
-
-    Single ones are among those that are open to units of the class.
-    """
-    for units, (activations, states) in zip(problem.classes, open_to, strict=True):
-        for unit in units:
-            activation, state = choice[unit]
-            yield from (_with(choice, {unit: (activation, k)}) for k in states if k != state)
-            yield from (_with(choice, {unit: (k, state)}) for k in activations if k != activation)
-        # Trade decisions where runs of equal decisions meet, and across the whole class.
-        for distance in (1, 2, 4, 8, 16, 32):
-            for first, second in zip(units, units[distance:], strict=False):
-                (a1, s1), (a2, s2) = choice[first], choice[second]
-                if a1 != a2:
-                    yield _with(choice, {first: (a2, s1), second: (a1, s2)})
-                if s1 != s2:
-                    yield _with(choice, {first: (a1, s2), second: (a2, s1)})
-                if a1 != a2 and s1 != s2:
-                    yield _with(choice, {first: (a2, s2), second: (a1, s1)})
-
-
-def _with(choice: Choice, changes: dict[int, tuple[int, int]]) -> Choice:
-    return tuple(changes.get(unit, decision) for unit, decision in enumerate(choice))
+def _changed(
+    evaluator: Evaluator, best: Evaluation, changes: dict[int, Decision], slowest_s: float
+) -> Evaluation | None:
+    """`best` with other decisions of some units; None where it has no room or is too slow."""
+    choice = tuple(changes.get(unit, decision) for unit, decision in enumerate(best.choice))
+    limit_s = slowest_s * (1 + IMPROVEMENT)
+    found = evaluator.evaluate(choice, paces=(best.pace,), faster_than_s=limit_s)
+    return found if found and found.seconds <= slowest_s else None
 
 
 def in_runs(
     problem: Problem, evaluator: Evaluator, best: Evaluation, *, slowest_s: float
 ) -> Evaluation:
-    """`best` with the decisions of alike units in runs, if some order takes up to `slowest_s`."""
+    """`best` with the decisions of alike units in runs, in the first order that is fast enough."""
     for members in problem.classes:
-        decisions = [best.choice[unit] for unit in members]
-        counts = Counter(decisions)
-        fastest = None
+        counts = Counter(best.choice[unit] for unit in members)
         for order in islice(permutations(sorted(counts)), MAX_ORDERS):
-            choice = list(best.choice)
-            arranged = [decision for decision in order for _ in range(counts[decision])]
-            for unit, decision in zip(members, arranged, strict=True):
-                choice[unit] = decision
-            limit = slowest_s * NEARLY
-            if problem.least_seconds(tuple(choice)) >= limit or not problem.fits(tuple(choice)):
-                continue
-            # A walk may find a little more than the simulator does.
-            if not evaluator.pacer.walk(tuple(choice), within_s=limit * SLOW_WALK):
-                continue
-            evaluation = evaluator.evaluate(tuple(choice), paces=(best.pace,), faster_than_s=limit)
-            if evaluation and (fastest is None or evaluation.seconds < fastest.seconds):
-                fastest = evaluation
-        if fastest and slowest_s < fastest.seconds < slowest_s * NEARLY:
-            fastest = evaluator.best_schedule(fastest.choice, pace=fastest.pace)
-        if fastest and fastest.seconds <= slowest_s:
-            best = fastest
+            arranged = (decision for decision in order for _ in range(counts[decision]))
+            changes = dict(zip(members, arranged, strict=True))
+            if found := _changed(evaluator, best, changes, slowest_s):
+                best = found
+                break
     return best
 
 
@@ -202,47 +158,19 @@ def exact_where_free(
             if number is None:  # it is pinned
                 return None
             changes[unit] = (number, best.choice[unit][1])
-        evaluation = evaluator.evaluate(_with(best.choice, changes), paces=(best.pace,))
-        return evaluation if evaluation and evaluation.seconds <= slowest_s else None
+        return _changed(evaluator, best, changes, slowest_s)
 
     groups: dict[str, list[int]] = {}
     for unit in reversed(range(problem.count)):
         if form := by_leave(unit):
             groups.setdefault(form, []).append(unit)
-    for members in groups.values():
-        for units in (members, *([unit] for unit in members)):
-            if not by_leave(units[0]):
-                break  # all of them have changed
-            exact = (option.decision for option in problem.options[units[0]].activations)
-            for activations in exact:
-                if FORMS[activations.form].leave:
-                    continue
-                if (found := taking(units, activations)) is not None:
-                    best = found
-                    break
-    return best
-
-
-def at_the_step(
-    problem: Problem, evaluator: Evaluator, best: Evaluation, *, slowest_s: float
-) -> Evaluation:
-    """`best` with its first persistent chunks updated at the step, as far as there is room.
-
-    A chunk that is updated in backward gains nothing where its gradients could stand until the
-    step. Those of the first units, whose backward is last, stand for the shortest time.
-    """
-    for unit, options in enumerate(problem.options):
-        activation, state = best.choice[unit]
-        if options.states[state].decision != OPTIMIZER_IN_BACKWARD:
-            continue
-        plain = options.numbers[1].get(PERSISTENT)
-        if plain is None:  # it is pinned
-            continue
-        choice = _with(best.choice, {unit: (activation, plain)})
-        evaluation = evaluator.evaluate(choice, paces=(best.pace,))
-        if evaluation is None or evaluation.seconds > slowest_s:
-            break
-        best = evaluation
+    singles = [[unit] for members in groups.values() for unit in members]
+    for units in (*groups.values(), *singles):
+        if not by_leave(units[0]):
+            continue  # its group has changed
+        exact = (option.decision for option in problem.options[units[0]].activations)
+        found = (taking(units, one) for one in exact if not FORMS[one.form].leave)
+        best = next(filter(None, found), best)
     return best
 
 
