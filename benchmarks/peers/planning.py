@@ -16,8 +16,7 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.answers import Objective, Question
 from protrain_plan.planning.questions.growth import in_proportion, largest_of
 from protrain_plan.planning.questions.objectives import ask
-from protrain_plan.planning.questions.planner import Solver
-from protrain_plan.planning.search.improving import Effort
+from protrain_plan.planning.search.improving import Effort, Solver
 from protrain_plan.profiling.estimated import estimate as estimated
 from protrain_plan.profiling.measured import measure_model
 from protrain_runtime.contract.records import read_profile, write_plan, write_profile
@@ -113,7 +112,8 @@ def plan(
     )
     if maximize_batch and (size := largest_of(question, "batch-size")):
         question = replace(question, profile=in_proportion(record, "batch-size", size))
-    answer = ask(question, Objective(), effort=Effort(time_limit_s=TIME_LIMIT_S), solver=solver)
+    effort = Effort(time_limit_s=TIME_LIMIT_S, solver=solver)
+    answer = ask(question, Objective(), effort=effort)
     if answer.solved is None:
         assert answer.infeasible is not None, "without a front there is a plan or a reason"
         missing = format_bytes(answer.infeasible.shortfall_bytes)

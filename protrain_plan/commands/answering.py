@@ -13,7 +13,6 @@ from protrain_plan.planning.questions.cells import GAP, Cell
 from protrain_plan.planning.questions.kept_answers import AnswerCache
 
 if TYPE_CHECKING:
-    from protrain_plan.planning.questions.planner import Progress, Solver
     from protrain_plan.planning.search.improving import Effort
 
 
@@ -75,19 +74,15 @@ def ask(
     kept: AnswerCache,
     *,
     effort: "Effort",
-    solver: "Solver",
-    progress: "Progress",
     told: Callable[[Point], None] | None,
 ) -> Answer:
     """Answer as `objectives.ask` does; of a front that was kept, each point is `told`, too."""
     from protrain_plan.planning.questions import objectives
 
-    asked = (objective, solver, effort.gap_target, effort.time_limit_s, effort.seed)
+    asked = (objective, effort.solver, effort.gap_target, effort.time_limit_s, effort.seed)
     found = kept.answer(question, *asked)
     if found is None:
-        found = objectives.ask(
-            question, objective, effort=effort, solver=solver, progress=progress, told=told
-        )
+        found = objectives.ask(question, objective, effort=effort, told=told)
         if not effort.spent():
             kept.keep(found, *asked)
         return found

@@ -230,8 +230,7 @@ class SearchOptions:
         with interruptible() as interrupted, progress(quiet=as_json) as report:
             # From here on Ctrl-C ends the search, and not these imports.
             from protrain_plan.commands.answering import ask
-            from protrain_plan.planning.questions.planner import SOLVERS
-            from protrain_plan.planning.search.improving import Effort
+            from protrain_plan.planning.search.improving import SOLVERS, Effort
             from protrain_plan.presentation.plans import point_text, search_text
 
             return ask(
@@ -243,9 +242,9 @@ class SearchOptions:
                     time_limit_s=self.time_limit,
                     seed=self.seed,
                     stopped=interrupted.is_set,
+                    solver=choice("--solver", self.solver, SOLVERS),
+                    progress=lambda *found: report(search_text(*found), 0.5),
                 ),
-                solver=choice("--solver", self.solver, SOLVERS),
-                progress=lambda *found: report(search_text(*found), 0.5),
                 told=None if as_json else lambda point: print_beside(point_text(point)),
             )
 

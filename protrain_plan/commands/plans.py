@@ -139,8 +139,10 @@ def _front(step: "Step", points: int) -> list[dict[str, Any]]:
         answer = ask(
             question,
             Objective(pareto_points=points),
-            effort=Effort(stopped=interrupted.is_set),
-            progress=lambda *found: tell(search_text(*found), 0.5),
+            effort=Effort(
+                stopped=interrupted.is_set,
+                progress=lambda *found: tell(search_text(*found), 0.5),
+            ),
         )
     return front_json(answer.front)
 

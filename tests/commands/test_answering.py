@@ -27,7 +27,6 @@ from protrain_plan.planning.questions.answers import Answer, Objective, Point, Q
 from protrain_plan.planning.questions.cells import Cell, with_resource
 from protrain_plan.planning.questions.growth import in_proportion
 from protrain_plan.planning.questions.kept_answers import AnswerCache
-from protrain_plan.planning.questions.planner import Solver
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.records import write_profile
@@ -61,7 +60,6 @@ def asked(
     question: Question = ASKED,
     objective: Objective = FASTEST,
     *,
-    solver: Solver = "milp",
     told: list[Point] | None = None,
     **effort: Any,
 ) -> tuple[Answer, bool]:
@@ -76,9 +74,7 @@ def asked(
         question,
         objective,
         cache,
-        effort=Effort(**effort),
-        solver=solver,
-        progress=lambda stage, *_: searched.append(stage),
+        effort=Effort(progress=lambda stage, *_: searched.append(stage), **effort),
         told=None if told is None else told.append,
     )
     return found, bool(before) and before == files() and not searched

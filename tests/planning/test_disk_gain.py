@@ -60,8 +60,7 @@ def planned(one: Question, effort: Effort = EFFORT, *, stages: list[str] | None 
         solve_sparing(
             one.problems(),
             one.budgets,
-            effort=effort,
-            progress=lambda stage, *_: seen.append(stage),
+            effort=replace(effort, progress=lambda stage, *_: seen.append(stage)),
         )
     )
 
@@ -116,8 +115,7 @@ def test_a_bound_on_plans_without_the_disk_is_none_on_those_with_it() -> None:
     early = solve_sparing(
         GREAT.problems(),
         GREAT.budgets,
-        effort=replace(EFFORT, stopped=lambda: bool(ended)),
-        progress=told,
+        effort=replace(EFFORT, stopped=lambda: bool(ended), progress=told),
     )
     assert not solved(early).uses_disk
     assert bound(solved(early)) <= seconds(wet)
@@ -136,8 +134,7 @@ def test_without_an_open_disk_there_is_one_search() -> None:
     found = solve_sparing(
         closed.problems(),
         closed.budgets,
-        effort=EFFORT,
-        progress=lambda *told: stages.append(told[0]),
+        effort=replace(EFFORT, progress=lambda *told: stages.append(told[0])),
     )
     assert solved(found).plan == solved(freely(SPARED, disk=False)).plan
     assert not any(stage.startswith("without the disk") for stage in stages)
@@ -150,8 +147,7 @@ def test_a_disk_that_cannot_be_worth_it_is_not_searched_for() -> None:
     found = solve_sparing(
         ample.problems(),
         ample.budgets,
-        effort=EFFORT,
-        progress=lambda *told: stages.append(told[0]),
+        effort=replace(EFFORT, progress=lambda *told: stages.append(told[0])),
     )
     assert stages
     assert all(stage.startswith("without the disk: ") for stage in stages)

@@ -20,7 +20,7 @@ from protrain_plan.planning.questions.answers import Objective
 from protrain_plan.planning.questions.growth import in_proportion, largest_of
 from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.questions.planner import MOVING_GAIN, plan, solve_problem
-from protrain_plan.planning.search.baselines import BASELINES, baseline
+from protrain_plan.planning.search.baselines import BASELINES, Baseline, baseline
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
@@ -392,22 +392,22 @@ def test_one_device_gets_the_same_plan_whatever_would_join_it() -> None:
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_can_be_asked_for(name: str) -> None:
+def test_a_baseline_can_be_asked_for(name: Baseline) -> None:
     profile = model(gpu())
     budgets = within(profile, 700 * MB)
     best = solved(plan(profile, budgets)).plan
-    found = solved(plan(profile, budgets, solver=next(b for b in BASELINES if b == name)))
+    found = solved(plan(profile, budgets, effort=Effort(solver=name)))
     assert found.solver == name
     assert found.plan.prediction.step_seconds >= best.prediction.step_seconds
     assert found.gap == pytest.approx(found.plan.gap)
 
 
 def test_a_baseline_that_does_not_fit_says_what_it_needs() -> None:
-    profile = model(gpu())
+    profile, recomputing = model(gpu()), Effort(solver="recompute-all")
     least = least_bytes(Problem.of(profile, within(profile, 10**12)))
-    no = infeasible(plan(profile, within(profile, least), solver="recompute-all"))
+    no = infeasible(plan(profile, within(profile, least), effort=recomputing))
     enough = replace(within(profile, 0), device=no.smallest_budget_bytes)
-    assert isinstance(plan(profile, enough, solver="recompute-all"), Solved)
+    assert isinstance(plan(profile, enough, effort=recomputing), Solved)
 
 
 # --- pins -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from protrain_plan.garbage import collected_as_usual, collected_seldom
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.planner import plan
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimated import estimates
 from protrain_runtime.contract.records.plan import Budgets
 
@@ -49,7 +50,7 @@ def test_bytes_are_counted_as_usual_and_plans_are_made_seldom() -> None:
         )
     assert seen["finding units"] == seen["counting bytes and operations"] == USUAL
     seen.clear()
-    plan(profile, Budgets(device=2**31, host=2**31, disk=0), progress=progress)
+    plan(profile, Budgets(device=2**31, host=2**31, disk=0), effort=Effort(progress=progress))
     assert seen
     assert all(thresholds > USUAL for thresholds in seen.values())
     assert gc.get_threshold() == USUAL

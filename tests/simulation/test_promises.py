@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from protrain_plan.planning.questions.planner import plan as solve
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.profiles import trust, unsteady
 from protrain_runtime.contract.program.memory import exceeded, promised_bytes
 from protrain_runtime.contract.records import (
@@ -36,7 +37,7 @@ def decoder_measured() -> Profile:
 @cache
 def case() -> tuple[Plan, Profile]:
     profile = decoder(cpu(), blocks=3)
-    return solved(solve(profile, BUDGETS, solver="offload-all")).plan, profile
+    return solved(solve(profile, BUDGETS, effort=Effort(solver="offload-all"))).plan, profile
 
 
 def test_a_step_within_its_promise_exceeds_nothing() -> None:
@@ -125,7 +126,7 @@ def test_the_range_of_a_profile_is_its_plans() -> None:
     measured = decoder_measured()
     assert measured.error_band == (0.9, 1.3)
     assert loads_profile(dumps_profile(measured)) == measured
-    promise = solved(solve(measured, BUDGETS, solver="offload-all")).plan.prediction
+    promise = solved(solve(measured, BUDGETS, effort=Effort(solver="offload-all"))).plan.prediction
     step = promise.step_seconds
     assert promise.expected_seconds == (0.9 * step, 1.3 * step)
     unknown = replace(measured, repetitions=None)

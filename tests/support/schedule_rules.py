@@ -7,19 +7,17 @@ gets a lead of up to `depth` slots; what is left goes to the outgoing moves agai
 in turn. Where a slot has no room for all of a move's bytes, as many of its pieces as fit get it.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from math import ceil, floor, inf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import plans_of, step_seconds
-from protrain_plan.planning.search.scheduling import (
-    first_fraction,
-    last_fraction,
-    late_units,
-    schedule_of,
-)
+from protrain_plan.planning.search.pacing import first_fraction, late_units, schedule_of
 from protrain_runtime.contract.program.implications import Fetch
 from protrain_runtime.contract.records.plan import Schedule
 
@@ -94,7 +92,7 @@ class _Drain:
         room: float = free[self.gone]
         if self.gone == self.slot + 1 + whole:
             room = min(room, (drain - whole) * held)
-        self.rest, self.rest_held = last_fraction(self.pieces, self.held, room)
+        self.rest, self.rest_held = _last_fraction(self.pieces, self.held, room)
         free[self.gone] -= self.rest_held
         return drain > whole
 
@@ -212,3 +210,30 @@ def seconds_by_rules(problem: Problem, choice: Choice, rules: Iterable[ScheduleR
         return inf
     made = {fill(problem, choice, list(free), rule) for rule in rules}
     return min(step_seconds(problem, plans_of(problem, choice, one))[0] for one in made)
+
+
+@lru_cache(maxsize=10_000)
+def _ends(pieces: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(accumulate(pieces))
+
+
+def _last_fraction(
+    pieces: tuple[int, ...], held: tuple[int, ...], room: float
+) -> tuple[float, int]:
+    """The largest share of a move's last pieces that holds up to `room` bytes, and these."""
+    done = _ends(held[::-1])
+    return _last(pieces, held, len(held) - bisect_right(done, room, hi=len(done) - 1))
+
+
+@lru_cache(maxsize=10_000)
+def _last(pieces: tuple[int, ...], held: tuple[int, ...], first: int) -> tuple[float, int]:
+    """The share of the pieces from the `first` on, but not all."""
+    taken, total, before = sum(held[first:]), sum(pieces), sum(pieces[:first])
+    if not taken:
+        return 0.0, 0
+    for digits in (100, 10_000, 10**8):
+        # 1 - fraction must name the first pieces: at least their bytes, less than one piece more.
+        fraction = floor((1 - before / total) * digits) / digits
+        if fraction > 0 and (1.0 - fraction) * total < before + pieces[first]:
+            return fraction, taken
+    return 0.0, 0

@@ -1,7 +1,7 @@
 """Why no plan meets the budgets, and what would help; solved, not guessed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import AMPLE, Problem
 from protrain_plan.planning.outcome import Infeasible
@@ -30,11 +30,11 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
     besides = problem.profile.hardware.device.besides_bytes
     slot, occupants = _tightest(problem, lean)
     needed = lean.bytes + besides
-    if lacking := _lacking(problem):
+    word, lacking = _lacking(problem)
+    if lacking:
         # More of these would make the device's budget enough.
-        (tier, needs), *others = lacking.needs
+        (tier, needs), *others = lacking
         lines = [f"raise the {tier} budget to {enough(needs.bytes)}"]
-        word = "and" if lacking.together else "or"
         lines += [f"{word} the {other} budget to {enough(n.bytes)}" for other, n in others]
         return Infeasible(
             tier=tier,
@@ -58,17 +58,11 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
     )
 
 
-class _Lacking(NamedTuple):
-    """Tiers below the device of which more would do, each by itself or all together."""
+def _lacking(problem: Problem) -> tuple[str, Sequence[tuple[TierName, Leanest]]]:
+    """The least that is enough of tiers below the device; none where the device is too small.
 
-    needs: tuple[tuple[TierName, Leanest], ...]
-    together: bool
-
-
-def _lacking(problem: Problem) -> _Lacking | None:
-    """The least that is enough of a tier below the device; None where the device is too small.
-
-    First what the machine is known to have, then what lacks least.
+    Of one "or" of the other, or of one "and" of the other. First what the machine is known to have,
+    then what lacks least.
     """
     each = ((tier, _enough_of(tier, problem)) for tier in problem.tiers)
     if found := [(tier, needs) for tier, needs in each if needs]:
@@ -78,16 +72,16 @@ def _lacking(problem: Problem) -> _Lacking | None:
             tier, needs = one
             return needs.bytes > there[tier], needs.bytes - problem.tiers[tier]
 
-        return _Lacking(tuple(sorted(found, key=lacks)), together=False)
+        return "or", sorted(found, key=lacks)
     if len(problem.tiers) < 2:
-        return None
+        return "", ()
     first, second = problem.tiers
     ample = problem.changed(tiers={**problem.tiers, second: AMPLE})
     if (needs := _enough_of(first, ample)) is None:
-        return None
+        return "", ()
     raised = problem.changed(tiers={**problem.tiers, first: needs.bytes})
     more = _enough_of(second, raised)
-    return _Lacking(((first, needs), (second, more)), together=True) if more else None
+    return "and", ((first, needs), (second, more)) if more else ()
 
 
 def _enough_of(tier: TierName, problem: Problem) -> Leanest | None:

@@ -519,13 +519,10 @@ class _Explainer:
 
 def _shortfall(problem: Problem, choice: Choice) -> Shortfall | None:
     """The budget that a choice exceeds; None where it meets all of them."""
-    static = problem.static_bytes(choice)
-    if (peak := max(static)) > problem.device:
-        slot = slot_words(problem.profile.units, static.index(peak))
-        return Shortfall(peak - problem.device, "device", slot)
-    for tier, limit in problem.tiers.items():
-        if (used := problem.tier_use(tier, choice)) > limit:
-            return Shortfall(used - limit, tier)
+    for tier, size in problem.beyond(choice).items():
+        static = problem.static_bytes(choice)
+        tightest = slot_words(problem.profile.units, static.index(max(static)))
+        return Shortfall(size, tier, tightest if tier == "device" else "")
     return None
 
 

@@ -72,7 +72,6 @@ class Row(NamedTuple):
 
     runs: tuple[tuple[int, int], ...]
     spread: bool = False
-    phase: float = 0.0
 
     def moved(self, option: int, into: int, count: int, *, before: bool) -> "Row":
         """Return the row with `count` units of one option in another, next to them if it is new."""
@@ -349,11 +348,6 @@ class Counting:
                 pair.append([cost * fluid.second_unit for cost in least])
             costs.append((pair[0], pair[1]))
         return Prices(self.bound_seconds, costs)
-
-    @property
-    def size(self) -> int:
-        """Variables of the fluid model."""
-        return len(self.fluid.pulp.variables())
 
     def branch(self, *, max_nodes: int, gap: float, time_limit_s: float) -> dict[str, int] | None:
         """Whole numbers by a search tree over the fluid model itself."""

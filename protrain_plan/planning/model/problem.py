@@ -588,6 +588,12 @@ class Problem:
         """Whether a choice meets the budgets of the tiers below the device."""
         return all(self.tier_use(tier, choice) <= limit for tier, limit in self.tiers.items())
 
+    def beyond(self, choice: Choice) -> dict[StateTier, int]:
+        """Bytes by which a choice exceeds each budget that it does not meet."""
+        found: dict[StateTier, int] = {"device": max(self.static_bytes(choice)) - self.device}
+        found |= {tier: self.tier_use(tier, choice) - limit for tier, limit in self.tiers.items()}
+        return {tier: size for tier, size in found.items() if size > 0}
+
     def fits(self, choice: Choice) -> bool:
         """Whether a choice meets all budgets."""
         return max(self.static_bytes(choice)) <= self.device and self.within_tiers(choice)

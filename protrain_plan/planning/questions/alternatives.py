@@ -25,8 +25,8 @@ from protrain_runtime.contract.records.plan import (
     RECOMPUTE,
     Placement,
     Plan,
+    StateTier,
     TierBytes,
-    UnitPlan,
 )
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
@@ -110,55 +110,42 @@ def _alternative(
     problem = evaluator.problem
     found: Evaluation | None = evaluator.best_schedule(choice)
     if found is not None:
-        peaks = peak_bytes(problem.program(found.plans))
-        peaks = replace(peaks, device=peaks.device + held)
+        peaks, lacks = peak_bytes(problem.program(found.plans)), dict[StateTier, int]()
         binds = lanes_in_a_line(problem, choice)
-        fits = _fitting(name, found.seconds, peaks, found.plans, problem.profile, binds)
-        return replace(fits, checkpointing=checkpointing)
-    machine = problem.profile.hardware.device
-    needed = {tier: problem.tier_use(tier, choice) for tier in problem.tiers}
-    on_device = max(problem.static_bytes(choice))
-    short = {"device": on_device - problem.device}
-    short |= {tier: needed[tier] - limit for tier, limit in problem.tiers.items()}
-    short = {tier: size for tier, size in short.items() if size > 0}
-    words = [f"{format_bytes(size)} of {tier} memory" for tier, size in short.items()]
-    peaks = TierBytes(
-        device=on_device + held,
-        context=machine.context_bytes,
-        host=needed.get("host", 0),
-        disk=needed.get("disk", 0),
-        allocator=machine.besides_bytes - machine.context_bytes,
-    )
+    else:
+        machine, lacks = problem.profile.hardware.device, problem.beyond(choice)
+        needed = {tier: problem.tier_use(tier, choice) for tier in problem.tiers}
+        peaks = TierBytes(
+            device=max(problem.static_bytes(choice)),
+            context=machine.context_bytes,
+            host=needed.get("host", 0),
+            disk=needed.get("disk", 0),
+            allocator=machine.besides_bytes - machine.context_bytes,
+        )
+        words = [f"{format_bytes(size)} of {tier} memory" for tier, size in lacks.items()]
+        binds = ", ".join(words) or "room on the device for what it fetches"
+    peaks = replace(peaks, device=peaks.device + held)
     return Alternative(
         name=name,
         checkpointing=checkpointing,
-        step_seconds=None,
+        step_seconds=found.seconds if found else None,
         peak_bytes=peaks,
-        binds=", ".join(words) or "room on the device for what it fetches",
-        lacks=tuple(short),
+        binds=binds,
+        lacks=tuple(lacks),
+        units=found.plans if found else (),
+        is_tight=found is not None and is_tight(problem.profile, peaks),
     )
 
 
 def planned(name: str, plan: Plan, profile: Profile, binds: str) -> Alternative:
     """Return a plan under other conditions, such as with another optimizer."""
     made = plan.prediction
-    return _fitting(name, made.step_seconds, made.peak_bytes, plan.units, profile, binds)
-
-
-def _fitting(
-    name: str,
-    seconds: float,
-    peaks: TierBytes,
-    units: tuple[UnitPlan, ...],
-    profile: Profile,
-    binds: str,
-) -> Alternative:
     return Alternative(
         name=name,
         checkpointing=False,
-        step_seconds=seconds,
-        peak_bytes=peaks,
+        step_seconds=made.step_seconds,
+        peak_bytes=made.peak_bytes,
         binds=binds,
-        units=units,
-        is_tight=is_tight(profile, peaks),
+        units=plan.units,
+        is_tight=is_tight(profile, made.peak_bytes),
     )

@@ -22,7 +22,7 @@ from math import inf
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.planner import Hint, Progress, Solver, proven, solve_any
+from protrain_plan.planning.questions.planner import Hint, proven, solve_any
 from protrain_plan.planning.search.choices import has_plan
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.plan import Budgets
@@ -37,33 +37,21 @@ def solve_sparing(
     budgets: Budgets,
     *,
     effort: Effort | None = None,
-    solver: Solver = "milp",
-    progress: Progress | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """Answer as `solve_any` does, with the disk only where it is worth it (see the module)."""
     effort = effort or Effort()
-
-    def solve(
-        those: Sequence[Problem], effort: Effort, hints: Sequence[Hint], where: str = ""
-    ) -> Solved | Infeasible:
-        def tell(stage: str, step_s: float | None, bound_s: float | None) -> None:
-            if progress:
-                progress(where + stage, step_s, bound_s)
-
-        return solve_any(those, budgets, effort=effort, solver=solver, progress=tell, hints=hints)
-
     without = tuple(one.changed(tiers={**one.tiers, "disk": 0}) for one in problems)
     is_open = any(one.tiers.get("disk") for one in problems)
     if (
         not is_open
-        or solver != "milp"
+        or effort.solver != "milp"
         or not has_plan(without[0].speculating(), stopped=effort.late())
     ):
-        return solve(problems, effort, hints)
-    dry = solve(without, effort, hints, "without the disk: ")
+        return solve_any(problems, budgets, effort=effort, hints=hints)
+    dry = solve_any(without, budgets, effort=effort.of_part("without the disk: "), hints=hints)
     if isinstance(dry, Infeasible):
-        return solve(problems, effort, hints)
+        return solve_any(problems, budgets, effort=effort, hints=hints)
     dry_s, dry_bound = _seconds(dry)
     wanted_s = min(effort.below_s, inf if effort.enough_s is None else effort.enough_s)
     gain = problems[0].settings.disk_gain
@@ -81,7 +69,8 @@ def solve_sparing(
         if is_long != (known_s <= limit_s * NEARLY):
             continue
         below_s = inf if is_long else limit_s * (1 + effort.gap_target)
-        found = solve(problems, replace(effort, below_s=min(effort.below_s, below_s)), known)
+        nearly = replace(effort, below_s=min(effort.below_s, below_s))
+        found = solve_any(problems, budgets, effort=nearly, hints=known)
         assert isinstance(found, Solved), "a plan without the disk is one with it, too"
         found_s, bound = _seconds(found)
         known, known_s = [*known, found.plan.units], min(known_s, found_s)

@@ -17,9 +17,8 @@ from functools import partial
 from protrain_plan.planning.model.fitting import least_bytes
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.answers import Quantity, Question
-from protrain_plan.planning.search.choices import min_memory, plain_choices
+from protrain_plan.planning.search.choices import has_plan
 from protrain_runtime.contract.program.program import BLOCK_BYTES
-from protrain_runtime.contract.records.plan import Activations, Placement
 from protrain_runtime.contract.records.profile import FormCost, Profile, Workload
 from protrain_runtime.contract.units import four_digits
 
@@ -151,18 +150,12 @@ def largest_of(question: Question, quantity: Quantity) -> int | None:
     return max(filter(None, found), default=None)
 
 
-_Decisions = list[tuple[Activations, Placement]]
-
-
 def largest(
     profile: Profile, quantity: Quantity, problem_of: Callable[[Profile], Problem]
 ) -> int | None:
     """Return the largest multiple of the quantity's step that has a plan in proportion.
 
-    None where none has; `MOST` may not be the largest one. It is the largest for which the leanest
-    decisions do. The least peak is a mixed-integer programme, a given choice's peak a sum; so that
-    few sizes need the programme, a choice once found is carried as far as it fits, and the
-    programme is asked only about what lies beyond. The batch is that of one micro-batch.
+    None where none has; `MOST` may not be the largest one. The batch is that of one micro-batch.
     ProtrainError where a pin cannot be met.
     """
     step, most = STEPS[quantity], MOST[quantity]
@@ -170,51 +163,17 @@ def largest(
         config = json.loads(profile.workload.model_config)
         positions = [config.get(key) for key in ("max_target_positions", "max_position_embeddings")]
         most = min([most, *(one for one in positions if isinstance(one, int))])
-    most //= step
-    found: _Decisions | None = None
 
-    def at(number: int) -> Profile:
-        return in_proportion(profile, quantity, number * step)
+    def fits(number: int) -> bool:
+        problem = problem_of(in_proportion(profile, quantity, number * step))
+        return least_bytes(problem) <= problem.device and has_plan(problem)
 
-    def problem_at(number: int) -> Problem:
-        return problem_of(at(number))
-
-    def fits_plainly(number: int) -> bool:
-        problem = problem_at(number)
-        if least_bytes(problem) > problem.device:
-            return False
-        return any(problem.fits(choice) for choice in plain_choices(problem))
-
-    def fits_as_found(number: int) -> bool:
-        assert found, "asked when there is a choice"
-        problem = problem_at(number)
-        # Another size can close an option: what is too small is not swapped.
-        choice = problem.known_choice(found)
-        return choice is not None and problem.fits(choice)
-
-    # `fitting` fits, `beyond` does not; ever larger strides in between, until one is too large.
-    fitting, beyond, stride = _last(fits_plainly, 0, most + 1), most + 1, 1
-    while beyond - fitting > 1:
-        number = min(fitting + stride, beyond - 1)
-        problem = problem_at(number)
-        lean = None if least_bytes(problem) > problem.device else min_memory(problem)
-        if lean is None or lean.bytes > problem.device:
-            beyond, stride = number, 1
-        else:
-            fitting, stride = number, 2 * stride
-        if lean is not None:
-            found = problem.decisions(lean.choice)
-            fitting = _last(fits_as_found, fitting, beyond)
-    return fitting * step or None
-
-
-def _last(fits: Callable[[int], bool], fitting: int, beyond: int) -> int:
-    """The last number from `fitting` on, and before `beyond`, that fits: strides, then halves."""
-    stride = 1
+    # `fitting` fits, `beyond` does not: ever larger strides, then halves of what is in between.
+    fitting, beyond, stride = 0, most // step + 1, 1
     while beyond - fitting > 1:
         number = min(fitting + stride, (fitting + beyond) // 2)
         if fits(number):
             fitting, stride = number, 2 * stride
         else:
             beyond = number
-    return fitting
+    return fitting * step or None

@@ -19,24 +19,10 @@ from protrain_plan.planning.model.problem import SAFE, Choice, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.alternatives import alternatives, bucket_bytes
-from protrain_plan.planning.questions.answers import (
-    Answer,
-    LeastMemory,
-    Objective,
-    Point,
-    Question,
-)
+from protrain_plan.planning.questions.answers import Answer, LeastMemory, Objective, Point, Question
 from protrain_plan.planning.questions.disk import solve_sparing
 from protrain_plan.planning.questions.growth import largest_of
-from protrain_plan.planning.questions.planner import (
-    Hint,
-    Progress,
-    Solver,
-    problem_of,
-    proven,
-    solve_problem,
-    within,
-)
+from protrain_plan.planning.questions.planner import Hint, problem_of, proven, solve_problem, within
 from protrain_plan.planning.search.baselines import keeping
 from protrain_plan.planning.search.choices import has_plan, min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
@@ -61,8 +47,6 @@ def ask(
     objective: Objective,
     *,
     effort: Effort,
-    solver: Solver = "milp",
-    progress: Progress | None = None,
     told: Callable[[Point], None] | None = None,
     hints: Sequence[Hint] = (),
 ) -> Answer:
@@ -72,41 +56,28 @@ def ask(
     soon as it is known.
     """
     problems, budgets = question.problems(), question.budgets
+    ours = replace(effort, solver="milp")  # baselines are for the fastest step
     answer = Answer(question=question)
     outcome: Solved | Infeasible
     if objective.max_slowdown is not None:
         slowdown = objective.max_slowdown
-        least = least_memory(
-            problems, budgets, max_slowdown=slowdown, effort=effort, progress=progress
-        )
+        least = least_memory(problems, budgets, max_slowdown=slowdown, effort=ours)
         if isinstance(least, Infeasible):
             outcome = least
         else:
             outcome, answer = least.solved, replace(answer, least_memory=least)
     elif objective.pareto_points is not None:
         points = objective.pareto_points
-        front = pareto(
-            problems, budgets, num_points=points, effort=effort, progress=progress, told=told
-        )
+        front = pareto(problems, budgets, num_points=points, effort=ours, told=told)
         if isinstance(front, Infeasible):
             outcome = front
         else:
             outcome, answer = front[-1].solved, replace(answer, front=front)
     else:
-        outcome = solve_sparing(
-            problems, budgets, effort=effort, solver=solver, progress=progress, hints=hints
-        )
+        outcome = solve_sparing(problems, budgets, effort=effort, hints=hints)
     if isinstance(outcome, Infeasible):
         if sharded := question.adding_shards():
-            found = ask(
-                sharded,
-                objective,
-                effort=effort,
-                solver=solver,
-                progress=progress,
-                told=told,
-                hints=hints,
-            )
+            found = ask(sharded, objective, effort=effort, told=told, hints=hints)
             return replace(found, question=question)
         batch, sequence = largest_of(question, "batch-size"), largest_of(question, "seq-len")
         advice = outcome.advice
@@ -123,41 +94,29 @@ def ask(
                     " each device fit: of several, gradients add up whole on each device",
                 )
         outcome = replace(
-            outcome,
-            advice=advice,
-            largest_batch_size=batch,
-            largest_seq_len=sequence,
+            outcome, advice=advice, largest_batch_size=batch, largest_seq_len=sequence
         )
         return replace(answer, infeasible=outcome)
     if question.pins and objective == Objective():
         unpinned = replace(question, pins=()).problems()
         known = [outcome.plan.units]
-        free = solve_sparing(unpinned, budgets, effort=effort, progress=progress, hints=known)
+        free = solve_sparing(unpinned, budgets, effort=ours, hints=known)
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
     problem = problem_of(outcome, problems)
     kept = keeping(problem, Evaluator(problem))
-    return replace(
-        answer,
-        solved=outcome,
-        kept_seconds=kept.seconds if kept else None,
-    )
+    return replace(answer, solved=outcome, kept_seconds=kept.seconds if kept else None)
 
 
 def least_memory(
-    problems: Sequence[Problem],
-    budgets: Budgets,
-    *,
-    max_slowdown: float,
-    effort: Effort,
-    progress: Progress | None = None,
+    problems: Sequence[Problem], budgets: Budgets, *, max_slowdown: float, effort: Effort
 ) -> LeastMemory | Infeasible:
     """The least device memory for a step of `max_slowdown` times the fastest within `budgets`.
 
     The fluid model, asked for the least budget at that speed, gives the bound and the place to
     start; plans for budgets from there on show how much whole moves need more.
     """
-    fastest = solve_sparing(problems, budgets, effort=effort, progress=progress)
+    fastest = solve_sparing(problems, budgets, effort=effort)
     if isinstance(fastest, Infeasible):
         return fastest
     fewest = problems[0]
@@ -174,9 +133,7 @@ def least_memory(
     def planned(device: int) -> bool:
         nonlocal best, best_bytes
         smaller = replace(budgets, device=device + besides)
-        found = solve_sparing(
-            within(problems, device), smaller, effort=inner, progress=progress, hints=hints
-        )
+        found = solve_sparing(within(problems, device), smaller, effort=inner, hints=hints)
         if isinstance(found, Solved):
             hints.append(found.plan.units)
         if isinstance(found, Infeasible) or found.plan.prediction.step_seconds > limit_s:
@@ -227,7 +184,6 @@ def pareto(
     *,
     num_points: int,
     effort: Effort,
-    progress: Progress | None = None,
     told: Callable[[Point], None] | None = None,
 ) -> tuple[Point, ...] | Infeasible:
     """Plans from the least memory to what `budgets` allow, each faster than those of less.
@@ -255,7 +211,6 @@ def pareto(
             within(problems, device),
             replace(budgets, device=device + besides),
             effort=effort,
-            progress=progress,
             hints=hints,
         )
         if isinstance(found, Infeasible):

@@ -3,7 +3,7 @@
     bound   = the fluid model's relaxation, then that over whole numbers of units per option
     layouts = plain policies, and numbers of units per option near the relaxation's, with more and
               less of the device left free for whole moves
-    best    = the fastest plan after steps downhill: of many units in another option, then of one
+    best    = the fastest plan after steps downhill: 1, 2, 4, ... units in another option
 
 The model only proposes; every plan is judged by the simulator under the byte limits of its slots.
 Work is limited by counts, never by time, unless the user sets a time limit: the same input gives
@@ -22,11 +22,10 @@ the least memory.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
-from typing import Literal
 
 from protrain_plan.garbage import collected_seldom
 from protrain_plan.planning.explain.advice import infeasible
@@ -36,13 +35,7 @@ from protrain_plan.planning.model.fitting import within_reach
 from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
 from protrain_plan.planning.model.solver import solver_name
 from protrain_plan.planning.outcome import Infeasible, Replicas, Solved, Status
-from protrain_plan.planning.search.baselines import (
-    BASELINES,
-    Baseline,
-    baseline,
-    leanest_variant,
-    staying,
-)
+from protrain_plan.planning.search.baselines import Baseline, baseline, leanest_variant, staying
 from protrain_plan.planning.search.choices import Leanest, min_memory, plain_choices
 from protrain_plan.planning.search.descending import Descent
 from protrain_plan.planning.search.evaluation import PACES, Evaluation, Evaluator
@@ -50,7 +43,6 @@ from protrain_plan.planning.search.improving import (
     TOLERANCE,
     Effort,
     apart,
-    at_the_step,
     exact_where_free,
     in_runs,
     simplified,
@@ -80,10 +72,6 @@ WINDOWS = 12
 WALKED_PLAIN, SIMULATED_PLAIN = 12, 2
 """Plain policies that are walked over, those of the least busy lanes first, and simulated."""
 
-SMALL, LIKELY = 16, 3
-"""A model of so few units has a moment to spare: so many of its fastest choices are tried with all
-paces."""
-
 FEW = 8
 BRANCHED = {False: 1000, True: 300}
 """Variables, of few units, of a fluid model over which a search tree is worth its time, by
@@ -93,17 +81,13 @@ in the median."""
 BRANCHED_UNITS = 800
 """Nodes of that tree times units."""
 
-SEARCHED, SEARCHED_MOVES = 300, 60_000
-"""Simulations of such a model for changes of single units, and the moves in all of them, at most:
-a second."""
-
-DESCENTS = 3
+DESCENTS = 4
 """Layouts from which steps downhill are tried."""
 
-WALKED_UNITS = 20_000
+WALKED_UNITS = 25_000
 """Walks times units, in all: half a second for thirty units, as well as for a hundred."""
 
-LEAST_WALKS, MOST_WALKS = 160, 400
+LEAST_WALKS, MOST_WALKS = 200, 500
 """Walks of any model, at least and at most."""
 
 MOVING_GAIN = 0.1
@@ -127,13 +111,8 @@ IN_VAIN, WORTH = 2, 0.01
 PROMISING = 1.01
 """Numbers are tried whose value is at most so many times the least known."""
 
-Solver = Literal["milp"] | Baseline
-SOLVERS: tuple[Solver, ...] = ("milp", *BASELINES)
-
 Hint = Sequence[UnitPlan]
 """The units of a plan to begin with; one that is not open is passed over."""
-
-Progress = Callable[[str, float | None, float | None], None]
 
 
 def plan(
@@ -142,8 +121,6 @@ def plan(
     settings: StepSettings = OVERLAPPING,
     *,
     effort: Effort | None = None,
-    solver: Solver = "milp",
-    progress: Progress | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """The fastest plan found for `profile` within `budgets`, or why there is none.
@@ -151,9 +128,7 @@ def plan(
     `budgets.device` includes the context. See `solve_problem`.
     """
     problem = Problem.of(profile, budgets, settings)
-    return solve_problem(
-        problem, budgets, effort=effort, solver=solver, progress=progress, hints=hints
-    )
+    return solve_problem(problem, budgets, effort=effort, hints=hints)
 
 
 @collected_seldom()
@@ -162,26 +137,23 @@ def solve_problem(
     budgets: Budgets,
     *,
     effort: Effort | None = None,
-    solver: Solver = "milp",
-    progress: Progress | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """The fastest plan found for a problem with these budgets, or why there is none.
 
-    `solver` is `milp` for all the planner has, or a baseline to compare with. `progress` is told a
-    stage, the best step so far and the bound, in seconds. `hints` are plans to begin with.
+    `hints` are plans to begin with.
     A plan that is not exact is faster than every exact one that was found, by more than tidying may
     cost: the problem without leave is solved first. Its plan is one with leave, too, so that leave
     makes no plan slower.
     """
     effort = effort or Effort()
-    exact = problem.exactly() if problem.profile.allowed and solver == "milp" else None
-    known = exact and _solved(exact, budgets, effort, solver, progress, hints)
+    exact = problem.exactly() if problem.profile.allowed and effort.solver == "milp" else None
+    known = exact and _solved(exact, budgets, effort, hints)
     if not isinstance(known, Solved):
-        return _solved(problem, budgets, effort, solver, progress, hints)
+        return _solved(problem, budgets, effort, hints)
     limit_s = known.plan.prediction.step_seconds / (1 + TOLERANCE)
     faster = replace(effort, below_s=min(effort.below_s, limit_s))
-    found = _solved(problem, budgets, faster, solver, progress, (*hints, known.plan.units))
+    found = _solved(problem, budgets, faster, (*hints, known.plan.units))
     assert isinstance(found, Solved), "a plan without leave is one with it"
     seconds = known.solve_seconds + found.solve_seconds
     if found.plan.prediction.step_seconds > limit_s:
@@ -197,15 +169,10 @@ def proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
 
 
 def _solved(
-    problem: Problem,
-    budgets: Budgets,
-    effort: Effort,
-    solver: Solver,
-    progress: Progress | None,
-    hints: Sequence[Hint],
+    problem: Problem, budgets: Budgets, effort: Effort, hints: Sequence[Hint]
 ) -> Solved | Infeasible:
     """Search once; nobody asks whether an exact plan is as fast."""
-    started = time.monotonic()
+    started, solver = time.monotonic(), effort.solver
     if solver != "milp":
         problem = problem.overlapping(False)
     # A second copy makes no plan leaner.
@@ -221,27 +188,22 @@ def _solved(
         problem = within_reach(problem)
     choice = problem.known_choice(leanest)
     assert choice, "the leanest plan is within reach"
-    planning = _Planning(problem, choice, effort, progress)
+    planning = _Planning(problem, choice, effort)
+    found: Evaluation | None
     if solver == "milp":
-        best = planning.solve(hints)
-    elif found := planning.solve_baseline(solver):
-        best = found
-    else:
+        found = planning.solve(hints)
+    elif (found := planning.solve_baseline(solver)) is None:
         variant = leanest_variant(solver, problem)
         peak = max(problem.static_bytes(variant))
-        needed = Leanest(choice=variant, bytes=peak, proven_bytes=peak)
-        return infeasible(problem, budgets, needed)
-    return planning.solved(best, budgets, solver, time.monotonic() - started)
+        return infeasible(problem, budgets, Leanest(choice=variant, bytes=peak, proven_bytes=peak))
+    return planning.solved(found, budgets, time.monotonic() - started)
 
 
 class _Planning:
     """The pipeline of one problem that some plan meets."""
 
-    def __init__(
-        self, problem: Problem, lean: Choice, effort: Effort, progress: Progress | None
-    ) -> None:
-        self.problem, self.lean = problem, lean
-        self.effort, self.progress = effort, progress
+    def __init__(self, problem: Problem, lean: Choice, effort: Effort) -> None:
+        self.problem, self.lean, self.effort = problem, lean, effort
         self.evaluator = Evaluator(problem)
         self.bound = problem.compute_seconds
         self.walks = max(LEAST_WALKS, min(MOST_WALKS, WALKED_UNITS // problem.count))
@@ -260,20 +222,15 @@ class _Planning:
                 self._keep(self.evaluator.evaluate(choice, paces=PACES))
         if isfinite(self.effort.below_s) or self.effort.enough_s is not None:
             self._find_bound()
-            if self._enough() >= self.effort.below_s or self.bound > (self.effort.enough_s or inf):
-                return self.best  # no plan is as fast as it has to be
+            if self._in_vain():
+                return self.best
         self._try_plain()
         for stage in (self._descend, self._prove, self._improve):
-            if self._staying_will_do(self.bound) or self._good_enough():
+            if self._staying_will_do(self.bound) or self._good_enough() or self._in_vain():
                 break
-            if self.effort.spent() or self._enough() >= self.effort.below_s:
-                break  # another number of replicas is as good, up to the gap asked for
-            if stage != self._descend and self.best.seconds >= self.effort.below_s * (
-                1 + TOLERANCE
-            ):
-                break  # another number of replicas is better
-            if self.effort.enough_s is not None and self.bound > self.effort.enough_s:
-                break  # no plan takes what the effort asks for
+            is_slower = self.best.seconds >= self.effort.below_s * (1 + TOLERANCE)
+            if self.effort.spent() or (is_slower and stage != self._descend):
+                break
             stage()
         if self.best.seconds >= self.effort.below_s:
             return self.best
@@ -283,7 +240,6 @@ class _Planning:
             slowest = max(self.best.seconds, min(slowest, self.effort.enough_s))
         best = exact_where_free(self.problem, self.evaluator, self.best, slowest_s=slowest)
         best = in_runs(self.problem, self.evaluator, best, slowest_s=slowest)
-        best = at_the_step(self.problem, self.evaluator, best, slowest_s=slowest)
         stopped = self.effort.spent
         if found := apart(self.problem, best, slowest_s=slowest, stopped=stopped):
             self.problem, best = self.problem.overlapping(False), found
@@ -298,7 +254,7 @@ class _Planning:
             self._tell(name)
         return found
 
-    def solved(self, best: Evaluation, budgets: Budgets, solver: Solver, seconds: float) -> Solved:
+    def solved(self, best: Evaluation, budgets: Budgets, seconds: float) -> Solved:
         """The answer: `best` as a plan, with what it promises."""
         profile, settings = self.problem.profile, self.problem.settings
         program = self.problem.program(best.plans)
@@ -343,7 +299,7 @@ class _Planning:
             gap=made.gap,
             stall_seconds=best.stall_s,
             solve_seconds=seconds,
-            solver=solver_name() if solver == "milp" else solver,
+            solver=solver_name() if self.effort.solver == "milp" else self.effort.solver,
         )
 
     @cached_property
@@ -366,15 +322,21 @@ class _Planning:
         self.bound = max(self.bound, self.prices.bound)
         self._tell("lower bound")
 
-    def _good_enough(self) -> bool:
-        return self.best.seconds <= max(self._enough(), self.effort.enough_s or 0.0)
+    @property
+    def _enough_s(self) -> float:
+        """The seconds of a plan that is good enough."""
+        return max(self.bound * (1 + self.effort.gap_target), self.effort.enough_s or 0.0)
 
-    def _enough(self) -> float:
-        return self.bound * (1 + self.effort.gap_target)
+    def _good_enough(self) -> bool:
+        return self.best.seconds <= self._enough_s
+
+    def _in_vain(self) -> bool:
+        """No plan is as fast as it has to be, up to the gap asked for."""
+        nearly = self.bound * (1 + self.effort.gap_target)
+        return nearly >= self.effort.below_s or self.bound > (self.effort.enough_s or inf)
 
     def _tell(self, stage: str) -> None:
-        if self.progress:
-            self.progress(stage, self.best.seconds, self.bound or None)
+        self.effort.progress(stage, self.best.seconds, self.bound or None)
 
     def _keep(self, evaluation: Evaluation | None) -> None:
         if evaluation and evaluation.seconds < self.best.seconds:
@@ -397,15 +359,13 @@ class _Planning:
 
         The plainest that fits is taken if it is close enough to that.
         """
-        walk = self.evaluator.pacer.walk
-        seconds: dict[Choice, float] = {}
         fitting = [choice for choice in plain_choices(self.problem) if self.problem.fits(choice)]
         plainest = self.evaluator.evaluate(fitting[0], paces=PACES) if fitting else None
         self._keep(plainest)
         self.staying = staying(self.problem, self.evaluator)
-        for choice in sorted(fitting, key=self.problem.least_seconds)[:WALKED_PLAIN]:
-            if (paced := walk(choice)) and not self.effort.spent():
-                seconds[choice] = paced.seconds
+        likely = sorted(fitting, key=self.problem.least_seconds)[:WALKED_PLAIN]
+        walks = ((choice, self.evaluator.pacer.walk(choice)) for choice in likely)
+        seconds = {one: paced.seconds for one, paced in walks if paced and not self.effort.spent()}
         for choice in sorted(seconds, key=lambda one: seconds[one])[:SIMULATED_PLAIN]:
             if self._good_enough():
                 break
@@ -414,7 +374,7 @@ class _Planning:
         self.plain = list(seconds)
         self._tell("plain policies")
         self._find_bound()
-        if plainest and plainest.seconds <= self._enough():
+        if plainest and plainest.seconds <= self.bound * (1 + self.effort.gap_target):
             self.best = plainest  # though others may be a little faster
 
     def _starts(self) -> list[Layout]:
@@ -429,31 +389,12 @@ class _Planning:
         return list(dict.fromkeys(filter(None, repaired)))
 
     def _descend(self) -> None:
-        """Steps downhill from the layouts that look fastest, then on from the best of them."""
-        descent, layouts = self.descent, self._starts()
-        seconds = {
-            layout: descent.walked(choice_of(self.problem, layout))
-            for layout in layouts
-            if not self.effort.spent()
-        }
-        found: list[tuple[float, Layout, Evaluation]] = []
-
-        def go_on(layout: Layout, known: Evaluation | None, most: int) -> None:
-            layout, plan = descent.descended(layout, known, most=most, enough_s=self._enough_s)
-            if plan:
-                found.append((plan.seconds, layout, plan))
-                self._keep(plan)
-
-        for layout in sorted(seconds, key=lambda one: seconds[one])[:DESCENTS]:
+        """Steps downhill from the layouts that look fastest."""
+        walked = {one: self.descent.walked(choice_of(self.problem, one)) for one in self._starts()}
+        most = self.walks // (2 * DESCENTS)
+        for layout in sorted(walked, key=lambda one: walked[one])[:DESCENTS]:
             if not self._good_enough():
-                go_on(layout, None, self.walks // (2 * DESCENTS))
-        self._tell("steps downhill")
-        if found and not self._good_enough():
-            _, layout, plan = min(found, key=lambda one: one[0])
-            plan = self.evaluator.best_schedule(plan.choice, pace=plan.pace) or plan
-            self._keep(plan)
-            descent.pace = plan.pace
-            go_on(layout, plan, self.walks // 2)
+                self._keep(self.descent.descended(layout, most=most, enough_s=self._enough_s))
         self._polish("steps downhill")
 
     def _prove(self) -> None:
@@ -461,7 +402,7 @@ class _Planning:
         counting, least = self.counting, inf
         close = 1 + self.effort.gap_target / 4
         most = BRANCHED[self.problem.settings.overlap_steps]
-        if self.problem.count <= FEW and counting.size <= most:
+        if self.problem.count <= FEW and len(counting.fluid.pulp.variables()) <= most:
             numbers = counting.branch(
                 max_nodes=max(8, BRANCHED_UNITS // self.problem.count),
                 gap=self.effort.gap_target / 4,
@@ -498,29 +439,11 @@ class _Planning:
                     self._keep(self.evaluator.evaluate(choice, paces=PACES, faster_than_s=limit))
 
     def _improve(self) -> None:
-        """Change one unit after the other."""
-        self.best = self.descent.refined(self.best, most=self.walks // 2, enough_s=self._enough_s)
-        if self.problem.count <= SMALL:
-            self._keep(baseline("four-parameter", self.problem, self.evaluator))
-            self._search()
-        self._polish("changes of single units")
-
-    def _search(self) -> None:
-        """Change units of a small model, by simulations alone."""
-        for choice in self.evaluator.fastest(LIKELY):
-            self._keep(self.evaluator.best_schedule(choice))
-        num_moves = 1 + len(self.problem.program(self.best.plans).moves)
-        most = min(SEARCHED, SEARCHED_MOVES // num_moves)
-        last, before = self.evaluator.num_simulations + most, inf
-        # Other decisions may want another schedule, and under that yet other ones.
-        while self.best.seconds < before and self.evaluator.num_simulations < last:
-            before, left = self.best.seconds, last - self.evaluator.num_simulations
-            self._keep(self.descent.searched(self.best, most=left, enough_s=self._enough_s))
-            self._keep(self.evaluator.best_schedule(self.best.choice, pace=self.best.pace))
-
-    @property
-    def _enough_s(self) -> float:
-        return max(self._enough(), self.effort.enough_s or 0.0)
+        """Steps downhill from the best plan, with its pace."""
+        self.descent.pace = self.best.pace
+        layout, most = layout_of(self.problem, self.best.choice), self.walks // 2
+        self._keep(self.descent.descended(layout, most=most, enough_s=self._enough_s))
+        self._polish("steps downhill from the best plan")
 
 
 def status_of(gap: float, effort: Effort) -> Status:
@@ -533,8 +456,6 @@ def solve_any(
     budgets: Budgets,
     *,
     effort: Effort | None = None,
-    solver: Solver = "milp",
-    progress: Progress | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """The fastest plan found for any of the problems; why the first has none, where none has any.
@@ -543,25 +464,16 @@ def solve_any(
     """
     effort = effort or Effort()
     if len(problems) == 1:
-        return solve_problem(
-            problems[0], budgets, effort=effort, solver=solver, progress=progress, hints=hints
-        )
+        return solve_problem(problems[0], budgets, effort=effort, hints=hints)
     started, tolerated = time.monotonic(), 1 + effort.gap_target
     best: Solved | None = None
     best_s, known = inf, list(hints)
 
     def solve_one(problem: Problem) -> Solved | Infeasible:
         number = problem.settings.group.num_replicas
-
-        def tell(stage: str, step_s: float | None, bound_s: float | None) -> None:
-            if progress:
-                word = "replica" if number == 1 else "replicas"
-                progress(f"{number} {word}: {stage}", step_s, bound_s)
-
-        faster = replace(effort, below_s=min(best_s, effort.below_s))
-        return solve_problem(
-            problem, budgets, effort=faster, solver=solver, progress=tell, hints=known
-        )
+        faster = effort.of_part(f"{number} {'replica' if number == 1 else 'replicas'}: ")
+        faster = replace(faster, below_s=min(best_s, effort.below_s))
+        return solve_problem(problem, budgets, effort=faster, hints=known)
 
     bounds: dict[int, float] = {}  # of all that may have plans
     looked_at = len(problems)

@@ -46,11 +46,7 @@ MAX_TRIED = 8_000
 """Plans that the search may judge, times units: about a second for models of all sizes."""
 
 
-def baseline(
-    name: Baseline,
-    problem: Problem,
-    evaluator: Evaluator,
-) -> Evaluation | None:
+def baseline(name: Baseline, problem: Problem, evaluator: Evaluator) -> Evaluation | None:
     """The best variant of a baseline; None where no variant meets the budgets.
 
     recompute-all   every block recomputed; states all persistent, or all offloaded
@@ -144,11 +140,7 @@ class _FourParameterSearch:
     """The search with states on one tier, and swapped activations on another."""
 
     def __init__(
-        self,
-        problem: Problem,
-        evaluator: Evaluator,
-        tier: StateTier,
-        swap_tier: TierName,
+        self, problem: Problem, evaluator: Evaluator, tier: StateTier, swap_tier: TierName
     ) -> None:
         self.problem, self.evaluator = problem, evaluator
         self.offload, self.buffer = Placement(tier=tier), Placement(tier=tier, keep_gathered=True)

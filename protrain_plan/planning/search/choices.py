@@ -181,14 +181,10 @@ def leanest_plain(problem: Problem, of: StateTier) -> Leanest | None:
     return _leanest(problem, of, choices, proven=0)
 
 
-def _lacking(problem: Problem, of: StateTier, choice: Choice) -> dict[TierName, int]:
+def _lacking(problem: Problem, of: StateTier, choice: Choice) -> dict[StateTier, int]:
     """Bytes by which a choice exceeds the tiers below the device, but for `of`."""
-    over = {
-        tier: problem.tier_use(tier, choice) - limit
-        for tier, limit in problem.tiers.items()
-        if tier != of
-    }
-    return {tier: size for tier, size in over.items() if size > 0}
+    beyond = problem.beyond(choice)
+    return {tier: size for tier, size in beyond.items() if tier not in ("device", of)}
 
 
 def _leanest(
@@ -210,7 +206,7 @@ class _Try(NamedTuple):
 
     lean: Leanest | None = None
     proven: int = 0
-    over: Mapping[TierName, int] = {}
+    over: Mapping[StateTier, int] = {}
     proves_none: bool = False
 
 

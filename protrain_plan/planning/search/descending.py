@@ -6,23 +6,14 @@ lack it.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from math import ceil, inf, isinf
+from collections.abc import Iterator, Sequence
+from math import ceil, inf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.counting import Layout, Prices, Row
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
-from protrain_plan.planning.search.improving import changed
-from protrain_plan.planning.search.layouts import (
-    Exchange,
-    Move,
-    choice_of,
-    decided,
-    exchanges,
-    reordered,
-    steps,
-)
+from protrain_plan.planning.search.layouts import Exchange, choice_of, decided, exchanges, steps
 from protrain_plan.planning.search.pacing import PLAIN, Pace
 from protrain_runtime.contract.program.implications import (
     ActivationOption,
@@ -39,9 +30,6 @@ REPAIRS = 12
 
 PRICED = 0.5
 """Options are tried that cost the relaxation at most this part of the plan's gap."""
-
-CHANGED, IN_VAIN = 3, 12
-"""Changes at once with which a search goes on, and its tries in vain."""
 
 FREE = 1e-9
 """Seconds that a step costs at least, so that the fewest steps are taken."""
@@ -70,24 +58,17 @@ class Descent:
         self.num_walks = 0.0
         self.pace: Pace = PLAIN
         self._differences: dict[object, float] = {}  # of options, in bytes at a place
-        # Seconds, or infinity and the seconds that it takes at least.
-        self._seen: dict[tuple[Choice, Pace], tuple[float, float]] = {}
 
     def walked(self, choice: Choice, within_s: float = inf) -> float:
         """About the seconds of a choice; infinity where it has no room, or takes no less."""
-        problem, place = self.problem, (choice, self.pace)
-        if problem.least_seconds(choice) >= within_s:
+        if self.problem.least_seconds(choice) >= within_s:
             return inf
-        known, asked = self._seen.get(place, (inf, 0.0))
-        if isinf(known) and asked < within_s:
-            asked = inf  # without room nothing is faster
+        if not self.problem.fits(choice):
             self.num_walks += GLANCE
-            if problem.within_tiers(choice) and max(problem.static_bytes(choice)) <= problem.device:
-                self.num_walks += 1 - GLANCE
-                paced = self.evaluator.pacer.walk(choice, self.pace, within_s)
-                known, asked = (paced.seconds, inf) if paced else (inf, within_s)
-            self._seen[place] = known, asked
-        return known
+            return inf
+        self.num_walks += 1
+        paced = self.evaluator.pacer.walk(choice, self.pace, within_s)
+        return paced.seconds if paced else inf
 
     # Repair
 
@@ -139,10 +120,9 @@ class Descent:
         # On a tier it is the same for all units, on the device it depends on their places.
         row = None if need.tier else layout[one.group][one.kind]
         known = (one.group, one.kind, one.option, one.into, need.tier, need.slot, row)
-        more = self._differences.get(known)
-        if more is None:
-            more = self._differences[known] = self._difference(one, row, need)
-        return more
+        if known not in self._differences:
+            self._differences[known] = self._difference(one, row, need)
+        return self._differences[known]
 
     def _difference(self, one: Exchange, row: Row | None, need: "_Need") -> float:
         units = self.problem.classes[one.group]
@@ -164,16 +144,11 @@ class Descent:
 
     # Steps downhill
 
-    def descended(
-        self, layout: Layout, best: Evaluation | None, *, most: int, enough_s: float
-    ) -> tuple[Layout, Evaluation | None]:
-        """The layout after steps downhill, in up to `most` walks, with its plan.
-
-        `best` is the layout's own plan, if it is known.
-        """
+    def descended(self, layout: Layout, *, most: int, enough_s: float) -> Evaluation | None:
+        """The plan of a layout after steps downhill, in up to `most` walks."""
         last = self.num_walks + most
         value = self.walked(choice_of(self.problem, layout))
-        best = best or self._faster(choice_of(self.problem, layout), self.pace, inf)
+        best = self.evaluator.evaluate(choice_of(self.problem, layout), paces=(self.pace,))
         simulated = self.evaluator.num_simulations + max(8, round(most * SIMULATED))
 
         def spent() -> bool:
@@ -187,20 +162,19 @@ class Descent:
         def faster(other: Layout) -> Evaluation | None:
             """The other layout's plan, if the walk and the simulator find it faster."""
             choice = choice_of(self.problem, other)
+            limit = best.seconds * (1 - LESS) if best else inf
             if self.walked(choice, value) >= value * (1 - LESS):
                 return None
-            return self._faster(choice, self.pace, best.seconds if best else inf)
+            found = self.evaluator.evaluate(choice, paces=(self.pace,), faster_than_s=limit)
+            return found if found and found.seconds < limit else None
 
         while not spent():
             gap = max(best.seconds - self.prices.bound, 0.0) if best else inf
             open_to = self.prices.open_to(gap * PRICED)
-            near = [*steps(layout, open_to), *reordered(layout)]
+            near = [(self.prices.of(one[0]), *one) for one in steps(layout, open_to)]
             self.order.shuffle(near)
-            # What the relaxation finds cheap first.
-            prices = {move.layout: self.prices.of(move.layout) for move in near}
-            near = [move for move in near if prices[move.layout] <= gap * PRICED]
-            near.sort(key=lambda move: prices[move.layout])
-            for other in self._neighbours(near):
+            near.sort(key=lambda one: one[0])  # what the relaxation finds cheap first
+            for other in self._neighbours(near, gap * PRICED):
                 if spent():
                     break
                 if found := faster(other):
@@ -209,84 +183,18 @@ class Descent:
                     break
             else:
                 break
-        return layout, best
+        return best
 
-    def refined(self, best: Evaluation, *, most: float, enough_s: float) -> Evaluation:
-        """`best` after changes of single units and pairs of them, in up to `most` walks."""
-        self.pace = best.pace
-        last = self.num_walks + most
-
-        def faster(choice: Choice, than: Evaluation) -> Evaluation | None:
-            value = self.walked(than.choice)
-            if self.walked(choice, value) >= value * (1 - LESS):
-                return None
-            return self._faster(choice, self.pace, than.seconds)
-
-        return self._changed(best, faster, lambda: self.num_walks >= last, enough_s)
-
-    def searched(self, best: Evaluation, *, most: int, enough_s: float) -> Evaluation:
-        """Change single units under the pace of `best` by up to `most` simulations, without walks.
-
-        Where no change makes it faster, from some changes further on.
-        """
-        evaluator = self.evaluator
-        last = evaluator.num_simulations + most
-
-        def spent() -> bool:
-            return evaluator.num_simulations >= last
-
-        def faster(choice: Choice, than: Evaluation) -> Evaluation | None:
-            return self._faster(choice, best.pace, than.seconds)
-
-        best = self._changed(best, faster, spent, enough_s)
-        in_vain = 0
-        while in_vain < IN_VAIN and not spent() and best.seconds > enough_s:
-            if evaluator.stopped():
+    def _neighbours(
+        self, near: Sequence[tuple[float, Layout, Exchange]], most_s: float
+    ) -> Iterator[Layout]:
+        """Layouts one step away of up to a price, with room made for it where it lacks."""
+        for price, layout, exchange in near:
+            if price > most_s:
                 break
-            reached = best
-            for _ in range(CHANGED):
-                near = list(changed(self.problem, reached.choice, self.prices.open_to(inf)))
-                if not near:  # pins may leave one option of each unit
-                    return best
-                found = evaluator.evaluate(self.order.choice(near), paces=(best.pace,))
-                reached = found or reached
-            reached = self._changed(reached, faster, spent, enough_s)
-            in_vain = 0 if reached.seconds < best.seconds * (1 - LESS) else in_vain + 1
-            best = min(best, reached, key=lambda one: one.seconds)
-        return best
-
-    def _faster(self, choice: Choice, pace: Pace, than_s: float) -> Evaluation | None:
-        limit = than_s * (1 - LESS)
-        found = self.evaluator.evaluate(choice, paces=(pace,), faster_than_s=limit)
-        return found if found and found.seconds < limit else None
-
-    def _changed(
-        self,
-        best: Evaluation,
-        faster: Callable[[Choice, Evaluation], Evaluation | None],
-        spent: Callable[[], bool],
-        enough_s: float,
-    ) -> Evaluation:
-        """`best`, or what the first faster neighbour makes of it, again and again."""
-        found: Evaluation | None = best
-        while found:
-            best, found = found, None
-            open_to = self.prices.open_to(max(best.seconds - self.prices.bound, 0.0) * PRICED)
-            near = list(changed(self.problem, best.choice, open_to))
-            self.order.shuffle(near)  # so that limited effort reaches all parts of the model
-            for choice in near:
-                if spent() or self.evaluator.stopped() or best.seconds <= enough_s:
-                    return best
-                if found := faster(choice, best):
-                    break
-        return best
-
-    def _neighbours(self, near: Sequence[Move]) -> Iterator[Layout]:
-        """Layouts one step away, with room made for it where it lacks."""
-        for move in near:
-            if self.problem.fits(choice_of(self.problem, move.layout)):
-                yield move.layout
-            elif move.exchange:
+            if self.problem.fits(choice_of(self.problem, layout)):
+                yield layout
+            else:
                 self.num_walks += REPAIR
-                if repaired := self.repaired(move.layout, move.exchange):
+                if repaired := self.repaired(layout, exchange):
                     yield repaired

@@ -52,9 +52,7 @@ class Evaluator:
         None where the choice exceeds a budget, or can at best reach `faster_than_s`.
         """
         problem = self.problem
-        if problem.least_seconds(choice) >= faster_than_s or not problem.within_tiers(choice):
-            return None
-        if max(problem.static_bytes(choice)) > problem.device:
+        if problem.least_seconds(choice) >= faster_than_s or not problem.fits(choice):
             return None
         seen = self._seen.setdefault(choice, {})
         for pace in paces if moves_anything(problem, choice) else paces[:1]:
@@ -70,15 +68,6 @@ class Evaluator:
                     continue  # it is not known how long it takes
                 seen[paced.schedules] = Evaluation(seconds, stall_s, choice, pace, plans)
         return min(seen.values(), key=lambda evaluation: evaluation.seconds, default=None)
-
-    def fastest(self, count: int) -> list[Choice]:
-        """So many of the choices that were simulated, the fastest first."""
-        seconds = {
-            choice: min(one.seconds for one in seen.values())
-            for choice, seen in self._seen.items()
-            if seen
-        }
-        return sorted(seconds, key=lambda choice: seconds[choice])[:count]
 
     def best_schedule(self, choice: Choice, *, pace: Pace = PLAIN) -> Evaluation | None:
         """The fastest schedule of `choice` that paces in turn find, until none is faster."""

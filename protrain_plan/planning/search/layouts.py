@@ -5,17 +5,15 @@ one after the other or spread evenly. A search over layouts makes steps of many 
 finds is short enough to be read.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
 from protrain_plan.planning.model.counting import Amounts, Layout, Row
 from protrain_plan.planning.model.options import Decision
 from protrain_plan.planning.model.problem import Choice, Problem
-
-PHASES = (0.0, 0.3, -0.3, 0.5, -0.5)
-"""Head starts of the first option where options are spread: which units are its own."""
 
 
 @lru_cache(maxsize=10_000)
@@ -25,7 +23,7 @@ def decided(row: Row) -> tuple[int, ...]:
     if not row.spread or len(row.runs) == 1:
         return tuple(option for option, number in row.runs for _ in range(number))
     owed, left = [0.0] * len(row.runs), [number for _, number in row.runs]
-    owed[0], taken = row.phase, []
+    taken = []
     for _ in range(count):
         for place, (_, number) in enumerate(row.runs):
             owed[place] += number / count
@@ -49,32 +47,30 @@ def choice_of(problem: Problem, layout: Layout) -> Choice:
 
 def layout_of(problem: Problem, choice: Choice) -> Layout:
     """The layout with a choice's numbers; spread, where an option stands in several runs."""
-    rows: list[tuple[Row, Row]] = []
-    for units in problem.classes:
-        pair = []
-        for kind in (0, 1):
-            taken = [choice[unit][kind] for unit in units]
-            counts: dict[int, int] = {}
-            for option in taken:
-                counts[option] = counts.get(option, 0) + 1
-            breaks = sum(one != other for one, other in pairwise(taken))
-            pair.append(Row(tuple(counts.items()), spread=breaks >= len(counts) + 1))
-        rows.append((pair[0], pair[1]))
-    return tuple(rows)
+
+    def row(group: int, kind: int) -> Row:
+        taken = [choice[unit][kind] for unit in problem.classes[group]]
+        counts = Counter(taken)
+        breaks = sum(one != other for one, other in pairwise(taken))
+        return Row(tuple(counts.items()), spread=breaks >= len(counts) + 1)
+
+    return _of_rows(problem, row)
 
 
 def layouts_near(problem: Problem, amounts: Amounts) -> Iterator[Layout]:
     """Layouts with about these amounts, in runs or spread, in the order of their places."""
+
+    def row(group: int, kind: int, spread: tuple[bool, bool]) -> Row:
+        place, count = 2 * group + kind, len(problem.classes[group])
+        runs = _whole(amounts.sums[place], amounts.places[place], count)
+        return Row(runs, spread[kind] and len(runs) > 1)
+
     for spread in ((False, True), (False, False), (True, True), (True, False)):
-        rows: list[tuple[Row, Row]] = []
-        for group, units in enumerate(problem.classes):
-            pair = []
-            for kind in (0, 1):
-                place = 2 * group + kind
-                runs = _whole(amounts.sums[place], amounts.places[place], len(units))
-                pair.append(Row(runs, spread[kind] and len(runs) > 1))
-            rows.append((pair[0], pair[1]))
-        yield tuple(rows)
+        yield _of_rows(problem, partial(row, spread=spread))
+
+
+def _of_rows(problem: Problem, row: Callable[[int, int], Row]) -> Layout:
+    return tuple((row(group, 0), row(group, 1)) for group in range(len(problem.classes)))
 
 
 def _whole(
@@ -110,13 +106,6 @@ class Exchange(NamedTuple):
         return _with_row(layout, self.group, self.kind, row)
 
 
-class Move(NamedTuple):
-    """A layout next to another one, by an exchange; without, orders alone differ."""
-
-    layout: Layout
-    exchange: Exchange | None = None
-
-
 def _with_row(layout: Layout, group: int, kind: int, row: Row) -> Layout:
     first, second = layout[group]
     pair = (first, row) if kind else (row, second)
@@ -135,7 +124,9 @@ def exchanges(
                         yield Exchange(group, kind, option, into, number)
 
 
-def steps(layout: Layout, open_to: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[Move]:
+def steps(
+    layout: Layout, open_to: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> Iterator[tuple[Layout, Exchange]]:
     """Layouts with 1, 2, 4, ... units of a class in another option."""
     for exchange in exchanges(layout, open_to):
         group, kind, option, into, number = exchange
@@ -145,22 +136,5 @@ def steps(layout: Layout, open_to: Sequence[tuple[Sequence[int], Sequence[int]]]
         while count < 2 * number:
             for before in (False, True) if new else (False,):
                 moved = row.moved(option, into, min(count, number), before=before)
-                yield Move(_with_row(layout, group, kind, moved), exchange)
+                yield _with_row(layout, group, kind, moved), exchange
             count *= 2
-
-
-def reordered(layout: Layout) -> Iterator[Move]:
-    """Layouts with the same numbers in another order."""
-    for group, pair in enumerate(layout):
-        for kind, row in enumerate(pair):
-            if len(row.runs) == 1:
-                continue
-            rows = [row._replace(spread=not row.spread)]
-            if row.spread:
-                rows += [row._replace(phase=phase) for phase in PHASES if phase != row.phase]
-            for place in range(len(row.runs) - 1):
-                runs = list(row.runs)
-                runs[place], runs[place + 1] = runs[place + 1], runs[place]
-                rows.append(row._replace(runs=tuple(runs)))
-            for new in rows:
-                yield Move(_with_row(layout, group, kind, new))

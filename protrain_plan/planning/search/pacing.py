@@ -11,39 +11,22 @@ slower, by what is known when it begins. So the seconds are for comparing choice
 millisecond where the simulator takes ten, and the simulator has the last word.
 """
 
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, groupby
 from math import ceil, inf, isinf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.search.scheduling import (
-    first_fraction,
-    last_fraction,
-    late_units,
-    schedule_of,
-)
 from protrain_plan.simulation.rates import contention, slowed
-from protrain_runtime.contract.program.implications import (
-    ActivationOption,
-    StateOption,
-)
-from protrain_runtime.contract.program.program import (
-    COLLECT,
-    UPDATE_ON_DEVICE,
-    Lane,
-    parts,
-    pieces_in,
-)
+from protrain_runtime.contract.program.implications import ActivationOption, StateOption
+from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, parts
 from protrain_runtime.contract.records.plan import Schedule
 
 LOOKED_AHEAD = 6
 """Slots for which what is about to leave counts before something is fetched ahead of them."""
-
-NEGLIGIBLE = 0.02
-"""Part of a step that the last micro-batch's own moves may take without a walk."""
 
 Clock = tuple[int, float]
 """A lane by its number, and the seconds that a move takes of it."""
@@ -70,22 +53,16 @@ class _Departure(NamedTuple):
     swap: bool
     bytes: int
     kept: int
-    pieces: tuple[int, ...]  # see implications.Eviction
-    held: tuple[int, ...]
     clocks: tuple[Clock, ...]
     in_place: bool
     added: tuple[Clock, ...] = ()  # to the gradients of micro-batches before, in host memory
 
 
-@dataclass(slots=True)
-class _Standing:
-    """A departure under way. If its first pieces were found gone, the rest is in the next slot."""
+class _Standing(NamedTuple):
+    """A departure under way, which ends by its lane's clock."""
 
-    began: float
     ended: float
     left: _Departure
-    bytes: int
-    cut: int = -1  # the slot before which its first pieces were found gone
 
 
 class _Update(NamedTuple):
@@ -180,11 +157,7 @@ class Pacer:
             come = self.clock(Lane("fetch", fetch.tier), fetch.bytes)
             go = self.clock(Lane("spill", fetch.tier), out.bytes)
             arrivals = (_Arrival(served, unit, 2, unit + 1, fetch.bytes, fetch.pieces, (come,)),)
-            departures = (
-                _Departure(
-                    unit, unit, True, out.bytes, 0, out.pieces, out.held_pieces, (go,), False
-                ),
-            )
+            departures = (_Departure(unit, unit, True, out.bytes, 0, (go,), False),)
         compute = ((unit, option.cost.forward_s), (served, option.cost.backward_s))
         return _Option(compute, arrivals, departures, None)
 
@@ -199,43 +172,27 @@ class Pacer:
             if option.gathers:
                 gathered = option.gathers[number].bytes
                 clocks.append((self.lanes[COLLECT], gathered * network.gathered))
-            kind = int(come.slot >= count)
+            kind, size, moves = int(come.slot >= count), come.bytes, tuple(clocks)
+            num_parts = len(parts(come.pieces)) if len(clocks) > 1 else 1
             arrivals.append(
-                _Arrival(
-                    come.slot,
-                    unit,
-                    kind,
-                    come.earliest,
-                    come.bytes,
-                    come.pieces,
-                    tuple(clocks),
-                    len(parts(come.pieces)) if len(clocks) > 1 else 1,
-                )
+                _Arrival(come.slot, unit, kind, come.earliest, size, come.pieces, moves, num_parts)
             )
         departures: list[_Departure] = []
         clocks, on_host = [], self.lanes[Lane("update", "host")]
         if option.summed_bytes:
             clocks.append((self.lanes[COLLECT], option.summed_bytes * network.summed))
             slot = 2 * count - 1 - unit
-            departures.append(_Departure(slot, unit, False, 0, 0, (), (), tuple(clocks), False))
+            departures.append(_Departure(slot, unit, False, 0, 0, tuple(clocks), False))
         elif leaving := option.leaving:
             if option.scattered:
                 clocks.append((self.lanes[COLLECT], sum(leaving.pieces) * network.scattered))
             if (gone := option.gradients) and gone.tier:
                 clocks.append(self.clock(Lane("spill", gone.tier), gone.bytes))
+            slot, held, kept = leaving.slot, leaving.held, leaving.kept
+            in_place = option.home == "in place"
+            added = ((on_host, option.added_s),) if option.added_s else ()
             departures.append(
-                _Departure(
-                    leaving.slot,
-                    unit,
-                    False,
-                    leaving.held,
-                    leaving.kept,
-                    leaving.pieces,
-                    leaving.held_pieces,
-                    tuple(clocks),
-                    option.home == "in place",
-                    ((on_host, option.added_s),) if option.added_s else (),
-                )
+                _Departure(slot, unit, False, held, kept, tuple(clocks), in_place, added)
             )
         compute = ((option.step_slot, option.device_s),) if option.device_s else ()
         update = self._update(unit, option)
@@ -311,7 +268,7 @@ class _Walk:
         self.queues: list[deque[_Arrival]] = []
         self.came: list[float] = []
         self.submitted: dict[tuple[int, int], float] = {}
-        self.drains: dict[tuple[int, bool], float] = {}
+        self.drains: dict[tuple[int, bool], int] = {}
         self.gone: set[tuple[int, bool]] = set()
         self.out: deque[_Standing] = deque()
         self.standing, self.on_device = 0, 0.0
@@ -345,8 +302,6 @@ class _Walk:
                 return None
             ended = max(ended, *self.free)
             schedules = self.schedules()
-            if self.worked <= NEGLIGIBLE * before * ended:
-                return Paced(schedules, (before + 1) * ended + self.worked)
             self.free = [0.0] * len(self.free)
             return Paced(schedules, before * ended + self.tail(self.run(inf, updating=True)))
         ended = self.run(within_s, updating=True)
@@ -360,15 +315,6 @@ class _Walk:
         self.updated = {unit: seconds - ended for unit, seconds in self.updated.items()}
         ended = self.run(within_s, updating=True)
         return None if isinf(ended) else Paced(self.schedules(), ended)
-
-    @property
-    def worked(self) -> float:
-        """Seconds of what the last micro-batch does beside the others."""
-        updates = sum(one.read[1] + one.update[1] + one.write[1] for one in self.updates)
-        if self.problem.settings.group.num_devices == 1:
-            return updates
-        left = (one for slot in self.leaves for one in slot if not one.swap)
-        return updates + sum(seconds for one in left for _, seconds in one.clocks)
 
     def serve(self, start: float, clocks: Sequence[Clock]) -> float:
         """Let lanes work on something, one after the other; returns when it has ended."""
@@ -419,8 +365,8 @@ class _Walk:
         reduces = updating or self.problem.settings.group.num_devices == 1
         now = self.on_device = 0.0
         for t in range(self.end):
-            if self.out and (self.out[0].cut >= 0 or self.standing > self.room[t]):
-                now = self.waited(t, now)
+            while self.standing > self.room[t]:  # what stands has no room: wait until it has left
+                now = self.retire(t, now)
             if now > latest[t]:
                 return inf
             now = self.fetched(t, now)
@@ -456,25 +402,16 @@ class _Walk:
             if out and self.standing + size > room[t]:
                 until = now + self.pace.wait * compute
                 now = self.find_gone(t, self.standing + size - room[t], now, until)
-            lead: float = served - t
-            if self.standing + size > room[t]:
-                lead = self.share(arrival, t)
-                if not lead:
-                    break
-            elif min(room[t:served]) < size:
-                break
-            if not self.has_room(t, served, size, now):
+            lead, there = self.ahead(arrival, t)
+            if not lead or not self.has_room(t, served, size, now):
                 break
             queue.popleft()
             if not queue:
                 active.remove(queue)
             self.came[served] = max(self.came[served], self.submit(arrival, lead, now))
-            whole = int(lead)
-            if lead != whole:  # the first pieces alone, in this slot
-                pieces = arrival.pieces
-                room[t] -= sum(pieces[: len(pieces_in(pieces, (0.0, lead - whole)))])
-            for ahead in range(served - whole, served):
-                room[ahead] -= size
+            room[t] -= there
+            for slot in range(t + 1, served):
+                room[slot] -= size
         return max(now, ready)
 
     def submit(self, arrival: _Arrival, lead: float, now: float) -> float:
@@ -520,12 +457,10 @@ class _Walk:
         reduces: bool,
     ) -> None:
         """Let lanes work on what a slot leaves, and its update if that is in backward."""
-        began = ended = now
-        clocks = left.clocks
+        ended, clocks = now, left.clocks
         if not left.swap and not reduces:  # the sums of shards, at most
             clocks = clocks[: self.problem.settings.adds_shards and left.bytes > 0]
         if clocks:
-            began = max(now, self.free[clocks[0][0]])
             ended = self.serve(now, clocks)
             if left.added:
                 self.serve(ended, left.added)
@@ -536,7 +471,7 @@ class _Walk:
         elif left.in_place and left.unit in self.late:
             return  # its room is taken already
         if t < self.end - 1 and left.bytes:
-            self.out.append(_Standing(began, ended, left, left.bytes))
+            self.out.append(_Standing(ended, left))
             self.standing += left.bytes
 
     def ended(self, now: float) -> float:
@@ -545,10 +480,9 @@ class _Walk:
         out, end, overlap = self.out, self.end, self.problem.settings.overlap_steps
         kept = sum(one.left.kept for one in out)
         last = max((n for n, one in enumerate(out) if overlap and one.left.in_place), default=-1)
-        while out and (kept > self.room[end] or last >= 0 or out[0].cut >= 0):
+        while out and (kept > self.room[end] or last >= 0):
             kept -= out[0].left.kept
-            now = max(now, out[0].ended)
-            self.retire(end - 1)
+            now = self.retire(end - 1, now)
             last -= 1
         if any(one.waits for one in self.updates):  # for all gradients, and their norm
             now = max(now, *(self.free[lane] for lane in self.pacer.of_gradients))
@@ -556,77 +490,46 @@ class _Walk:
 
     # What leaves
 
-    def retire(self, t: int) -> None:
-        """The oldest departure has left before slot t."""
-        one = self.out.popleft()
-        self.standing -= one.bytes
-        self.gone.add((one.left.unit, one.left.swap))
-        if one.cut in (-1, t):
-            self.drains[one.left.unit, one.left.swap] = t - one.left.slot - 1
-
-    def cut(self, t: int, excess: int, now: float) -> float:
-        """Let the oldest departure's first pieces be gone before slot t, the rest a slot later.
-
-        Returns when they have left; infinity, and nothing changes, where that cannot be said, or is
-        later than `now` (inf: whenever).
-        """
-        one = self.out[0]
-        left = one.left
-        if t >= self.end - 2 or len(left.pieces) == 1 or excess >= one.bytes or one.began > now:
-            return inf
-        fraction, rest = last_fraction(left.pieces, left.held, one.bytes - excess)
-        there = one.began + (one.ended - one.began) * (1.0 - fraction)
-        if not fraction or there > now:
-            return inf
-        self.standing -= one.bytes - rest
-        one.bytes, one.cut = rest, t
-        self.drains[left.unit, left.swap] = t - left.slot - 1 + fraction
-        return there
-
-    def waited(self, t: int, now: float) -> float:
-        """Wait until what stands has room in slot t, and what was cut has left."""
-        out = self.out
-        while out and (out[0].cut >= 0 or self.standing > self.room[t]):
-            if out[0].cut < 0 and out[0].ended > now:
-                there = self.cut(t, self.standing - self.room[t], inf)
-                if not isinf(there):
-                    return max(now, there)
-            now = max(now, out[0].ended)
-            self.retire(t)
-        return now
+    def retire(self, t: int, now: float) -> float:
+        """The oldest departure has left before slot t; returns when it has."""
+        ended, left = self.out.popleft()
+        self.standing -= left.bytes
+        self.gone.add((left.unit, left.swap))
+        self.drains[left.unit, left.swap] = t - left.slot - 1
+        return max(now, ended)
 
     def find_gone(self, t: int, excess: int, now: float, until: float) -> float:
         """Find gone so many bytes, as far as they have left by `until`; returns when they have."""
         out, most = self.out, self.standing - excess
-        while out and self.standing > most and out[0].cut in (-1, t):
-            if out[0].ended > now and not isinf(there := self.cut(t, self.standing - most, until)):
-                return max(now, there)
-            if out[0].ended > until:
-                break
-            now = max(now, out[0].ended)
-            self.retire(t)
+        while out and self.standing > most and out[0].ended <= until:
+            now = self.retire(t, now)
         return now
 
     def came_to(self, unit: int, t: int, now: float) -> bool:
         """Whether a unit's swapped activations have left by now; they are found gone then."""
         for place, one in enumerate(self.out):
             if one.left.unit == unit and one.left.swap:
-                if one.ended > now or any(other.cut >= 0 for other in self.out):
+                if one.ended > now:
                     return False
                 for _ in range(place + 1):
-                    self.retire(t)
+                    self.retire(t, now)
                 return True
         return False
 
-    def share(self, arrival: _Arrival, t: int) -> float:
-        """The lead of what may come a slot before the rest, where all has no room in slot t yet."""
-        served, unit, kind, _, size, pieces, _, _ = arrival
-        if len(pieces) == 1 or (unit, kind) in self.of_several:
-            return 0  # other stays have whole leads
-        if served > t + 1 and min(self.room[t + 1 : served]) < size:
-            return 0
-        fraction, _ = first_fraction(pieces, self.room[t] - self.standing)
-        return served - t - 1 + fraction if fraction else 0
+    def ahead(self, arrival: _Arrival, t: int) -> tuple[float, int]:
+        """The lead of what is submitted now, and the bytes of it that slot t has room for.
+
+        Where not for all, the first pieces may come a slot before the rest; 0: there is no room.
+        """
+        served, size, pieces, room = arrival.slot, arrival.bytes, arrival.pieces, self.room
+        if min(room[t + 1 : served], default=size) < size:
+            return 0, 0
+        if (left := room[t] - self.standing) >= size:
+            return served - t, size
+        if len(pieces) == 1 or (arrival.unit, arrival.kind) in self.of_several:
+            return 0, 0  # other stays have whole leads
+        fraction, taken = first_fraction(pieces, left)
+        return (served - t - 1 + fraction, taken) if fraction else (0, 0)
 
     def tail(self, now: float) -> float:
         """The end of all updates, in the order in which they are made."""
@@ -663,7 +566,7 @@ class _Walk:
         most = self.standing + self.left_before[until - 1] - self.left_before[t]
         if size + most <= min(room[t + 1 : until]):
             return True
-        ends: list[tuple[float, int]] = [(one.ended, one.bytes) for one in self.out]
+        ends: list[tuple[float, int]] = [(one.ended, one.left.bytes) for one in self.out]
         lanes: dict[int, float] = {}
         for slot in range(t + 1, until):
             for left in self.leaves[slot - 1]:
@@ -691,3 +594,56 @@ class _Walk:
             late = unit in self.late
             found.append(schedule_of((*leads, drain, drains.get((unit, False)), late)))
         return tuple(found)
+
+
+def first_fraction(pieces: tuple[int, ...], room: int) -> tuple[float, int]:
+    """The largest share of a move, from its first piece on, that takes up to `room` bytes.
+
+    As a fraction of two digits, where that names the pieces (else of more), and its bytes.
+    """
+    done = list(accumulate(pieces))
+    number = bisect_right(done, room, hi=len(done) - 1)
+    taken = done[number - 1] if number else 0
+    for digits in (100, 10_000, 10**8) if taken else ():
+        fraction = ceil(taken / done[-1] * digits) / digits
+        if fraction < 1 and fraction * done[-1] < done[number]:  # the next piece does not fit in
+            return fraction, taken
+    return 0.0, 0
+
+
+@lru_cache(maxsize=100_000)
+def schedule_of(values: tuple[float, float, float, float | None, float | None, bool]) -> Schedule:
+    """One object per schedule: a search compares and hashes many."""
+    return Schedule(
+        forward_lead=values[0],
+        backward_lead=values[1],
+        swap_lead=values[2],
+        swap_drain=values[3],
+        update_drain=values[4],
+        update_late=values[5],
+    )
+
+
+def late_units(problem: Problem, states: Sequence[StateOption], share: float) -> Sequence[int]:
+    """The units of which a share is updated late; after backward, all are.
+
+    The others keep the optimizer busy while backward goes on, and should be needed last. Where
+    nothing waits on the device, they are spread: the last unit, whose gradients come first, is one
+    of them. What waits in place waits for the shorter, the earlier its unit is.
+    """
+    if not problem.settings.overlap_steps or problem.settings.updates == "after backward":
+        return ()
+    late: list[int] = []
+    of_homes: dict[bool, list[int]] = {False: [], True: []}
+    for unit, state in enumerate(states):
+        if state.num_updates:
+            of_homes[state.home == "in place"].append(unit)
+    for in_place, units in of_homes.items():
+        count = len(units)
+        num_late = round(share * count)
+        if in_place:
+            late += units[:num_late]
+            continue
+        soon = {count - 1 - n * count // (count - num_late) for n in range(count - num_late)}
+        late += (unit for n, unit in enumerate(units) if n not in soon)
+    return late
