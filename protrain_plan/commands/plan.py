@@ -390,8 +390,7 @@ def plan(
     settings, cells = step.on(settings, group), None
     if model.on is not None:
         [request] = workload.requests(named, *model.sizes, allow=allow, beside=frozen)
-        one = Row(request=request, step=settings)
-        cells = model.cells(one, machine, group, budgets, staged)
+        cells = model.cells(Row(request=request, step=settings), machine, group, budgets, staged)
     subject = _Subject(
         record=record,
         cells=cells,
@@ -403,12 +402,10 @@ def plan(
         quiet=as_json,
     )
     if staged.stages is not None:
-        many = model.global_batch or 1
-        of_stages = subject.in_stages(many, staged.numbers())
+        of_stages = subject.in_stages(model.global_batch or 1, staged.numbers())
         plan_in_stages(of_stages, fixed.explain, target, beside, as_json=as_json)
         return
-    place = profile if beside is None else "profile.yaml"
-    question = wanted.largest(subject.question(), place, subject.sized)
+    question = wanted.largest(subject.question(), str(beside or profile), subject.sized)
     answer = search.ask(question, objective, lp, model.no_cache, as_json=as_json)
     if answer.solved is not None and not wanted.pareto:
         if "output" not in on_command_line(context) and target.is_file():
@@ -416,8 +413,8 @@ def plan(
         if beside is not None:
             write_profile(question.profile, beside)
         write_plan(answer.solved.plan, target)
-    written = (output,) if beside is None else (beside, output)
-    _show(answer, fixed.explained(answer), written, file, wanted.maximize, as_json=as_json)
+    paths = filter(None, (beside, output))
+    _show(answer, fixed.explained(answer), tuple(paths), file, wanted.maximize, as_json=as_json)
     if answer.infeasible is not None:
         raise typer.Exit(3)
 

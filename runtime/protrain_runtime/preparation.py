@@ -127,19 +127,18 @@ def prepare(
 ) -> tuple[nn.Module, PlannedOptimizer]:
     """Make `model` follow `plan` in place, and build its optimizer.
 
-    `optimizer` makes any elementwise `torch.optim` optimizer from parameter groups, for example
-    `partial(torch.optim.AdamW, lr=3e-4)`; `param_groups` are the groups, by default one of all
-    trainable parameters. It may be an optimizer of the model's parameters, too, that has made no
-    step: its class, groups and options are taken. With `weights`, a folder of safetensors files or
-    a checkpoint of `save`, the model's parameters are on `meta`, or `model` is a function that
-    makes the model and is called so that they are. Values go from the files to where the plan has
-    them, cast to the model's dtype; no more than a unit's are in memory besides. `spill_directory`
-    is where a disk tier keeps its unnamed file, by default the system's directory for temporary
-    files. `check="bitwise"` trains a plain copy beside the first three steps, with the memory of
-    plain training, and stops on a bit that differs. A wait for a transfer or an update that takes
-    longer than `wait_limit_s` is an error that names it. `lane_delay` returns seconds by which
-    tests hold every transfer back. `watch` warns where the second step takes more bytes than
-    predicted; by default on accelerators, where it costs nothing.
+    `optimizer` makes an optimizer from parameter groups, such as `partial(torch.optim.AdamW,
+    lr=3e-4)`, or is one of the model's parameters that has made no step: its class, groups and
+    options are taken. `param_groups` are by default one of all trainable parameters. With
+    `weights`, a folder of safetensors files or a checkpoint of `save`, the model's parameters are
+    on `meta`, or `model` is a function that makes the model. Values go from the files to where the
+    plan has them, cast to the model's dtype; no more than a unit's are in memory besides. A disk
+    tier keeps its unnamed file in `spill_directory`, by default where temporary files are.
+    `check="bitwise"` trains a plain copy beside the first three steps, with the memory of plain
+    training, and stops on a bit that differs. A wait for a transfer or an update that takes longer
+    than `wait_limit_s` is an error that names it; `lane_delay` returns seconds by which tests delay
+    every transfer. `watch` warns where the second step takes more bytes than predicted; by default
+    on accelerators, where it costs nothing.
 
     The training loop stays as it is: the plan's number of micro-batches, then one `step()`. Under a
     plan for several devices, every rank of `process_group` (by default of all there are) calls
@@ -150,9 +149,7 @@ def prepare(
     ranks = ranks_of(process_group, limit_s=wait_limit_s)
     with _taken_back_on_failure(ranks) as (undo, own, last), ExitStack() as stack:
         directory = Path(spill_directory if spill_directory is not None else gettempdir())
-        drawn: dict[str, torch.Tensor] | None = None
-        if not isinstance(model, nn.Module):
-            model, drawn = _made(model, None if weights else directory)
+        model, drawn = _made(model, None if weights else directory)
         if ATTRIBUTE in model.__dict__:
             raise ProtrainError("the model follows a plan already", fix="call restore(model) first")
         if check not in (None, *get_args(Check)):
@@ -170,9 +167,7 @@ def prepare(
         check_kernels(plan)
         check_devices(model, plan, process_group, copies=check == "bitwise")
         keeps = keeps_everything(plan)  # plain PyTorch itself: nothing to attach or check
-        if not keeps:
-            refuse_compiled_around(model, modules)
-        undo.append(_compile_as_planned(model, plan))
+        undo.append(_compile_as_planned(model, plan, None if keeps else modules))
         copies = check == "bitwise" and not keeps
         backends = backends_for_copy(model) if copies else {}
         devices.require(device)
@@ -201,7 +196,7 @@ def prepare(
             warn_of_threads(plan, spare_threads(device))
         if values is not None:
             values.fill(model, prepared)
-            last.append(lambda: setattr(prepared, "has_values", True))
+            last.append(partial(setattr, prepared, "has_values", True))
         model.__dict__[ATTRIBUTE] = prepared
         own.append(lambda: model.__dict__.pop(ATTRIBUTE, None))
         undo.append(let_copy(before))
@@ -239,12 +234,14 @@ def _facade(
 
 
 def _made(
-    make: Callable[[], nn.Module], directory: Path | None
+    make: nn.Module | Callable[[], nn.Module], directory: Path | None
 ) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
-    """The model of a function, called without memory for its parameters, and the values drawn.
+    """The model, and where a function makes it without memory for parameters, the values drawn.
 
-    Those are in files of the directory; without one parameters are on `meta`, and have none.
+    They are in files of the directory; without one parameters are on `meta`, and have none.
     """
+    if isinstance(make, nn.Module):
+        return make, None
     with without_parameters() if directory is None else parameters_in_files(directory):
         model = make()
     if not isinstance(model, nn.Module):
@@ -317,8 +314,15 @@ def _blocks(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     return {u.name: model.get_submodule(u.name) for u in plan.units if u.kind == "block"}
 
 
-def _compile_as_planned(model: nn.Module, plan: Plan) -> Callable[[], None]:
-    """Compile the blocks if the plan is for that; returns the undo."""
+def _compile_as_planned(
+    model: nn.Module, plan: Plan, attached: Sequence[nn.Module | None] | None
+) -> Callable[[], None]:
+    """Compile the blocks if the plan is for that; returns the undo.
+
+    No module that is `attached` to the plan may be inside of a compiled one.
+    """
+    if attached is not None:
+        refuse_compiled_around(model, attached)
     blocks = _blocks(model, plan)
     if are_compiled(blocks):
         if not plan.workload.compile:
