@@ -72,6 +72,9 @@ WINDOWS = 12
 WALKED_PLAIN, SIMULATED_PLAIN = 12, 2
 """Plain policies that are walked over, those of the least busy lanes first, and simulated."""
 
+SMALL = 16
+"""A model of so few units has a moment to spare for the four-parameter search."""
+
 FEW = 8
 BRANCHED = {False: 1000, True: 300}
 """Variables, of few units, of a fluid model over which a search tree is worth its time, by
@@ -241,8 +244,13 @@ class _Planning:
         best = exact_where_free(self.problem, self.evaluator, self.best, slowest_s=slowest)
         best = in_runs(self.problem, self.evaluator, best, slowest_s=slowest)
         stopped = self.effort.spent
-        if found := apart(self.problem, best, slowest_s=slowest, stopped=stopped):
-            self.problem, best = self.problem.overlapping(False), found
+        found = apart(self.problem, best, slowest_s=slowest, stopped=stopped)
+        alone = self.problem.overlapping(False)
+        if self.problem.count <= SMALL and self.problem.settings.overlap_steps:
+            plain = baseline("four-parameter", alone, Evaluator(alone, stopped))
+            found = plain if plain and plain.seconds < (found or best).seconds else found
+        if found:
+            self.problem, best = alone, found
         return simplified(self.problem, best, slowest_s=slowest, stopped=stopped)
 
     def solve_baseline(self, name: Baseline) -> Evaluation | None:
@@ -440,6 +448,8 @@ class _Planning:
 
     def _improve(self) -> None:
         """Steps downhill from the best plan, with its pace."""
+        if self.problem.count <= SMALL:
+            self._keep(baseline("four-parameter", self.problem, self.evaluator))
         self.descent.pace = self.best.pace
         layout, most = layout_of(self.problem, self.best.choice), self.walks // 2
         self._keep(self.descent.descended(layout, most=most, enough_s=self._enough_s))
