@@ -108,7 +108,7 @@ class Model:
 
     @property
     def growth(self) -> tuple[UnitGrowth, ...]:
-        """Changes, unit by unit, since the profile was made; empty where nobody can tell."""
+        """Changes, unit by unit, since the profile was made; empty if unknown."""
         return growth(self.case.profile, self.profile)
 
 

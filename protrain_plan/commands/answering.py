@@ -77,21 +77,21 @@ def ask(
     effort: "Effort",
     solver: "Solver",
     progress: "Progress",
-    told: Callable[[Point], None] | None,
+    report: Callable[[Point], None] | None,
 ) -> Answer:
-    """Answer as `objectives.ask` does; of a front that was kept, each point is `told`, too."""
+    """Answer as `objectives.ask` does, or from the cache; `report` gets each front point."""
     from protrain_plan.planning.questions import objectives
 
     asked = (objective, solver, effort.gap_target, effort.time_limit_s, effort.seed)
     found = kept.answer(question, *asked)
     if found is None:
         found = objectives.ask(
-            question, objective, effort=effort, solver=solver, progress=progress, told=told
+            question, objective, effort=effort, solver=solver, progress=progress, told=report
         )
         if not effort.spent():
             kept.keep(found, *asked)
         return found
     for point in found.front:
-        if told is not None:
-            told(point)
+        if report is not None:
+            report(point)
     return found

@@ -158,7 +158,7 @@ class WantedOptions:
 
 @option_record
 class AnswerOptions:
-    """Options of what is told besides the answers."""
+    """Options for output besides the answers."""
 
     compare: bool = flag(
         "Below each answer, what it is without a planner (plain PyTorch, checkpointing,"
@@ -218,7 +218,7 @@ def fit(
     Each machine, length and batch is a cell of a grid, and so is each value of --set. Bytes are
     exact for the operators that run, seconds are estimates from data-sheet rates. MODEL may also be
     a trainer's file (Axolotl, LLaMA-Factory, torchtune, TRL, arguments of the Trainer): its
-    settings stand where no option does, and what to change in it is told.
+    settings apply unless an option overrides them, and needed changes are listed.
 
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit llama-3.1-8b --on h200 --compare --price 2.49

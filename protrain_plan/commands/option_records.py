@@ -36,7 +36,7 @@ Record = TypeVar("Record")
 def option_record(record: type[Record]) -> type[Record]:
     """Make a record of options, which --help has in the record's PANEL.
 
-    Nobody compares or prints them, and --help makes all of them.
+    Neither compared nor printed: --help creates all of them.
     """
     return dataclass(kw_only=True, eq=False, repr=False)(record)
 
@@ -291,7 +291,7 @@ class BudgetOptions:
         """A machine of the catalogue or of a file, with what was asked for below its device."""
         from protrain_plan.hardware.catalogue import load_hardware
 
-        size("--device-memory", self.device_memory, 0)  # a wrong one is told before estimating
+        size("--device-memory", self.device_memory, 0)  # refuse a wrong size before estimating
         machine = load_hardware(name)
         asked = {
             "host": size("--host-memory", self.host_memory, -1),

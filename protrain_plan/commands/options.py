@@ -60,7 +60,7 @@ ModelArgument = Annotated[
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Let activations wait in forms that are not exact: rounding, int8-activations,"
+        help="Allow activation forms that are not exact: rounding, int8-activations,"
         " low-rank-activations; with rounding, ranks may reduce every micro-batch. The plan says"
         " so. May be given several times.",
         show_default=False,
@@ -97,7 +97,7 @@ def refuse(options: Iterable[str], why: str, fix: str | None = None) -> None:
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Let errors inside name an option."""
+    """Add an option's name to errors raised inside."""
     try:
         yield
     except ProtrainError as error:

@@ -66,11 +66,11 @@ class PinOptions:
     )
     pins: Path | None = option("A YAML file of such decisions.")
     exact_updates: bool = flag(
-        "On an accelerator, let no chunk be updated by the host, whose kernels round the last bits"
+        "On an accelerator, update no chunk on the host, whose kernels round the last bits"
         " otherwise: states stay on the device, or stream to it for the update."
     )
 
-    explain: bool = flag("Say why, in words.")
+    explain: bool = flag("Explain the decisions.")
 
     def read(self) -> "tuple[Pin, ...]":
         """The pins of the file, then the others; ProtrainError where one cannot be read."""
@@ -207,7 +207,7 @@ class SearchOptions:
     gap: float = option("A plan this close to the bound is good enough.", default=0.005, min=0.0)
     time_limit: float | None = option("Seconds to search at most; default: none.", min=0.1)
     seed: int = option("Of the order in which local search tries.", default=0)
-    lp: Path | None = option("Write the integer programme in the readable .lp format.")
+    lp: Path | None = option("Write the integer program in the readable .lp format.")
 
     def ask(
         self,
@@ -246,7 +246,7 @@ class SearchOptions:
                 ),
                 solver=choice("--solver", self.solver, SOLVERS),
                 progress=lambda *found: report(search_text(*found), 0.5),
-                told=None if as_json else lambda point: print_beside(point_text(point)),
+                report=None if as_json else lambda point: print_beside(point_text(point)),
             )
 
 

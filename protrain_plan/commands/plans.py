@@ -189,7 +189,7 @@ def diff(
     except RecordError as error:
         if form != "markdown":
             raise
-        print_text(diffs.error_markdown(error, title=about))  # for whoever reads the pull request
+        print_text(diffs.error_markdown(error, title=about))  # readable in the pull request
         raise typer.Exit(error.exit_code) from None
     match form:
         case "text":

@@ -99,8 +99,8 @@ def profile(
 ) -> None:
     """Record what a model costs, unit by unit, in bytes and seconds.
 
-    Measured on this machine, and told after a first step about how long that takes; with --on
-    estimated, for another one, with no device at all.
+    Measures on this machine, and says after the first step about how long that takes; --on
+    estimates for another machine, without any device.
 
     Examples: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml
     | protrain profile llama-3.1-8b --on rtx-4090 --dtype bfloat16 --seq-len 4096

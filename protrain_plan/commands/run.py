@@ -39,9 +39,7 @@ class RunOptions:
         "Run both, compare losses and parameters bitwise; exit with 1 where they differ, or where"
         " the step took more memory than predicted."
     )
-    memory_limit: str | None = option(
-        "Let the operating system refuse this process more memory (Linux, RLIMIT_DATA)."
-    )
+    memory_limit: str | None = option("Cap this process's memory (Linux, RLIMIT_DATA).")
     save: Path | None = option("Save a checkpoint to this directory at the end.")
     save_every: int | None = option("Save every so many steps, too.", min=1)
     resume: Path | None = option("Go on from the checkpoint in this directory.")
@@ -85,7 +83,7 @@ class RunOptions:
                 raise ProtrainError(problem, fix="leave --plain out")
 
     def limit_memory(self) -> None:
-        """Let the system refuse this process more memory than `--memory-limit`."""
+        """Cap this process's memory at `--memory-limit`."""
         if self.memory_limit is None:
             return
         most = size("--memory-limit", self.memory_limit, 0)
@@ -190,9 +188,9 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     if who is not None:
         rank = who.rank
         names = ("steps", "plain", "verify", "save", "save_every", "resume")
-        told = {f"--{n.replace('_', '-')}": str(getattr(options, n)) for n in names}
-        told |= {"--check": str(options.asked), "--record": str(options.recording)}
-        who.agree("protrain run", {"plan": fingerprint(record), **told})
+        facts = {f"--{n.replace('_', '-')}": str(getattr(options, n)) for n in names}
+        facts |= {"--check": str(options.asked), "--record": str(options.recording)}
+        who.agree("protrain run", {"plan": fingerprint(record), **facts})
     with (
         nullcontext() if who is None else who.joined(record.workload.device),
         progress(quiet=as_json, threaded=False, rank=rank) as report,

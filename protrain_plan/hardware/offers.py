@@ -36,7 +36,7 @@ from protrain_runtime.contract.records.words import did_you_mean, listed
 from protrain_runtime.contract.units import format_bytes, typed_bytes
 
 MOST_NODES = 4
-"""Most nodes to look at where nobody says how many devices."""
+"""Most nodes to consider if the number of devices is not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class MachineOffer:
     """A machine and a group of its devices, for so much an hour in all.
 
     `listed` is the machine as it stands in the list: `machine` differs from it in sizes and links,
-    which `chosen` says in words. Neither has a price, which is no part of what is estimated.
+    which `chosen` describes. Neither has a price: estimates do not depend on it.
     """
 
     listed: Hardware
@@ -118,7 +118,7 @@ def catalogue_offers() -> tuple[MachineOffer, ...]:
 
 
 def device_counts(machine: Hardware) -> tuple[int, ...]:
-    """Counts of devices to look at where nobody says which: 1, 2, 4, ... of a node, then nodes."""
+    """Default device counts to consider: 1, 2, 4, ... of a node, then whole nodes."""
     joined = machine.interconnect
     if joined is None:
         return (1,)

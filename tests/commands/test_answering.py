@@ -79,7 +79,7 @@ def asked(
         effort=Effort(**effort),
         solver=solver,
         progress=lambda stage, *_: searched.append(stage),
-        told=None if told is None else told.append,
+        report=None if told is None else told.append,
     )
     return found, bool(before) and before == files() and not searched
 

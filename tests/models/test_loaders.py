@@ -153,7 +153,7 @@ def test_training_begins_a_loader_again_and_says_what_an_iterator_lacks(
         losses(8)
     assert str(caught.value) == (
         f"{__name__}:made: 3 batches were there, and training needs 8\n"
-        "  fix: fewer --steps, or let the factory return what can be iterated again, such as a list"
+        "  fix: fewer --steps, or return a re-iterable object from the factory, such as a list"
         " or a DataLoader, in place of an iterator"
     )
 

@@ -501,7 +501,7 @@ def _held_in(
             raise ProtrainError(
                 f"every step takes more than the one before: {format_bytes(most[0])} of activations"
                 f" in the first, {format_bytes(most[-1])} {len(most) - 1} steps later",
-                fix="let steps do equal work, such as by a fixed number of rounds",
+                fix="make steps do equal work, such as by a fixed number of rounds",
             )
         for cuts in steps:
             units = _raised(units, forms, cuts, structure, arrived)
@@ -532,9 +532,9 @@ def _higher(unit: Unit, *, forward: int = 0, kept: int = 0, backward: int = 0) -
 def without_falls(units: Sequence[Unit]) -> list[Unit]:
     """The units with levels that never fall: no `kept_bytes` is negative.
 
-    A unit that ends with less than it began with lets go of what units before it hand on: so many
-    bytes are its peak's, and theirs, and stand in no level between. The sums of all slots are as
-    before, but where the first unit frees what the last step has left.
+    A unit that ends with less than it began with frees outputs of earlier units: so many bytes
+    belong to its peak, and to theirs, and to no level between. The sums of all slots are as before,
+    but where the first unit frees what the last step has left.
     """
     settled = list(units)
     for index in reversed(range(len(settled))):

@@ -133,7 +133,7 @@ class Unit:
     largest parameter, where the optimizer's step needs memory in proportion to them; 0: it needs
     none, or as much as for all of the chunk. `reads` are units before the previous one with a
     differentiated output that it uses (a skip connection, an encoder's output). `gets` are what the
-    previous unit hands on, as shape and dtype: `1x4096x4096 bfloat16`; empty where nobody knows.
+    previous unit hands on, as shape and dtype: `1x4096x4096 bfloat16`; empty if unknown.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Unit:
 
     @property
     def handed_bytes(self) -> int:
-        """Bytes of what the previous unit hands on; 0 where nobody knows."""
+        """Bytes of the previous unit's output; 0 if unknown."""
         sizes = (text.split() for text in self.gets)
         return sum(prod(map(int, shape.split("x"))) * HANDED_SIZES[dtype] for shape, dtype in sizes)
 
@@ -173,13 +173,12 @@ class OptimizerCost:
 
     `workspace_fraction` is what a step needs besides its operands, as a fraction of the bytes of
     the largest parameter that it works on at once; or of all persistent ones, if it takes them
-    `at_once`, as `foreach` does. `host_piece_s` are seconds of a step on a piece
-    on the host, besides its parameters. A piece is cut up to `cut_elements` from where it should
-    be. It looks at blocks of `block` elements, 1 by default, or (0) at whole parameters. Of one
-    that looks at whole parameters, one after the other, `workspace_bytes` are the most that a step
-    needs besides its operands on any of the model; 0: not known.
-    `node_parameters_per_s` is what the memory of a node's host lets all devices of the node update
-    together at most; 0 where that is not known.
+    `at_once`, as `foreach` does. `host_piece_s` are seconds of a step on a piece on the host,
+    besides its parameters. A piece is cut up to `cut_elements` from where it should be. It looks at
+    blocks of `block` elements, 1 by default, or (0) at whole parameters. Of one that looks at whole
+    parameters, one after the other, `workspace_bytes` are the most that a step needs besides its
+    operands on any of the model; 0: not known. `node_parameters_per_s` is the limit that a node's
+    host memory sets on the updates of all its devices together; 0 if unknown.
     """
 
     name: str

@@ -226,8 +226,8 @@ def _check_plan(plan: Plan, document: Document) -> None:
         ("exactness", "bitwise" if by_host else plan.exactness, exactness),
         ("allowed", plan.allowed, leaves),
     )
-    for key, told, found in rules:
-        if told != found:
+    for key, stated, found in rules:
+        if stated != found:
             shown = listed(found, "and") if isinstance(found, tuple) else str(found).lower()
             why = f"its activations take {listed(sorted(plan.forms), 'and')}"
             why += ", and reductions are in every micro-batch" * plan.settings.adds_shards
