@@ -1,4 +1,4 @@
-"""Answers of before: files in the user's cache folder, named after all that they depend on.
+"""Cached results: files in the user's cache folder, named after all that they depend on.
 
 [Note: what the name holds] The whole question, the bytes of our own source files, and of the
 libraries that answer it the version and the checksums of the installed files. Who edits an

@@ -72,7 +72,7 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A plan's case, its model as the source is today, and what its repository has leave for."""
+    """A plan's case, its model from today's source, and what its repository allows."""
 
     case: Case
     today: Today | Broken | Unavailable

@@ -228,9 +228,8 @@ def exa001(model: Model) -> Verdict:
     if not (missing := [leave for leave in plan.allowed if leave not in model.allow]):
         return Passed(found=plan.exactness)
     return Failed(
-        problem=f"the plan takes {listed(missing, 'and')}, and the repository gives no leave for"
-        f" {'it' if len(missing) == 1 else 'them'}: its results are not those of plain PyTorch"
-        f" ({plan.exactness})",
+        problem=f"the plan takes {listed(missing, 'and')}, which the repository does not allow:"
+        f" its results differ from plain PyTorch ({plan.exactness})",
         key="allowed",
         fix="plan without --allow, or add it to allow in [tool.protrain]",
     )
@@ -248,16 +247,16 @@ def sim001(model: Model) -> Verdict:
     for tier in ("device", "context", "host", "disk"):
         before, now = getattr(recorded.peak_bytes, tier), getattr(found.peak_bytes, tier)
         if before != now:
-            problem = f"a peak of {before} bytes is recorded ({tier}), and {now} come out"
+            problem = f"the recorded peak is {before} bytes ({tier}), the computed one {now}"
             return Failed(problem=problem, key="prediction.peak_bytes", fix=plan_again(case))
     if recorded.step_seconds != found.step_seconds:
         before_s, now_s = recorded.step_seconds, found.step_seconds
-        problem = f"a step of {before_s!r} s is recorded, and {now_s!r} s come out"
+        problem = f"the recorded step is {before_s!r} s, the computed one {now_s!r} s"
         return Failed(problem=problem, key="prediction.step_seconds", fix=plan_again(case))
     if case.plan.pipeline is not None and case.plan.pipeline.stages != found.stages:
         pairs = zip(case.plan.pipeline.stages, found.stages, strict=True)
         stage = next(s for s, (before, now) in enumerate(pairs) if before != now)
-        problem = f"what is recorded of stage {stage} is not what comes out"
+        problem = f"the recorded values of stage {stage} differ from the computed ones"
         return Failed(problem=problem, key="pipeline.stages", fix=plan_again(case))
     if recorded.lower_bound_seconds > recorded.step_seconds:
         problem = "the recorded bound is above the step that it bounds"
@@ -349,7 +348,7 @@ def num001(expected: int, found: int) -> Verdict:
     """
     if found == expected:
         return Passed(found=f"{found} plans")
-    problem = f"{expected} plans are expected, and {found} are checked"
+    problem = f"expected {expected} plans, checked {found}"
     return Failed(problem=problem, fix="bring back what is missing, or change --expect")
 
 
@@ -374,7 +373,7 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
     there = [tier.name for tier in machine.tiers]
     missing = [tier for tier in get_args(TierName) if tier in used and tier not in there]
     if missing:
-        problem = f"the plan uses {' and '.join(missing)}, which this machine does not have"
+        problem = f"the plan uses {' and '.join(missing)}, which this machine lacks"
         return Failed(problem=problem, key="units", fix=fix)
     if (reason := not_joined(case.plan, machine)) is not None:
         problem = f"the plan is for {case.plan.group}: {reason}"
@@ -647,9 +646,9 @@ def check(
 
     `look` finds today's model of a profile; `prepare` first gets the profiles it will be asked for.
     Each plan is checked on its own machine and those whose budgets name it, or on the machines in
-    `on` instead. `allow` is what the repository gives leave for. With `expect`, so many plans have
-    to be there. ProtrainError where a machine is not known, a path is missing or a folder has no
-    plan.
+    `on` instead. `allow` lists the approximations that the repository allows. With `expect`, so
+    many plans have to be there. ProtrainError where a machine is not known, a path is missing or a
+    folder has no plan.
     """
     findings: list[Finding] = []
     # Everything is read before any model's code runs, which could write files.

@@ -28,7 +28,7 @@ class Fitting:
     compare: bool = False
 
     def known(self, line: Sequence[Cell]) -> list[Answer] | None:
-        """Return the answers of before; None where one is missing."""
+        """Return the cached answers; None if one is missing."""
         if line[0].answer is not None:
             return None
         name = self._named(line)
@@ -57,7 +57,7 @@ class BestBatch:
     kept: AnswerCache
 
     def known(self, questions: Sequence[Question]) -> int | None:
-        """Return the number of before; None where there is none."""
+        """Return the cached number; None if there is none."""
         return self.kept.number("fastest", GAP, questions)
 
     def __call__(self, questions: Sequence[Question]) -> int:

@@ -1,4 +1,4 @@
-"""Making the profile that a command asks for: measured in a process of its own, or estimated.
+"""Profiles for commands: measured in a separate process, or estimated.
 
 The process is fresh, not forked: memory that a parent's threads leave behind would be counted as
 what a run holds besides tensors. It has the libraries of the command line, as a run has them. It
@@ -131,7 +131,7 @@ def estimated(
     *,
     jobs: int | None = None,
 ) -> list[list[Profile]]:
-    """The profiles that were asked for, estimated for each machine.
+    """The requested profiles, estimated for each machine.
 
     What the cache does not know is estimated here, or by several processes at once (at most `jobs`)
     where there is more, and the code is not the user's own: a start takes seconds that this process
@@ -189,7 +189,7 @@ def _estimated(
 
 
 def measured(request: ProfileRequest, progress: Progress) -> Profile:
-    """The profile that was asked for, measured in this process.
+    """The requested profile, measured in this process.
 
     ProtrainError where something of the request cannot be had, memory runs out, or the model's code
     raises.

@@ -99,7 +99,7 @@ def destination(
     if descriptor != files.STANDARD_OUTPUT:
         return path
     if _given_away:
-        problem = f"standard output is what {_given_away[0]} writes to"
+        problem = f"{_given_away[0]} already uses standard output"
         raise ProtrainError(problem, key=option, fix=fix)
     _given_away.append(option)
     flush()

@@ -143,7 +143,7 @@ def train(
         raise ProtrainError(
             f"the plan is for a device of type '{workload.device}', and '{device}' is none",
             key="--device",
-            fix="profile and plan for that one",
+            fix="profile and plan for that device",
         )
     with (
         devices.current(device),
@@ -151,7 +151,7 @@ def train(
         if is_accelerator(device.type)
         else nullcontext(),
         explained_exhaustion(
-            fix="plan this workload for the memory there is, and run the plan"
+            fix="plan this workload for the available memory, and run the plan"
             if plain
             else "plan with a smaller --device-memory than the limit, and run that plan"
         ),
@@ -265,7 +265,7 @@ def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[B
         number += 1
     if number < needed:
         raise ProtrainError(
-            f"{number} batches were there, and training needs {needed}",
+            f"the factory gave {number} batches, and training needs {needed}",
             source=source,
             fix="fewer --steps, or return a re-iterable object from the factory, such as a"
             " list or a DataLoader, in place of an iterator",

@@ -105,7 +105,7 @@ def catalogue_offers() -> tuple[MachineOffer, ...]:
     priced = [machine for machine in machines if machine.price_per_hour]
     if not priced:
         raise ProtrainError(
-            "no machine of the catalogue has a price: prices depend on where and when one rents",
+            "no machine of the catalogue has a price: prices vary by place and time",
             key="--among",
             fix="write yours into a file, such as 'rtx-4090: 0.35' and 'h100-sxm: 2.5' in two"
             " lines, and name it with --among",

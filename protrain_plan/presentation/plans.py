@@ -55,7 +55,7 @@ def other_steps(plan: Plan) -> list[str]:
 
 
 def other_results(plan: Plan) -> list[str]:
-    """Say how near results are to plain PyTorch, and by what leave, where they differ."""
+    """Say how close results are to plain PyTorch, and what was allowed, if they differ."""
     lines: list[str] = []
     if plan.allowed:
         how = {"rounding": "up to rounding", "approximate": "approximately"}[plan.exactness]
@@ -63,8 +63,8 @@ def other_results(plan: Plan) -> list[str]:
         what = [f"activations in {listed(forms, 'and')}"] if forms else []
         what += ["reductions in every micro-batch"] * plan.settings.adds_shards
         lines.append(
-            f"not exact: {listed(what, 'and')} give the results of plain PyTorch {how}, by leave"
-            f" for {listed(plan.allowed, 'and')}"
+            f"not exact: {listed(what, 'and')} give the results of plain PyTorch {how}, as"
+            f" --allow {listed(plan.allowed, 'and')} permits"
         )
     if plan.host_updated:
         lines.append(

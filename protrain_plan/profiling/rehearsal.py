@@ -215,10 +215,10 @@ def rehearse(
                 raise
             said = str(error).splitlines() or [type(error).__name__]
             raise ProtrainError(
-                f"the model runs as it is, and not under a plan that moves everything: {said[0]}",
-                fix="its code is right without a plan. What a plan cannot follow is mostly a view"
-                " of parameters, or a gradient or tensor, that code keeps for itself: what is"
-                " offloaded is not where it was",
+                f"the model runs plainly, but not under a plan that moves everything: {said[0]}",
+                fix="its code is right without a plan. Plans mostly cannot follow a view"
+                " of parameters, or a gradient or tensor, that the code keeps: offloaded"
+                " tensors move",
             ) from error
         seconds = None
         if timed:

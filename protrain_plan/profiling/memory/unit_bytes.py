@@ -586,10 +586,10 @@ def _unit(
     def cost(form: Form, levels: _Levels, pieces: tuple[int, ...] = ()) -> FormCost:
         handed = gone = 0
         if FORMS[form].leave and unit.kind == "block":
-            # A form by leave need not hold a block's input. The block before may, in another form.
+            # An opt-in form need not hold a block's input. The block before may, in another form.
             handed = in_blocks(keep[index].handed_bytes, structure.block)
             # [Note: what a frame holds of a block that does not keep its input]
-            # A form by leave need not hold a block's input, and a frame of the model's forward may,
+            # An opt-in form need not hold a block's input, and a frame of the model's forward may,
             # until that forward ends: it is in the block's level, and no more there in backward.
             # So the backward of later blocks was measured above a level that was too high, which it
             # is not where the earlier blocks are in another form.

@@ -353,7 +353,7 @@ def fake_model(source: ModelSource, workload: Workload) -> nn.Module:
         except Exception as error:  # any code of the user's
             if not _is_packing(error):
                 raise ProtrainError(
-                    f"the model cannot be built of tensors without values: {error}",
+                    f"the model cannot be built from tensors without values: {error}",
                     source=source.name,
                     fix="profile it on the device that it is to run on",
                 ) from error

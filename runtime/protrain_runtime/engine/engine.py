@@ -2,7 +2,7 @@
 
 A step is one program or several: micro-batches before the one that updates have their own. At
 every boundary that `Boundaries` reports it does what the program says around a slot, in order:
-wait for what must have left, submit fetches, wait for what the slot reads, let it compute, release,
+wait for what must have left, submit fetches, wait for what the slot reads, compute, release,
 submit what it produced. A forward without a graph has a pass of its own (`evaluation`).
 """
 

@@ -35,7 +35,7 @@ def group_on(
     for what, parts in (("nodes", num_nodes), ("replicas", num_replicas)):
         if num_devices % parts:
             raise ProtrainError(
-                f"{num_devices} devices are no equal parts of {parts} {what}", key=f"--{what}"
+                f"{num_devices} devices cannot be divided into {parts} {what}", key=f"--{what}"
             )
     group = DeviceGroup(num_devices=num_devices, num_replicas=num_replicas, num_nodes=num_nodes)
     if group.in_node > most:

@@ -23,7 +23,7 @@ class Requirement:
 
     of     whether a placement is of that kind
     holds  whether the step allows that placement
-    words  the steps that do, to follow "requires"
+    words  the steps that do, to follow "that is for"
     fix    for the author of the plan
     """
 
@@ -76,7 +76,7 @@ def check_step(units: Sequence[UnitPlan], step: StepSettings) -> None:
         if missing := unmet(states, step):
             index = [unit.states for unit in units].index(states)
             raise ProtrainError(
-                f"{units[index].name} cannot take {states_text(states)!r}: that requires"
+                f"{units[index].name} cannot take {states_text(states)!r}: that is for"
                 f" {missing.words}",
                 key=f"units[{index}].states",
                 fix=missing.fix,
@@ -90,7 +90,7 @@ def check_step(units: Sequence[UnitPlan], step: StepSettings) -> None:
         )
     if step.overlap_steps and not step.is_single:
         raise ProtrainError(
-            "steps cannot overlap: that requires one micro-batch, on one device",
+            "steps cannot overlap: that is for one micro-batch, on one device",
             key="settings.overlap_steps",
             fix="set it to false",
         )

@@ -373,7 +373,7 @@ class Plan:
     model_fingerprint: str
     exact: bool  # whether `exactness` is bitwise
     exactness: Exactness = "bitwise"
-    allowed: tuple[str, ...] = ()  # what it has leave for, as `--allow` says it
+    allowed: tuple[str, ...] = ()  # approximations, as `--allow` names them
     budgets: Budgets
     prediction: Prediction
     settings: StepSettings
@@ -457,7 +457,7 @@ class Plan:
 
     @property
     def opt_in(self) -> tuple[Exactness, tuple[str, ...]]:
-        """The grade of the plan's forms and sums, and what they need leave for."""
+        """The grade of the plan's forms and sums, and the opt-ins that they need."""
         leaves, grade = leaves_of(self.forms), exactness_of(self.forms)
         if not self.settings.adds_shards:
             return grade, leaves
@@ -470,7 +470,7 @@ class Plan:
         return least_exact([grade, "host rounding"]) if self.host_updated else grade
 
     def regraded(self) -> "Plan":
-        """The same plan, which says how exact it is and what it has leave for."""
+        """The same plan, with its exactness and its opt-ins."""
         graded, (_, allowed) = self.graded, self.opt_in
         return replace(self, exact=graded == "bitwise", exactness=graded, allowed=allowed)
 

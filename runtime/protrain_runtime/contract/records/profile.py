@@ -244,12 +244,11 @@ class Profile:
     whatever the batch: workspaces that its libraries keep in the allocator, scalars, which take a
     block each there, and what rounds states up to blocks. `repetitions` say how sure measured
     seconds are. `model_flops` are what the model computes for one batch on one device, as model
-    FLOPs utilisation counts it (`planning/questions/spending.py`); 0: nothing was counted.
-    `varies` says how steps differ, where the model does other work from step to step; empty: all
-    steps are alike.
-    `allowed` is what it was recorded with leave for, as `--allow` says it: as far as that goes,
-    its units have forms that are not exact. `compilation` is what the compiler did while it was
-    measured, of which nothing is in the seconds of units; absent where nothing was compiled.
+    FLOPs utilisation counts it (`planning/questions/spending.py`); 0: nothing was counted. `varies`
+    says how steps differ, where the model does other work from step to step; empty: all steps are
+    alike. `allowed` are the opt-ins that it was recorded with, as `--allow` names them: as far as
+    that goes, its units have forms that are not exact. `compilation` is what the compiler did while
+    it was measured, of which nothing is in the seconds of units; absent where nothing was compiled.
     `beside` is a frozen second model, whose bytes are in `fixed_bytes` and `base_bytes`, and whose
     seconds are in those of the first unit; absent where there is none.
     """
