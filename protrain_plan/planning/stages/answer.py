@@ -327,7 +327,7 @@ def stages_of(question: StagesQuestion) -> tuple[int, ...]:
         for number in question.stages:
             if count % number:
                 raise ProtrainError(
-                    f"{count} devices cannot be divided into {number} stages",
+                    f"{count} devices are no equal parts of {number} stages",
                     key="--stages",
                     fix="--stages auto looks at all numbers that are possible",
                 )
