@@ -1,7 +1,7 @@
 """The command line: its commands, and errors as exit codes.
 
 Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input, 3 no plan fits,
-4 out of memory, 130 interrupted, 141 nobody reads what is printed.
+4 out of memory, 130 interrupted, 141 standard output was closed.
 """
 
 import gc
@@ -135,7 +135,7 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
 
 
 def _failed(error: BaseException) -> int | None:
-    """The exit code for an error, which is told; None for our own mistakes."""
+    """Print an error and return its exit code; None for our own mistakes."""
     if isinstance(error, OSError):
         # Of the help, which rich prints; all else that is printed says itself that it is lost.
         names = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]

@@ -1,4 +1,4 @@
-"""Answers of before: files in the user's cache folder, named after all that they depend on.
+"""Cached results: files in the user's cache folder, named after all that they depend on.
 
 [Note: what the name holds] The whole question, the bytes of our own source files, and of the
 libraries that answer it the version and the checksums of the installed files. Who edits an
@@ -7,8 +7,8 @@ another folder of the same name: then nothing is kept.
 
 [Note: who is believed] An entry is data: it is read as strictly as any record, and has a checksum
 over its name and its content, so that a damaged or renamed one is made anew. The checksum is no
-secret: whoever may write to the folder may write answers. So the folder has to be the user's alone,
-outside the working directory and its repository.
+secret: anyone who can write to the folder can write answers. So the folder must belong to the user
+alone, outside the working directory and its repository.
 """
 
 import hashlib
@@ -64,8 +64,8 @@ class Kept:
     ) -> None:
         self._folder = None if off or SWITCH in os.environ else _folder(name)
         found = None if self._folder is None else _installation(libraries, optional)
-        told = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(settings))
-        self._installed = None if found is None else [*found, *told]
+        facts = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(settings))
+        self._installed = None if found is None else [*found, *facts]
 
     @property
     def is_off(self) -> bool:
@@ -129,18 +129,18 @@ def _folder(name: str) -> Path | None:
 @lru_cache
 def _installation(libraries: tuple[str, ...], optional: tuple[str, ...] = ()) -> list[str] | None:
     """The installed packages, as texts; None where the installer's notes do not tell."""
-    told = [__version__, sys.version, platform.machine()]
+    facts = [__version__, sys.version, platform.machine()]
     for package in ("protrain_plan", "protrain_runtime"):
         spec = find_spec(package)
         folders = (spec.submodule_search_locations if spec else None) or ()
-        told += [_digest_of_files(Path(folder)) for folder in folders]
+        facts += [_digest_of_files(Path(folder)) for folder in folders]
     for name in (*libraries, *optional):
         if name in optional and find_spec(name) is None:
             continue
         if (found := installed(name)) is None:
             return None
-        told += [name, *found]
-    return told
+        facts += [name, *found]
+    return facts
 
 
 def installed(name: str) -> tuple[str, str] | None:

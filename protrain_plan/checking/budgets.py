@@ -11,7 +11,7 @@ step_seconds        the most that a predicted step may take
 slowdown            how much slower than the plan's own prediction a step may become
 plans               patterns of plans, besides those made for this machine, that have to fit it
 
-Beside the machines stands what plans may have leave for: `allow: [rounding]`, and
+Besides machines, budgets list allowed approximations: `allow: [rounding]`, and
 `allow = ["rounding"]` in `[tool.protrain]`.
 """
 
@@ -96,7 +96,7 @@ def content() -> type[msgspec.Struct]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of plans: budgets by machine, and leave for what is not exact."""
+    """Limits of plans: budgets by machine, and allowed approximations."""
 
     budgets: Mapping[str, MachineBudget] = field(default_factory=dict)
     allow: tuple[str, ...] = ()

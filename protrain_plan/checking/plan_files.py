@@ -5,7 +5,7 @@ A plan names its profile by fingerprint; the profile lies in the plan's folder, 
 [Note: what is a record] A YAML file in a folder is a record if the key `protrain` stands at its
 top, as the one reader of records sees it. A file that has this key for a more lenient reader (in
 another encoding, with a tag or an alias, in a second document, in capitals), or that speaks of
-protrain and is no YAML at all, was meant as one: it fails. Every other file is somebody else's.
+protrain and is no YAML at all, was meant as a plan: it fails. Other files are ignored.
 
 [Note: links] A folder's files are those that lie in it, and those in the repository that it links
 to. What a link leads to elsewhere is not what is reviewed with the folder: it fails. So does a plan
@@ -249,19 +249,19 @@ def _look_at(path: Path, within: Sequence[Path]) -> _Seen:
         return _Seen(kind=None, record=_failure(problem, path))
     kind, record, source = None, None, str(path)
     try:
-        told = kind_of(text, source)
-        if told is None:
+        kind_found = kind_of(text, source)
+        if kind_found is None:
             problem = f"missing key {_KEY!r}, which is not written so"
             raise RecordError(problem, source=source, fix=f"write it as {_KEY}: plan")
-        if told not in _READERS:
+        if kind_found not in _READERS:
             raise RecordError(
-                f"expected {listed(_READERS, 'or')}, got {told!r}",
+                f"expected {listed(_READERS, 'or')}, got {kind_found!r}",
                 source=source,
                 line=line_of(text, _KEY),
                 key=_KEY,
-                fix=did_you_mean(told, _READERS),
+                fix=did_you_mean(kind_found, _READERS),
             )
-        kind = told
+        kind = kind_found
         record = _READERS[kind](text, source)
     except RecordError as error:
         record = error
@@ -285,7 +285,7 @@ _ESCAPE = re.compile(
 def _speaks_of_us(path: Path) -> bool:
     """Return whether the word stands in a regular file, in any encoding and however it is escaped.
 
-    Nobody is waited for. RecordError for anything else than a file, and for one too large.
+    Never blocks. RecordError for anything but a regular file, and for one too large.
     """
     try:
         # A pipe would wait for its other end.
@@ -321,7 +321,7 @@ def _is_ours(document: yaml.Node) -> bool:
     waiting, met = [document], set[int]()
     while waiting:
         node = waiting.pop()
-        if id(node) in met:  # by aliases, as often as somebody likes
+        if id(node) in met:  # reached through an alias
             continue
         met.add(id(node))
         if isinstance(node, yaml.SequenceNode):

@@ -72,7 +72,7 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A plan's case, its model as the source is today, and what its repository has leave for."""
+    """A plan's case, its model from today's source, and what its repository allows."""
 
     case: Case
     today: Today | Broken | Unavailable
@@ -108,7 +108,7 @@ class Model:
 
     @property
     def growth(self) -> tuple[UnitGrowth, ...]:
-        """Changes, unit by unit, since the profile was made; empty where nobody can tell."""
+        """Changes, unit by unit, since the profile was made; empty if unknown."""
         return growth(self.case.profile, self.profile)
 
 

@@ -125,9 +125,9 @@ def missing(workload: Workload) -> str | None:
 
 
 def _is_here(name: str) -> bool:
-    """Return whether the configuration called so can be read anew; factories have none.
+    """Return whether the named configuration can be read again; factories have none.
 
-    A file that is not the repository's is nobody's to change: what was recorded counts.
+    A file outside the repository cannot be changed by it: the recorded one counts.
     """
     return name in preset_names() or (os.path.exists(name) and leads_out(name) is None)  # noqa: PTH110
 
@@ -260,7 +260,7 @@ class Reestimates:
         asked: dict[EstimateRequest, list[Profile]] = {}
         there = [profile for profile in profiles if missing(profile.workload) is None]
         for profile in there:
-            with suppress(ProtrainError):  # told when it is looked at
+            with suppress(ProtrainError):  # reported when the profile is checked
                 if question := _question(profile):
                     asked.setdefault(question, []).append(profile)
         if there:
@@ -310,8 +310,8 @@ class Reestimates:
     ) -> None:
         """Run the model's code, and note what it says."""
 
-        def hear(told: tuple[str, tuple[str, ...]]) -> None:
-            known.fingerprint, known.changed_keys = told
+        def hear(heard: tuple[str, tuple[str, ...]]) -> None:
+            known.fingerprint, known.changed_keys = heard
 
         machine = on or profile.hardware
         config = None if question is None else question.workload.model_config

@@ -174,9 +174,8 @@ def prf001(files: Files) -> Verdict:
     """The profile that the plan was made from lies in its folder.
 
     A plan names its profile by a fingerprint of everything in it but comments. Without the profile
-    nobody can tell what the plan's decisions take; with another one the plan answers a question
-    that was not asked. Commit both together: protrain plan writes the plan, protrain profile the
-    profile.
+    the cost of the plan's decisions is unknown; with another one the plan answers a different
+    question. Commit both together: protrain plan writes the plan, protrain profile the profile.
     """
     assert not isinstance(files.plan, RecordError)
     case = opened(files)
@@ -218,20 +217,19 @@ def pln001(model: Model) -> Verdict:
 
 
 def exa001(model: Model) -> Verdict:
-    """The plan computes what plain PyTorch does, or the repository gives leave for what it does.
+    """The plan computes what plain PyTorch does, or the repository allows the difference.
 
-    A plan whose activations take options that round otherwise, or are approximate, says `exact:
-    false`, and names what it has leave for. The repository has to name the same: `allow =
-    ["rounding"]` in `[tool.protrain]` of pyproject.toml, or `allow: [rounding]` in budgets.yaml. So
-    nobody trains otherwise than before by a plan that was made anew.
+    A plan whose activation options round differently, or are approximate, says `exact: false` and
+    lists what it was allowed. The repository has to list the same: `allow = ["rounding"]` in
+    `[tool.protrain]` of pyproject.toml, or `allow: [rounding]` in budgets.yaml. A new plan thus
+    never changes results unnoticed.
     """
     plan = model.case.plan
     if not (missing := [leave for leave in plan.allowed if leave not in model.allow]):
         return Passed(found=plan.exactness)
     return Failed(
-        problem=f"the plan takes {listed(missing, 'and')}, and the repository gives no leave for"
-        f" {'it' if len(missing) == 1 else 'them'}: its results are not those of plain PyTorch"
-        f" ({plan.exactness})",
+        problem=f"the plan takes {listed(missing, 'and')}, which the repository does not allow:"
+        f" its results differ from plain PyTorch ({plan.exactness})",
         key="allowed",
         fix="plan without --allow, or add it to allow in [tool.protrain]",
     )
@@ -241,24 +239,24 @@ def sim001(model: Model) -> Verdict:
     """The recorded prediction follows from the profile and the plan.
 
     Simulated once more, the decisions give the recorded seconds and the recorded peak of every
-    tier, exactly. They do not where somebody edited decisions or numbers by hand, or where this
-    version predicts otherwise than the one that made the plan.
+    tier, exactly. They do not if decisions or numbers were edited by hand, or if this version
+    predicts differently from the one that made the plan.
     """
     case = model.case
     recorded, found = case.plan.prediction, predicted(case.plan, case.profile)
     for tier in ("device", "context", "host", "disk"):
         before, now = getattr(recorded.peak_bytes, tier), getattr(found.peak_bytes, tier)
         if before != now:
-            problem = f"a peak of {before} bytes is recorded ({tier}), and {now} come out"
+            problem = f"the recorded peak is {before} bytes ({tier}), the computed one {now}"
             return Failed(problem=problem, key="prediction.peak_bytes", fix=plan_again(case))
     if recorded.step_seconds != found.step_seconds:
         before_s, now_s = recorded.step_seconds, found.step_seconds
-        problem = f"a step of {before_s!r} s is recorded, and {now_s!r} s come out"
+        problem = f"the recorded step is {before_s!r} s, the computed one {now_s!r} s"
         return Failed(problem=problem, key="prediction.step_seconds", fix=plan_again(case))
     if case.plan.pipeline is not None and case.plan.pipeline.stages != found.stages:
-        told = zip(case.plan.pipeline.stages, found.stages, strict=True)
-        stage = next(s for s, (before, now) in enumerate(told) if before != now)
-        problem = f"what is recorded of stage {stage} is not what comes out"
+        pairs = zip(case.plan.pipeline.stages, found.stages, strict=True)
+        stage = next(s for s, (before, now) in enumerate(pairs) if before != now)
+        problem = f"the recorded values of stage {stage} differ from the computed ones"
         return Failed(problem=problem, key="pipeline.stages", fix=plan_again(case))
     if recorded.lower_bound_seconds > recorded.step_seconds:
         problem = "the recorded bound is above the step that it bounds"
@@ -267,12 +265,12 @@ def sim001(model: Model) -> Verdict:
 
 
 def sim002(model: Model) -> Verdict:
-    """The plan's programme can go on at every moment.
+    """The plan's program cannot deadlock.
 
     Moves and slots wait for each other as the decisions say. Leads that a planner chose never make
     them wait in a circle; this rule is for plans that were edited by hand.
     """
-    # A programme that waits for earlier moves alone can go on at every moment.
+    # A program whose moves wait for earlier moves only cannot deadlock.
     for of_stage, own in problems_of(model.case.plan, model.case.profile):
         program = of_stage.program(own.units)
         if waiting := _waiting(program):
@@ -350,7 +348,7 @@ def num001(expected: int, found: int) -> Verdict:
     """
     if found == expected:
         return Passed(found=f"{found} plans")
-    problem = f"{expected} plans are expected, and {found} are checked"
+    problem = f"expected {expected} plans, checked {found}"
     return Failed(problem=problem, fix="bring back what is missing, or change --expect")
 
 
@@ -360,9 +358,9 @@ def num001(expected: int, found: int) -> Verdict:
 def hdw001(situation: PlanOnMachine) -> Verdict:
     """The machine has what the plan uses.
 
-    Its device is of the kind that the plan was made for, since a programme for an accelerator and
-    one for a CPU differ, it has every tier that a decision names, its devices are joined where the
-    plan is for several, and the budgets are not above what it has.
+    Its device is of the kind that the plan was made for, since programs for accelerators and for
+    CPUs differ, it has every tier that a decision names, its devices are joined where the plan is
+    for several, and the budgets are not above what it has.
     """
     case, machine = situation.case, situation.hardware
     planned_for = case.profile.hardware.device.kind
@@ -375,7 +373,7 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
     there = [tier.name for tier in machine.tiers]
     missing = [tier for tier in get_args(TierName) if tier in used and tier not in there]
     if missing:
-        problem = f"the plan uses {' and '.join(missing)}, which this machine does not have"
+        problem = f"the plan uses {' and '.join(missing)}, which this machine lacks"
         return Failed(problem=problem, key="units", fix=fix)
     if (reason := not_joined(case.plan, machine)) is not None:
         problem = f"the plan is for {case.plan.group}: {reason}"
@@ -409,7 +407,7 @@ def mem001(situation: PlanOnMachine) -> Verdict:
         if (reason := not_joined(situation.case.plan, situation.hardware)) is not None:
             return Skipped(reason=reason)
         problem = f"the plan is for another model: {situation.misfit}"
-        if situation.case.plan.pipeline is not None:  # where it would be cut, nobody can say
+        if situation.case.plan.pipeline is not None:  # its stages are unknown
             return Skipped(reason=problem)
         failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
         if failed.no_plan_fits:
@@ -646,11 +644,11 @@ def check(
 ) -> Report:
     """Hold the plans, and those in folders, against all rules.
 
-    `look` finds today's model of a profile; `prepare` is told before whose models those will be.
+    `look` finds today's model of a profile; `prepare` first gets the profiles it will be asked for.
     Each plan is checked on its own machine and those whose budgets name it, or on the machines in
-    `on` instead. `allow` is what the repository gives leave for. With `expect`, so many plans have
-    to be there. ProtrainError where a machine is not known, a path is missing or a folder has no
-    plan.
+    `on` instead. `allow` lists the approximations that the repository allows. With `expect`, so
+    many plans have to be there. ProtrainError where a machine is not known, a path is missing or a
+    folder has no plan.
     """
     findings: list[Finding] = []
     # Everything is read before any model's code runs, which could write files.
@@ -661,7 +659,7 @@ def check(
         progress(str(files.path), number / len(found.files))
         findings += _findings(files, look, machines, on, allow)
     on_machines = [finding for finding in findings if finding.machine is not None]
-    # A plan that cannot be read may be what a budget is for: then nobody can tell.
+    # An unreadable plan may be the one of a budget: then unmatched budgets are unknown.
     if not on and {one.plan for one in findings} == {one.plan for one in on_machines}:
         names = frozenset(one.machine for one in on_machines if one.machine is not None)
         for machine, budget in machines.budgets.items():

@@ -27,7 +27,7 @@ class Fitting:
     compare: bool = False
 
     def known(self, line: Sequence[Cell]) -> list[Answer] | None:
-        """Return the answers of before; None where one is missing."""
+        """Return the cached answers; None if one is missing."""
         if line[0].answer is not None:
             return None
         name = self._named(line)
@@ -56,7 +56,7 @@ class BestBatch:
     kept: AnswerCache
 
     def known(self, questions: Sequence[Question]) -> int | None:
-        """Return the number of before; None where there is none."""
+        """Return the cached number; None if there is none."""
         return self.kept.number("fastest", GAP, questions)
 
     def __call__(self, questions: Sequence[Question]) -> int:
@@ -74,19 +74,19 @@ def ask(
     kept: AnswerCache,
     *,
     effort: "Effort",
-    told: Callable[[Point], None] | None,
+    report: Callable[[Point], None] | None,
 ) -> Answer:
-    """Answer as `objectives.ask` does; of a front that was kept, each point is `told`, too."""
+    """Answer as `objectives.ask` does, or from the cache; `report` gets each front point."""
     from protrain_plan.planning.questions import objectives
 
     asked = (objective, effort.solver, effort.gap_target, effort.time_limit_s, effort.seed)
     found = kept.answer(question, *asked)
     if found is None:
-        found = objectives.ask(question, objective, effort=effort, told=told)
+        found = objectives.ask(question, objective, effort=effort, report=report)
         if not effort.spent():
             kept.keep(found, *asked)
         return found
     for point in found.front:
-        if told is not None:
-            told(point)
+        if report is not None:
+            report(point)
     return found

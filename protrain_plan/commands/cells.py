@@ -325,18 +325,18 @@ def answered(
     before = [known(one) for one in asked]
     missing = [one for one, found in zip(asked, before, strict=True) if found is None]
 
-    def told(waiting: Sequence[Asked]) -> None:
+    def report(waiting: Sequence[Asked]) -> None:
         if waiting:
             progress(words(waiting[0]), 1 - len(waiting) / len(asked))
 
-    told(missing)
-    with answers_of(answer, missing, jobs=jobs, told=told) as made:
+    report(missing)
+    with answers_of(answer, missing, jobs=jobs, report=report) as made:
         for found in before:
             yield next(made) if found is None else found
 
 
 def _planning(line: Sequence[Cell]) -> str:
-    """Return what is done with a question, in words."""
+    """Return the progress text for a line of cells."""
     question = line[0].question
     workload = question.profile.workload
     where = f"{workload.batch_size} x {workload.seq_len} tokens"

@@ -23,27 +23,25 @@ class CheckOptions:
     """Options of a check."""
 
     on: list[str] | None = option(
-        "Check on this machine of the catalogue, or of a file, instead of the plans' own and those"
+        "Check on this machine, a catalogue name or a file, instead of the plans' own and those"
         " with budgets. May be given several times."
     )
     budgets: Path | None = option(
         "Limits per machine; default: budgets.yaml or pyproject.toml here."
     )
     output_format: str = option("text, json or github (annotations).", "--format", default="text")
-    records_only: bool = flag("Look at no model: no torch, no source code.")
-    strict: bool = flag("What cannot be checked counts as failed.")
-    expect: int | None = option("Fail where another number of plans is checked.", min=0)
+    records_only: bool = flag("Build no models: no torch, no model code.")
+    strict: bool = flag("Count skipped checks as failures.")
+    expect: int | None = option("Fail unless exactly this many plans are checked.", min=0)
     time_limit: float = option(
-        "Seconds that a model's code may take to build and estimate it.", default=300.0
+        "Time limit in seconds to build and estimate a model.", default=300.0
     )
-    model_memory: str = option(
-        "Memory that a model's code may take meanwhile (on Linux).", default="8GiB"
-    )
+    model_memory: str = option("Memory limit of a model's code (Linux).", default="8GiB")
     no_cache: NoCacheOption = False
-    explain: str | None = option("Say what a rule is about, and check none.", metavar="CODE")
+    explain: str | None = option("Explain a rule instead of checking.", metavar="CODE")
 
     def reestimates(self) -> "Reestimates":
-        """Return what looks at models; ProtrainError for limits that are none."""
+        """Return the estimator of today's models; ProtrainError for invalid limits."""
         from protrain_plan.checking.reestimate import Reestimates
         from protrain_plan.profiling.estimate_cache import EstimateCache
 

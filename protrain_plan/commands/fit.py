@@ -52,30 +52,30 @@ class CellOptions:
     """The cells of the grid: sizes and numbers of devices, each with each machine."""
 
     on: str | None = option(
-        "Machines: names of the catalogue or YAML files, by comma.", autocompletion=machine_names
+        "Machines: catalogue names or YAML files, separated by commas.",
+        autocompletion=machine_names,
     )
     seq_len: str = option("Tokens per sequence, one or more.", default=str(SEQ_LEN))
     batch_size: str | None = option("Sequences per batch, one or more. Default: 1.")
     global_batch: int | None = option(
-        "Sequences per update over all devices: the best batch and number of micro-batches are"
-        " found.",
+        "Sequences per update over all devices: finds the best batch and number of micro-batches.",
         min=1,
     )
     num_devices: str = option(
-        "Devices that train one model, each with such a batch; or several.", default="1"
+        "Devices that train one model, each with its own batch; or several numbers.", default="1"
     )
     settings: list[str] | None = option(
-        "A setting and its values, each a cell: host, device, disk, link, num-devices or an"
+        "A setting and its values, one cell each: host, device, disk, link, num-devices or an"
         " option, such as host=64GiB..1TiB (doubles), link=pcie-4,64GB/s or optimizer=adamw,sgd."
-        " Of several, all combinations.",
+        " Several are combined.",
         "--set",
     )
-    sweep: str | None = option("The same as --set, for one setting.")
+    sweep: str | None = option("Like --set, for one setting.")
     sort: str | None = option(
-        "time, cost (of a token) or memory (of the device), the least first; default: in the order"
-        " of the options, each cell as soon as it is known."
+        "Sort by time, cost (per token) or memory (of the device), least first; default: in the"
+        " order of the options, each cell as soon as it is known."
     )
-    jobs: int | None = option("Processes that work at once. Default: one a core.", min=1)
+    jobs: int | None = option("Parallel processes. Default: one per core.", min=1)
     no_cache: NoCacheOption = False
 
 
@@ -84,18 +84,18 @@ class WantedOptions:
     """Machines with their prices, and what is wanted of them."""
 
     price: str | None = option(
-        "Of a device for an hour, or one of each machine by comma; default: that of the machine's"
-        " file. Adds the columns hours and cost."
+        "Price per device and hour, or one per machine, separated by commas; default: from the"
+        " machine's file. Adds the columns hours and cost."
     )
     among: Path | None = option(
-        "Instead of --on, a YAML file of machines and prices: 'rtx-4090: 0.35' in a line. Default"
-        " of a search: the catalogue's machines that have a price."
+        "A YAML file of machines and prices in place of --on, with lines like 'rtx-4090: 0.35'."
+        " Default of a search: the catalogue's machines with a price."
     )
     speed: float | None = option(
-        "Search the cheapest that reaches so many tokens per second in all.", min=1e-3
+        "Find the cheapest cell with at least this many tokens per second in total.", min=1e-3
     )
     price_limit: float | None = option(
-        "The most that all devices may cost an hour; without --speed, search the fastest.", min=0.0
+        "Maximum price per hour of all devices; without --speed, find the fastest cell.", min=0.0
     )
 
     @property
@@ -113,7 +113,7 @@ class WantedOptions:
         best = search(
             [cell for line in cells.lines(tell) for cell in line],
             speed=self.speed,
-            told=lambda cell, part: tell(f"planning {cell.name}", part),
+            report=lambda cell, part: tell(f"planning {cell.name}", part),
             done=answered.add,
         )
         asked_for = {"tokens_per_second": self.speed, "price_limit": self.price_limit}
@@ -158,23 +158,21 @@ class WantedOptions:
 
 @option_record
 class AnswerOptions:
-    """Options of what is told besides the answers."""
+    """Options for output besides the answers."""
 
     compare: bool = flag(
-        "Below each answer, what it is without a planner (plain PyTorch, checkpointing,"
-        " ZeRO-Offload, FSDP2), and with 8-bit states where a plan is needed."
+        "Compare each answer with no planner (plain PyTorch, checkpointing, ZeRO-Offload, FSDP2),"
+        " and with 8-bit states if it needs a plan."
     )
     what_helps: bool = flag(
-        "Say what more memory, a faster link, larger batches and states of 8 bits are worth. Each"
-        " takes as long as an answer."
+        "Show the gains of more memory, a faster link, larger batches and 8-bit states. Each takes"
+        " as long as an answer."
     )
     columns: str | None = option(
-        "More columns, by comma: mfu (model FLOPs utilisation), and hours, cost and energy of a"
-        " billion tokens."
+        "Extra columns, separated by commas: mfu (model FLOPs utilisation), and hours, cost and"
+        " energy of a billion tokens."
     )
-    report: Path | None = option(
-        "Write a page: tokens per second, memory and reasons of all, as bars."
-    )
+    report: Path | None = option("Write an HTML page with tokens per second, memory and reasons.")
 
     def shown(self, offers: "Sequence[MachineOffer]", *, priced: bool) -> tuple[str, ...]:
         """The columns; ProtrainError for an unknown one, and for one without values."""
@@ -186,11 +184,11 @@ class AnswerOptions:
             choice("--columns", name, tuple(COLUMNS))
         if "cost" in names and not any(one.price_per_hour for one in offers):
             raise ProtrainError(
-                "no machine has a price", key="--columns", fix="say that of a device: --price 2.49"
+                "no machine has a price", key="--columns", fix="add a price: --price 2.49"
             )
         if "energy" in names and not any(one.machine.power_w for one in offers):
             raise ProtrainError(
-                "no machine says what its device takes",
+                "no machine has the power of its device",
                 key="--columns",
                 fix="write power_w, in watts, into the machine's file",
             )
@@ -210,7 +208,7 @@ def fit(
     staged: StageOptions,
     allow: AllowOption = None,
     as_json: bool = flag(
-        "Instead of text print a JSON object a line, each as soon as it is known.", "--json"
+        "Print JSON lines instead of text, each as soon as it is known.", "--json"
     ),
 ) -> None:
     """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
@@ -218,7 +216,7 @@ def fit(
     Each machine, length and batch is a cell of a grid, and so is each value of --set. Bytes are
     exact for the operators that run, seconds are estimates from data-sheet rates. MODEL may also be
     a trainer's file (Axolotl, LLaMA-Factory, torchtune, TRL, arguments of the Trainer): its
-    settings stand where no option does, and what to change in it is told.
+    settings apply unless an option overrides them, and needed changes are listed.
 
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit llama-3.1-8b --on h200 --compare --price 2.49
@@ -362,7 +360,7 @@ def search(wanted: WantedOptions, **options: Any) -> None:
     """
     if not wanted.is_search:
         raise ProtrainError(
-            "what is to be found?",
+            "nothing to search for",
             key="--speed",
             fix="--speed 5000 for the cheapest that is as fast, --price-limit 3 for the fastest",
         )

@@ -87,7 +87,7 @@ def probe(
     *,
     output: Path = output_option("hardware", "hardware.yaml"),
     device: str = option("cpu, cuda, cuda:1, xpu, ...: a device of this machine.", default="cpu"),
-    name: str | None = option("Its name; default: such as cpu-2, after the threads."),
+    name: str | None = option("Name of the machine; default: like cpu-2, with its threads."),
     disk: DiskOptions,
     as_json: JsonOption = False,
 ) -> None:

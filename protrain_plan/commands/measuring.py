@@ -1,4 +1,4 @@
-"""Making the profile that a command asks for: measured in a process of its own, or estimated.
+"""Profiles for commands: measured in a separate process, or estimated.
 
 The process is fresh, not forked: memory that a parent's threads leave behind would be counted as
 what a run holds besides tensors. It has the libraries of the command line, as a run has them. It
@@ -103,7 +103,7 @@ class ProfileRequest:
         from protrain_plan.models.optimizers import optimizer_factory, optimizer_named
 
         optimizer, workload = optimizer_named(self.optimizer, self.optimizer_args), self.workload
-        optimizer_factory(optimizer)  # a wrong name is told at once
+        optimizer_factory(optimizer)  # refuse a wrong name at once
         return {
             "batch_size": workload.batch_size,
             "seq_len": workload.seq_len,
@@ -131,7 +131,7 @@ def estimated(
     *,
     jobs: int | None = None,
 ) -> list[list[Profile]]:
-    """The profiles that were asked for, estimated for each machine.
+    """The requested profiles, estimated for each machine.
 
     What the cache does not know is estimated here, or by several processes at once (at most `jobs`)
     where there is more, and the code is not the user's own: a start takes seconds that this process
@@ -189,7 +189,7 @@ def _estimated(
 
 
 def measured(request: ProfileRequest, progress: Progress) -> Profile:
-    """The profile that was asked for, measured in this process.
+    """The requested profile, measured in this process.
 
     ProtrainError where something of the request cannot be had, memory runs out, or the model's code
     raises.
@@ -243,23 +243,24 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
 
 
 def measured_apart(request: ProfileRequest, progress: Progress) -> Profile:
-    """The profile that was asked for, measured in a process of its own.
+    """The requested profile, measured in a separate process.
 
     The errors of `measured`, and ProtrainError where that process dies.
     """
     place = Place()
 
-    def hear(told: list[str | float] | dict[str, str]) -> None:
+    def hear(report: list[str | float] | dict[str, str]) -> None:
         nonlocal place
-        if isinstance(told, dict):
-            place = Place(**told)
+        if isinstance(report, dict):
+            place = Place(**report)
         else:
-            what, fraction = str(told[0]), float(told[1])
+            what, fraction = str(report[0]), float(report[1])
             place = Place(doing=whereabouts.pass_of(what))
             progress(what, fraction)
 
     try:
-        return loads_profile(run(partial(_told, request), name="the measuring process", hear=hear))
+        work = partial(_reporting, request)
+        return loads_profile(run(work, name="the measuring process", hear=hear))
     except EndedError as error:
         if error.code in (INTERRUPTED, -signal.SIGINT):
             raise KeyboardInterrupt from None
@@ -279,9 +280,9 @@ def measured_apart(request: ProfileRequest, progress: Progress) -> Profile:
         raise
 
 
-def _told(request: ProfileRequest, tell: Tell) -> str:
-    """Measure, and tell where before each slot runs: what runs may end the process."""
+def _reporting(request: ProfileRequest, tell: Tell) -> str:
+    """Measure, reporting each slot before it runs: the model's code may end the process."""
     prepare_streams()
     quiet_libraries()
     with whereabouts.listening(lambda place: tell(asdict(place))):
-        return dumps_profile(measured(request, lambda *told: tell(told)))
+        return dumps_profile(measured(request, lambda *report: tell(report)))

@@ -36,7 +36,7 @@ Record = TypeVar("Record")
 def option_record(record: type[Record]) -> type[Record]:
     """Make a record of options, which --help has in the record's PANEL.
 
-    Nobody compares or prints them, and --help makes all of them.
+    Neither compared nor printed: --help creates all of them.
     """
     return dataclass(kw_only=True, eq=False, repr=False)(record)
 
@@ -118,15 +118,15 @@ class DiskOptions:
 
     spill_directory: SpillOption = None
     disk_seconds: float = option(
-        "How long the disk is written before it is measured, past the page cache: many are slower"
-        " after their first gigabytes.",
+        "Seconds of direct writes before the disk is measured: many disks slow down after their"
+        " first gigabytes.",
         default=2.0,
         min=0.0,
     )
-    disk_bytes: str = option("The most that is written meanwhile.", default="2GiB")
+    disk_bytes: str = option("Maximum bytes of these writes.", default="2GiB")
 
     def watch(self) -> tuple[float, int]:
-        """Seconds and bytes, as of `probe.Watch`; ProtrainError for what is no size."""
+        """Seconds and bytes, as of `probe.Watch`; ProtrainError for an invalid size."""
         return self.disk_seconds, size("--disk-bytes", self.disk_bytes, 0)
 
 
@@ -154,15 +154,15 @@ class WorkloadOptions:
         " --lora)."
     )
     compile: bool = flag(
-        "Compile each block by itself (torch.compile), and have the plan's runs do so. Estimated"
-        " bytes and seconds are those without."
+        "Compile each block by itself (torch.compile), in the plan's runs, too. Estimates are for"
+        " uncompiled blocks."
     )
     optimizer: str | None = option(
         "adamw, sgd, adamw8bit, adafactor, ... (a wrong name lists all), or your own:"
         " package.module:Class, path/to/file.py:function. Default: adamw."
     )
     optimizer_args: str | None = option(
-        "Options of the optimizer as Python has them: 'lr=1e-3, betas=(0.9, 0.95)'."
+        "Arguments of the optimizer in Python syntax: 'lr=1e-3, betas=(0.9, 0.95)'."
     )
 
     def requests(
@@ -227,25 +227,25 @@ class WorkloadOptions:
 
 @option_record
 class StepOptions:
-    """Options of when a step updates."""
+    """Options for when a step updates."""
 
     updates: str | None = option(
-        "in-backward, the default; or after-backward, as clipping by the global norm needs:"
-        " updates then wait for it, or run ahead to a second copy of the states."
+        "in-backward, the default; or after-backward, for clipping by the global norm: updates"
+        " wait for the norm, or run ahead on a second copy of the states."
     )
-    clip: bool = flag("The short form of --updates after-backward.")
+    clip: bool = flag("Short for --updates after-backward.")
     clip_share: float | None = option(
-        "The part of all steps whose gradients are scaled, by clipping or by a loss scaler: these"
-        " do updates that ran ahead again. 1: none runs ahead. Default: 0.05."
+        "Share of steps whose gradients are scaled, by clipping or by a loss scaler: these redo"
+        " updates that ran ahead. 1: none runs ahead. Default: 0.05."
     )
     accumulate: int = option("Micro-batches per update.", default=1, min=1)
     disk_gain: str | None = option(
-        "Use the disk only where no plan fits without it, or where a step without it takes so much"
-        " longer. 0: wherever a step is faster. Default: 10%."
+        "Use the disk only if no plan fits without it, or if a step without it takes this much"
+        " longer. 0: if a step is any faster. Default: 10%."
     )
 
     def settings(self) -> "StepSettings":
-        """The step that is asked for, on one device; ProtrainError where options contradict."""
+        """The requested step, on one device; ProtrainError if options contradict each other."""
         from protrain_plan.planning.model.problem import OVERLAPPING
         from protrain_runtime.contract.records.plan import StepSettings
         from protrain_runtime.contract.records.schema import hints
@@ -254,13 +254,13 @@ class StepOptions:
         given = self.updates or ("after-backward" if self.clip else "in-backward")
         after = choice("--updates", given, ("in-backward", "after-backward")) == "after-backward"
         if self.clip and not after:
-            raise ProtrainError("--clip is --updates after-backward", key="--updates")
+            raise ProtrainError("--clip means --updates after-backward", key="--updates")
         share = self.clip_share
         if share is None:
             share = OVERLAPPING.clip_share
         elif not after:
             raise ProtrainError(
-                "it is for updates after backward", key="--clip-share", fix="add --clip"
+                "only for updates after backward", key="--clip-share", fix="add --clip"
             )
         share = checked(share, hints(StepSettings)["clip_share"], "--clip-share")
         when: Updates = "after backward" if after else "in backward"
@@ -277,21 +277,19 @@ class StepOptions:
 class BudgetOptions:
     """Budgets of a process for each tier; by default all that the machine has, but for headroom."""
 
-    device_memory: str | None = option(
-        "The most that the process may take of the device, such as 1.5GiB."
-    )
-    host_memory: str | None = option("The most pinned host memory, of the whole node.")
-    disk: str | None = option("The most disk space, of the node.")
+    device_memory: str | None = option("Maximum device memory of the process, such as 1.5GiB.")
+    host_memory: str | None = option("Maximum pinned host memory of the whole node.")
+    disk: str | None = option("Maximum disk space of the node.")
     tight: bool = flag(
-        "Plan with all of a device that is estimated: by default a tenth of its tensors' bytes"
-        " stays free for the allocator, unless a budget is given."
+        "Plan with all memory of an estimated device: without a budget, a tenth of its tensors'"
+        " bytes stays free for the allocator by default."
     )
 
     def machine(self, name: str) -> "Hardware":
-        """A machine of the catalogue or of a file, with what was asked for below its device."""
+        """A machine of the catalogue or of a file, with the requested host memory and disk."""
         from protrain_plan.hardware.catalogue import load_hardware
 
-        size("--device-memory", self.device_memory, 0)  # a wrong one is told before estimating
+        size("--device-memory", self.device_memory, 0)  # refuse a wrong size before estimating
         machine = load_hardware(name)
         asked = {
             "host": size("--host-memory", self.host_memory, -1),

@@ -60,7 +60,7 @@ ModelArgument = Annotated[
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Let activations wait in forms that are not exact: rounding, int8-activations,"
+        help="Allow activation forms that are not exact: rounding, int8-activations,"
         " low-rank-activations; with rounding, ranks may reduce every micro-batch. The plan says"
         " so. May be given several times.",
         show_default=False,
@@ -70,7 +70,7 @@ NoCacheOption = Annotated[
     bool,
     typer.Option(
         "--no-cache",
-        help="Plan anew, estimate anew what is not shipped, and keep neither (nor with"
+        help="Neither read nor write cached plans and estimates, except shipped ones (also"
         " PROTRAIN_NO_CACHE=1).",
     ),
 ]
@@ -80,7 +80,8 @@ SpillOption = Annotated[
     Path | None,
     typer.Option(
         "--spill-directory",
-        help="Where a disk tier keeps its unnamed file; default: the system's temporary files.",
+        help="Directory of the disk tier's unnamed file; default: the system's temporary"
+        " directory.",
     ),
 ]
 
@@ -97,7 +98,7 @@ def refuse(options: Iterable[str], why: str, fix: str | None = None) -> None:
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Let errors inside name an option."""
+    """Add an option's name to errors raised inside."""
     try:
         yield
     except ProtrainError as error:
@@ -174,7 +175,7 @@ def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
     for name in given or ():
         if name not in known:
             raise ProtrainError(
-                f"expected leave for what is not exact, got {name!r}",
+                f"unknown value {name!r}",
                 key="--allow",
                 fix=did_you_mean(name, known) or f"there is {listed(known, 'and')}",
             )

@@ -33,7 +33,7 @@ BROKEN_PIPE = 128 + signal.SIGPIPE  # as shells say of a program whose reader ha
 
 
 def prepare_streams() -> None:
-    """Let nothing that is printed fail for its characters, or land in a file that is opened later.
+    """Make output safe for any characters, and keep it out of files that are opened later.
 
     Warnings, which quote names too, are escaped like everything else.
     """
@@ -99,7 +99,7 @@ def destination(
     if descriptor != files.STANDARD_OUTPUT:
         return path
     if _given_away:
-        problem = f"standard output is what {_given_away[0]} writes to"
+        problem = f"{_given_away[0]} already uses standard output"
         raise ProtrainError(problem, key=option, fix=fix)
     _given_away.append(option)
     flush()
@@ -160,8 +160,7 @@ def print_beside(text: str) -> None:
 def print_text(text: str) -> None:
     """Print lines as they are: for programs, and never wrapped.
 
-    Ends the program quietly where nobody reads them any more; ProtrainError where they cannot be
-    written.
+    Exits quietly if the reader has closed the pipe; ProtrainError if they cannot be written.
     """
     try:
         sys.stdout.write(text + "\n")
@@ -171,7 +170,7 @@ def print_text(text: str) -> None:
 
 
 def flush() -> None:
-    """Let nothing wait that was printed; raises as `print_text` does."""
+    """Flush standard output; raises as `print_text` does."""
     try:
         sys.stdout.flush()
     except OSError as error:

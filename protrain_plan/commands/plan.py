@@ -66,11 +66,11 @@ class PinOptions:
     )
     pins: Path | None = option("A YAML file of such decisions.")
     exact_updates: bool = flag(
-        "On an accelerator, let no chunk be updated by the host, whose kernels round the last bits"
+        "On an accelerator, update no chunk on the host, whose kernels round the last bits"
         " otherwise: states stay on the device, or stream to it for the update."
     )
 
-    explain: bool = flag("Say why, in words.")
+    explain: bool = flag("Explain the decisions.")
 
     def read(self) -> "tuple[Pin, ...]":
         """The pins of the file, then the others; ProtrainError where one cannot be read."""
@@ -83,7 +83,7 @@ class PinOptions:
         )
 
     def explained(self, answer: "Answer") -> "Explanation | None":
-        """Return why the plan is as it is, where that was asked for and there is one."""
+        """Return the reasons for the plan, if requested and if there is a plan."""
         from protrain_plan.planning.explain.explaining import explain
 
         if not self.explain or answer.solved is None:
@@ -93,17 +93,17 @@ class PinOptions:
 
 @option_record
 class ObjectiveOptions:
-    """Objectives; the fastest step, unless something else is asked for."""
+    """Objectives; by default, the fastest step."""
 
     max_slowdown: float | None = option(
-        "Least device memory for a step this many times the fastest.", min=1.0
+        "Minimize device memory, with a step this many times the fastest.", min=1.0
     )
-    maximize: str | None = option("batch-size or seq-len: the largest that fits.")
-    pareto: bool = flag("The front of memory against time; writes no plan.")
+    maximize: str | None = option("Find the largest batch-size or seq-len that fits.")
+    pareto: bool = flag("Compute the Pareto front of memory and time; writes no plan.")
     points: PointsOption = 8
 
     def objective(self, global_batch: int | None) -> "Objective":
-        """ProtrainError where two things are asked for."""
+        """ProtrainError for two objectives."""
         from protrain_plan.planning.questions.answers import Objective
 
         asked = {
@@ -114,7 +114,7 @@ class ObjectiveOptions:
         }
         options = [option for option, is_asked in asked.items() if is_asked]
         if len(options) > 1:
-            raise ProtrainError(f"{options[0]} and {options[1]} ask for different things")
+            raise ProtrainError(f"{options[0]} and {options[1]} are different objectives")
         if self.maximize is not None:
             choice("--maximize", self.maximize, QUANTITIES)
         return Objective(
@@ -161,8 +161,8 @@ class PlannedStepOptions(StepOptions):
     """Options of a step, with those that only a plan decides."""
 
     page_cache: str | None = option(
-        "Memory beside the budgets that what is on disk may fill: it is no more than that then,"
-        " and goes through the page cache. Default: 0, which passes the cache by."
+        "Memory besides the budgets for the page cache: the disk tier then uses the cache, and"
+        " holds at most this much. Default: 0, direct I/O."
     )
 
     def on(self, settings: "StepSettings", group: "DeviceGroup") -> "StepSettings":
@@ -179,12 +179,12 @@ class GroupOptions:
     """The devices that train one model."""
 
     num_devices: int = option(
-        "Devices that train one model, each with batches of its own.", default=1, min=1
+        "Devices that train one model, each with its own batches.", default=1, min=1
     )
-    nodes: int | None = option("Nodes that they are in; default: as few as hold them.", min=1)
+    nodes: int | None = option("Nodes of these devices; default: as few as hold them.", min=1)
     replicas: int | None = option(
-        "Groups of devices that each have all of the states, shared over the group's; default: as"
-        " many as are fastest.",
+        "Groups of devices, each with all of the states, sharded within the group; default: the"
+        " fastest number.",
         min=1,
     )
 
@@ -202,12 +202,12 @@ class SearchOptions:
     """Options of the search for a plan."""
 
     solver: str = option(
-        "milp, or to compare: four-parameter, recompute-all, offload-all.", default="milp"
+        "milp, or a baseline: four-parameter, recompute-all, offload-all.", default="milp"
     )
-    gap: float = option("A plan this close to the bound is good enough.", default=0.005, min=0.0)
-    time_limit: float | None = option("Seconds to search at most; default: none.", min=0.1)
-    seed: int = option("Of the order in which local search tries.", default=0)
-    lp: Path | None = option("Write the integer programme in the readable .lp format.")
+    gap: float = option("Stop at a plan this close to the bound.", default=0.005, min=0.0)
+    time_limit: float | None = option("Maximum seconds of search; default: none.", min=0.1)
+    seed: int = option("Seed of the local search.", default=0)
+    lp: Path | None = option("Write the integer program in the readable .lp format.")
 
     def ask(
         self,
@@ -245,7 +245,7 @@ class SearchOptions:
                     solver=choice("--solver", self.solver, SOLVERS),
                     progress=lambda *found: report(search_text(*found), 0.5),
                 ),
-                told=None if as_json else lambda point: print_beside(point_text(point)),
+                report=None if as_json else lambda point: print_beside(point_text(point)),
             )
 
 
@@ -256,13 +256,13 @@ class ModelOptions:
     PANEL = "A model by its name, with --on"
 
     on: str | None = option(
-        "Estimate the model's profile for a machine: a name of the catalogue, or a YAML file.",
+        "Estimate the profile for a machine: a catalogue name or a YAML file.",
         autocompletion=machine_names,
     )
     seq_len: int | None = option("Tokens per sequence. Default: 2048.", min=1)
     batch_size: int | None = option("Sequences per batch. Default: 1.", min=1)
     global_batch: int | None = option(
-        "Sequences per update over all devices: batch and micro-batches are found.", min=1
+        "Sequences per update over all devices: finds batch and micro-batches.", min=1
     )
     no_cache: NoCacheOption = False
 
@@ -520,7 +520,7 @@ def _show(
 
 
 def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
-    """The profile in a file; ProtrainError for a model, and for leave that it has no forms for."""
+    """The profile in a file; ProtrainError for a model, and for --allow without such forms."""
     from protrain_plan.models.presets import names_model
     from protrain_runtime.contract.records import read_profile
 

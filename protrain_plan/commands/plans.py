@@ -53,7 +53,7 @@ def show(
 def simulate(
     plan: PlanArgument,
     profile: ProfileOption = None,
-    trace: Path | None = option("Write the step as a trace that Perfetto (ui.perfetto.dev) opens."),
+    trace: Path | None = option("Write the step as a trace for Perfetto (ui.perfetto.dev)."),
     stage: StageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -86,8 +86,8 @@ def report(
     plan: PlanArgument,
     output: Path = output_option("page", "report.html"),
     profile: ProfileOption = None,
-    recording: Path | None = option("A recorded step of the plan, to lay over the simulated."),
-    pareto: bool = flag("With the front of memory against time: plans for each."),
+    recording: Path | None = option("A recorded step of the plan, to show with the simulated one."),
+    pareto: bool = flag("Add the Pareto front of memory and time: plans every point."),
     points: PointsOption = 8,
     stage: StageOption = None,
 ) -> None:
@@ -149,12 +149,12 @@ def _front(step: "Step", points: int) -> list[dict[str, Any]]:
 
 def diff(
     old: PlanArgument,
-    new: Annotated[Path, typer.Argument(help="The plan that replaces it.", show_default=False)],
+    new: Annotated[Path, typer.Argument(help="The new plan.", show_default=False)],
     output_format: str = option(
         "text, json or markdown (for a pull request).", "--format", default="text"
     ),
-    title: str | None = option("What the Markdown is about; default: the new plan's file."),
-    if_plans: bool = flag("Say nothing of files neither of which is a plan."),
+    title: str | None = option("Title of the Markdown; default: the new plan's file."),
+    if_plans: bool = flag("Print nothing if neither file is a plan."),
     as_json: JsonOption = False,
 ) -> None:
     """Say what a new plan decides otherwise, and what that does to memory and time.
@@ -191,7 +191,7 @@ def diff(
     except RecordError as error:
         if form != "markdown":
             raise
-        print_text(diffs.error_markdown(error, title=about))  # for whoever reads the pull request
+        print_text(diffs.error_markdown(error, title=about))  # readable in the pull request
         raise typer.Exit(error.exit_code) from None
     match form:
         case "text":
@@ -216,7 +216,7 @@ def export(
     plan: PlanArgument,
     to: Annotated[str, typer.Option(help="fsdp2 (Accelerate), trl, torchtitan or megatron.")],
     output: Path | None = option(
-        "The file to write; - is standard output; default: as the tool calls it.", "-o", "--output"
+        "The file to write; - is standard output; default: the tool's name.", "-o", "--output"
     ),
     as_json: JsonOption = False,
 ) -> None:

@@ -37,22 +37,17 @@ class MeasureOptions:
     device: str | None = option(
         "cpu (the default), cuda, cuda:1, xpu, ...: a device of this machine."
     )
-    deterministic: bool = flag(
-        "Measure PyTorch's deterministic kernels, and have the plan's runs take them."
-    )
+    deterministic: bool = flag("Measure and run with PyTorch's deterministic kernels.")
     steps: int | None = option(
-        "Timed steps per form of activations; default: 2 s of them, but 3 to 15.", min=1
+        "Timed steps per activation form; default: 2 s of steps, from 3 to 15.", min=1
     )
     unit_by_unit: bool = flag(
-        "Never have the whole model in memory: of equal blocks few run. By itself where the model"
-        " would take more than half of the device's free memory."
+        "Never load the whole model: run only a few of equal blocks. Automatic if the model would"
+        " take more than half of the device's free memory."
     )
-    probe: bool = flag(
-        "Measure the machine again; by default its probe is kept in the user's cache."
-    )
+    probe: bool = flag("Measure the machine again; by default its probe is cached.")
     in_process: bool = flag(
-        "Measure in this process, for debuggers; by default in one of its own, which the model's"
-        " code may crash."
+        "Measure in this process, for debuggers, not in a separate one that may crash."
     )
 
 
@@ -82,13 +77,12 @@ def profile(
     workload: WorkloadOptions,
     allow: AllowOption = None,
     on: str | None = option(
-        "Estimate instead, for a machine that need not be there: a name of the catalogue (protrain"
-        " hardware list), or a YAML file.",
+        "Estimate for a machine instead: a catalogue name (protrain hardware list) or a YAML file.",
         autocompletion=machine_names,
     ),
     interconnect: str | None = option(
-        "A machine whose devices are joined as this one's, to plan for several: a name of the"
-        " catalogue, or a YAML file (protrain hardware probe under torchrun)."
+        "A machine with this one's interconnect, to plan for several devices: a catalogue name, or"
+        " a YAML file (protrain hardware probe under torchrun)."
     ),
     measuring: MeasureOptions,
     disk: DiskOptions,
@@ -99,8 +93,8 @@ def profile(
 ) -> None:
     """Record what a model costs, unit by unit, in bytes and seconds.
 
-    Measured on this machine, and told after a first step about how long that takes; with --on
-    estimated, for another one, with no device at all.
+    Measures on this machine, and says after the first step about how long that takes; --on
+    estimates for another machine, without any device.
 
     Examples: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml
     | protrain profile llama-3.1-8b --on rtx-4090 --dtype bfloat16 --seq-len 4096

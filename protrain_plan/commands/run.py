@@ -28,31 +28,27 @@ if TYPE_CHECKING:
 class RunOptions:
     """Options of a run."""
 
-    steps: int = option("Steps to train, with those before a checkpoint.", default=5, min=1)
+    steps: int = option("Steps to train, including those before a checkpoint.", default=5, min=1)
     text: Path | None = option("A text file to train on.")
     weights: Path | None = option(
-        "A folder of safetensors files with the model's values: they go straight to where the plan"
-        " has them. Default: random values."
+        "A folder of safetensors files with the weights, read straight to the plan's tiers."
+        " Default: random weights."
     )
     plain: bool = flag("Ordinary PyTorch, no plan.")
     verify: bool = flag(
-        "Run both, compare losses and parameters bitwise; exit with 1 where they differ, or where"
-        " the step took more memory than predicted."
+        "Run both, compare losses and parameters bitwise; exit with 1 if they differ, or if the"
+        " step took more memory than predicted."
     )
-    memory_limit: str | None = option(
-        "Let the operating system refuse this process more memory (Linux, RLIMIT_DATA)."
-    )
+    memory_limit: str | None = option("Cap this process's memory (Linux, RLIMIT_DATA).")
     save: Path | None = option("Save a checkpoint to this directory at the end.")
-    save_every: int | None = option("Save every so many steps, too.", min=1)
-    resume: Path | None = option("Go on from the checkpoint in this directory.")
+    save_every: int | None = option("Also save every N steps.", min=1)
+    resume: Path | None = option("Resume from the checkpoint in this directory.")
     check: bool = flag(
-        "Compare the first three steps with a plain copy's, and stop where a bit differs."
+        "Compare the first three steps with a plain copy's, and stop if a bit differs."
     )
-    recording: Path | None = option(
-        "Write what ran when in a step, for `protrain report --recording`.", "--record"
-    )
+    recording: Path | None = option("Record a step, for `protrain report --recording`.", "--record")
     device: str | None = option(
-        "Which device of the plan's type: cuda:1. Default: the current one."
+        "A device of the plan's type, such as cuda:1. Default: the current one."
     )
     spill_directory: SpillOption = None
 
@@ -85,7 +81,7 @@ class RunOptions:
                 raise ProtrainError(problem, fix="leave --plain out")
 
     def limit_memory(self) -> None:
-        """Let the system refuse this process more memory than `--memory-limit`."""
+        """Cap this process's memory at `--memory-limit`."""
         if self.memory_limit is None:
             return
         most = size("--memory-limit", self.memory_limit, 0)
@@ -190,9 +186,9 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     if who is not None:
         rank = who.rank
         names = ("steps", "plain", "verify", "save", "save_every", "resume")
-        told = {f"--{n.replace('_', '-')}": str(getattr(options, n)) for n in names}
-        told |= {"--check": str(options.asked), "--record": str(options.recording)}
-        who.agree("protrain run", {"plan": fingerprint(record), **told})
+        facts = {f"--{n.replace('_', '-')}": str(getattr(options, n)) for n in names}
+        facts |= {"--check": str(options.asked), "--record": str(options.recording)}
+        who.agree("protrain run", {"plan": fingerprint(record), **facts})
     with (
         nullcontext() if who is None else who.joined(record.workload.device),
         progress(quiet=as_json, threaded=False, rank=rank) as report,

@@ -46,11 +46,11 @@ class Grid:
 
     def filled(self, record: Record) -> Record:
         """Return options of numbers with those that were set, as texts."""
-        told = {n: ",".join(map(str, self.given[n])) for n in COUNTS if n in self.given}
-        return filled(record, told)
+        counts = {n: ",".join(map(str, self.given[n])) for n in COUNTS if n in self.given}
+        return filled(record, counts)
 
     def refuse_typed(self, context: typer.Context) -> None:
-        """ProtrainError where somebody has typed an option that is set, too."""
+        """ProtrainError if the command line has an option that is also set here."""
         given = on_command_line(context)
         for name in (name for name in self.given if name != "link"):
             typed = f"{name}-memory" if name in ("device", "host") else name

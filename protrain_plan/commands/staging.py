@@ -111,7 +111,7 @@ class Staging:
     kept: "AnswerCache"
 
     def answer(self, asked: Staged) -> "Answer":
-        """Return the answer of before, or of now."""
+        """Return the answer, cached or computed."""
         found = self.kept.answer(asked.base, "stages", asked.question)
         if found is None:
             found = self._planned(asked)

@@ -25,13 +25,13 @@ class FileOptions:
     """Options for what a trainer's file may leave open: its model, and one beside that."""
 
     named: str | None = option(
-        "The model, where MODEL is a trainer's file that names none that is known.",
+        "The model, if MODEL is a trainer's file that names no known one.",
         "--model",
         metavar="MODEL",
     )
     beside: str | None = option(
         "A frozen model that runs a forward on the same batch in each step, such as a teacher or a"
-        " reference: a preset, a config.json or a factory; none: there is none.",
+        " reference: a preset, a config.json, a factory, or none.",
         metavar="MODEL",
     )
 

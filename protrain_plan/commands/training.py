@@ -57,7 +57,7 @@ CLIP_NORM = 1.0
 """Norm that gradients are clipped to, under plans that leave room for it."""
 
 OnStep = Callable[[int, float], None]
-"""Told of every step: its number and its loss."""
+"""Called after every step with its number and its loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,17 +120,16 @@ def train(
     Its values are those of `weights`, a folder of safetensors files, or random. Under a plan they
     go to their places from the folder, or from files where they take much of the memory.
 
-    A run that resumes computes what it would have computed without a break.
-    A step has the plan's micro-batches, its loss is their mean; where the plan updates after
-    backward, gradients are clipped to CLIP_NORM. `check` is `prepare`'s. `profile` finds the plan's
-    profile, to say what was planned where memory runs out.
-    With `recorded` the run has a recording, of two steps: when things ran is that of the last step
-    but one, bytes are those of the last. Of several devices this is rank `rank`, with the batches
-    of its turn; `plain` is then DistributedDataParallel. `device` is one of the plan's type, by
-    default the one that is current. Without `measured` no bytes are counted. A plain run that is
-    `compared` with the plan's lets the host update what the plan updates there.
-    ProtrainError where the model cannot be built, the plan is not for it, memory ran out, or a
-    checkpoint cannot be read or written, or is of another run.
+    A run that resumes computes what it would have computed without a break. A step has the plan's
+    micro-batches, its loss is their mean; where the plan updates after backward, gradients are
+    clipped to CLIP_NORM. `check` is `prepare`'s. `profile` finds the plan's profile, to say what
+    was planned where memory runs out. With `recorded` the run has a recording, of two steps: when
+    things ran is that of the last step but one, bytes are those of the last. Of several devices
+    this is rank `rank`, with the batches of its turn; `plain` is then DistributedDataParallel.
+    `device` is one of the plan's type, by default the one that is current. Without `measured` no
+    bytes are counted. A plain run that is `compared` with the plan's updates the same parameters on
+    the host. ProtrainError where the model cannot be built, the plan is not for it, memory ran out,
+    or a checkpoint cannot be read or written, or is of another run.
     """
     workload = plan.workload
     if plain and rank > 0:
@@ -144,7 +143,7 @@ def train(
         raise ProtrainError(
             f"the plan is for a device of type '{workload.device}', and '{device}' is none",
             key="--device",
-            fix="profile and plan for that one",
+            fix="profile and plan for that device",
         )
     with (
         devices.current(device),
@@ -152,7 +151,7 @@ def train(
         if is_accelerator(device.type)
         else nullcontext(),
         explained_exhaustion(
-            fix="plan this workload for the memory there is, and run the plan"
+            fix="plan this workload for the available memory, and run the plan"
             if plain
             else "plan with a smaller --device-memory than the limit, and run that plan"
         ),
@@ -266,9 +265,9 @@ def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[B
         number += 1
     if number < needed:
         raise ProtrainError(
-            f"{number} batches were there, and training needs {needed}",
+            f"the factory gave {number} batches, and training needs {needed}",
             source=source,
-            fix="fewer --steps, or let the factory return what can be iterated again, such as a"
+            fix="fewer --steps, or return a re-iterable object from the factory, such as a"
             " list or a DataLoader, in place of an iterator",
         )
 

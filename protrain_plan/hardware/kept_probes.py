@@ -64,5 +64,5 @@ class ProbeCache(Kept):
         return None
 
     def keep(self, machine: Hardware) -> None:
-        """Let a probe be known."""
+        """Cache a probe."""
         self._write(self._question, dumps_hardware(machine))

@@ -36,7 +36,7 @@ from protrain_runtime.contract.records.words import did_you_mean, listed
 from protrain_runtime.contract.units import format_bytes, typed_bytes
 
 MOST_NODES = 4
-"""Most nodes to look at where nobody says how many devices."""
+"""Most nodes to consider if the number of devices is not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class MachineOffer:
     """A machine and a group of its devices, for so much an hour in all.
 
     `listed` is the machine as it stands in the list: `machine` differs from it in sizes and links,
-    which `chosen` says in words. Neither has a price, which is no part of what is estimated.
+    which `chosen` describes. Neither has a price: estimates do not depend on it.
     """
 
     listed: Hardware
@@ -105,7 +105,7 @@ def catalogue_offers() -> tuple[MachineOffer, ...]:
     priced = [machine for machine in machines if machine.price_per_hour]
     if not priced:
         raise ProtrainError(
-            "no machine of the catalogue has a price: prices depend on where and when one rents",
+            "no machine of the catalogue has a price: prices vary by place and time",
             key="--among",
             fix="write yours into a file, such as 'rtx-4090: 0.35' and 'h100-sxm: 2.5' in two"
             " lines, and name it with --among",
@@ -118,7 +118,7 @@ def catalogue_offers() -> tuple[MachineOffer, ...]:
 
 
 def device_counts(machine: Hardware) -> tuple[int, ...]:
-    """Counts of devices to look at where nobody says which: 1, 2, 4, ... of a node, then nodes."""
+    """Default device counts to consider: 1, 2, 4, ... of a node, then whole nodes."""
     joined = machine.interconnect
     if joined is None:
         return (1,)

@@ -69,7 +69,7 @@ _FILE_BYTES = 128 * _BUFFER_BYTES  # per direction
 _ROUNDS = 3
 
 Progress = Callable[[str, float], None]
-"""Told what is being done, and the fraction that is done."""
+"""Called with the current task and the fraction done."""
 
 
 class Watch(NamedTuple):
@@ -203,7 +203,7 @@ def _cached_link(directory: Path, device: torch.device) -> Link:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes of this process besides tensors, of which it has none; 0 where nobody can say."""
+    """Bytes of this process besides tensors, of which it has none; 0 if unknown."""
     if not devices.on_host(device):
         return devices.context_bytes(device)
     with contextlib.suppress(OSError):
@@ -322,8 +322,8 @@ def observed(writes: ProbedFile, watch: Watch) -> Observed:
 def _disk_link(reads: ProbedFile, writes: ProbedFile) -> Link:
     """The directory's speed as the runtime sees it, in a lane's thread, and both ways at once.
 
-    Past the page cache these are the disk's own; through it they hold while what is there fits in
-    memory that nobody else wants. Reads and writes use files of their own, so that both can run.
+    Past the page cache these are the disk's own; through it they hold while the data fits in
+    otherwise free memory. Reads and writes use files of their own, so that both can run.
     """
     read_rates, write_rates, kept = [], [], []  # whole files per second
     for _ in range(_ROUNDS):

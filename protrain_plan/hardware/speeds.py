@@ -620,7 +620,7 @@ class _LaunchingClock:
 def plan_to_measure(
     model: nn.Module, units: Iterable[UnitPlan], workload: Workload, *, optimizer: str = ""
 ) -> Plan:
-    """A plan of these units that nobody has planned: it is run to see what that takes."""
+    """A plan of these units made without a planner, to be run and measured."""
     nothing = TierBytes(device=0, context=0, host=0, disk=0)
     return Plan(
         workload=workload,

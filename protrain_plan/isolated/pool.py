@@ -32,8 +32,8 @@ def processes_at_once(most: int, jobs: int | None = None) -> int:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     free = most * _BYTES_EACH
     with suppress(OSError, AttributeError):
-        told = re.search(r"^MemAvailable: +([0-9]+) kB", Path("/proc/meminfo").read_text(), re.M)
-        free = 1024 * int(told[1]) if told else free
+        known = re.search(r"^MemAvailable: +([0-9]+) kB", Path("/proc/meminfo").read_text(), re.M)
+        free = 1024 * int(known[1]) if known else free
     return max(1, min(most, jobs or cores, free // _BYTES_EACH))
 
 
@@ -43,11 +43,11 @@ def answers_of(
     questions: Sequence[Asked],
     *,
     jobs: int | None,
-    told: Callable[[Sequence[Asked]], None] = lambda _: None,
+    report: Callable[[Sequence[Asked]], None] = lambda _: None,
 ) -> Iterator[Iterator[Answer]]:
     """The answers in order, from at most `jobs` processes at once; one at a time, from this one.
 
-    Those that are open yet are `told` as soon as one is answered. The processes end with this one
+    `report` gets the open questions whenever one is answered. The processes end with this one
     or the block. They are started anew: threads of the solver and of the progress bar would be
     missing in a fork. ProtrainError where one dies.
     """
@@ -56,7 +56,7 @@ def answers_of(
 
     def ended(number: int, answer: Answer) -> Answer:
         waiting.pop(number, None)
-        told(tuple(waiting.values()))
+        report(tuple(waiting.values()))
         return answer
 
     if at_once == 1:

@@ -131,7 +131,7 @@ def _starting_quietly() -> Iterator[None]:
     """
     variable = "PYTHONSAFEPATH"
     with _lock:
-        resource_tracker.ensure_running()  # it would let the signal through
+        resource_tracker.ensure_running()  # started later, it would unblock the signal
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         before = os.environ.get(variable)
         os.environ[variable] = "1"
@@ -165,7 +165,7 @@ def _followed(
         kind, content = received
         if kind == "answer":
             return content
-        if kind == "told":
+        if kind == "report":
             hear(content)
             continue
         if kind:
@@ -216,7 +216,7 @@ def _work(
         signal.signal(signal.SIGINT, _interrupt)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        said.send(("answer", work(lambda told: said.send(("told", told)))))
+        said.send(("answer", work(lambda facts: said.send(("report", facts)))))
     except ProtrainError as error:
         # Its own class may not be known on the other side, and would import PyTorch there.
         kind = "out of memory" if error.exit_code == OutOfMemoryError.exit_code else "failed"

@@ -28,8 +28,8 @@ def explained(
     """ProtrainError for what the model's code raises inside, with its line and the place then.
 
     Of our own code a RuntimeError is a refusal, which says what to do; all else is our mistake, and
-    is told as that. Where the model is `planned` it has run without a plan before: what it raises
-    then is not told as its fault.
+    reported as such. A `planned` model has already run without a plan, so that what it raises now
+    is not reported as its fault.
     """
     try:
         yield
@@ -56,7 +56,7 @@ def explained(
         if ours:
             message, mend = f"the model cannot be measured: {said}", ""
         elif planned():
-            message = f"the model ran by itself, and as a plan lets it run its code {what}"
+            message = f"the model ran by itself, and under a plan its code {what}"
             mend = "if it does not raise that by itself, please report it, with the model; "
         raise ProtrainError(
             indent(f"{message},{place()}".rstrip(","), "    ").strip(),

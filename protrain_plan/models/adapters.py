@@ -166,7 +166,7 @@ def _adapters_of(layer: Any) -> list[tuple[str, nn.Parameter]]:
 
 
 def _settle_meta(layers: list[Any]) -> None:
-    """Let adapters on `meta` have their layer's dtype: PEFT leaves those as they were made."""
+    """Give adapters on `meta` their layer's dtype: PEFT leaves it as it was."""
     for layer in layers:
         base = layer.get_base_layer()
         # A packed layer's weights are bytes. One of 4 bits says in what it computes, and beside one
@@ -183,7 +183,7 @@ def _settle_meta(layers: list[Any]) -> None:
 
 
 def _freeze_first(layers: list[Any]) -> None:
-    """Let the first products' matrices, A, stay as they were drawn."""
+    """Freeze the first products' matrices, A, as they were drawn."""
     for layer in layers:
         for name, parameter in _adapters_of(layer):
             if name in ("lora_A", "lora_embedding_A"):

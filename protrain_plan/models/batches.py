@@ -97,7 +97,7 @@ def first_of(batches: Iterator[Batch], *, source: str) -> Batch:
     raise ProtrainError(
         "there are no batches",
         source=source,
-        fix="let the factory return an iterable of at least one batch",
+        fix="return an iterable of at least one batch from the factory",
     )
 
 
@@ -141,7 +141,7 @@ def batch_to(batch: object, device: torch.device | str, dtype: torch.dtype | Non
         return tuple(moved(value) for value in batch)
     raise ProtrainError(
         f"a batch is a dict, a tuple or a tensor, got {type(batch).__name__}",
-        fix="let the factory's iterable give what the model's forward takes",
+        fix="yield what the model's forward takes from the factory's iterable",
     )
 
 
@@ -328,7 +328,7 @@ def _labelled_images(request: BatchRequest) -> Iterator[Inputs]:
 
 
 def _pairs(request: BatchRequest) -> Iterator[Inputs]:
-    """Texts [batch, tokens] and images of one batch, to be told apart by a contrastive loss."""
+    """Texts [batch, tokens] and images of one batch, to be matched by a contrastive loss."""
     if request.batch_size < 2:
         raise ProtrainError(
             "a contrastive loss compares the pairs of a batch, got a batch of 1",

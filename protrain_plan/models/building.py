@@ -54,7 +54,7 @@ def seeded(seed: int) -> Iterator[None]:
 def kernels(*, deterministic: bool) -> Iterator[None]:
     """Inside, operators take deterministic kernels alone, or any: as a workload was profiled.
 
-    cuBLAS has deterministic ones where its workspace has a size that it is told before its first.
+    cuBLAS has deterministic ones if its workspace size is set before its first call.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -76,7 +76,7 @@ def no_larger_than(most_bytes: int, *, source: str) -> AbstractContextManager[No
                 "the factory cannot be run without memory for its model, and the model takes more"
                 f" than the {format_bytes(most_bytes)} that may be taken to see a batch",
                 source=source,
-                fix="let the factory build the model of plain modules (nn.Linear, ...), which are"
+                fix="build the model of plain modules (nn.Linear, ...) in the factory, which are"
                 " built without memory, or make its batches without looking at parameters",
             )
 
@@ -105,8 +105,8 @@ def of_a_size(*, source: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _counting(told: Callable[[int, int, int], None]) -> Iterator[None]:
-    """`told` hears how many tensors, elements and bytes the parameters built inside have so far."""
+def _counting(report: Callable[[int, int, int], None]) -> Iterator[None]:
+    """Report the number of tensors, elements and bytes of the parameters built inside so far."""
     known = WeakTensorKeyDictionary()
     tensors = elements = num_bytes = 0
 
@@ -118,7 +118,7 @@ def _counting(told: Callable[[int, int, int], None]) -> Iterator[None]:
         tensors += 1
         elements += parameter.numel()
         num_bytes += parameter.numel() * parameter.itemsize
-        told(tensors, elements, num_bytes)
+        report(tensors, elements, num_bytes)
 
     with register_module_parameter_registration_hook(counted):
         yield
@@ -227,7 +227,7 @@ def stepped_dtype(dtype: DType, precision: Precision) -> DType:
 def computing_in(model: nn.Module, dtype: DType, precision: Precision) -> nn.Module:
     """The model, with its forward under autocast where the precision says so.
 
-    Autocast belongs to the model, so that whoever calls it computes the same. Its cache of cast
+    Autocast belongs to the model, so that every caller computes the same. Its cache of cast
     weights is off: it would keep a copy of every parameter until the forward ends, also of those
     that have left the device, and a recomputed block would not get it back.
     """

@@ -208,7 +208,7 @@ def _drawn_one_by_one(
 
 
 def _pack(library: Any, layer: Any, plain: nn.Module, kind: Quantize, dtype: torch.dtype) -> None:
-    """Let a layer, new and on `meta`, have the weight and bias of the plain one in its place."""
+    """Give a new layer on `meta` the weight and bias of the plain one that it replaces."""
     weight: Any = plain.weight
     if isinstance(weight, library.nn.Params4bit | library.nn.Int8Params):  # packed as it was drawn
         layer.weight = weight

@@ -228,7 +228,7 @@ class ConfigSource:
         model_type = self.config.get("model_type")
         if not isinstance(model_type, str):
             raise ProtrainError(
-                "the configuration does not say which architecture it is of",
+                "the configuration does not name its architecture",
                 source=self.name,
                 key="model_type",
                 fix='a config.json as published with a model, such as {"model_type": "llama", ...}',
@@ -409,7 +409,7 @@ class FactorySource:
             inspect.signature(self._factory).bind()
         except TypeError as error:
             raise ProtrainError(
-                f"the factory is called without arguments: {error}",
+                f"the factory cannot be called without arguments: {error}",
                 source=self.name,
                 fix="give its arguments defaults, or name a function without any that calls it",
             ) from None

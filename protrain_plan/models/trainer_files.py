@@ -53,7 +53,7 @@ class Format(SimpleNamespace):
 
 
 class TrainerFile:
-    """A trainer's file: what it asks for as `options`, and its keys in lists.
+    """A trainer's file: its settings as `options`, and its keys in lists.
 
     `understood` are those that became options, and `by_default` what the trainer takes where the
     file is silent. `decided` is what the plan decides in its place, `ignored` what takes no memory
@@ -217,7 +217,7 @@ def _format_of(path: str, keys: Collection[str]) -> Format:
     if len(found) == 1 and not found[0].refused:
         return found[0]
     if not found:
-        problem = "this is no configuration file of a trainer that is known"
+        problem = "not a configuration file of a known trainer"
         fix = f"known are {listed([f'{one.name} ({one.marks[0]})' for one in FORMATS], 'and')}"
     elif found[0].refused:
         problem, fix = found[0].refused
@@ -229,7 +229,7 @@ def _format_of(path: str, keys: Collection[str]) -> Format:
 
 
 def _not_understood(path: str, keys: list[str]) -> ProtrainError:
-    problem = "what this takes is not known, and an answer without it would be for another job"
+    problem = "the cost of this is unknown, and an answer without it would be for another job"
     fixes = {
         fix: {key for key in keys if re.match(pattern, key)}
         for pattern, fix in _TABLES["advice"].items()
@@ -253,7 +253,7 @@ def _fix(fact: str) -> str | None:
 def _model(file: TrainerFile, fact: str = "model") -> str:
     name = file.needed(fact)
     if read_config(name) is None:
-        problem = f"no configuration is known of the model {cut(name)!r}"
+        problem = f"the configuration of the model {cut(name)!r} is unknown"
         fix = "name a preset of the same sizes (protrain models) or a config.json with"
         raise file.error(fact, problem, f"{fix} {flag(fact)}")
     return preset_of(name) or str(name)
@@ -275,7 +275,7 @@ def _optimizer(file: TrainerFile) -> str:
     adapters = file.facts["adapters"] and not (file.format.base or file.facts["pure"])
     halves = not adapters and _precision(file) == "pure" and _dtype(file) != "float32"
     if file.facts["float32_states"] and halves:
-        problem = "its states are of float32 beside parameters of 16 bits, as no option has them"
+        problem = "no option has float32 states beside 16-bit parameters"
         fix = "say --optimizer adamw (16 bits), or with --precision master (float32, and copies)"
         raise file.error("optimizer", problem, fix)
     return name

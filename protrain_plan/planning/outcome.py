@@ -63,7 +63,7 @@ class Infeasible:
     counted like the budget itself (for the device: the context included). On the device that plan
     is tightest in `slot`, where `occupants` stand: bytes by kind, the context among them. No plan
     at all works below `proven_budget_bytes`. The largest batch and the largest sequence that fit
-    are for the profile in proportion; `None` where none fits, or where nobody asked.
+    are for the profile in proportion; `None` where none fits, or where it was not asked.
     """
 
     tier: Literal["device"] | TierName

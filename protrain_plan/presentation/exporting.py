@@ -436,7 +436,7 @@ def _all_blocks(plan: Plan) -> list[UnitPlan]:
     blocks = [unit for unit in plan.units if unit.kind == "block"]
     if blocks != list(plan.units[1:-1]):
         raise ProtrainError(
-            "the tool cuts models of an embedding, blocks and a head, and this one has other parts",
+            "the tool splits only models of an embedding, blocks and a head",
             key="--to",
         )
     return blocks

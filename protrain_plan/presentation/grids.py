@@ -219,7 +219,7 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def cell_text(row: Row, *, after: str = " ") -> str:
-    """Return a cell in words: `8 x h100-sxm 2 of 4 x 2048, host 64GiB`."""
+    """Return a cell as text: `8 x h100-sxm 2 of 4 x 2048, host 64GiB`."""
     settings = (f", {name} {setting_text(name, v)}" for name, v in row["settings"].items())
     return f"{row['name']}{after}{batch_text(row)}{''.join(settings)}"
 
@@ -321,17 +321,17 @@ def grid_text(
         bill = _table(rows, [one.head for one in shown], lambda w: [one.text(w) for one in shown])
         parts += [bill, ""]
     answered = [row for row in rows if "binds" in row]
-    told = ["what makes up the step, or what is missing:"] * bool(answered)
-    told += [f"  {cell_text(row)}: {row['binds']}" for row in answered]
+    lines = ["what makes up the step, or what is missing:"] * bool(answered)
+    lines += [f"  {cell_text(row)}: {row['binds']}" for row in answered]
     about: dict[str, list[str]] = {}
     for row in answered:
         for words in row["about"]:
             about.setdefault(words, []).append(cell_text(row))
     count = sum(row["verdict"] != "does not fit" for row in answered)
     for words, cells in about.items():
-        told.append(words if len(cells) == count > 1 else f"{'; '.join(cells)}: {words}")
-    told += notes(answered, columns)
-    parts += [*map(Text, told), *map(wrote, paths)]
+        lines.append(words if len(cells) == count > 1 else f"{'; '.join(cells)}: {words}")
+    lines += notes(answered, columns)
+    parts += [*map(Text, lines), *map(wrote, paths)]
     for row in rows:
         parts += _helps_text(row)
     return Group(*parts, *more)

@@ -55,7 +55,7 @@ def other_steps(plan: Plan) -> list[str]:
 
 
 def other_results(plan: Plan) -> list[str]:
-    """Say how near results are to plain PyTorch, and by what leave, where they differ."""
+    """Say how close results are to plain PyTorch, and what was allowed, if they differ."""
     lines: list[str] = []
     if plan.allowed:
         how = {"rounding": "up to rounding", "approximate": "approximately"}[plan.exactness]
@@ -63,8 +63,8 @@ def other_results(plan: Plan) -> list[str]:
         what = [f"activations in {listed(forms, 'and')}"] if forms else []
         what += ["reductions in every micro-batch"] * plan.settings.adds_shards
         lines.append(
-            f"not exact: {listed(what, 'and')} give the results of plain PyTorch {how}, by leave"
-            f" for {listed(plan.allowed, 'and')}"
+            f"not exact: {listed(what, 'and')} give the results of plain PyTorch {how}, as"
+            f" --allow {listed(plan.allowed, 'and')} permits"
         )
     if plan.host_updated:
         lines.append(
@@ -160,7 +160,7 @@ def spares_disk(plan: Plan) -> bool:
 
 
 def fastest(plan: Plan) -> str:
-    """Return what the plan's gap is to, in words."""
+    """Return a name for the optimum that the plan's gap refers to."""
     return "the fastest that --disk-gain admits" if spares_disk(plan) else "the fastest"
 
 
@@ -219,8 +219,8 @@ def infeasible_text(answer: "Infeasible") -> RenderableType:
 def search_text(stage: str, step_seconds: float | None, bound_seconds: float | None) -> str:
     """Say how far the search is."""
     known = {"best": step_seconds, "bound": bound_seconds}
-    told = [f"{word} {format_seconds(s)}" for word, s in known.items() if s is not None]
-    return ", ".join([stage, *told])
+    parts = [f"{word} {format_seconds(s)}" for word, s in known.items() if s is not None]
+    return ", ".join([stage, *parts])
 
 
 def facts_of(answer: "Answer", profile: Profile) -> dict[str, Any]:
@@ -308,8 +308,8 @@ def _front_text(answer: "Answer") -> RenderableType:
     table = table_of("device memory", "step", "gap", "")
     slowest = max(point.step_seconds for point in answer.front)
     for point in answer.front:
-        told = (_typed(point), format_seconds(point.step_seconds), f"{point.solved.gap:.2%}")
-        table.add_row(*told, bar(30 * point.step_seconds / slowest))
+        cells = (_typed(point), format_seconds(point.step_seconds), f"{point.solved.gap:.2%}")
+        table.add_row(*cells, bar(30 * point.step_seconds / slowest))
     note = Text("each line is a plan; --device-memory with a line's memory writes it")
     return Group(table, "", note)
 
@@ -365,7 +365,7 @@ _MOST_OVERRUNS = 3
 
 
 def run_text(plan: Plan, data: dict[str, Any]) -> RenderableType:
-    """Return what `protrain run` prints: `data`, as `run_json` has it, in words."""
+    """Return what `protrain run` prints: `run_json`'s `data` as text."""
     names = ("plain", "verified", "measured_peak_bytes", "overruns")
     plain, verified, measured, overruns = (data[name] for name in names)
     resumed = f" from step {data['first_step'] + 1} on" if data["first_step"] else ""
@@ -384,8 +384,8 @@ def run_text(plan: Plan, data: dict[str, Any]) -> RenderableType:
         promise = getattr(plan.prediction.peak_bytes, tier)
         found = None if measured is None else getattr(measured, tier)
         if promise or found:
-            told = "-" if found is None else format_bytes(found)
-            table.add_row(label, "-" if plain else format_bytes(promise), told)
+            shown = "-" if found is None else format_bytes(found)
+            table.add_row(label, "-" if plain else format_bytes(promise), shown)
     notes = [] if plain else [Text(line) for line in other_results(plan)]
     if data["disk_writes"]:
         notes.append(Text(f"it writes to disk {data['disk_writes']}"))

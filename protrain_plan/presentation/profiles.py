@@ -193,12 +193,12 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
     )
     note = Text("kept: by the unit between forward and backward; input: where it is recomputed")
     estimated = f"estimated for {machine.name}: {trust(machine)}"
-    told = (
+    notes = (
         estimated if profile.method == "estimated" else None,
         compiled_text(profile.compilation),
         *caveats(profile),
     )
-    how = [Text(said) for said in told if said]
+    how = [Text(said) for said in notes if said]
     if data["unsteady"]:
         how.append(Text(data["unsteady"], style="yellow"))
     return Group(table, "", note, total, *how, wrote(path))

@@ -98,14 +98,14 @@ def _recomputes(plan: Plan) -> bool:
 
 def file_json(file: "TrainerFile", advised: Sequence[Advice]) -> dict[str, Any]:
     """Return what `--json` says of a file: its keys in lists, and changes for each answer."""
-    told = {
+    notes = {
         name: [
             {"key": key, "value": value, "option": file.option_of(key)}
             for key, value in keys.items()
         ]
         for name, keys in (("understood", file.understood), ("by_default", file.by_default))
     }
-    said = fields_of(file, "path", "options") | told | fields_of(file, "decided", "ignored")
+    said = fields_of(file, "path", "options") | notes | fields_of(file, "decided", "ignored")
     return {"trainer_file": said | {"format": file.format.name, "changes": advised}}
 
 

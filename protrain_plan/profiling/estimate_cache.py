@@ -77,7 +77,7 @@ class EstimateCache(Kept):
         return found if found and re.fullmatch(r"sha256:[0-9a-f]{16,64}", found) else None
 
     def keep_fingerprint(self, question: EstimateRequest, fingerprint: str) -> None:
-        """Let `fingerprint` be known."""
+        """Cache `fingerprint`."""
         self._write(_named(question, "fingerprint"), fingerprint)
 
     def tally(self, question: EstimateRequest) -> Tally | None:
@@ -89,7 +89,7 @@ class EstimateCache(Kept):
         return None
 
     def keep_tally(self, question: EstimateRequest, tally: Tally) -> None:
-        """Let an estimate be known."""
+        """Cache an estimate."""
         if question.is_answered_by(tally.profile):
             self._write(_named(question, "tally"), dumped(tally))
 

@@ -186,8 +186,7 @@ def _tally(source: ModelSource, machine: Hardware, options: Options) -> Tally:
     refuse_sparse(sparse, optimizer, workload)
     cost = optimizer_cost(model, workload, optimizer, device=None, sparse=bool(sparse))
     ran = sketch.block_classes.representatives
-    # After the slots comes what is nobody's. Steps that ran before, of a model with a state, have
-    # no last mark.
+    # The last mark follows the slots. Earlier steps, of a model with a state, have no last mark.
     for log in logs.values():
         del log.slots[: -2 * len(units) - 1]
     model_flops = logs["keep"].model_flops()

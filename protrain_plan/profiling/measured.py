@@ -105,11 +105,10 @@ def measure(
     """Build the model, run it, and write down what it costs.
 
     A model that would take too much of the device's free memory is measured unit by unit (see
-    `unit_by_unit`), and others too where that is asked for. The record says whether PyTorch was
-    told to take deterministic kernels alone. `machine` is this one, where it was probed before;
-    else its disk is written for as long as `disk_watch` says before it is measured.
-    ProtrainError where the device is not there, the model cannot be built or run, or the machine
-    cannot be probed.
+    `unit_by_unit`), and others too where that is asked for. The record says whether PyTorch was set
+    to use deterministic kernels only. `machine` is this one, where it was probed before; else its
+    disk is written for as long as `disk_watch` says before it is measured. ProtrainError where the
+    device is not there, the model cannot be built or run, or the machine cannot be probed.
     """
     where = devices.found(str(device))
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -251,7 +250,7 @@ class _Measuring:
     reserve: Reserve
 
     def find_units(self, stack: ExitStack) -> None:
-        """Find the units, and let those that do not run be stubs until the stack ends."""
+        """Find the units, and replace those that do not run by stubs until the stack ends."""
         self.clock("finding units", 0.05)
         model, batch = self.model, self.batch
         start, self.found, self.block_classes, self.varies = _units(
@@ -358,8 +357,8 @@ HELD_VIEW = "a view of its parameters is held after their slot"
 
 
 _STEPS_BESIDES, _PROBING_S = 30, 25.0
-"""Steps that are rehearsed and counted, as the first one takes, and seconds of the probe: so it was
-of `tiny-llama` and `smollm2-135m` on two busy cores. About half of all forms are measured."""
+"""Rehearsed and counted steps, in units of the first one, and the probe's seconds: measured with
+`tiny-llama` and `smollm2-135m` on two busy cores. About half of all forms are measured."""
 
 
 class _Clock:
@@ -380,7 +379,7 @@ class _Clock:
 
 @contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
-    """Let the model have no gradients inside, and be as it was afterwards."""
+    """Run without gradients inside, and restore the model afterwards."""
     with ExitStack() as stack:
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)

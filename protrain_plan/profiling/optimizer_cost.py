@@ -165,7 +165,7 @@ def refuse_sparse(names: Set[str], optimizer: str, workload: Workload) -> None:
             f" {error}",
             source=workload.model,
             key="optimizer",
-            fix="let the embedding have dense gradients (sparse=False), or --optimizer sgd",
+            fix="give the embedding dense gradients (sparse=False), or --optimizer sgd",
         ) from error
 
 

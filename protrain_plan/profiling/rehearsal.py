@@ -65,8 +65,7 @@ class Reserve:
     It takes memory from the device in segments and cuts blocks from them; every limit is on the
     segments. How much of them stays unused in a step was seen in those that were watched. Another
     plan's step may begin one more segment of each kind that they had, and hardly use it. Before
-    each step all that nobody has is given back, so that a step has its own. On a CPU all of it is
-    0.
+    each step free segments are released, so that each is measured alone. 0 on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +73,7 @@ class Reserve:
         self._device = device
         self._before_bytes = 0
         if not devices.on_host(device):
-            gc.collect()  # what nobody names any more would be missing later
+            gc.collect()  # garbage collected later would be missing then
             self._before_bytes = reachable_bytes(device)
         self._seen: list[tuple[int, int]] = []  # reserved, and given out, at most
         self._meters: list[MemoryMeter] = []
@@ -153,8 +152,8 @@ _STATE_BYTES = 20
 class Rehearsal:
     """Findings: `context_bytes` besides tensors at most, and the seconds of a step of `plan`.
 
-    Seconds are None where no step was timed. `held_views` are units of whose parameters somebody
-    holds a view after their slot: these cannot leave the device as predicted.
+    Seconds are None where no step was timed. `held_views` are units with a view of their parameters
+    held after their slot: these cannot leave the device as predicted.
     """
 
     context_bytes: int
@@ -179,12 +178,12 @@ def rehearse(
 ) -> Rehearsal:
     """Run two steps of a plan that offloads and swaps everything, and see what the process holds.
 
-    `units` say what the model's units are; their decisions are made here. Rehearse before bytes
-    are counted: what that leaves behind in the process would count, too. On an accelerator: what is
+    `units` say what the model's units are; their decisions are made here. Rehearse before bytes are
+    counted: what that leaves behind in the process would count, too. On an accelerator: what is
     taken of the device besides its allocator's memory; `reserve` sees the second step. `absent` are
-    units that do not run: nobody reads their parameters. The states of `staying` ones cannot leave
-    the device. `swapped_bytes` is what the others swap. Where it is `timed`, a step more is run for
-    that.
+    units that do not run: their parameters are never read. The states of `staying` ones cannot
+    leave the device. `swapped_bytes` is what the others swap. Where it is `timed`, a step more is
+    run for that.
     """
     device = device_of(model)
     moved, trained = _all_moved(model, units, absent, staying, swapped_bytes)
@@ -216,10 +215,10 @@ def rehearse(
                 raise
             said = str(error).splitlines() or [type(error).__name__]
             raise ProtrainError(
-                f"the model runs as it is, and not under a plan that moves everything: {said[0]}",
-                fix="its code is right without a plan. What a plan cannot follow is mostly a view"
-                " of parameters, or a gradient or tensor, that code keeps for itself: what is"
-                " offloaded is not where it was",
+                f"the model runs plainly, but not under a plan that moves everything: {said[0]}",
+                fix="its code is right without a plan. Plans mostly cannot follow a view"
+                " of parameters, or a gradient or tensor, that the code keeps: offloaded"
+                " tensors move",
             ) from error
         seconds = None
         if timed:

@@ -1,7 +1,7 @@
 """Tallies that are shipped: of presets as `fit` asks about them, at usual lengths.
 
-They are of one version of PyTorch and of transformers, and nobody else is told of them. Seconds in
-them are of the day on which they were made: a machine's are always made anew.
+They are for one version of PyTorch and of transformers, and used with no other. Their seconds are
+of the day on which they were made: seconds of a machine are always computed anew.
 `tests/profiling/test_shipped.py` compares them with the models, and writes them.
 """
 
@@ -42,6 +42,6 @@ def shipped_file(preset: str) -> Traversable:
 
 
 def versions() -> Mapping[str, str]:
-    """Versions of the libraries here, for any kind of device; without those that nobody tells."""
+    """Versions of the libraries here, for any kind of device; without unknown ones."""
     found = {name: installed(name) for name in ("torch", "transformers")}
-    return {name: told[0].partition("+")[0] for name, told in found.items() if told}
+    return {name: version[0].partition("+")[0] for name, version in found.items() if version}

@@ -5,7 +5,7 @@ both run, a link and a collective their `link_share`. Compute and a link's direc
 lanes or a collective keep their `Contention` fractions while both run (factors multiply). Updates
 on the device take turns with compute: each has half of what compute would have alone.
 
-The simulator asks for the lanes that run, the walk for pairs of lanes, and the linear programmes
+The simulator asks for the lanes that run, the walk for pairs of lanes, and the linear programs
 for the directions that may run beside compute.
 """
 

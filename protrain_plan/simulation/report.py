@@ -68,7 +68,7 @@ class StepReport:
 
 
 def report(program: BoundProgram) -> StepReport:
-    """Simulate the programme once and tell what happened."""
+    """Simulate the program once and report the step."""
     timeline, device = simulate(program), device_bytes(program)
     slots = tuple(
         SlotReport(name=slot_words(program.units, index), start_s=start, end_s=end, device=held)

@@ -1,4 +1,4 @@
-"""When each move of a programme starts and ends, with a profile's durations.
+"""When each move of a program starts and ends, with a profile's durations.
 
 An event-driven run: compute and every lane progress at a rate that depends on what else runs (see
 `rates`). Between events all rates are constant, so the result is exact for this model. The thread
@@ -153,7 +153,7 @@ def host_update_seconds(program: BoundProgram) -> float:
 
 
 def simulate(program: BoundProgram) -> Timeline:
-    """Run the programme once."""
+    """Run the program once."""
     run = _Simulation(program)
     seconds, stall = run.run()
     run.end_moves()
@@ -201,8 +201,8 @@ def _alike(one: dict[int, float], other: dict[int, float]) -> bool:
 class _Simulation:
     """The state of a run; lanes go by numbers, and a set of running lanes by the sum of bits.
 
-    The planner's search spends its time here: an event touches the lanes that run, and the move
-    that ends says which lanes it lets go on.
+    The planner's search spends its time here: an event touches the lanes that run, and the ended
+    move says which lanes it unblocks.
     """
 
     def __init__(self, program: BoundProgram, lanes_at: float = 1.0) -> None:
@@ -235,7 +235,7 @@ class _Simulation:
         self.ended: list[float | None] = [None] * len(moves)
         self.spent: list[tuple[float, float]] = []  # each slot's compute
         self.waited: list[tuple[int, Reason, Sequence[int], float]] = []  # for moves, seconds
-        # By the running lanes, beside compute and while it waits; programmes of one problem that
+        # By the running lanes, beside compute and while it waits; programs of one problem that
         # have the same lanes know the same.
         known = program.implications.known_rates.setdefault(tuple(self.lanes), ({}, {}))
         self.computing_rates: dict[int, _Rates] = known[0]
@@ -268,7 +268,7 @@ class _Simulation:
         return left
 
     def end_moves(self) -> None:
-        """Let end what runs on when the step has ended."""
+        """End the moves that run on after the step."""
         now, stall, waited = self.now, self.stall, len(self.waited)
         self._wait(range(len(self.program.moves)), len(self.program.slots) + 1, "end")
         self.now, self.stall = now, stall
@@ -358,7 +358,7 @@ class _Simulation:
     def _wait(
         self, moves: Sequence[int], slot: int, reason: Reason, *, before: bool = False
     ) -> None:
-        """Let the lanes run until all of `moves` have ended, of this step or of the one before."""
+        """Run the lanes until all of `moves` have ended, of this step or of the one before."""
         since, ended = self.now, self.ended
         first = self.first - (len(self.program.moves) if before else 0)
         for number in moves:

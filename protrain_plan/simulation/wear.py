@@ -29,10 +29,10 @@ class Wear:
     def __str__(self) -> str:
         """`3.20 GiB a step, 41.5 TB a day at the predicted speed`: disks are sold by the TB."""
         day = f"{self.day_bytes / 1e12:.3g} TB"
-        told = f"{format_bytes(self.step_bytes)} a step, {day} a day at the predicted speed"
+        words = f"{format_bytes(self.step_bytes)} a step, {day} a day at the predicted speed"
         if self.life_days is None:
-            return told
-        return f"{told}; the drives bear that for {self.life_days:,.3g} days"
+            return words
+        return f"{words}; the drives bear that for {self.life_days:,.3g} days"
 
 
 def wear(plan: Plan, profile: Profile) -> Wear | None:

@@ -248,7 +248,7 @@ def _made(
         raise ProtrainError(
             f"the function that makes the model returned a {type(model).__name__}",
             key="model",
-            fix="let it return the torch.nn.Module",
+            fix="return the torch.nn.Module",
         )
     return model, None if directory is None else take_values(model)
 
@@ -361,7 +361,7 @@ def _facts(
     limit_s: float,
     values: Weights | DrawnValues | None,
 ) -> dict[str, str]:
-    """Return what all ranks are to have alike, in words."""
+    """Return facts that must match across ranks."""
     facts = {} if values is None else {"weights": values.facts()}
     facts |= {
         "version of PyTorch": str(torch.__version__),
@@ -398,7 +398,7 @@ _SHARED_BYTES = 2**26
 
 
 def _share(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Let every rank have rank 0's values; return what brings its own back, kept on the host."""
+    """Copy rank 0's values to every rank; the undo restores its own, kept on the host."""
     room = free_host_bytes() // 2 // ranks_here()
     kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []
     for tensor in tensors:
@@ -438,7 +438,7 @@ def _attach(
     own: Undo,
     absent: Set[str],
 ) -> list[Chunk]:
-    """Let the model follow the plan; return the chunks on disk, which leave it last.
+    """Make the model follow the plan; return the chunks on disk, which leave it last.
 
     All ranks get rank 0's values, but of parameters that are `absent`.
     """
@@ -452,7 +452,7 @@ def _attach(
     check_offloaded(plan, chunks, rules, optimizer)
     check_stepped(plan, chunks, rules, optimizer)
     swap_stores: dict[TierName, Store] = {}
-    for unit in plan.units:  # what cannot be opened is told before anything changes
+    for unit in plan.units:  # a store that cannot be opened fails before anything changes
         if unit.states.tier:
             stores.get(unit.states.tier)
         if unit.activations.tier:
@@ -570,7 +570,7 @@ def _bring_back(prepared: Prepared, chunk: Chunk) -> None:
 
 
 def _leave(chunks: Sequence[Chunk]) -> None:
-    """Let all of the chunks leave the model, or none."""
+    """Move all of the chunks out of the model, or none."""
     values = {part.parameter: part.parameter.data for chunk in chunks for part in chunk.slices}
     try:
         for chunk in chunks:

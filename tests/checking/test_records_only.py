@@ -332,7 +332,7 @@ def test_as_many_plans_are_checked_as_are_expected(tmp_path: Path) -> None:
     (tmp_path / "plans/b/plan.yaml").rename(tmp_path / "plans/b/plan.txt")
     assert failed(tmp_path / "plans") == {}
     assert failed(tmp_path / "plans", expect=2) == {
-        str(tmp_path / "plans"): "2 plans are expected, and 1 are checked"
+        str(tmp_path / "plans"): "expected 2 plans, checked 1"
     }
     with chdir(tmp_path):
         code, told = run(["check", "--records-only", "--expect", "2"])

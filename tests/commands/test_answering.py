@@ -75,7 +75,7 @@ def asked(
         objective,
         cache,
         effort=Effort(progress=lambda stage, *_: searched.append(stage), **effort),
-        told=None if told is None else told.append,
+        report=None if told is None else told.append,
     )
     return found, bool(before) and before == files() and not searched
 

@@ -349,8 +349,8 @@ def test_a_plan_with_leave_says_what_it_is_for(with_int8: Path, tmp_path: Path) 
     answer = printed(protrain(*asked, *allow, "--json", folder=tmp_path))
     assert (answer["exactness"], answer["allowed"]) == ("approximate", ["int8-activations"])
     told = (
-        "not exact: activations in int8 give the results of plain PyTorch approximately, by leave"
-        " for int8-activations"
+        "not exact: activations in int8 give the results of plain PyTorch approximately, as"
+        " --allow int8-activations permits"
     )
     assert told in " ".join(protrain(*asked, *allow, folder=tmp_path).stdout.split())
     assert told in " ".join(

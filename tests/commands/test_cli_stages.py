@@ -166,7 +166,7 @@ def test_checks_of_stages(tmp_path: Path) -> None:
     text = plan.read_text(encoding="utf-8")
     plan.write_text(text.replace("held: 4", "held: 3"), encoding="utf-8")
     (edited,) = checked()
-    assert edited.startswith("SIM001: what is recorded of stage 0 is not what comes out; plan it")
+    assert edited.startswith("SIM001: the recorded values of stage 0 differ from the computed")
 
 
 def test_fast_networks_ask_for_one(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_each_answer_is_told_when_it_is_there(at_once: int, tmp_path: Path) -> N
     names = ["first", "second", "third"]
     work = partial(after_the_others, folder=tmp_path, others=2 * (at_once == 2))
     waiting: list[tuple[str, ...]] = []
-    with answers_of(work, names, jobs=at_once, told=lambda one: waiting.append(tuple(one))) as made:
+    with answers_of(work, names, jobs=at_once, report=lambda w: waiting.append(tuple(w))) as made:
         assert list(made) == names
     if at_once == 2:
         assert waiting == [("first", "third"), ("first",), ()]

@@ -209,7 +209,7 @@ def test_a_model_that_no_plan_can_run_is_one_clear_error(tmp_path: Path) -> None
     with pytest.raises(ProtrainError) as raised:
         profiled(Hostile(Particular), tmp_path)
     assert raised.value.message == (
-        "the model runs as it is, and not under a plan that moves everything: parameters have to be"
+        "the model runs plainly, but not under a plan that moves everything: parameters have to be"
         " parameters"
     )
 

@@ -152,8 +152,8 @@ def test_training_begins_a_loader_again_and_says_what_an_iterator_lacks(
     with pytest.raises(ProtrainError) as caught:
         losses(8)
     assert str(caught.value) == (
-        f"{__name__}:made: 3 batches were there, and training needs 8\n"
-        "  fix: fewer --steps, or let the factory return what can be iterated again, such as a list"
+        f"{__name__}:made: the factory gave 3 batches, and training needs 8\n"
+        "  fix: fewer --steps, or return a re-iterable object from the factory, such as a list"
         " or a DataLoader, in place of an iterator"
     )
 
@@ -165,5 +165,5 @@ def test_no_batches_are_an_error(kind: str, solved: tuple[Profile, Plan], tmp_pa
         profiled_here(source, tmp_path)
     with pytest.raises(ProtrainError, match="there are no batches"):
         estimated(source)
-    with pytest.raises(ProtrainError, match="0 batches were there, and training needs 2"):
+    with pytest.raises(ProtrainError, match="the factory gave 0 batches, and training needs 2"):
         train(solved[1], num_steps=2, plain=True, text=None, spill_directory=tmp_path)

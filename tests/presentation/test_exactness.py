@@ -29,7 +29,7 @@ AMPLE = 10**12
 LEAVE = ("rounding", "int8-activations")
 TOLD = re.compile(
     r"not exact: activations in (8 tiles|int8)( and int8)? give the results of plain PyTorch"
-    r" (approximately|up to rounding), by leave for (rounding|int8-activations)"
+    r" (approximately|up to rounding), as --allow (rounding|int8-activations)"
     r"( and int8-activations)?"
 )
 

@@ -130,7 +130,7 @@ def test_a_tool_without_stages_refuses_them(tool: str) -> None:
 def test_a_model_with_other_parts_is_refused(tool: str) -> None:
     made = cut()
     units = (*made.units[:3], replace(made.units[3], kind="part"), *made.units[4:])
-    with pytest.raises(ProtrainError, match="this one has other parts"):
+    with pytest.raises(ProtrainError, match="splits only models of an embedding"):
         export(replace(made, units=units), tool)
 
 

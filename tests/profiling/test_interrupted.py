@@ -223,7 +223,7 @@ def make():
 @pytest.mark.parametrize(("act", "code", "said"), [
     ("interrupt", 130, ""),
     pytest.param("exhaust", 4, "error: out of memory: ", marks=pytest.mark.slow),
-    ("fail", 2, "as a plan lets it run its code raised ZeroDivisionError: in the model's code"),
+    ("fail", 2, "under a plan its code raised ZeroDivisionError: in the model's code"),
 ])  # fmt: skip
 def test_the_command_leaves_no_file(act: str, code: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FACTORY.format(act=act))

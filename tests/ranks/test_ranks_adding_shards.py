@@ -198,7 +198,7 @@ def test_sums_are_not_those_of_whole_gradients(tmp_path: Path) -> None:
     assert (plan.exact, plan.exactness, plan.allowed) == (False, "rounding", ("rounding",))
     assert other_results(plan) == [
         "not exact: reductions in every micro-batch give the results of plain PyTorch up to"
-        " rounding, by leave for rounding"
+        " rounding, as --allow rounding permits"
     ]
     whole = with_settings(plan, reductions="in the last micro-batch").regraded()
     assert (whole.exact, whole.allowed) == (True, ())

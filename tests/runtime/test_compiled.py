@@ -355,7 +355,7 @@ def test_a_plan_edited_to_a_form_that_looks_inside_compiled_blocks_is_refused(fo
     ]
     for error in errors:
         assert error.key == "units[1].activations"
-        assert error.fix == "let the planner decide it: protrain plan"
+        assert error.fix == "plan again: protrain plan"
         assert "goes by the operators inside a block" in error.message
     plain = replace(plan, workload=replace(plan.workload, compile=""))
     assert loads_plan(dumps_plan(plain)) == plain

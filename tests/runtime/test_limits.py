@@ -191,7 +191,7 @@ def test_under_a_hard_limit_plain_torch_dies_and_the_plan_trains(tmp_path: Path)
     assert killed.stdout == ""
     assert re.fullmatch(
         r"error: out of memory: .*\n"
-        r"  fix: plan this workload for the memory there is, and run the plan\n",
+        r"  fix: plan this workload for the available memory, and run the plan\n",
         killed.stderr,
     ), killed.stderr
     planned = answer(*run, "--memory-limit", limit)

@@ -133,7 +133,7 @@ def test_a_name_of_no_such_option_is_refused(registered: Callable[[], None]) -> 
     assert leaves_named(["half-activations"] * 2) == LEAVE
     with pytest.raises(ProtrainError) as refused:
         leaves_named(["hall-activations"])
-    assert refused.value.message == "expected leave for what is not exact, got 'hall-activations'"
+    assert refused.value.message == "unknown value 'hall-activations'"
     assert refused.value.fix == "did you mean 'half-activations'?"
 
 

@@ -93,7 +93,7 @@ def _enough_of(tier: TierName, problem: Problem) -> Leanest | None:
 
 
 def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, int], ...]]:
-    """The slot with the leanest choice's peak, in words, and what stands in it, largest first."""
+    """The slot with the leanest choice's peak, as text, and its occupants, largest first."""
     static = problem.static_bytes(lean.choice)
     at_once = Schedule(swap_drain=0, update_drain=0)
     plans = plans_of(problem, lean.choice, [at_once] * problem.count)

@@ -383,7 +383,7 @@ class _Explainer:
         alternatives = tuple(one.alternative for one in (*activations, *states))
         many, subject = len(units) > 1, units_text(names)
         plural = many or subject != self.problem.profile.units[units[0]].name  # with the loss
-        told, again = WORDINGS[chosen.decision], WORDINGS[placed.decision]
+        now, again = WORDINGS[chosen.decision], WORDINGS[placed.decision]
         if placed.decision == PERSISTENT:
             # The same with an update of its own, which is for want of room alone.
             stepped = WORDINGS[OPTIMIZER_IN_BACKWARD].phrase
@@ -395,14 +395,14 @@ class _Explainer:
             reason = f"{subject} {does} activations and states on the device: {why}."
         else:
             why = self._why(self._burden(chosen), activations, many=many)
-            reason = f"{subject} {told.does(many=plural)}: {why}."
+            reason = f"{subject} {now.does(many=plural)}: {why}."
             if states:  # else there is nothing to place, or nowhere else to
                 why = self._why(self._burden(placed), states, many=many)
                 reason += f" {'They' if plural else 'It'} {again.does(many=plural)}: {why}."
         return GroupReason(
             units=subject,
             num_units=len(units),
-            activations=told.phrase,
+            activations=now.phrase,
             states=again.phrase,
             reason=reason,
             alternatives=alternatives,
@@ -481,10 +481,10 @@ class _Explainer:
         if not compared or (not less and all(burden.is_less_than(one.burden) for one in others)):
             return self._plain(others, many=many)
         # Of what is less work, the plainest and the nearest; of the rest, the fastest.
-        told = [*less[:1], *less[1:][-1:]]
-        told += sorted(others, key=lambda one: one.extra_s)[:1]
-        excluded = [one for one in told if one.alternative.shortfall_bytes is not None]
-        fitting = [one for one in told if one not in excluded]
+        chosen = [*less[:1], *less[1:][-1:]]
+        chosen += sorted(others, key=lambda one: one.extra_s)[:1]
+        excluded = [one for one in chosen if one.alternative.shortfall_bytes is not None]
+        fitting = [one for one in chosen if one not in excluded]
         ties = [one for one in fitting if -self._gap_s <= one.extra_s <= self._tie_s]
         one_more = " in one more block" if many else ""
         clauses: list[str] = []
@@ -545,7 +545,7 @@ def units_text(names: Sequence[str]) -> str:
 
 
 def lane_words(lane: str) -> str:
-    """A lane in words: "transfers from host"."""
+    """A phrase for a lane: "transfers from host"."""
     if lane.startswith("update"):
         return "updates on the device" if lane.endswith("device") else "updates on the host"
     if lane == "collect":

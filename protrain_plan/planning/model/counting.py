@@ -1,16 +1,16 @@
-"""Whole numbers of units per option: their integer programme, which learns from the fluid model.
+"""Whole numbers of units per option: their integer program, which learns from the fluid model.
 
 What matters to a step is how many units of a class take an option; which ones is worth little.
 So the fluid model's value is taken as a function of these numbers alone. It is convex: wherever it
 is known, its slope bounds it everywhere (Benders 1962, Partitioning procedures for solving
-mixed-variables programming problems). The programme has the numbers, the budgets as far as numbers
+mixed-variables programming problems). The program has the numbers, the budgets as far as numbers
 say what they take, the seconds that each lane works, and the slopes found so far:
 
     numbers  = those for which all of this promises the fastest step: a bound on every plan
     slope    = the fluid model's at these numbers; once more with it
 
 until the numbers' own value is close to the bound. A number of thirty units takes the place of
-thirty decisions in a hundred slots each, so that the integer programme is a small one.
+thirty decisions in a hundred slots each, so that the integer program is a small one.
 """
 
 from collections import defaultdict
@@ -148,7 +148,7 @@ class Counted:
 
 
 class CountProgram(LinearModel):
-    """The integer programme of one problem's numbers."""
+    """The integer program of one problem's numbers."""
 
     def __init__(self, problem: Problem, fluid: Fluid, stopped: Stopped | None = None) -> None:
         super().__init__(problem, "numbers")
@@ -395,7 +395,7 @@ class Counting:
         return found[1]
 
     def learn(self, numbers: Numbers) -> float:
-        """The value of these numbers, which the programme knows from now on; infinity: unknown."""
+        """The value of these numbers, which the program knows from now on; infinity: unknown."""
         answer = self._solve(numbers)
         if answer.status != "optimal":
             return inf

@@ -31,7 +31,7 @@ a hundred units has a tenth of the flows, and a bound that is a little lower:
 
     J_all, Q_all ...   what waits after each slot, summed over the slots of a window
 
-The model relaxes the programme: moves are divisible and without latency, a lane serves them in any
+The model relaxes the program: moves are divisible and without latency, a lane serves them in any
 order, a swap may return before it left, states waiting in place leave bit by bit. So its optimum
 bounds the seconds of every plan within the budgets (a test holds this).
 """

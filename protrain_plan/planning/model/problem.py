@@ -440,7 +440,7 @@ class Problem:
     def program(
         self, plans: Sequence[UnitPlan], *, updating: bool = True, clipped: bool = False
     ) -> BoundProgram:
-        """The programme of `plans`; without `updating`, of a micro-batch before the last.
+        """The program of `plans`; without `updating`, of a micro-batch before the last.
 
         With `clipped`, of a step that does its speculative updates again.
         """

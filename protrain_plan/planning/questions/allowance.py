@@ -74,7 +74,7 @@ def left_free_bytes(profile: Profile, budgets: Budgets) -> int:
 
 
 def is_unknown(profile: Profile) -> bool:
-    """Return whether there is an allocator of which nobody measured what it reserves."""
+    """Return whether there is an allocator whose reserve was not measured."""
     device = profile.hardware.device
     known = profile.method == "measured" or device.allocator_bytes > 0
     return not known and is_accelerator(device.kind)

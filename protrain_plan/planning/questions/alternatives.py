@@ -60,7 +60,7 @@ forward and for backward, and update all states on the host when backward has en
 def bucket_bytes(profile: Profile) -> int:
     """Bytes of each device that `DistributedDataParallel` holds besides gradients: as many.
 
-    It keeps them in the buckets that it reduces, unless it is told `gradient_as_bucket_view=True`,
+    It keeps them in the buckets that it reduces, unless it has `gradient_as_bucket_view=True`,
     which is not its default; its documentation says that this saves the bytes of all gradients.
     Of 1.10 G parameters in bfloat16 it took 2.20 GB more than one device (`thunder-ddp` and
     `thunder-1` in benchmarks/published.yaml).

@@ -1,7 +1,6 @@
 """Questions and their answers, as records.
 
-Nothing here plans: an answer that is known is told without the planner, which takes longer to
-import.
+Nothing here plans: a known answer is shown without the planner, which takes longer to import.
 """
 
 from dataclasses import astuple, dataclass, replace
@@ -130,7 +129,7 @@ class Alternative:
 
     With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
     `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each. `binds`
-    says in words what makes up the step, or how much is lacking. It is `is_tight` where it fits
+    says what makes up the step, or how much is lacking. It is `is_tight` where it fits
     with less room than the allocator may reserve (see `allowance`).
     """
 
@@ -152,7 +151,7 @@ Feasibility = Literal["fits", "fits with a plan", "does not fit"]
 class Answer:
     """A question with a plan, a front of plans (`solved` is the fastest), or why there is none.
 
-    As far as that was asked for: `binds` says in words what makes up the step, or what there is too
+    As far as that was asked for: `binds` says what makes up the step, or what there is too
     little of. `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors
     included; of several devices, with all states on each and DDP's buckets. `kept_seconds` is the
     step that keeps everything on the device, where it fits. `alternatives` are what people do

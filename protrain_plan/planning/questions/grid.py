@@ -16,7 +16,7 @@ over where a bound is no more than the best plan's speed so far. The search ends
 bound of the next one is. So none is faster than the answer, but for the gaps of their plans.
 
 PHAZE (Wang et al., ICML 2024, arXiv 2407.13143) searches among architectures of accelerators, with
-an integer programme for each one's schedule inside. Here the machines are those that one can have.
+an integer program for each one's schedule inside. Here the machines are those that one can have.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -189,15 +189,15 @@ def search(
     cells: Sequence[Cell],
     *,
     speed: float | None = None,
-    told: Callable[[Cell, float], None] = lambda *_: None,
+    report: Callable[[Cell, float], None] = lambda *_: None,
     done: Callable[[Tried], None] = lambda _: None,
 ) -> Found:
     """Find the cheapest cell that reaches a speed; without one, the fastest whatever it costs.
 
     See [Note: why it is the cheapest] and [Note: why it is the fastest]. Of cells that cost the
     same, the first by its bound of computing. The cheapest is planned to the end: its plan is as
-    fast as the planner finds. Each is `told` before it is looked at, with the part that is behind,
-    and `done` after that.
+    fast as the planner finds. Each is reported before it is looked at, with the part that is
+    behind, and `done` after that.
     """
     firsts = {id(one): one.first_bound for one in cells}
 
@@ -212,7 +212,7 @@ def search(
         first = firsts[id(cell)]
         if not speed and first <= needed:
             return Found(best=best, looked_at=tuple(looked_at), unseen=tuple(ordered[number:]))
-        told(cell, number / len(ordered))
+        report(cell, number / len(ordered))
         seconds = cell.question.tokens / needed if needed else inf
         # As fast as that is enough; a search that cannot get there is given up.
         effort = Effort(gap_target=GAP)

@@ -1,9 +1,9 @@
 """Answers that were found before: what `plan` and `fit` ask is planned once.
 
-[Note: what is kept] Plans as records, with what is told beside them, as JSON by the types of
+[Note: what is kept] Plans as records, with their remarks, as JSON by the types of
 answers. The question is no part of it. Planning is
 deterministic, so that an answer by the same name is the one that would be found again. Where a time
-limit or Ctrl-C ended the search, it depends on the machine, and nobody may keep it.
+limit or Ctrl-C ended the search, it depends on the machine, and is not kept.
 
 `kept` says what the names hold, and who is believed.
 """

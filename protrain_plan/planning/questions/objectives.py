@@ -47,12 +47,12 @@ def ask(
     objective: Objective,
     *,
     effort: Effort,
-    told: Callable[[Point], None] | None = None,
+    report: Callable[[Point], None] | None = None,
     hints: Sequence[Hint] = (),
 ) -> Answer:
     """The answer to a question; ProtrainError where a pin does not fit it.
 
-    The search for the fastest step begins with `hints`, too. Of a front, each point is `told` as
+    The search for the fastest step begins with `hints`, too. Of a front, each point is reported as
     soon as it is known.
     """
     problems, budgets = question.problems(), question.budgets
@@ -68,7 +68,7 @@ def ask(
             outcome, answer = least.solved, replace(answer, least_memory=least)
     elif objective.pareto_points is not None:
         points = objective.pareto_points
-        front = pareto(problems, budgets, num_points=points, effort=ours, told=told)
+        front = pareto(problems, budgets, num_points=points, effort=ours, report=report)
         if isinstance(front, Infeasible):
             outcome = front
         else:
@@ -77,7 +77,7 @@ def ask(
         outcome = solve_sparing(problems, budgets, effort=effort, hints=hints)
     if isinstance(outcome, Infeasible):
         if sharded := question.adding_shards():
-            found = ask(sharded, objective, effort=effort, told=told, hints=hints)
+            found = ask(sharded, objective, effort=effort, report=report, hints=hints)
             return replace(found, question=question)
         batch, sequence = largest_of(question, "batch-size"), largest_of(question, "seq-len")
         advice = outcome.advice
@@ -184,12 +184,12 @@ def pareto(
     *,
     num_points: int,
     effort: Effort,
-    told: Callable[[Point], None] | None = None,
+    report: Callable[[Point], None] | None = None,
 ) -> tuple[Point, ...] | Infeasible:
     """Plans from the least memory to what `budgets` allow, each faster than those of less.
 
     Budgets are in equal ratios between the least and the largest that helps; a plan that a
-    smaller one beats is left out. Each point is `told` as soon as it is known.
+    smaller one beats is left out. Each point is reported as soon as it is known.
     """
     problem = problems[0]  # with the fewest replicas, which needs least
     lean = min_memory(problem, stopped=effort.spent)
@@ -219,8 +219,8 @@ def pareto(
         step = found.plan.prediction.step_seconds
         if not points or step < points[-1].solved.plan.prediction.step_seconds:
             points.append(Point(device_bytes=_needed(found) + besides, solved=found))
-            if told:
-                told(points[-1])
+            if report:
+                report(points[-1])
     return tuple(points)
 
 

@@ -174,7 +174,7 @@ def proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
 def _solved(
     problem: Problem, budgets: Budgets, effort: Effort, hints: Sequence[Hint]
 ) -> Solved | Infeasible:
-    """Search once; nobody asks whether an exact plan is as fast."""
+    """Search once, whether or not an exact plan is as fast."""
     started, solver = time.monotonic(), effort.solver
     if solver != "milp":
         problem = problem.overlapping(False)
@@ -184,7 +184,7 @@ def _solved(
     if lean is None or lean.bytes > problem.device:
         if late():
             unknown = "the search ended before it had found any plan"
-            raise ProtrainError(unknown, fix="let it have more time")
+            raise ProtrainError(unknown, fix="give it more time")
         return infeasible(problem, budgets, lean)
     leanest = problem.decisions(lean.choice)
     if solver == "milp":

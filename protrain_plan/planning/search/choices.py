@@ -130,7 +130,7 @@ def min_memory(
 def has_plan(problem: Problem, *, stopped: Stopped | None = None) -> bool:
     """Whether some decisions meet all budgets. Where it is `stopped`, False may also mean unknown.
 
-    That there are none is often proven by the programme that has the device's limit, too.
+    That there are none is often proven by the program that has the device's limit, too.
     """
     plain = leanest_plain(problem, "device")
     if plain and plain.bytes <= problem.device:
@@ -157,7 +157,7 @@ def _tries(
     """The first decisions that meet the other budgets, within ever smaller `parts` of limits.
 
     A tier's row has no staging, so that where the tier is full, decisions may take more of it than
-    there is. Then so much less is asked for; what was proven stays what the first programme proves.
+    there is. Then the limit is that much lower; the first program's proof stays.
     """
     spare: dict[TierName, int] = {}
     proven: int | None = None
@@ -202,7 +202,7 @@ def _leanest(
 
 
 class _Try(NamedTuple):
-    """One programme's answer: the leanest decisions, a bound, and what tiers lacked of all."""
+    """One program's answer: the leanest decisions, a bound, and what tiers lacked of all."""
 
     lean: Leanest | None = None
     proven: int = 0
@@ -220,7 +220,7 @@ def _try(
     most: int | None = None,
     stopped: Stopped | None,
 ) -> _Try:
-    """Solve one programme within `part` of every limit, and of a tier with so much to `spare`.
+    """Solve one program within `part` of every limit, and of a tier with so much to `spare`.
 
     With whole decisions, or (`counted`) with whole numbers of units per option. No more than
     `most` of the tier asked for, where that is given: any decisions that meet it are as good.

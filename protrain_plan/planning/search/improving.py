@@ -51,7 +51,7 @@ Progress = Callable[[str, float | None, float | None], None]
 
 
 def never() -> bool:
-    """Nobody stops a search."""
+    """Never stop a search."""
     return False
 
 
@@ -66,7 +66,7 @@ class Effort:
     seed          of the order in which changes are tried
     stopped       asked often; true ends the search with the best plan so far
     solver        `milp` for all the planner has, or a baseline to compare with
-    progress      told a stage, the best step so far and the bound, in seconds
+    progress      called with a stage, the best step so far and the bound, in seconds
     """
 
     gap_target: float = 0.005

@@ -1,6 +1,6 @@
 """Layouts: how many units of a class take each option, and in which order.
 
-Units of a class cost the same, so a plan is told by numbers: of 48 blocks 30 swap and 18 recompute,
+Units of a class cost the same, so numbers describe a plan: of 48 blocks 30 swap and 18 recompute,
 one after the other or spread evenly. A search over layouts makes steps of many units, and what it
 finds is short enough to be read.
 """

@@ -2,7 +2,7 @@
 
 One walk over the slots of a step, with a clock for compute and one for each lane. What a lane
 begins before the running slot ends enters it now, if the device has room until it is used; earlier
-it would hold room and gain nothing. What leaves stays as long as nobody needs its room. Where the
+it would hold room and gain nothing. What leaves stays until its room is needed. Where the
 room is needed, compute waits for the oldest. The slots in which that happens become a schedule, and
 the clocks say about how long the step takes.
 

@@ -6,7 +6,7 @@
     end       when no shape's bound is below the best step by more than the gap that is good enough
     proof     the least bound of all shapes
 
-One stage is a shape like others, and always planned: what stages are worth is told against it.
+One stage is a shape like others, and always planned: stages are compared with it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -117,7 +117,7 @@ class StagesAnswer:
 
     @property
     def worth(self) -> str:
-        """The worth of several stages, in words."""
+        """A sentence on the worth of several stages."""
         single, several = self.single, self.several
         if 1 not in self.bounds:
             devices = self.question.settings.group.num_devices
@@ -202,7 +202,7 @@ class Search:
         return min((c.seconds for s, c in self.cuts.items() if s.stages in stages), default=inf)
 
     def run(
-        self, stages: Sequence[int], below_s: float, told: Callable[[str], None]
+        self, stages: Sequence[int], below_s: float, report: Callable[[str], None]
     ) -> Pipelined | None:
         """The fastest pipeline found with one of these numbers of stages.
 
@@ -227,7 +227,7 @@ class Search:
             shape = min(filter(is_open, shapes), key=self.estimate, default=None)
             if shape is None or self.effort.spent():
                 break
-            told(str(shape))
+            report(str(shape))
             while is_open(shape) and self.improve(shape, FLUID, best_s / (1 + GAP)):
                 pass
             if not is_open(shape):

@@ -209,7 +209,7 @@ def _sums(units: Sequence[Unit], forward: float, backward: float) -> list[float]
 
 
 class Lanes:
-    """The linear programme of one stage's lanes, over numbers of equal units per option.
+    """The linear program of one stage's lanes, over numbers of equal units per option.
 
     Rows are those of `CountProgram`: bytes of the device where forward turns into backward and at
     the end of the step, bytes of the tiers, and the work of lanes and of links. The solver keeps
@@ -316,7 +316,7 @@ class Lanes:
 class Bounds:
     """Bounds of one shape's stages, each found once for equal units, and lifted where asked.
 
-    Shapes of the same profiles share the programmes of their `lanes`.
+    Shapes of the same profiles share the programs of their `lanes`.
     """
 
     def __init__(self, pipeline: Pipeline, lanes: dict[object, Lanes] | None = None) -> None:

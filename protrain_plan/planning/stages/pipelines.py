@@ -164,7 +164,7 @@ def pipelined(pipeline: Pipeline, stages: Sequence[Stage]) -> Pipelined:
 def stage_seconds(middle: BoundProgram, last: BoundProgram, sizes: Sequence[int]) -> StageSeconds:
     """Seconds of a stage's chunks of so many units, from its simulated micro-batches.
 
-    `middle` is the programme of a micro-batch before the last, and `last` of one with the update.
+    `middle` is the program of a micro-batch before the last, and `last` of one with the update.
     """
 
     def split(program: BoundProgram) -> tuple[tuple[float, ...], tuple[float, ...], float]:

@@ -38,7 +38,7 @@ def diff_text(diff: PlanDiff) -> RenderableType:
 def diff_markdown(diff: PlanDiff, *, title: str) -> str:
     """Return what `protrain diff --format markdown` prints: a comment for a pull request.
 
-    What plans say is code in it, which mentions nobody and links to nothing.
+    Text from plans is formatted as code, so that it contains no mentions or links.
     """
     lines = [_heading(title), "", in_words(diff)]
     for head, rows in _tables(diff):

@@ -120,10 +120,10 @@ class Screen:
                 marks = ("|" if n % 10 == 0 else "." if n % 5 == 0 else " " for n in range(last))
                 yield self._row("", Text("".join(marks), "bright_black"))
             also = f"  from unit {first * per_column}" if first else "activations"
-            for name, told in ((also, activations), ("states", states)):
+            for name, row in ((also, activations), ("states", states)):
                 strip = Text()
                 for at in range(first * per_column, last * per_column, per_column):
-                    letters = {one.letter for one in told[at : at + per_column]}
+                    letters = {one.letter for one in row[at : at + per_column]}
                     symbol = letters.pop() if len(letters) == 1 else MIXED
                     strip.append(symbol, LETTER_STYLES.get(symbol, ""))
                 yield self._row(name, strip)

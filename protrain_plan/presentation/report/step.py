@@ -196,7 +196,7 @@ def bars(step: Step, ran: Iterable[Span | Event]) -> dict[str, tuple[Bar, ...]]:
 
 
 def named(step: Step) -> dict[str, Bar]:
-    """Return what the programme's names mean, as bars without a time."""
+    """Return the meaning of the program's names, as bars without a time."""
     program = program_of(step.plan, step.profile, clipped=True)  # with the moves of other steps
     end = len(program.slots)
     update = program.slot_name(end)

@@ -156,7 +156,7 @@ class _Block:
     gradients: bool  # some input needs a gradient
     outputs: _Outputs
     saves_output: bool  # an output that it makes is saved for its own backward
-    output_is_saved: bool = False  # by whoever runs next
+    output_is_saved: bool = False  # by the next unit
     # Something that it made is held when the unit after the next begins, or is written to.
     stays: bool = False
 

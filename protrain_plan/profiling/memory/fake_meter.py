@@ -35,8 +35,8 @@ aten = torch.ops.aten
 
 _BY_VALUES = (aten._grouped_mm.default,)
 _BY_MASKS = (*INDEX_PUTS, aten.masked_scatter_backward.default)
-"""Take as much as their operands' values say, and as their masks. Others of that kind give results
-of other shapes for operands of zeros, and are told by that."""
+"""Their scratch memory depends on their operands' values, or on masks. Others of that kind give
+other result shapes for zero operands, and are recognized by that."""
 
 
 class _Geometry(NamedTuple):
@@ -167,7 +167,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
     nothing. What an operator holds only while it runs is measured when the meter ends, where the
     allocator's device is here, and else its bound.
 
-    `log`, if given, is told of the operators between marks: the step runs once for both.
+    `log`, if given, receives the operators between marks: the step runs once for both.
 
     See [Note: written in place] for where autograd treats fake tensors unlike real ones.
     """
@@ -229,7 +229,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
         if func.namespace == "prim":
             return asked(func, args, kwargs)
         # [Note: written in place] Where a tensor is used twice, autograd adds the second gradient
-        # into the first one's memory if nobody else holds that; where a part of a tensor was used,
+        # into the first one's memory if nothing else holds that; where a part of a tensor was used,
         # it writes the part's gradient into new zeros. It does neither while a dispatch mode looks
         # on: it makes a new tensor. Here the result takes over the memory of the first operand.
         in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()

@@ -64,7 +64,7 @@ class Lasting:
             step()
         path, size = max(grown.items(), key=lambda item: item[1])
         raise ProtrainError(
-            f"{path} holds {format_bytes(size)} more after every step: no plan has room for that",
+            f"{path} holds {format_bytes(size)} more after every step: no plan can bound that",
             fix="keep numbers in place of tensors (tensor.item()), or a fixed number of steps",
         )
 

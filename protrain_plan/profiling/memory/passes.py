@@ -139,7 +139,7 @@ def watched(
                 f"block {boundaries.skipped[0] + 1} of the model's {len(modules)} units ran when"
                 " they were found, and not in a later forward: values of the batch or of parameters"
                 " steer that, or what a profile does not set back",
-                fix="run it in every forward, times zero where it is not wanted; or let the"
+                fix="run it in every forward, times zero where it is not wanted; or have the"
                 " factory's first batch run all blocks: plans hold for steps that skip some",
             )
     finally:
@@ -175,7 +175,7 @@ def memory_segments(
     """Live bytes of one step, one segment per slot and one after the last, states excluded.
 
     What a model keeps from step to step goes when a later step replaces it. A meter sees that of
-    tensors which it has seen come, so that `num_warm` steps run before the one that is told.
+    tensors which it has seen come, so that `num_warm` steps run before the one that is reported.
     """
     gc.collect()
     counting = meter()
@@ -217,7 +217,7 @@ def swapped_segments(
     """
     gc.collect()
     counting = meter()
-    packed: list[list[ref[_Held]]] = []  # by unit; what autograd has let go of is gone
+    packed: list[list[ref[_Held]]] = []  # by unit; what autograd has released is gone
 
     def on_slot(slot: int, _: object) -> None:
         for number in leaving[slot - 1] if packed and slot <= len(leaving) else ():

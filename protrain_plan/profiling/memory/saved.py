@@ -38,7 +38,7 @@ class Packed:
 class TrackedStorage:
     """A storage, and who holds it: autograd, through what was packed, or others.
 
-    It is not held here, so that it dies when all of these let go of it.
+    Only weakly referenced here, so that it dies when all of them release it.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -59,7 +59,7 @@ class TrackedStorage:
         return any(weak() is not None for weak in self._packed)
 
     def held_elsewhere(self) -> bool:
-        """Whether it would stay if autograd let go of it."""
+        """Whether it would stay if autograd released it."""
         packed = [held.tensor for held in (weak() for weak in self._packed) if held is not None]
         if not packed:
             return not self.alive.expired()
@@ -125,7 +125,7 @@ class _LossSeen(TorchFunctionMode):
 
 
 def _handed(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
-    """The differentiated of these tensors, in words; where none is, the first with fractions."""
+    """Texts of the differentiated tensors; if there are none, of the first with fractions."""
 
     def dtype(tensor: torch.Tensor) -> str:
         return str(tensor.dtype).removeprefix("torch.")
@@ -329,12 +329,12 @@ def saved_bytes(
     `own_inputs`, if given, are the inputs that are the units' own in another form, and no others
     are here: the unit before may take that form, and hold what it hands on.
 
-    A storage is a unit's own if no other unit saves it or has it among its inputs, nobody else
-    holds it, it is no parameter, and it is not what the unit hands on. Who else holds it
-    is seen where the runtime looks as well: when the unit has ended; of an input, two units later.
-    What autograd has let go of by then (the graph of what a forward detaches) is no longer saved.
-    The first block's input often stays, because a frame of the model's forward has a name for it:
-    swapping it would free nothing before the forward returns. Parts swap nothing.
+    A storage is a unit's own if no other unit saves it or has it among its inputs, nothing else
+    holds it, it is no parameter, and the unit does not hand it on. Other holders are detected when
+    the runtime detects them: when the unit has ended; of an input, two units later. What autograd
+    has released by then (the graph of what a forward detaches) is no longer saved. The first
+    block's input often stays, because a frame of the model's forward has a name for it: swapping it
+    would free nothing before the forward returns. Parts swap nothing.
     """
     seen = _ForwardSeen(model, modules)
     seen.run(batch, form, kept=kept, may_skip=may_skip)

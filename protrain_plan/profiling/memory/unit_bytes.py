@@ -501,7 +501,7 @@ def _held_in(
             raise ProtrainError(
                 f"every step takes more than the one before: {format_bytes(most[0])} of activations"
                 f" in the first, {format_bytes(most[-1])} {len(most) - 1} steps later",
-                fix="let steps do equal work, such as by a fixed number of rounds",
+                fix="make steps do equal work, such as by a fixed number of rounds",
             )
         for cuts in steps:
             units = _raised(units, forms, cuts, structure, arrived)
@@ -532,9 +532,9 @@ def _higher(unit: Unit, *, forward: int = 0, kept: int = 0, backward: int = 0) -
 def without_falls(units: Sequence[Unit]) -> list[Unit]:
     """The units with levels that never fall: no `kept_bytes` is negative.
 
-    A unit that ends with less than it began with lets go of what units before it hand on: so many
-    bytes are its peak's, and theirs, and stand in no level between. The sums of all slots are as
-    before, but where the first unit frees what the last step has left.
+    A unit that ends with less than it began with frees outputs of earlier units: so many bytes
+    belong to its peak, and to theirs, and to no level between. The sums of all slots are as before,
+    but where the first unit frees what the last step has left.
     """
     settled = list(units)
     for index in reversed(range(len(settled))):
@@ -586,10 +586,10 @@ def _unit(
     def cost(form: Form, levels: _Levels, pieces: tuple[int, ...] = ()) -> FormCost:
         handed = gone = 0
         if FORMS[form].leave and unit.kind == "block":
-            # A form by leave need not hold a block's input. The block before may, in another form.
+            # An opt-in form need not hold a block's input. The block before may, in another form.
             handed = in_blocks(keep[index].handed_bytes, structure.block)
             # [Note: what a frame holds of a block that does not keep its input]
-            # A form by leave need not hold a block's input, and a frame of the model's forward may,
+            # An opt-in form need not hold a block's input, and a frame of the model's forward may,
             # until that forward ends: it is in the block's level, and no more there in backward.
             # So the backward of later blocks was measured above a level that was too high, which it
             # is not where the earlier blocks are in another form.

@@ -587,7 +587,7 @@ def discover(
     for index, (name, block, operations) in enumerate(stretches):
         times[name] += 1
         ran = "".join(operation.signature for operation in operations)
-        told = "" if block is None else f"{_structure(block.module)!r}{ran}"
+        facts = "" if block is None else f"{_structure(block.module)!r}{ran}"
         units.append(
             FoundUnit(
                 kind="part" if block is None else "block",
@@ -595,7 +595,7 @@ def discover(
                 module=None if block is None else block.module,
                 parameters=tuple(owned[index]),
                 also_uses=tuple(used for used in uses[index] if owner[used] < index),
-                signature=hashlib.sha256(told.encode()).hexdigest() if told else "",
+                signature=hashlib.sha256(facts.encode()).hexdigest() if facts else "",
                 writes=tuple(dict.fromkeys(name for o in operations for name in o.written)),
                 placed=tuple(name for o in operations for name in o.placed),
                 repeats="" if block else repeated.within(operations),
@@ -659,12 +659,12 @@ class _Repeated:
             return ""
         names = [path for path in times if path in here]
         found = [names[run.start : run.stop] for run in runs(names, [None] * len(names))]
-        told = [run[0] if len(run) == 1 else fold(run[0], run[-1]) for run in found]
+        paths = [run[0] if len(run) == 1 else fold(run[0], run[-1]) for run in found]
         least, most = min(times[name] for name in names), max(times[name] for name in names)
         often = f"{most}" if least == most else f"{least} to {most}"
         verb, subject = ("runs", "it is") if len(names) == 1 else ("run", "they are")
-        told_of = f"{', '.join(told)} {verb} {often} times in a forward"
-        return f"{told_of}, so {subject} planned as one unit"
+        repeated = f"{', '.join(paths)} {verb} {often} times in a forward"
+        return f"{repeated}, so {subject} planned as one unit"
 
 
 def _repeated(model: nn.Module, execution: Execution) -> _Repeated:

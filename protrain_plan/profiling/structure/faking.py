@@ -58,7 +58,7 @@ _UNDEFINED = ("empty", "new_empty", "resize", "set_")
 """How operators are called whose results do not follow from their arguments."""
 
 
-class _Told(NamedTuple):
+class _Traits(NamedTuple):
     """Facts about an operator from its schema."""
 
     asks_values: bool
@@ -68,9 +68,9 @@ class _Told(NamedTuple):
 
 
 @cache
-def _told(func: Any) -> _Told:
+def _traits(func: Any) -> _Traits:
     name = func._schema.name.partition("::")[2]
-    return _Told(
+    return _Traits(
         asks_values=torch.Tag.data_dependent_output in func.tags,
         counts=torch.Tag.dynamic_output_shape in func.tags,
         drawn=torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_UNDEFINED),
@@ -108,10 +108,10 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
             return asked(func, args, kwargs)
         values = [self.value(tensor) for tensor in tensors_in((args, kwargs))]
         known = all(value is not None for value in values)
-        told = _told(func)
-        if told.asks_values and known:
+        traits = _traits(func)
+        if traits.asks_values and known:
             return self._real(func, args, kwargs)
-        if told.counts:
+        if traits.counts:
             counted = self._counted(func, args, kwargs, known=known)
             if counted is not None:
                 return counted
@@ -123,11 +123,11 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
         for tensor in made:
             if tensor.layout is not torch.strided:
                 setattr(tensor, PARTS, _parts(func, args, kwargs))
-        if known and not told.drawn and all(map(_is_small, made)):
+        if known and not traits.drawn and all(map(_is_small, made)):
             real = tensors_in(self._real(func, args, kwargs))
             for tensor, found in zip(made, real, strict=True):
                 setattr(tensor, _ATTRIBUTE, _Known(found))
-        elif told.writes:
+        elif traits.writes:
             for tensor in written_arguments(func, args, kwargs):
                 value = self.value(tensor)
                 if value is not None:
@@ -353,7 +353,7 @@ def fake_model(source: ModelSource, workload: Workload) -> nn.Module:
         except Exception as error:  # any code of the user's
             if not _is_packing(error):
                 raise ProtrainError(
-                    f"the model cannot be built of tensors without values: {error}",
+                    f"the model cannot be built from tensors without values: {error}",
                     source=source.name,
                     fix="profile it on the device that it is to run on",
                 ) from error

@@ -26,7 +26,7 @@ _PLAIN = frozenset(
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     )
 )
-"""Arguments that are no tensors, and are told apart by their type and value."""
+"""Arguments other than tensors, compared by type and value."""
 
 
 _Again = Callable[[Sequence[Any]], Any]

@@ -167,7 +167,7 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
     """The blocks that cannot run twice, each with the reason, from one forward of the model.
 
     Fake tensors have no values: what a second run would give is not looked at then. ProtrainError
-    where the model itself lets such a block run twice (`own_checkpoints`).
+    where the model itself reruns such a block (`own_checkpoints`).
     """
     modules = [unit.module for unit in found]
     reasons: dict[int, str] = {}

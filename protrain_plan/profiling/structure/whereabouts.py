@@ -1,7 +1,7 @@
-"""Where measuring is: told slot by slot, so that one can say where the model's code ended it.
+"""Current slot of the measuring process, for crash reports.
 
-What runs may end the process at any moment. A listener is told before each slot's code runs, and
-can send it to where it survives. One model is measured at a time in a process.
+The model's code may end the process at any moment. A listener is called before each slot runs, and
+can send the place to another process. One model is measured at a time in a process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ class Place:
 
     @property
     def planned(self) -> bool:
-        """Whether blocks run as a plan lets them, and not as the model has run before."""
+        """Whether blocks run under a plan, and not as in the plain model."""
         return self.doing == REHEARSING or self.form not in ("", "keep")
 
     def __str__(self) -> str:
@@ -39,8 +39,8 @@ class Place:
 Listener = Callable[[Place], None]
 
 
-class _Told:
-    """The last place, and who is told: the state of this module."""
+class _Current:
+    """The last place and its listeners: the state of this module."""
 
     place = Place()
     units: tuple[str, ...] = ()
@@ -48,28 +48,28 @@ class _Told:
 
 
 def place() -> Place:
-    """Where measuring was last told to be."""
-    return _Told.place
+    """The place last reported."""
+    return _Current.place
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of every place inside."""
-    before, _Told.listeners = _Told.listeners, (*_Told.listeners, listener)
+    """Call `listener` with every place inside."""
+    before, _Current.listeners = _Current.listeners, (*_Current.listeners, listener)
     try:
         yield
     finally:
-        _Told.listeners = before
+        _Current.listeners = before
 
 
 @contextmanager
 def naming(units: Sequence[str]) -> Iterator[None]:
     """Slots inside are those of units with these names."""
-    before, _Told.units = _Told.units, tuple(units)
+    before, _Current.units = _Current.units, tuple(units)
     try:
         yield
     finally:
-        _Told.units = before
+        _Current.units = before
 
 
 _REST = ", about "
@@ -81,37 +81,37 @@ def with_rest(doing: str, seconds: float) -> str:
     return f"{doing}{_REST}{rest} to go"
 
 
-def pass_of(told: str) -> str:
+def pass_of(progress: str) -> str:
     """The pass alone."""
-    return told.partition(_REST)[0]
+    return progress.partition(_REST)[0]
 
 
-def begin(told: str) -> None:
+def begin(progress: str) -> None:
     """A pass begins."""
-    _tell(Place(doing=pass_of(told)))
+    _report(Place(doing=pass_of(progress)))
 
 
 def in_form(form: str) -> None:
     """A step begins whose blocks have this form."""
-    _tell(Place(doing=_Told.place.doing, form=form))
+    _report(Place(doing=_Current.place.doing, form=form))
 
 
 def in_slot(slot: int) -> None:
     """This slot of the units named runs next."""
-    if not _Told.units:
+    if not _Current.units:
         return
-    last = 2 * len(_Told.units) - 1
-    unit, way = (slot, "forward") if slot < len(_Told.units) else (last - slot, "backward")
-    _tell(replace(_Told.place, running=f"the {way} of '{_Told.units[unit]}'"))
+    last = 2 * len(_Current.units) - 1
+    unit, way = (slot, "forward") if slot < len(_Current.units) else (last - slot, "backward")
+    _report(replace(_Current.place, running=f"the {way} of '{_Current.units[unit]}'"))
 
 
 def in_module(path: str) -> None:
     """The forward of the module at this path of the model runs; of the model itself for none."""
     running = f"the forward of '{path}'" if path else "the model's forward"
-    _tell(replace(_Told.place, running=running))
+    _report(replace(_Current.place, running=running))
 
 
-def _tell(found: Place) -> None:
-    _Told.place = found
-    for listener in _Told.listeners:
+def _report(found: Place) -> None:
+    _Current.place = found
+    for listener in _Current.listeners:
         listener(found)

@@ -38,7 +38,7 @@ def code_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def replace_code(module: nn.Module, code: Callable[..., Any]) -> Callable[[], None]:
-    """Let calls of the module run `code`; returns what gives it its own forward again."""
+    """Make calls of the module run `code`; returns the undo."""
     name = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
     return overridden(module, name, code)
 
@@ -194,8 +194,7 @@ def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None])
         around = module is model or any(m in units for m in module.modules() if m is not module)
         if around and module not in units and _is_compiled(module):
             raise ProtrainError(
-                f"{path or 'the model'} is compiled as a whole, so that its blocks cannot be told"
-                " apart",
+                f"{path or 'the model'} is compiled as a whole, which hides its blocks",
                 fix=_EACH_BLOCK,
             )
 
@@ -214,7 +213,7 @@ def refuse_wrapped(model: nn.Module, *, source: str | None = None) -> None:
 
 
 def refuse_wrapping(model: nn.Module) -> Callable[[], None]:
-    """Let `torch.compile(model)`, replicas and the like raise from now on; returns the undo."""
+    """Make `torch.compile(model)`, replicas and the like raise from now on; returns the undo."""
     planned = ref(model)  # PyTorch keeps the hook for all modules there are
 
     def registered(wrapper: nn.Module, _: str, module: nn.Module | None) -> None:

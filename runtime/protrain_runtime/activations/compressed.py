@@ -139,8 +139,8 @@ Compressor = Callable[[Tensor, int, Callable[[Tensor], object]], Callable[..., T
 class _Copies:
     """The copies that one forward of a block packs.
 
-    Weights stay: parameters, buffers, and what autocast and adapters make of parameters, told by
-    its graph, or by its shape where it has no gradient. So do inputs without gradients, such as
+    Weights stay: parameters, buffers, and what autocast and adapters make of parameters, recognized
+    by its graph, or by its shape if it has no gradient. So do inputs without gradients, such as
     masks, which other blocks hold as well. A tensor that several operators save is packed once.
     """
 

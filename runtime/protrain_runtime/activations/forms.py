@@ -1,11 +1,11 @@
 """Executors: what runs a block's forward so that its activations wait in a form.
 
-`contract.records.forms.FORMS` names one for every form. An executor takes the code of a
-block's forward and the block's module, and returns the code that runs instead: it may let the
-forward run again in backward (`recompute`), or stand around it with hooks of its own that keep
-something else in place of what autograd saves. Such hooks hand what they keep to `outer_hooks()`,
-so that it can be swapped, and the buffers of offloaded parameters go, as without them. Profiler and
-runtime wrap blocks in the same way, so that a profile's bytes and seconds are a run's.
+`contract.records.forms.FORMS` names one for every form. An executor takes the code of a block's
+forward and the block's module, and returns the code that runs instead: it may run the forward again
+in backward (`recompute`), or stand around it with hooks of its own that keep something else in
+place of what autograd saves. Such hooks hand what they keep to `outer_hooks()`, so that it can be
+swapped, and the buffers of offloaded parameters go, as without them. Profiler and runtime wrap
+blocks in the same way, so that a profile's bytes and seconds are a run's.
 
 The last part is no module: the executor of a form for it returns a context, which stands around
 what runs there (`around`).
@@ -42,7 +42,7 @@ def in_form(form: Form, forward: Code, module: nn.Module) -> Code:
 
 
 def wrap_forward(module: nn.Module, form: Form) -> Callable[[], None]:
-    """Let the module's activations wait in `form` whenever it is called; returns the undo."""
+    """Keep the module's activations in `form` in every call; returns the undo."""
     if form == "keep":
         return lambda: None
     return replace_code(module, in_form(form, code_of(module), module))

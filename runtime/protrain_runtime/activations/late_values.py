@@ -1,4 +1,4 @@
-"""Tensors whose values are computed late: what code asks of one, told apart.
+"""Tensors with late values: which calls need them, and which only geometry.
 
 A form of the last part may hand out a tensor that has its shape and its place in the graph, and no
 values yet (`LateValues`). Code that casts it, views it or asks for its geometry gets the same

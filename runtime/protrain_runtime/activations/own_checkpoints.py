@@ -52,7 +52,7 @@ _REENTRANT = pytorch.CheckpointFunction
 @contextmanager
 def replaced(decides: Decides) -> Iterator[None]:
     """Replace the checkpoints of which `decides` says so, in this thread."""
-    # Whoever imported `checkpoint` has it for good; what it calls is looked up in each call.
+    # Importers keep `checkpoint` itself; the function that it calls is looked up in each call.
     pytorch._checkpoint_without_reentrant_generator = _without_reentrance  # type: ignore[assignment]
     _REENTRANT.apply = _reentrant  # type: ignore[method-assign]
     before, _HERE.decides = _HERE.decides, decides

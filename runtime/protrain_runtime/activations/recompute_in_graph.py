@@ -21,8 +21,8 @@ from protrain_runtime.activations.recompute import full, with_running_statistics
 def fused(forward: Code, module: nn.Module) -> Code:
     """The executor of the form `fused`.
 
-    It is that of `full` where somebody else has compiled the block, or nobody has, and where norms
-    keep statistics of batches, which a second run must not write.
+    Falls back to `full` for blocks that the user compiled, or that are not compiled, and where
+    norms keep batch statistics, which a second run must not write.
     """
     if not isinstance(forward, CompiledBlock) or with_running_statistics(module):
         return full(forward, module)

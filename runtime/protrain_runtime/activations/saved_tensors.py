@@ -145,11 +145,11 @@ class SavedTensors:
 
     `chunks` are the offloaded chunks that the unit reads. If `swaps`, storages that belong to the
     unit are collected in `swapped`; `foreign` are the storages that do not (data pointers of the
-    model's parameters, and of inputs that other units use as well). `own` are inputs that nobody
-    else will hold, once the caller's frame has let go of them. `handed_on` are those that the unit
-    before would swap and has handed on: a block that returns its input. They leave with this unit,
-    for both. `slot` is asked before backward reads what has left: it begins then, at the
-    latest. (What a unit computes beside what it hands on may come before it in backward.)
+    model's parameters, and of inputs that other units use as well). `own` are inputs without other
+    holders once the caller's frame has released them. `handed_on` are those that the unit before
+    would swap and has handed on: a block that returns its input. They leave with this unit, for
+    both. `slot` is asked before backward reads what has left: it begins then, at the latest. (What
+    a unit computes beside what it hands on may come before it in backward.)
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class SavedTensors:
         self.swaps, self._foreign, self._own = swaps, foreign, own
         self._before: ByPointer = {} if handed_on is None else handed_on
         self.handed_on: ByPointer = {}
-        # What autograd lets go of within the forward (the graph of what is detached) is gone here,
+        # What autograd releases within the forward (the graph of what is detached) is gone here,
         # too: it does not leave, and nothing holds it until the unit ends.
         self._by_pointer: ByPointer = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacking(slot))
@@ -188,7 +188,7 @@ class SavedTensors:
             self._hooks.__exit__()
 
     def swapped(self, *, outputs: frozenset[int]) -> list[SwappedStorage]:
-        """The storages that nobody but autograd holds, and are no `outputs`."""
+        """The storages that only autograd holds, other than `outputs`."""
         storages: list[SwappedStorage] = []
         for pointer, reference in self._by_pointer.items():
             if (storage := reference()) is None:

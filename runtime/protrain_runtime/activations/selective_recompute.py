@@ -1,7 +1,7 @@
 """Partial recomputation: what a block's expensive operators computed is kept, all else runs again.
 
 *Expensive* are products of matrices (`mm`, `addmm`, `bmm`, grouped and scaled ones), convolutions
-and attention kernels, told by their names. Norms, activation functions, element-wise operators,
+and attention kernels, recognized by name. Norms, activation functions, element-wise operators,
 look-ups and views are cheap. A form takes the first so many expensive operators of a block's
 forward, and keeps their outputs, but for those of low-rank products (`is_low_rank`):
 
@@ -281,7 +281,7 @@ class _Keeping(_Mode):
         self._last = kind
 
     def _copy_before_writes(self, written: list[torch.Tensor]) -> None:
-        """Let what is kept survive a write to it; recomputation writes to the copy."""
+        """Protect kept tensors from in-place writes: recomputation writes to the copy."""
         storages = {tensor.untyped_storage()._cdata for tensor in written}
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -374,8 +374,8 @@ class _Hole:
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its place in the graph, which would hold what holds it.
 
-    PyTorch counts a write to either for both. It tells where the block's code has left the tensor
-    with somebody who writes to it before backward, unless the block had reshaped it first.
+    PyTorch counts a write to either for both. It shows that code outside the block wrote to the
+    tensor before backward, unless the block had reshaped it first.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()

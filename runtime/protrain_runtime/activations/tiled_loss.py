@@ -26,10 +26,10 @@ Other functions of a tensor that waits, a loss with class weights say, get its v
 what they always did: of a head's product within the forward alone, since afterwards its weights may
 have left, or have been updated. What in-place writing must not break is this:
 
-- [Note: who holds the logits] Gradients are written over the logits if nobody else holds their
+- [Note: who holds the logits] Gradients are written over the logits if nothing else holds their
   memory: neither the training loop, through the model's output, nor another operator that saved
-  them. Else the gradient gets memory of its own. So whoever has the logits reads logits, before and
-  after backward, and no other operator of the graph loses what it saved.
+  them. Else the gradient gets memory of its own. So every holder of the logits reads logits, before
+  and after backward, and no other operator of the graph loses what it saved.
 - [Note: one use] Where float32 values have two uses in the graph, plain PyTorch adds the two
   gradients in float32 and rounds once. A use besides the loss is refused (`UsedTwiceError`).
 """
@@ -91,7 +91,7 @@ def _tiles(count: int, size: int) -> Iterator[slice]:
 
 
 class _Watching(TorchFunctionMode):
-    """Lets casts of logits wait for the part's loss, or products if they are in so many tiles."""
+    """Delays casts of logits until the part's loss, or products if in so many tiles."""
 
     def __init__(self, num_tiles: int | None) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _Cast(Source):
         return given.to(torch.float32)
 
     def take(self) -> None:
-        """Let a loss in place have the 16-bit values."""
+        """Hand the 16-bit values to a loss in place."""
         self.check()
         if self.taken:
             self.used(torch.clone)  # refuses
@@ -211,7 +211,7 @@ class _Product(Source):
         super().check()
 
     def close(self) -> None:
-        """Let go of head and inputs: if values are there, the graph has what it needs."""
+        """Release head and inputs: if values are there, the graph has what it needs."""
         self._open, self.inputs = False, ()
 
 

@@ -97,7 +97,7 @@ class _Mlps:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody has hooks in a module, who would see tiles."""
+    """Whether a module has hooks, which would see tiles."""
     return any(
         one._forward_hooks or one._forward_pre_hooks or one._backward_hooks
         for one in module.modules()

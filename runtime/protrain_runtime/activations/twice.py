@@ -35,7 +35,7 @@ def run_twice(
 
 
 class Saved(torch.autograd.Function):
-    """Saves tensors through the hooks that are active. `anchor` lets a graph be recorded."""
+    """Saves tensors through the hooks that are active. `anchor` makes autograd record a graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class _Run:
         self._call, self._context = call, context
         self.unasked = 0  # places that are filled
         self._slots: list[tuple[ref[_Slot], _Kind]] = []
-        # Inference tensors cannot be saved, and nobody writes to them.
+        # Inference tensors cannot be saved, and are never written to.
         self._inputs = [each if each.is_inference() else None for each in inputs]
         anchor = torch.empty(0, requires_grad=True)
         kept = [each for each in inputs if not each.is_inference()]

@@ -120,7 +120,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise damaged(path, "this is no regular file")
-        # A pipe that took the file's place meanwhile lets nobody wait.
+        # A pipe that took the file's place meanwhile must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             yield file

@@ -129,7 +129,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def sync(directory: Path) -> None:
-    """Let names in a directory outlive a crash of the machine."""
+    """Make names in a directory survive a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

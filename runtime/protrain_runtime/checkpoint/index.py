@@ -135,7 +135,7 @@ class Saved:
         except ValueError:
             raise damaged(index, "this is no index of safetensors files") from None
         self.weight_map = found.weight_map
-        # One of ours says so in many places, so that no damage lets it look like another's.
+        # Ours are marked in many places, so that a damaged one never passes as foreign.
         signs = (*found.metadata, *found.weight_map.values())
         marked = any(sign.startswith(("protrain_", "protrain-save-")) for sign in signs)
         if marked or found.protrain or found.protrain_checksum:

@@ -246,7 +246,7 @@ class _Resumed:
                 self._place(name, by_name.get(name, {}), others, group)
 
     def finish(self) -> None:
-        """Let the states, all read, be the optimizer's, and the groups' options with them."""
+        """Install the states, all read, and the groups' options in the optimizer."""
         for name in (name for group in self._groups for name in group["params"]):
             state, parameter = self._states.get(name), self._parameters[name]
             if name in self._offloaded:

@@ -114,7 +114,7 @@ def save(
             values["optimizer"] = dict(states)
         if ranks is not None:
             before = _beside.pop(ranks, None)
-            if before is not None and not before.told:
+            if before is not None and not before.reported:
                 before.wait()
             if ranks.rank > 0:  # buffers are rank 0's, as they are in the next forward
                 parameters = dict(model.named_parameters())
@@ -369,7 +369,7 @@ def shared_out(ranks: Ranks | None, values: Mapping[str, Source]) -> dict[str, S
 
 
 def on_each(ranks: Ranks | None, act: Callable[[], T], directory: Path) -> list[T]:
-    """Let every rank `act`; ProtrainError on all where one of them cannot write."""
+    """Run `act` on every rank; ProtrainError on all if one of them cannot write."""
     if ranks is None:
         return [act()]
     result, problem = None, None
@@ -382,9 +382,9 @@ def on_each(ranks: Ranks | None, act: Callable[[], T], directory: Path) -> list[
         problem = f"the checkpoint cannot be written: {why}", str(directory), ROOM
     found: list[Any] = [None] * ranks.count
     all_gather_object(found, (result, problem), group=ranks.checkpoint_group())
-    for _, told in found:
-        if told is not None:
-            message, source, fix = told
+    for _, failure in found:
+        if failure is not None:
+            message, source, fix = failure
             raise ProtrainError(message, source=source, fix=fix)
     return [result for result, _ in found]
 
@@ -393,7 +393,7 @@ class Saving:
     """A save that goes on beside training. `wait` raises what went wrong."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self.told = False  # that it did not become one
+        self.reported = False  # a failure was raised by `wait`
         self._work = ThreadPoolExecutor(1, "protrain saves").submit(work)
 
     def done(self) -> bool:
@@ -402,7 +402,7 @@ class Saving:
 
     def wait(self) -> None:
         """Wait until it is the checkpoint; raises where it did not become one."""
-        self.told = self._work.exception() is not None
+        self.reported = self._work.exception() is not None
         self._work.result()
 
 

@@ -125,7 +125,7 @@ def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]], sums: Sums)
 
 
 def _pack_together(ranks: Ranks, layers: list[tuple[Entry, Unpacked]], sums: Sums) -> None:
-    """Let each rank read and pack one of the layers, for all of them."""
+    """Read and pack one layer on each rank, and share the results."""
     mine: list[torch.Tensor] = []
     for entry, value in layers[ranks.rank : ranks.rank + 1]:
         fill_values([(entry, replace(value, place=mine.append))], sums)

@@ -26,7 +26,7 @@ def lines(text: str) -> str:
 
 
 def as_printed(text: str) -> str:
-    """Lines with colours, as they are about to be printed: whoever made them, the same holds."""
+    """Lines with colours, as they are about to be printed, from any source."""
     pieces = _COLOUR.split(text)  # every second one is a colour
     pieces[::2] = ["\n".join(map(one_line, piece.split("\n"))) for piece in pieces[::2]]
     return without_commands("".join(pieces))

@@ -55,7 +55,7 @@ LEAST_BARE = 2**20
 
 
 def typed_bytes(text: str) -> int:
-    """The bytes that a text names which somebody typed.
+    """Parse a size that a user typed into bytes.
 
     ProtrainError, besides those of `parse_bytes`, for a small number without a unit: 24 is 24GiB.
     """

@@ -173,7 +173,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of the device's memory that nobody has, and all of them."""
+    """Return the free and the total bytes of the device's memory."""
     free, total = torch.accelerator.get_memory_info(device)
     return int(free), int(total)
 
@@ -204,7 +204,7 @@ def collectives(device: torch.device) -> str:
 
 
 def free_cached(device: torch.device) -> None:
-    """Give back what the allocator has reserved and nobody has."""
+    """Release unused memory that the allocator has reserved."""
     if not on_host(device):
         torch.accelerator.empty_cache()
 
@@ -262,7 +262,7 @@ _NEEDED: dict[str, Callable[[torch.device], object]] = {
         of_type(device).pin or torch.empty(1, dtype=torch.uint8, pin_memory=True)
     ),
     "random states": random_state,
-    # Without it, dropout that is recomputed draws other numbers, and nobody says so.
+    # Without it, recomputed dropout silently draws other numbers.
     "flag by which torch.utils.checkpoint knows that random states are in use": lambda device: (
         torch.get_device_module(device)._initialized
     ),

@@ -251,7 +251,7 @@ class ThreadLane:
         return ticket
 
     def close(self) -> None:
-        """Let queued work end, then free the lane."""
+        """Finish queued work, then free the lane."""
         self._queue.put(None)
         self._thread.join(self._limit_s)
 
@@ -400,7 +400,7 @@ def private_pages(num_bytes: int) -> mmap.mmap:
 
 
 def ask_for_huge_pages(buffer: torch.Tensor) -> None:
-    """Let Linux back a CPU buffer with huge pages where it can: fewer page faults."""
+    """Ask Linux to back a CPU buffer with huge pages: fewer page faults."""
     advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
     if advise is None:
         return
@@ -417,7 +417,7 @@ many kernels take."""
 
 
 def quick_turns() -> Callable[[], None]:
-    """Let Python's threads take short turns; returns what undoes it."""
+    """Shorten the turns of Python's threads; returns the undo."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(min(usual, SWITCH_INTERVAL_S))
     return partial(sys.setswitchinterval, usual)
@@ -459,13 +459,13 @@ class Backend:
     def empty_host(self, num_bytes: int) -> torch.Tensor:
         """A new buffer in host memory, pinned where there is an accelerator.  # uint8 [num_bytes]
 
-        Whole pages and no more, where the type of device lets pages be pinned: PyTorch's own
+        Whole pages and no more, where the type of device can pin pages: PyTorch's own
         pinned allocator rounds up to powers of two. OutOfMemoryError where the system refuses.
         """
         if self.on_host or not num_bytes:
             return torch.empty(num_bytes, dtype=torch.uint8)
         with explained_exhaustion(
-            fix="let the process pin more (ulimit -l), or plan with a smaller --host-memory",
+            fix="raise the limit (ulimit -l), or plan with a smaller --host-memory",
             what=f"{format_bytes(num_bytes)} of host memory cannot be pinned",
         ):
             if devices.of_type(self.device).pin is None:
@@ -480,7 +480,7 @@ class Backend:
     def map_common(self, descriptor: int, num_bytes: int) -> torch.Tensor:
         """Memory that processes share by a file, to be read.  # uint8 [num_bytes], whole pages
 
-        Pinned where the type of device lets pages be pinned, which asks for pages to write to.
+        Pinned where the type of device can pin pages, which requires writable ones.
         """
         pins = not self.on_host and devices.of_type(self.device).pin is not None
         access = mmap.PROT_READ | (mmap.PROT_WRITE if pins else 0)
@@ -489,7 +489,7 @@ class Backend:
             buffer = torch.frombuffer(pages, dtype=torch.uint8)
         if pins:
             with explained_exhaustion(
-                fix="let the process pin more (ulimit -l), or plan without a common copy",
+                fix="raise the limit (ulimit -l), or plan without a common copy",
                 what=f"{format_bytes(num_bytes)} of a common copy cannot be pinned",
             ):
                 unpin = devices.pin(self.device, buffer.data_ptr(), num_bytes)
@@ -523,11 +523,11 @@ class Backend:
 
 
 def take_threads(number: int = 1) -> None:
-    """Let the calling thread have so many intra-op threads: more would contend with compute's.
+    """Limit the calling thread's intra-op threads: more would contend with compute's.
 
-    It is asked for its number first: a thread that was never asked takes the process's own when it
-    first needs one, whatever it has set. What it sets also becomes the process's own, for threads
-    to come: whoever started this one sets that back.
+    The current number is read first: without that, a thread takes the process's number at first
+    use, whatever it has set. Setting it also changes the process's number for later threads: the
+    starter of this thread restores it.
     """
     torch.get_num_threads()
     torch.set_num_threads(number)
@@ -559,7 +559,7 @@ class Buffers:
         return self._backend.empty(num_bytes)
 
     def give_up(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Let these serve again, but for those that somebody else still looks into."""
+        """Reuse these buffers, except those that are still referenced elsewhere."""
         if self._backend.on_host:
             self._spare += [buffer for buffer in buffers if not is_held(buffer)]
 

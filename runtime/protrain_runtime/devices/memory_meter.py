@@ -341,7 +341,7 @@ def reset_peak_rss() -> None:
 
 
 def return_freed_memory(threshold_bytes: int = 65536) -> bool:
-    """Let glibc give a freed block of `threshold_bytes` or more back to the system at once.
+    """Make glibc return freed blocks of `threshold_bytes` or more to the system at once.
 
     From then on resident memory follows the tensors; every such allocation costs page faults
     (10-35 % of step time), so this is for runs under a hard limit and for memory measurements,

@@ -47,7 +47,7 @@ class Room:
     memory_bytes    RAM that can be had without swapping, within the process's control group
     swap_bytes      free swap space: not for pinned memory
     resident_bytes  of this process in RAM already
-    data_limit      the most private memory that the system lets it hold (RLIMIT_DATA)
+    data_limit      its limit of private memory (RLIMIT_DATA)
     device_bytes    what this process's allocator may have of an accelerator, context apart
     disk_bytes      free in the spill directory
     file_limit      the longest file that the process may write (RLIMIT_FSIZE)
@@ -93,9 +93,7 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
     )
     if plan.workload.device == "cpu":
         process = takes.device + takes.context + takes.host
-        _memory(
-            "this process", process, room.data_limit, "the system lets it have {} (RLIMIT_DATA)"
-        )
+        _memory("this process", process, room.data_limit, "its limit is {} (RLIMIT_DATA)")
         available = room.memory_bytes
         if available is not None:
             available += room.resident_bytes + room.swap_bytes
@@ -181,7 +179,7 @@ def room_here(device: torch.device, directory: Path) -> Room:
 
 
 def free_host_bytes() -> int:
-    """Host memory that this process can still take; a large number where nobody says."""
+    """Host memory that this process can still take; a large number if unknown."""
     free = _free_on_host(room_here(devices.HOST, Path()), swap_bytes=0)
     return sys.maxsize if free is None else max(free, 0)
 

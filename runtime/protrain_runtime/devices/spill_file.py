@@ -1,8 +1,8 @@
 """A spill file: one unnamed file, read and written past the page cache wherever that can be.
 
-What passes through the page cache is fast while it fits into memory that nobody else wants, and as
-slow as the disk beyond. Direct I/O (O_DIRECT) has one speed, the disk's, and takes no memory that
-a plan does not know.
+Transfers through the page cache are fast while they fit into free memory, and as slow as the disk
+beyond. Direct I/O (O_DIRECT) has one speed, the disk's, and takes no memory that a plan does not
+know.
 
 [Note: whole blocks and their edges]
 Direct I/O takes whole blocks of the file, at addresses that the device can read. A range of a chunk

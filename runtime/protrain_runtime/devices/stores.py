@@ -35,11 +35,10 @@ MANY_VIEWS = 10_000
 class HostStore:
     """A tier in host memory. Every reservation is a buffer of exactly its size.
 
-    [Note: reads and writes of a store]
-    Reads and writes may overlap if their ranges do not. `read` and `write` have ended when they
-    return. A lane uses `start_read` and `start_write`: what the hardware can do by itself is only
-    submitted to the current stream, and the lane's ticket tells its end. Until then nobody may free
-    either side, or look at the host's.
+    [Note: reads and writes of a store] Reads and writes may overlap if their ranges do not. `read`
+    and `write` have ended when they return. A lane uses `start_read` and `start_write`: what the
+    hardware can do by itself is only submitted to the current stream, and the lane's ticket tells
+    its end. Until then neither side may be freed, nor the host's be read.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -82,7 +81,7 @@ class HostStore:
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         """Copy `source` (uint8, contiguous, on the device or the host) to the store."""
-        # A copy from here may be on its way still, of an evaluation that nobody has looked at: the
+        # A copy from here may still be running, of an evaluation whose output was not read: the
         # device's own copies queue behind it, the host's would not.
         if devices.on_host(source.device):
             self._backend.synchronize()
@@ -227,7 +226,7 @@ class DiskStore:
             raise self._failed("read back", error) from error
 
     def close(self) -> None:
-        with suppress(OSError):  # of bytes that nobody reads any more
+        with suppress(OSError):  # its bytes are no longer needed
             self._file.close()
 
     def _failed(self, what: str, error: OSError) -> ProtrainError:
@@ -272,7 +271,7 @@ class _Passage:
     def up(
         self, offset: int, target: torch.Tensor, read: Callable[[int, torch.Tensor], None]
     ) -> None:
-        """Let `read` fill every part, and copy it to the device in the current stream."""
+        """Fill every part with `read`, and copy it to the device in the current stream."""
         gone: list[torch.Event] = []
         for start, half in self._parts(offset, target.numel()):
             if len(gone) > 1:

@@ -1,9 +1,9 @@
 """Who may use a planned model now: one thread at a time, in the process that prepared it.
 
 A step is one thread's: its forwards, its backwards and its `optimizer.step()`. Steps may come from
-different threads, one after the other. Whoever comes while another thread's step is under way, or
-while another thread evaluates, saves or loads, is refused, and the other one goes on. Backward is
-told by autograd, which calls hooks in threads of its own: those are nobody's, and never refused.
+different threads, one after the other. A call during another thread's step, or while another thread
+evaluates, saves or loads, is refused, and the other thread goes on. Autograd reports backward by
+calling hooks in threads of its own: those own no step, and are never refused.
 
 A forked process has none of the threads that carry transfers out, and shares the spill file with
 the process that goes on: what would need either is refused there.
@@ -44,7 +44,7 @@ class Turns:
         self._now: dict[None, tuple[threading.Thread, str]] = {}
         self._step_of: threading.Thread | None = None
         self.stepped = True  # `optimizer.step()` of the last step has ended
-        self.gradients = False  # a backward has left some, and nobody has dropped them
+        self.gradients = False  # a backward has left some, not dropped yet
         self.num_steps = 0  # training forwards that have begun
 
     @property
@@ -113,7 +113,7 @@ def in_turn(
 ) -> Callable[
     [Callable[Concatenate[Owner, Rest], Result]], Callable[Concatenate[Owner, Rest], Result]
 ]:
-    """Let a function hold the model that its first argument is of, if that follows a plan."""
+    """Make a function hold its first argument's model, if that follows a plan."""
 
     def held(
         function: Callable[Concatenate[Owner, Rest], Result],
@@ -132,7 +132,7 @@ def in_turn(
 
 
 def watch_zero_grad(model: nn.Module, turns: Turns) -> Callable[[], None]:
-    """Let `model.zero_grad()` be refused during another thread's step, and noted; with the undo."""
+    """Refuse `model.zero_grad()` in another thread's step, else note it; returns the undo."""
     drop: Callable[[bool], None] = model.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -151,6 +151,6 @@ def _refused(what: str, other: threading.Thread, doing: str) -> TurnError:
     return TurnError(
         f"{what} in thread '{threading.current_thread().name}' while {doing} is under way in thread"
         f" '{other.name}': a model under a plan is used by one thread at a time",
-        fix="let that end first: a step is one thread's from its forward to optimizer.step() and"
+        fix="wait for that to end: a step is one thread's from its forward to optimizer.step() and"
         " zero_grad(), or until its loss and gradients are dropped",
     )

@@ -1,6 +1,6 @@
 """The work of PyTorch's compiler in this process: graphs, seconds, and hits of its cache.
 
-PyTorch counts all three by itself (`torch._dynamo.utils`), whoever has called `torch.compile`.
+PyTorch counts all three (`torch._dynamo.utils`), for every caller of `torch.compile`.
 """
 
 import sys

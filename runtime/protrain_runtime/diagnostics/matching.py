@@ -106,7 +106,7 @@ def check_kernels(plan: Plan) -> None:
         return
     if profiled:
         raise ProtrainError(
-            "the plan is for deterministic kernels, and PyTorch is not told to take them alone:"
+            "the plan requires deterministic kernels, and PyTorch does not use them exclusively:"
             " others may take more memory than was profiled",
             key="workload.deterministic",
             fix="torch.use_deterministic_algorithms(True) before prepare(), on CUDA with"
@@ -114,7 +114,7 @@ def check_kernels(plan: Plan) -> None:
             " --deterministic",
         )
     raise ProtrainError(
-        "PyTorch is told to take deterministic kernels alone, and the plan is for its usual ones:"
+        "PyTorch uses deterministic kernels only, and the plan is for its default ones:"
         " these may take more memory than was profiled",
         key="workload.deterministic",
         fix="profile with --deterministic and plan again, or"
@@ -132,7 +132,7 @@ def check_devices(
         raise ProtrainError(
             f"{devices} devices cannot be {replicas} replicas of the same size",
             key="settings.group.num_replicas",
-            fix="let it divide num_devices",
+            fix="choose a divisor of num_devices",
         )
     check_step(plan.units, plan.settings)
     if plan.group.num_devices == 1:
@@ -166,7 +166,7 @@ def check_offloaded(
             raise ProtrainError(
                 f"{unit.name} has parameters that share memory, and states that leave the device"
                 " are of parameters by themselves",
-                fix="give every parameter its own memory, or let the unit be persistent",
+                fix="give every parameter its own memory, or make the unit persistent",
             )
         dtypes = {part.dtype for part in chunk.slices if part.trainable}
         if len(dtypes) > 1:
@@ -274,7 +274,7 @@ def check_stepped(
                 f"{unit.name} has parameters that share memory, and its update in backward would"
                 " change what other units read",
                 key=f"units[{index}].states",
-                fix="let it be persistent",
+                fix="make it persistent",
             )
         for rule in (part.rule(rules) for part in chunk.slices if part.trainable):
             if rule.together:
@@ -427,7 +427,7 @@ def _in_words(changes: Mapping[str, Sequence[str]], counts: Sequence[int]) -> st
 
 
 def refuse_larger_batches(model: nn.Module, workload: Workload) -> Callable[[], None]:
-    """Let training calls raise where there is more in them than was planned; returns the undo.
+    """Refuse training calls with larger batches than planned; returns the undo.
 
     Either way: more sequences, or longer ones. Smaller batches are welcome, and so is any size
     where no graph is recorded. Of a factory's batches, every tensor is compared with that of the

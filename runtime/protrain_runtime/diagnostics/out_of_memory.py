@@ -1,7 +1,7 @@
 """Memory that ran out in a planned step: planned and actual bytes of the slot, and what is likely.
 
 A plan's peaks are upper bounds of what its step takes, so that memory runs out for a reason outside
-of the plan: another batch, memory that somebody else holds, or less room than was planned with.
+of the plan: another batch, memory of other processes, or less room than planned.
 """
 
 import re

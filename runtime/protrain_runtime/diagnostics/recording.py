@@ -47,7 +47,7 @@ class StepMemory:
 
     device_bytes   the peak of tensors on the device
     slot_bytes     that of every slot, and of the optimizer's step after them; without an engine
-                   only the last one is told apart
+                   only the last one is separate
     context_bytes  on a CPU, what the process held besides tensors, at most, at the marks
     """
 

@@ -1,1 +1,1 @@
-"""Walks a programme while a model computes. In: a `Program` and chunks. Out: moves, in time."""
+"""Walks a program while a model computes. In: a `Program` and chunks. Out: moves, in time."""

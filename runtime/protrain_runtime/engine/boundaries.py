@@ -2,7 +2,7 @@
 
 A model's units alternate between blocks (modules) and parts (what runs before, between and after
 blocks). `Boundaries` calls `Listener.enter(slot)` when a slot begins, in the order of the
-programme, forward and backward:
+program, forward and backward:
 
 - a block's forward slot begins when the block is called, a part's when the block before it returns
   (or when the model is called);
@@ -33,7 +33,7 @@ from protrain_runtime.devices.turns import TurnError, Turns
 
 
 class Listener(Protocol):
-    """A runner of slots, which is told of their boundaries."""
+    """A runner of slots, called at their boundaries."""
 
     def begin(self, *, training: bool) -> None:
         """The model was called; slot 0 begins. `training`: a graph is being recorded."""

@@ -1,8 +1,8 @@
 """The engine: walks the slots of a `Program` while the model computes.
 
-A step is one programme or several: micro-batches before the one that updates have their own. At
-every boundary that `Boundaries` reports it does what the programme says around a slot, in order:
-wait for what must have left, submit fetches, wait for what the slot reads, let it compute, release,
+A step is one program or several: micro-batches before the one that updates have their own. At
+every boundary that `Boundaries` reports it does what the program says around a slot, in order:
+wait for what must have left, submit fetches, wait for what the slot reads, compute, release,
 submit what it produced. A forward without a graph has a pass of its own (`evaluation`).
 """
 
@@ -44,14 +44,14 @@ from protrain_runtime.states.stand_ins import ConsumedGradient, plainly
 from protrain_runtime.states.unchanged_model import UnchangedModel
 
 Observer = Callable[[str], None]
-"""Told of every boundary: "begin", "slot 3" when what must leave before slot 3 has left, and
+"""Called at every boundary: "begin", "slot 3" when what must leave before slot 3 has left, and
 "backward ended"."""
 
 
 class Engine:
-    """Executes the programmes of a step.
+    """Executes the programs of a step.
 
-    The programme of `moves` ends with the update of offloaded chunks, and is that of a step that is
+    The program of `moves` ends with the update of offloaded chunks, and is that of a step that is
     clipped: what does speculative updates again is left out of others. `accumulating` is that of a
     micro-batch before. `step_on` is the optimizer's step on one persistent chunk. Ranks have
     `shared_buffers` alike.
@@ -89,7 +89,7 @@ class Engine:
         self.held_views: set[int] = set()  # units of which views were held after the forward
         self._passed_on: set[int] = set()  # units of which they were held after their slot
         self._read_early: set[int] = set()  # units that backward read before their slot
-        self.gathered = ""  # what has parameters on the device, in words: `full_parameters`
+        self.gathered = ""  # who has parameters on the device: `full_parameters`
         self._modified = False  # they may change there
         self._lent: EvaluationPass | None = None
         self.recorder: StepTimes | None = None  # of steps of `program`
@@ -215,7 +215,7 @@ class Engine:
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
         in_forward = slot < self._num_units or self._state.slot < 0
-        if self._ranks is None or in_forward:  # `abort` is told of what is wrong in a forward
+        if self._ranks is None or in_forward:  # `abort` reports failures of a forward
             self._enter(slot, inputs)
             return
         with self._failing("a backward"):
@@ -323,7 +323,7 @@ class Engine:
                 )
 
     def _let_last(self) -> None:
-        """Let buffers last of chunks that a step has shown to be used in their slots alone."""
+        """Keep buffers of chunks that a step has shown to be used in their slots alone."""
         boundaries = self.boundaries()
         if not self._unseen or boundaries is None:
             return
@@ -389,7 +389,7 @@ class Engine:
         with suppress(LaneError, RuntimeError):  # it is torn then
             self.end_updates()
         for number in sorted(self._running):
-            with suppress(RuntimeError):  # of what was saved, and nobody needs any more
+            with suppress(RuntimeError):  # saved, and no longer needed
                 self._moves.end(number)
         for chunk in self._offloaded:
             chunk.release(chunk.every_group)
@@ -464,7 +464,7 @@ class Engine:
         self._state.settle(what)
         self.end_updates()
         self.before_states_move()
-        for chunk in self._speculating:  # whoever asks may change what the update has read
+        for chunk in self._speculating:  # the caller may change what the update has read
             chunk.speculated = None
 
     @property
@@ -531,7 +531,7 @@ class Engine:
         return nullcontext() if self._ranks is None else self._ranks.meeting.reporting(what)
 
     def begin_update(self, *, same_options: bool) -> None:
-        """Let the updates start that waited, those ahead of the norm again with other options."""
+        """Start the updates that waited, and rerun those ahead of the norm if options changed."""
         self._state.begin_step()
         if self._times is not None:
             self._times.enter(len(self._program.slots))
@@ -556,7 +556,7 @@ class Engine:
             chunk.exchange()
 
     def _let_run(self, moves: Collection[int]) -> None:
-        """Do not wait for these, of those that run, until somebody needs what they do."""
+        """Do not wait for those of these moves that run until their results are needed."""
         going_on = self._running & set(moves)
         assert self._carried.keys().isdisjoint(going_on), "those of the last step have ended"
         self._carried |= {number: self._tickets[number] for number in going_on}
@@ -669,7 +669,7 @@ class Engine:
         for earlier in self._table.ends[index]:
             self._end(earlier)
         # After the drained moves have ended, whose buffers may serve these fetches, and before the
-        # observer looks: what nobody takes is no part of this slot.
+        # observer looks: unused buffers are no part of this slot.
         self._moves.pass_boundary(slot.submit)
         self._observe(f"slot {index}")
         for number in slot.submit:
@@ -734,8 +734,8 @@ class Engine:
         for number in slot.finish:
             move = self._program.moves[number]
             if move.kind == "update":
-                # From here on its lane may write to what is still on the device: whoever reads a
-                # parameter, or copies the model, would see a part of the update.
+                # From here on its lane may write to what is still on the device: reading a
+                # parameter, or copying the model, would show a part of the update.
                 self._chunks[move.unit].unbind(self._chunks[move.unit].every_group)
             self._submit(number)
 
@@ -780,7 +780,7 @@ class Engine:
         """Backward reads what a unit has saved: the unit's slot begins, if it has not begun."""
         slot = len(self._program.slots) - 1 - unit
         if self._state.slot >= slot or not in_backward():
-            return  # it has begun, or somebody looks at a graph
+            return  # it has begun, or a graph is inspected
         if (boundaries := self.boundaries()) is None:
             return
         if boundaries.running:

@@ -1,9 +1,9 @@
-"""The moves of a programme: the work for their lanes, and what stands until they have ended.
+"""The moves of a program: the work for their lanes, and what stands until they have ended.
 
 [Note: who frees what]
 Buffers are allocated and freed by the thread that computes, at slot boundaries only. A lane's work
 borrows the tensors that it reads or fills: `start` is called when the move enters its lane, and
-`end` when the engine has seen its end or has told compute to wait for it. On an accelerator that
+`end` when the engine has seen its end or has made compute wait for it. On an accelerator that
 order makes the caching allocator safe, whose blocks serve again at once in compute's stream: a
 buffer is freed after compute was ordered behind the copy out of it.
 
@@ -102,7 +102,7 @@ class GradientMoves:
         self.rooms: list[torch.Tensor] = []
         # By unit: to what, what is added, and by what the sum so far is multiplied first.
         self._arrived = defaultdict[int, list[_Arrived]](list)
-        # By unit and share: what leaves in every step, where nobody sees it on its way.
+        # By unit and share: what leaves in every step, where it cannot be seen on its way.
         self._keeps = not self._after_backward and settings.micro_batches == 1
         self._kept: dict[tuple[int, tuple[float, float]], list[_Place]] = {}
 
@@ -193,7 +193,7 @@ class _Sum:
 
 
 class Reductions:
-    """The sums of a programme that runs on several ranks: see [Note: how gradients are added]."""
+    """The sums of a program that runs on several ranks: see [Note: how gradients are added]."""
 
     def __init__(self, program: Program, ranks: Ranks, backend: Backend) -> None:
         self._settings, self._device = program.settings, program.device
@@ -388,7 +388,7 @@ class SwappedUnit:
 
 
 class Moves:
-    """The data side of a programme: chunks, swapped activations, optimizer pieces.
+    """The data side of a program: chunks, swapped activations, optimizer pieces.
 
     `program` is the one that ends with an update, which has every kind of move; `clear` sets which
     one runs. `options` returns the hyperparameters that hold now. `team` updates beside compute.
@@ -425,7 +425,7 @@ class Moves:
         # By unit: offsets and bytes of what is reserved for what it swaps.
         self._swap_regions: dict[int, list[tuple[int, int]]] = {}
         # By the move that writes it: what an update on a stream reads, until it has ended. Some run
-        # on when the programme's next run has begun.
+        # on when the program's next run has begun.
         self._working: dict[int, tuple[Piece, object]] = {}
         # By unit and range: pieces that are used in every step.
         self._kept: dict[tuple[int, int, int], Piece] = {}
@@ -434,7 +434,7 @@ class Moves:
         self.clear(program)
 
     def clear(self, program: Program) -> None:
-        """Forget the programme that ran, and do the moves of this one."""
+        """Forget the program that ran, and do the moves of this one."""
         self.program = program
         self.buffers.keep_for(())
         self._gradients.clear()
@@ -592,7 +592,7 @@ class Moves:
     def fetch(self, chunk: Chunk, groups: Iterable[int], *, lent: bool = False) -> Work:
         """Bring groups of a chunk to the device, one read per group, rank's range or copy.
 
-        `lent`: not for a step of the programme.
+        `lent`: not for a step of the program.
         """
         store, sharding = chunk.store, chunk.sharding
         assert store is not None

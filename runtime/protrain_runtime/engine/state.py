@@ -120,7 +120,7 @@ class StepState:
 class MemorySnapshot:
     """Bytes in one slot, as they stand.
 
-    slot       the programme's slot; the one after the last is the device's update
+    slot       the program's slot; the one after the last is the device's update
     states     persistent parameters (the optimizer's states are the optimizer's to tell)
     gradients  of all parameters, while they are on the device
     transfers  buffers of chunks, and swapped activations on their way
@@ -178,7 +178,7 @@ def all_bytes(device: torch.device) -> int:
 
 
 def unzeroed_gradient(chunks: Iterable[Chunk]) -> str | None:
-    """A parameter whose gradient the plan used in the last step, and nobody has zeroed."""
+    """A parameter whose gradient the plan used in the last step, and was not zeroed."""
     consumed = (part for chunk in chunks for part in chunk.consumed)
     used = (part.name for part in consumed if isinstance(part.parameter.grad, UsedGradient))
     return next(used, None)

@@ -1,4 +1,4 @@
-"""The facts that the engine asks of a programme at every boundary, worked out once."""
+"""The facts that the engine asks of a program at every boundary, worked out once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from protrain_runtime.contract.records.plan import UnitPlan
 
 
 class Table(NamedTuple):
-    """A programme as the engine walks it.
+    """A program as the engine walks it.
 
     names  of moves, for errors
     ends   by slot, the moves that end before its fetches: those that must have left, and those

@@ -70,7 +70,7 @@ def use_plan(
 
 
 def autocast_of(accelerator: Accelerator) -> DType | None:
-    """Return the dtype that the accelerator lets a prepared model compute in."""
+    """Return the dtype that a model prepared by the accelerator computes in."""
     found: dict[str, DType] = {"bf16": "bfloat16", "fp16": "float16"}
     return found.get(accelerator.mixed_precision)
 

@@ -91,7 +91,7 @@ def check_loop(
         raise ProtrainError(
             f"{name} compiles the model, and a plan counts what PyTorch keeps without compiling",
             source=source,
-            fix=f"let {name} not compile{_EACH_BLOCK}",
+            fix=f"do not compile with {name}{_EACH_BLOCK}",
         )
     workload = plan.workload
     planned = workload.dtype if workload.precision == "autocast" else None

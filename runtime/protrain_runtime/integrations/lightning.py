@@ -43,7 +43,7 @@ class PlannedRanks(DDPStrategy):
 
 
 class UsePlan(Callback):
-    """Lets `fit` train the network under `attribute` of the module under a plan."""
+    """Makes `fit` train the module's network at `attribute` under a plan."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class UsePlan(Callback):
                 f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers, and a plan"
                 " is for one",
                 source=self._source,
-                fix="let configure_optimizers return a single optimizer, with parameter groups",
+                fix="return a single optimizer, with parameter groups, from configure_optimizers",
             )
         trainer.optimizers = [
             follow(

@@ -38,7 +38,7 @@ def use_plan(
     spill_directory: Path | str | None = None,
     check: Check | None = None,
 ) -> None:
-    """Let `trainer` train under `plan`, from its next `train()` on.
+    """Make `trainer` train under `plan`, from its next `train()` on.
 
     The trainer's own optimizer (`optim`, `learning_rate`, ... or `optimizers=`), scheduler,
     accumulation, clipping, evaluation and checkpoints are used as they are. It takes the norm of
@@ -103,7 +103,7 @@ def use_plan(
 
 
 def _save_together(trainer: Trainer) -> None:
-    """Let all ranks come to where rank 0 saves: each has a part of what it writes."""
+    """Make all ranks take part in rank 0's saves: each has a part of what it writes."""
     save, save_optimizer = trainer._save, trainer._save_optimizer_and_scheduler
 
     def save_model(output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -63,7 +63,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._consumed: Sequence[Chunk] = ()  # whose gradients the plan uses up
         self._engine: Engine | None = None
         self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
-        self._told: list[Callable[[str], object]] = []  # of modes
+        self._mode_listeners: list[Callable[[str], object]] = []  # of modes
         groups, states = self.inner.param_groups, self.inner.state
         super().__init__(groups, self.inner.defaults)
         # The groups are the inner optimizer's, not copies: one set of options.
@@ -124,9 +124,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 inner.param_groups = value  # type: ignore[union-attr]
 
     def tell_modes(self, tell: Callable[[str], object]) -> Callable[[], None]:
-        """Let `tell` be called with "train" and "eval" when these are; returns the undo."""
-        self._told.append(tell)
-        return lambda: self._told.remove(tell)
+        """Call `tell` with "train" and "eval" when these are called; returns the undo."""
+        self._mode_listeners.append(tell)
+        return lambda: self._mode_listeners.remove(tell)
 
     def _switch(self, mode: str) -> None:
         """Into a mode, in which parameters may have other values: what is offloaded, too."""
@@ -144,7 +144,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 load_state(chunk, part, worker.state[shadow])
             getattr(self.inner, mode)()
             self._states.renew()
-            for tell in self._told:
+            for tell in self._mode_listeners:
                 tell(mode)
             for part in (part for chunk in self._chunks for part in chunk.slices):
                 if not self.inner.state.get(part.parameter, True):  # it was looked for there
@@ -177,7 +177,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         step_alone(self.inner, set(chunk.parameters), self._used)
 
     def _make_room(self, chunks: Sequence[Chunk]) -> None:
-        """Let masters be stepped on in the largest chunk's workspace, which is counted."""
+        """Step on masters in the largest chunk's workspace, which is counted."""
         if isinstance(self.inner, MasterOptimizer):
             due = (
                 sum(each.numel() for each in chunk.parameters if each.grad is not None)

@@ -1,12 +1,12 @@
 """`optimizer.state` under a plan: one mapping for all parameters, wherever their states are.
 
-[Note: states on loan]
-The states of an offloaded parameter lie in a store, where nobody can look at them or write to them.
-Code that asks for them gets a loan: a dictionary with copies on the parameter's device. Before
-anything reads the store again (a forward, a step, a checkpoint), loans are written back, so that
-what was written, replaced or removed in them takes effect as in plain PyTorch. A loan that nobody
-else holds ends there, and memory is free for the next one. One that is held on shows the new values
-after each step: its tensors are filled again, and stay the objects that they are.
+[Note: states on loan] The states of an offloaded parameter lie in a store, where they can be
+neither read nor written. Code that asks for them gets a loan: a dictionary with copies on the
+parameter's device. Before anything reads the store again (a forward, a step, a checkpoint), loans
+are written back, so that what was written, replaced or removed in them takes effect as in plain
+PyTorch. A loan without other references ends there, and memory is free for the next one. One that
+is held on shows the new values after each step: its tensors are filled again, and stay the objects
+that they are.
 """
 
 import sys
@@ -130,7 +130,7 @@ class PlannedStates(MutableMapping[Any, Any]):
         self._loans.clear()
 
     def write_back(self, *, updating: bool = False) -> None:
-        """Bring loans to their stores, and end those that nobody else holds.
+        """Write loans back to their stores, and end those without other references.
 
         `updating`: a forward begins whose backward updates, and what is written after it is too
         late. RuntimeError for states that the plan has no place for; they stay on loan.
@@ -240,7 +240,7 @@ def offloaded_states(
 
 
 def load_state(chunk: Chunk, part: Slice, loaded: Mapping[str, Any]) -> None:
-    """Let an offloaded parameter have these states."""
+    """Store these states of an offloaded parameter."""
     layouts = chunk.own.current.of(part)
     state = taken_apart(unwrapped(loaded, {layout.key for layout in layouts}))
     for layout in layouts:
@@ -284,7 +284,7 @@ def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
 
 
 def _drop(chunk: Chunk, part: Slice) -> None:
-    """Let an offloaded parameter have no states."""
+    """Drop the states of an offloaded parameter."""
     chunk.current.updated.discard(part.name)
     chunk.current.scalars.pop(part.name, None)
     chunk.speculated = None
@@ -332,7 +332,7 @@ def _fill(state: dict[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def _is_held(loans: Mapping[Any, dict[str, Any]], key: Any) -> bool:
-    """Whether somebody else has a loan: its dictionary, one of its tensors, or a view of one."""
+    """Whether a loan has other references: to its dictionary, one of its tensors, or a view."""
     if sys.getrefcount(loans[key]) > _ALONE:
         return True
     for name in loans[key]:
@@ -349,4 +349,4 @@ def _is_held(loans: Mapping[Any, dict[str, Any]], key: Any) -> bool:
 
 _DICTIONARY: dict[str, Any] = {"value": object()}
 _ALONE = sys.getrefcount(_DICTIONARY["value"])
-"""References that are counted to a dictionary's value that nobody else has."""
+"""The reference count of a dictionary's value without other references."""

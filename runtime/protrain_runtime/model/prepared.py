@@ -1,7 +1,7 @@
 """A prepared model's plan, what others see of it, and how the model is given back.
 
 A copy or a pickle is a plain model with the values that it has now. What a plan puts on modules
-(hooks, code, threads behind them) is the plan's: it is told by looking at the modules before and
+(hooks, code, threads behind them) is the plan's: it is found by comparing the modules before and
 after, and a copy is made of what is left without it. State dicts show and accept the real values of
 offloaded parameters.
 """
@@ -179,7 +179,7 @@ def _is_table(name: str, value: object) -> bool:
 
 
 def let_copy(before: Look) -> Callable[[], None]:
-    """Let copies of the modules be plain; returns what undoes it."""
+    """Make copies of the modules plain; returns the undo."""
     stack = ExitStack()
     for module, state in before.items():
         hooks: dict[str, frozenset[object]] = {}  # added by the plan, by table
@@ -318,7 +318,7 @@ class _Listing(local):
 def add_state_dict_hooks(
     model: nn.Module, chunks: Sequence[Chunk], engine: Engine, undo: Undo
 ) -> None:
-    """Let state dicts show and accept offloaded parameters' values, all at once."""
+    """Make state dicts show and accept offloaded parameters' values, all at once."""
     offloaded = offloaded_parameters(chunks)
     below = [chunk for chunk in chunks if chunk.store is not None]
     listing = _Listing(model, engine, {part.parameter: (c, part) for c, part in offloaded.values()})

@@ -32,8 +32,8 @@ def common_memory(ranks: Ranks, num_bytes: int) -> int:
                     " another; or plan for other nodes (--nodes)",
                 )
     made = _made(num_bytes) if place == 0 else -1
-    told = ranks.all_objects((os.getpid(), made, os.fstat(made).st_ino if made >= 0 else 0))
-    process, descriptor, number = told[ranks.rank - place]
+    shared = ranks.all_objects((os.getpid(), made, os.fstat(made).st_ino if made >= 0 else 0))
+    process, descriptor, number = shared[ranks.rank - place]
     if place:
         try:
             made = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -43,7 +43,7 @@ def common_memory(ranks: Ranks, num_bytes: int) -> int:
             raise ProtrainError(
                 f"rank {ranks.rank} cannot open the common copy that rank {ranks.rank - place} has"
                 f" made: {error.strerror or error}",
-                fix="let the ranks of a node see each other's processes (one container, one user),"
+                fix="make a node's ranks see each other's processes (one container, one user),"
                 " or plan without a common copy",
             ) from error
     ranks.all_objects(None)  # the one that made it keeps it until all have it

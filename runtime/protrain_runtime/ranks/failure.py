@@ -88,7 +88,7 @@ class Meeting:
 
     @property
     def lost(self) -> Report | None:
-        """The failure that nobody goes on from; RuntimeError where the store is gone."""
+        """The final failure, which ends all ranks; RuntimeError where the store is gone."""
         if self._lost is None and self._store.check([_LOST]):
             self._lost = Report(**json.loads(self._store.get(_LOST)))
         return self._lost
@@ -187,7 +187,7 @@ class Meeting:
                 raise known(
                     RanksError(
                         f"rank {rank} is in {theirs}, and rank 0 in {found[0][0]}",
-                        fix="let every rank go through the same calls in the same order",
+                        fix="make the same calls in the same order on every rank",
                     )
                 )
         return [brought for _, brought in found]

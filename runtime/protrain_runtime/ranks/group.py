@@ -1,6 +1,6 @@
 """This rank among the others: the groups that collectives run in, and what ranks agree on.
 
-Every rank runs the same programme, so that all of them meet in the same collectives in the same
+Every rank runs the same program, so that all of them meet in the same collectives in the same
 order. A rank that does not come makes the others wait, up to a time limit. A rank that fails says
 why at the ranks' store (see `failure`).
 
@@ -208,11 +208,11 @@ def _of_this_world() -> None:
 
 
 def leave() -> None:
-    """Let go of all groups, before the world that they are in is destroyed.
+    """Release all groups, before the world that they are in is destroyed.
 
-    Gloo ends a group's threads when nobody has it any more, and what they hold needs Python to be
-    freed. A group that is kept until the interpreter ends could still run one then; and a model
-    that only a cycle keeps has groups until the collector comes by.
+    Gloo ends a group's threads with its last reference, and freeing what they hold needs Python. A
+    group that is kept until the interpreter ends could still run one then; and a model that only a
+    cycle keeps has groups until the collector comes by.
     """
     gc.collect()
     _groups.clear()

@@ -126,7 +126,7 @@ def parameters_in_files(directory: Path) -> Iterator[None]:
 
     Constructors write to them as ever, so that they draw the same numbers; the system can write
     such memory to the disk, and does not count it as the process's own. A parameter stays the
-    object that it is. One whose memory somebody else has, too, stays where it is.
+    object that it is. One that shares its memory stays where it is.
     """
     apply: Any = nn.Module._apply
     known = WeakTensorKeyDictionary()  # where parameters lie that are in files
@@ -162,7 +162,7 @@ _FILE_FROM = 2**16
 
 
 def _in_file(values: torch.Tensor, directory: Path) -> torch.Tensor:
-    """A copy in a file of its own, which goes when nobody has the copy any more."""
+    """A copy in a file of its own, which is removed with the copy's last reference."""
     size = values.untyped_storage().nbytes()
     try:
         with TemporaryFile(dir=directory) as file:
@@ -202,7 +202,7 @@ def absent_parameters(model: nn.Module) -> set[str]:
 def give_places(
     model: nn.Module, device: torch.device, below: Set[nn.Parameter]
 ) -> Callable[[], None]:
-    """Let all tensors of the model be on the device, those of `meta` without values.
+    """Move all tensors of the model to the device, those on `meta` without values.
 
     Parameters that are `below` hold nothing: their chunk sends them to its store. Returns what
     gives the model its tensors back. ProtrainError for a tensor whose values nothing can tell.
@@ -227,7 +227,7 @@ def give_places(
 
 @contextmanager
 def holding_nothing(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Parameters on `meta` are on the device inside, of their shapes, and nobody reads them."""
+    """Give parameters on `meta` their shapes on the device inside; they are never read."""
     with ExitStack() as undo:
         for parameter in model.parameters():
             if parameter.is_meta:
@@ -258,7 +258,7 @@ def _place(
 
 
 def _exchange(parameter: nn.Parameter, values: torch.Tensor) -> Callable[[], None]:
-    """Let a parameter of `meta` have these values; returns the undo."""
+    """Give a parameter on `meta` these values; returns the undo."""
     made: Any = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     carry_scales(parameter, made, partial(torch.empty_like, device=values.device))

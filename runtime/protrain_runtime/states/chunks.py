@@ -10,13 +10,13 @@ keeps its ranges as a chunk of its own: parts of parameters, flat, in the order 
 With a common copy, the frozen region is whole in memory that the ranks of a node share, and nothing
 of it is padded or a rank's own.
 
-[Note: views for good]
-On an accelerator, parameters stay views of one buffer per group, whose memory is freed when the
-group leaves and allocated when it comes, as FSDP2 does it. The tensors that autograd saves of them
-are known: where another one holds a buffer that leaves, it is the model's, and would read memory
-that is gone. Such a buffer is left to whoever has it, and those of the chunk are new ones from the
-next step on. So are those of a first step, which sees who is read in backward before its slot has
-begun. Forwards without a graph have new buffers, as code may keep what they hand out.
+[Note: views for good] On an accelerator, parameters stay views of one buffer per group, whose
+memory is freed when the group leaves and allocated when it comes, as FSDP2 does it. The tensors
+that autograd saves of them are known: where another one holds a buffer that leaves, it is the
+model's, and would read memory that is gone. Such a buffer is left to its holder, and the chunk gets
+new ones from the next step on. So it does in a first step, which records reads in backward before a
+chunk's slot has begun. Forwards without a graph have new buffers, as code may keep what they hand
+out.
 """
 
 import sys
@@ -225,7 +225,7 @@ class Chunk:
     With `sharding`, this is what stands on the device, and `own` what this rank has in the store.
 
     A chunk that is updated speculatively has a second copy of its states, `spare`. An update reads
-    the current copy and writes all of the spare one; `exchange` lets that be the current one.
+    the current copy and writes all of the spare one; `exchange` makes that the current one.
     """
 
     unit: int
@@ -274,7 +274,7 @@ class Chunk:
     aside: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     sharding: "Sharding | None" = None
     element_bytes: int = 0  # of trainable elements, where ranks share them
-    # How the optimizer lets parameters be cut, where it is not at any PIECE_ALIGNMENT elements.
+    # Where the optimizer allows cuts of parameters, if not at any PIECE_ALIGNMENT elements.
     rules: dict[str, UpdateRule] = field(default_factory=dict[str, UpdateRule])
     # The runs of ranges that were updated (see `updates.runs_in`), by first and past element.
     runs: dict[tuple[int, int, int], tuple[Any, ...]] = field(
@@ -301,7 +301,7 @@ class Chunk:
         return self.sharding is None or self.sharding.part_of(name) is not None
 
     def exchange(self) -> None:
-        """Let the copy that an update writes be the current one."""
+        """Make the copy that an update writes the current one."""
         assert self.spare is not None
         self.current, self.spare = self.spare, self.current
         self.speculated = None
@@ -331,7 +331,7 @@ class Chunk:
         return range(len(self.groups))
 
     def size(self, rules: UpdateRules) -> ChunkSize:
-        """The sizes from which a programme is compiled."""
+        """The sizes from which a program is compiled."""
         several = len(self.groups) > 1
         trainable = [(part, part.rule(rules)) for part in self.slices if part.trainable]
         state_bytes = sum(rule.state_bytes(part.numel) for part, rule in trainable)
@@ -360,7 +360,7 @@ class Chunk:
         )
 
     def join_groups(self) -> None:
-        """Let all parameters come and go as one group."""
+        """Move all parameters as one group."""
         slices = tuple(replace(part, group=0, inside=part.offset) for part in self.slices)
         self.groups = (Group(0, self.parameter_bytes, slices, self.gradient_bytes),)
         self.hollow = {0} if self.hollow else set()
@@ -411,14 +411,14 @@ class Chunk:
         self.saved.clear()
 
     def end_step(self) -> None:
-        """Forget the saved views that autograd has let go of, and buffers that last no longer."""
+        """Forget the saved views that autograd has released, and buffers that last no longer."""
         if self.lasting and not self.lasts:
             self.last(lasts=False)
         for views in self.saved.values():
             views[:] = [view for view in views if view() is not None]
 
     def bind(self, groups: Iterable[int]) -> None:
-        """Let the parameters of these groups be views of their buffers."""
+        """Make the parameters of these groups views of their buffers."""
         for number in groups:
             buffer, lasting = self.buffers[number], self.lasting.get(number)
             lasts = lasting is not None and buffer is lasting.buffer
@@ -476,7 +476,7 @@ class Chunk:
     def release(self, groups: Collection[int], *, looks: bool = False) -> list[torch.Tensor]:
         """Take the buffers of these groups from the model: those that do not last are returned.
 
-        With `looks`, those that somebody holds last no longer.
+        With `looks`, those with other holders last no longer.
         """
         released: list[torch.Tensor] = []
         for number in groups:
@@ -503,7 +503,7 @@ class Chunk:
         return read_values(self, part).to(part.parameter.device)
 
     def put_aside(self) -> None:
-        """Let parameters that backward has updated be away until `put_back`."""
+        """Send parameters that backward has updated away until `put_back`."""
         for part in self.slices:
             if part.trainable:
                 self.aside[part.name] = part.parameter.data
@@ -516,7 +516,7 @@ class Chunk:
                 send_away(part.parameter, place)
 
     def put_back(self) -> None:
-        """Let the parameters that `put_aside` took be what they are."""
+        """Bring back the parameters that `put_aside` sent away."""
         for part in self.slices:
             if (values := self.aside.pop(part.name, None)) is not None:
                 come_back(part.parameter)
@@ -532,7 +532,7 @@ class Chunk:
                 if gradient.layout != torch.strided:
                     raise RuntimeError(
                         f"the gradient of {part.name} is sparse, and this plan takes it from the"
-                        " device: profile and plan this model again, which lets its states stay"
+                        " device: profile and plan this model again, which keeps its states there"
                     )
                 if gradient.is_conj() or gradient.is_neg():
                     gradient = gradient.resolve_conj().resolve_neg()
@@ -589,7 +589,7 @@ class Chunk:
                     part.parameter.grad = None
 
     def show_consumed(self) -> None:
-        """Let what was hidden stand again where no other gradient came."""
+        """Restore hidden gradients where no other gradient came."""
         for part in self.slices if self.hidden else ():
             if part.name in self.hidden and part.parameter.grad is None:
                 part.parameter.grad = self.hidden[part.name]
@@ -680,7 +680,7 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
     assert chunk.store is not None
     if chunk.sharding is not None:
         what, ranks = "parameters" if layout is None else "optimizer states", chunk.sharding.ranks
-        # What is gathered is on the host before the ranks part, or a failure was told.
+        # Gathered values are on the host before the ranks part, or a failure was reported.
         with ranks.meeting.reporting(f"a gather of {what}", final=True):
             whole = chunk.sharding.gather(chunk, part, layout).cpu()
         # A copy: on a CPU `whole` is a view of all that was gathered with it.

@@ -1,7 +1,7 @@
 """Plain training with some parameters stepped on in host memory, as plans on accelerators do.
 
 The host's kernels of an optimizer round otherwise than an accelerator's. A run that is compared
-with a plan's, bit by bit, lets the host update the same parameters.
+with a plan's, bit by bit, updates the same parameters on the host.
 """
 
 from collections.abc import Callable, Collection, Iterable

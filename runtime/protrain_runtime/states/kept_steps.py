@@ -171,7 +171,7 @@ class Range:
         return Range(worker, shadows, [*heads.values()], usual, [])
 
     def step(self) -> None:
-        """Let the optimizer step once."""
+        """Step the optimizer once."""
         for elements, factors in self.factors:
             scaled(elements, factors)
         for kernel in self.kernels:
@@ -260,7 +260,7 @@ class KeptRanges:
         self._end()
 
     def _share_counters(self, kernel: FusedAdam) -> None:
-        """Let all parameters have one counter that are at the same step: it is counted once."""
+        """Share one counter among parameters at the same step: it is counted once."""
         counters = [state["step"] for state in kernel.states]
         alike = all(high == part.numel for one in kernel.shadows for part, _, high in one.spans)
         if alike and len(counters) > 1 and len(set(torch.stack(counters).tolist())) == 1:

@@ -42,7 +42,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     Parameters are stepped on in batches, each by one optimizer of the user's class. A batch is what
     has room for its float32 gradients: `room_elements` of them, or those of the largest parameter
-    where that is more. All gradients at once would be memory that nobody counts on; one parameter
+    where that is more. All gradients at once would take memory that no plan counts; one parameter
     after the other would cost an optimizer and a call of its step for each, which is most of what
     small ones take. A parameter that float32 would not widen is its own master: of float32 itself,
     of float64, a complex one.

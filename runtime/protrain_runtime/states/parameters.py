@@ -22,7 +22,7 @@ def refuse_parameters(model: nn.Module, *, source: str) -> None:
         raise ProtrainError(
             "the model has no trainable parameters: there is no step to plan",
             source=source,
-            fix="let some require gradients",
+            fix="require gradients of some",
         )
     parameter: Any  # of classes that mypy thinks cannot exist
     for name, parameter in model.named_parameters():
@@ -30,13 +30,13 @@ def refuse_parameters(model: nn.Module, *, source: str) -> None:
             problem = f"is a {type(parameter).__name__}, which is made of tensors of its own"
             fix = "plan the model before its parameters are wrapped, distributed or quantised"
         elif not issubclass(type(parameter), nn.Parameter | FakeTensor):
-            problem, fix = f"is a {type(parameter).__name__}", "let it be a torch.nn.Parameter"
+            problem, fix = f"is a {type(parameter).__name__}", "make it a torch.nn.Parameter"
         elif parameter.layout != torch.strided:
-            problem, fix = f"is sparse ({parameter.layout})", "let it be dense"
+            problem, fix = f"is sparse ({parameter.layout})", "make it dense"
         elif parameter.is_quantized:
             problem, fix = "is quantised", "plan the model before its parameters are quantised"
         elif torch._debug_has_internal_overlap(parameter) == 1:
-            problem, fix = "has elements that share memory", "let it be contiguous"
+            problem, fix = "has elements that share memory", "make it contiguous"
         else:
             continue
         raise ProtrainError(

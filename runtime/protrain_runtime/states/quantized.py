@@ -16,11 +16,11 @@ a bit of training:
 
 - Its products keep the packed weight for backward where no hook sees it: in attributes of
   autograd's context, of 8 bits in the layer's `state`, too. A chunk's buffer would be held from
-  forward to backward. `save_packed_weights` lets it be saved as every operator saves. Products of
+  forward to backward. `save_packed_weights` saves it as every operator saves. Products of
   8 bits keep their input as well, which they need for the gradient of a weight that has one.
 - On a CPU with AVX-512 and bfloat16 an evaluation packs a weight of 4 bits anew, in place and for
   good. It would write to what a plan has placed, and training could not go on from there without a
-  plan either. The layers are told that the processor has no such instructions.
+  plan either. The layers are made to see a processor without these instructions.
 - DoRA reads a weight as numbers in every forward, and on a CPU PEFT puts a copy into its place; one
   of 8 bits has lost its scales by then, so that PEFT's own second step fails. It knows a packed
   weight by its class, which a fake one has not. `leave_packed_weights` reads it and leaves it.
@@ -137,7 +137,7 @@ def _with_tensors(state: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> A
 def carry_scales(
     weight: nn.Parameter, made: nn.Parameter, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Let a parameter made in place of a packed weight have what that has besides its bytes."""
+    """Give a parameter made in place of a packed weight its attributes besides its bytes."""
     own = weight.__dict__
     if own.get(STATE) is not None:
         made.__dict__.update(own)
@@ -149,7 +149,7 @@ def carry_scales(
 
 
 def name_scales(module: Any) -> None:
-    """Let a packed layer, too, have the scales of the weight that it has by now."""
+    """Copy the scales of a packed layer's current weight to the layer."""
     weight = module._parameters.get("weight")
     own = {} if weight is None else weight.__dict__
     if own.get(STATE) is not None:
@@ -169,7 +169,7 @@ def packed_like(weight: Any, values: torch.Tensor, *, eight: bool) -> Any:
     if eight:
         kind, settings = found.nn.Int8Params, settings | {ROW_SCALES: None, "CB": None}
     else:
-        # With its layer it would let that have the new scales.
+        # With its layer it would set that layer's scales, too.
         unpacked = {STATE: None, "bnb_quantized": False, "module": None}
         kind, settings = found.nn.Params4bit, settings | unpacked
     known = found.functional.name2qmap
@@ -194,14 +194,14 @@ _PACKED_FROM = "packed_from"
 
 
 def dtype_before(layer: Any) -> torch.dtype | None:
-    """The dtype of the numbers that a packed weight was made of; None where nobody has noted it."""
+    """The dtype that a packed weight was made of; None if unknown."""
     state = getattr(layer.weight, STATE, None)
     noted: torch.dtype | None = getattr(layer.weight, _PACKED_FROM, getattr(state, "dtype", None))
     return noted
 
 
 def pack_absent(model: nn.Module) -> Callable[[], None]:
-    """Let weights on `meta` that wait to be packed have packed shapes; returns the undo."""
+    """Give weights on `meta` that wait to be packed their packed shapes; returns the undo."""
     undo = ExitStack()
     for _, layer in packed_layers(model):
         weight = layer.weight
@@ -291,8 +291,8 @@ def settle_quantized(model: nn.Module) -> Callable[[], None]:
     """Settle what is said above; returns what gives layers back to the library.
 
     Evaluations pack again then, and layers of 8 bits have their bytes in their `state`. Products
-    stay, and biases of 4 bits, because nobody can see them but by the memory that they save. A
-    model without packed weights is left alone.
+    stay, and biases of 4 bits, since only the memory that they save shows them. A model without
+    packed weights is left alone.
     """
     undo = ExitStack()
     for name, layer in packed_layers(model):
@@ -319,7 +319,7 @@ def _settle_eight_bits(name: str, layer: Any) -> list[Callable[[], None]]:
     if state.CB is not None or getattr(weight, "CB", None) is not None:
         undo.append(lambda: setattr(state, "CB", layer.weight.data))
     found = scales_of(layer).get(ROW_SCALES)
-    if found is not None:  # whoever moved the weight may have left them
+    if found is not None:  # moving the weight may have left them behind
         setattr(weight, ROW_SCALES, found.to(weight.device))
         state.SCB = getattr(weight, ROW_SCALES)
     weight.CB = state.CB = None
@@ -336,12 +336,12 @@ def _refuse_bias(name: str, layer: Any, inputs: tuple[torch.Tensor, ...]) -> Non
         raise ProtrainError(
             f"the bias of '{name}' is in {has} and its input in {gets}: a layer of 8 bits would"
             " convert the bias, which a plan has placed",
-            fix=f"let it be in {gets} before, or let the whole model be in one dtype",
+            fix=f"convert it to {gets} before, or the whole model to one dtype",
         )
 
 
 def leave_packed_weights() -> None:
-    """Let PEFT read packed weights as numbers without replacing them, from now on."""
+    """Make PEFT read packed weights as numbers without replacing them, from now on."""
     for name, module in list(sys.modules.items()):
         own = getattr(module, _NUMBERS, None) if name.startswith("peft.") else None
         if own is not None and not hasattr(own, "__wrapped__"):
@@ -369,7 +369,7 @@ _SAVES = "saves_packed_weights"
 
 
 def save_packed_weights() -> None:
-    """Let products with packed weights save them through autograd, in this process from now on."""
+    """Make products save packed weights through autograd, in this process from now on."""
     functions: Any = sys.modules["bitsandbytes.autograd._functions"]
     if hasattr(getattr(functions, _FOUR), _SAVES):
         return
@@ -414,7 +414,7 @@ def products_of_a_card() -> Iterator[None]:
     """Products of 8 bits inside are those of a card, where the library takes others on a CPU.
 
     On a card inputs are quantised, too; a CPU makes numbers of the weight. Fake tensors are on a
-    CPU. A card's products warn of every input of bfloat16, which is not told here.
+    CPU. A card's products warn of every bfloat16 input; that warning is silenced here.
     """
     global _as_on_a_card
     log = logging.getLogger("bitsandbytes.autograd._functions")

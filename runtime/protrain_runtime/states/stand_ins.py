@@ -93,8 +93,8 @@ class GradientInStore:
     `shared`: it is this rank's part of a gradient, `norm` that of all parts, and `count` says how
     many ranks had one, where this one had none. `arrived`: no move is writing it. `lent` is the
     gradient on the device while code works on it, `seen` whether a view of it was handed out,
-    `pinned` whether as an address, which nobody counts, and `changed` whether the store's bytes are
-    others than backward left.
+    `pinned` whether as an address, which has no reference count, and `changed` whether the store's
+    bytes differ from what backward left.
     """
 
     store: Store
@@ -156,7 +156,7 @@ class GradientInStore:
 
     @property
     def held(self) -> bool:
-        """Whether somebody has a view of what was lent."""
+        """Whether a view of what was lent is alive."""
         lent = self.lent
         if self.pinned:
             return True
@@ -218,7 +218,7 @@ class OffloadedGradient(ConsumedGradient):
 
 
 def _end_loans(gradients: Sequence[OffloadedGradient]) -> None:
-    """Take back what this thread was lent of the same stores, and nobody holds."""
+    """Take back this thread's loans of the same stores that are no longer held."""
     stores = {id(each.stored.store) for each in gradients}
     loans = _loans()
     for stored in [one for ref in loans if (one := ref()) is not None]:
@@ -471,7 +471,7 @@ def send_all_away(places: Iterable[tuple[nn.Parameter, Elsewhere]], *, stay: boo
 
 
 def come_back(*parameters: nn.Parameter) -> None:
-    """Let parameters be what they were; whoever calls this gives them values."""
+    """Restore the parameters' classes; the caller gives them values."""
     for parameter in parameters:
         held = parameter.__dict__
         if _KEY in held:
@@ -480,7 +480,7 @@ def come_back(*parameters: nn.Parameter) -> None:
 
 
 def let_list(parameter: nn.Parameter) -> None:
-    """Let the next `detach` give the stand-in: a state dict lists it, and gets values later."""
+    """Make the next `detach` give the stand-in: a state dict lists it, and gets values later."""
     if isinstance(parameter, AwayParameter):
         parameter.__dict__[_LISTED] = True
 

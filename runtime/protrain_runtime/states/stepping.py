@@ -290,7 +290,7 @@ class Training:
         elif self.beside > most_beside:
             problem, fix = (
                 "keeps tensors in its attributes, its groups, or a state that is no parameter's",
-                "let it keep them in self.state[parameter]",
+                "keep them in self.state[parameter]",
             )
         else:
             return

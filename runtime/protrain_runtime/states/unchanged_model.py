@@ -21,7 +21,7 @@ _BY = ", by a script or by the model's own code, and the plan is for what there 
 
 
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
-    """Let `.to`, `.half` and their like raise where they would change a tensor; return the undo."""
+    """Make `.to`, `.half` and the like raise if they would change a tensor; returns the undo."""
     stack = ExitStack()
     for module in model.modules():
         stack.callback(overridden(module, "_apply", _guarded(module)))

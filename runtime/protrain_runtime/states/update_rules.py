@@ -609,8 +609,8 @@ setting of the compiler while it steps, and sets it back."""
 def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
     """The same optimizers; those that may not step beside others wait for their turn.
 
-    ProtrainError where bitsandbytes was told of options for single parameters: it finds them by a
-    parameter's identity and by its place among the others, which a piece of it does not have.
+    ProtrainError if bitsandbytes has options for single parameters: it finds them by a parameter's
+    identity and by its place among the others, which a piece of it does not have.
 
     Lanes and the thread that computes step on parameters of their own at the same time. Of 180
     short runs of bitsandbytes' AdamW8bit in three threads, 11 gave other bits; of as many that took
@@ -646,11 +646,11 @@ def _refuse_overrides(optimizer: Any) -> None:
         for module, name, options in manager.module_weight_config_triple
     }
     raise ProtrainError(
-        "bitsandbytes was told to keep other states of single parameters"
+        "bitsandbytes has overrides for states of single parameters"
         f" ({'; '.join(sorted(named)) or 'GlobalOptimManager.override_config'}): a plan does not"
         " count them, and a piece of a parameter would not have them",
         key="optimizer",
-        fix="let it have no overrides: Trainer(..., optimizers=(AdamW8bit(...), None)) in place of"
+        fix="remove the overrides: Trainer(..., optimizers=(AdamW8bit(...), None)) instead of"
         " optim='adamw_bnb_8bit'; bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()"
         " drops those that an earlier training has left",
     )

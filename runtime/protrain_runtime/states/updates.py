@@ -117,7 +117,7 @@ class UpdateTeam:
             other.result()
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads."""
         if self._helpers is not None:
             self._helpers.shutdown()
 
@@ -706,7 +706,7 @@ class Piece:
         return rows
 
     def _keep(self, store: Store, ranges: list[Range], team: UpdateTeam, writes: Pairs) -> None:
-        """Let the next step use these optimizers, if it finds all that they have in place."""
+        """Keep these optimizers for the next step, if it finds their tensors in place."""
         keeps = True
         for each in ranges:
             for shadow, state in zip(each.shadows, each.states(), strict=True):

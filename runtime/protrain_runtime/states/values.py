@@ -336,7 +336,7 @@ class Unpacked:
     place: Callable[[torch.Tensor], object]
 
     def copy_to(self, write: Write) -> None:
-        raise AssertionError(f"nobody has these numbers any more to {write}")
+        raise AssertionError(f"these values are gone: cannot {write}")
 
     def copy_from(self, fill: Fill) -> None:
         self.place(self.packed(fill))

@@ -1,4 +1,4 @@
-"""From a plan's decisions to its programme: which moves, on which lanes, after what."""
+"""From a plan's decisions to its program: which moves, on which lanes, after what."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -45,7 +45,7 @@ def compile_plan(
     updating: bool = True,
     clipped: bool = False,
 ) -> Program:
-    """The programme that `units` imply for chunks of the given sizes, as the runtime has them.
+    """The program that `units` imply for chunks of the given sizes, as the runtime has them.
 
     Without `updating`, that of a micro-batch before the last; with `clipped`, that of a step whose
     speculative updates are done again. ProtrainError where it would have more pieces of states than
@@ -69,7 +69,7 @@ def bind(
     updating: bool = True,
     clipped: bool = False,
 ) -> BoundProgram:
-    """The programme that `units` imply for a profile. Otherwise as `compile_plan`."""
+    """The program that `units` imply for a profile. Otherwise as `compile_plan`."""
     activations = [implications.activations(n, unit.activations) for n, unit in enumerate(units)]
     states = [implications.states(n, unit.states) for n, unit in enumerate(units)]
     swaps = [option.swap_in.pieces if option.swap_in else () for option in activations]
@@ -94,7 +94,7 @@ def bind(
 
 
 def program_of(plan: Plan, profile: Profile, *, clipped: bool = False) -> BoundProgram:
-    """The programme of a plan for the model and machine of its profile.
+    """The program of a plan for the model and machine of its profile.
 
     With `clipped`, that of a step whose speculative updates are done again.
     """
@@ -301,7 +301,7 @@ class _Compiler:
         """Updates that begin when backward has ended; the one that is needed first begins first.
 
         Where steps do not overlap, the order is that in which gradients came. What a clipped step
-        does again comes last: its programme begins as that of another step.
+        does again comes last: its program begins as that of another step.
         """
         order = list(range(len(self.units)))
         if not self.settings.overlap_steps:
@@ -319,7 +319,7 @@ class _Compiler:
                 self._add_updates(slot, unit, self.slots[-1].finish, tuple(spilled))
 
     def _add_drains_before(self) -> None:
-        """Let what an update in place holds have left when the next step needs its room."""
+        """Drain the buffers of updates in place before the next step needs their room."""
         gone = {number for slot in self.slots for number in slot.drained}
         for slot in self.slots[: len(self.units)]:
             for fetch in (self.moves[number] for number in slot.submit):

@@ -35,7 +35,7 @@ def group_on(
     for what, parts in (("nodes", num_nodes), ("replicas", num_replicas)):
         if num_devices % parts:
             raise ProtrainError(
-                f"{num_devices} devices are no equal parts of {parts} {what}", key=f"--{what}"
+                f"{num_devices} devices cannot be divided into {parts} {what}", key=f"--{what}"
             )
     group = DeviceGroup(num_devices=num_devices, num_replicas=num_replicas, num_nodes=num_nodes)
     if group.in_node > most:
@@ -78,8 +78,8 @@ def _joined(hardware: Hardware) -> Interconnect:
 def through_cache(hardware: Hardware, page_cache_bytes: int) -> Hardware:
     """The machine as a plan has it: its disk through the page cache, where that counts as memory.
 
-    The disk is then as large as what the cache may take. ProtrainError where nobody has measured
-    how fast it is.
+    The disk is then as large as what the cache may take. ProtrainError if its speed was not
+    measured.
     """
     if not page_cache_bytes:
         return hardware
@@ -116,9 +116,9 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
 
     What the machine's tiers and its optimizer have as a node, the node's ranks share: capacities,
     threads, the disk's speed and that of the optimizer. The memory of its host they share in any
-    case: each updates its part of what that lets through, and no link to it is faster than its
-    part, in either direction. The library of collectives counts with the context.
-    ProtrainError where the machine does not say what joins its devices.
+    case: each updates at its part of that bandwidth, and no link to it is faster than its part, in
+    either direction. The library of collectives counts with the context. ProtrainError where the
+    machine does not say what joins its devices.
     """
     if group.num_devices == 1:
         return profile

@@ -609,7 +609,7 @@ def _chunk_live_ranges(
         standing = copies + (0 if add_up else unit.gradient_bytes)
         room = _beyond_peak(index, profile, standing)
         hold("gradients", last_gradient, last_gradient, room)
-        # The shard that an update in backward takes away leaves with a move of the programme.
+        # The shard that an update in backward takes away leaves with a move of the program.
         waits = settings.updates == "after backward" or states.tier == "device"
         if waits and option.home == "device" and not adds_shard:
             # Before the update it stands, if at all, in place of what was added up.
@@ -698,7 +698,7 @@ def tier_staging_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundProgram(Program):
-    """A programme with the plan that it is of, and what its decisions imply for a profile."""
+    """A program with the plan that it is of, and what its decisions imply for a profile."""
 
     units: tuple[UnitPlan, ...]
     implications: Implications = field(compare=False)

@@ -1,6 +1,6 @@
 """Bytes on each tier, slot by slot. The one place that adds them up.
 
-In forward slot u of a programme, the device holds
+In forward slot u of a program, the device holds
 
     base + states of persistent chunks + level(u - 1) + forward_peak(u) + transfers(u)
 
@@ -10,8 +10,8 @@ and in the backward slot of unit u
          + gradients of slots before + transfers(slot)
 
 where level(u) sums kept - swapped over the units up to u, and transfers are the chunk buffers on
-the device, what was fetched ahead, and what has not left yet by the programme's own waits. Since
-a programme waits for moves and never for a clock, no speed of the lanes makes it exceed this.
+the device, what was fetched ahead, and what has not left yet by the program's own waits. Since
+a program waits for moves and never for a clock, no speed of the lanes makes it exceed this.
 
 On several devices all of it is one rank's. Gradients of shared chunks are copied to the buffers in
 which they are reduced, group by group, when their slot ends: room for the largest group, and for
@@ -193,7 +193,7 @@ def evaluation_bytes(program: BoundProgram) -> int:
 def _gone_at(program: Program) -> dict[int, int]:
     """For each move that a slot waits for before it starts: the first such slot.
 
-    The pieces of one chunk are written in order: whoever waits for one, waits for those before.
+    The pieces of one chunk are written in order: a wait for one covers those before.
     """
     slots: dict[int, int] = {}
     for index, slot in enumerate(program.slots):
@@ -281,7 +281,7 @@ class Excess:
 
 
 def slot_name(plan: Plan, slot: int) -> str:
-    """A slot in words: `backward of layers.3`, or `the update on the device`."""
+    """Name a slot: `backward of layers.3`, or `the update on the device`."""
     the = "the " if slot == 2 * len(plan.units) else ""
     return the + slot_words(plan.units, slot)
 
@@ -297,7 +297,7 @@ def exceeded(
     """The excesses of a step over its plan's promises, the largest first.
 
     `slots` are the measured bytes of the device's tensors in every slot and in the update, none or
-    one where slots were not told apart. Without the profile their highest is compared, with the
+    one where slots were not distinguished. Without the profile their highest is compared, with the
     step's. What an allocator or a library took besides is compared where it was `measured`.
     """
     promised, told_apart = plan.prediction.peak_bytes, len(slots) == 2 * len(plan.units) + 1

@@ -17,7 +17,7 @@ After the last slot the moves in `reduced` have ended, and the device updates th
 and its shares of those that are sharded over the devices. Where offloaded chunks are updated
 after backward, all moves end first (clipping needs the norm of all gradients), and the `last` moves
 enter their lanes when that update begins. `speculative` updates wait for none of it: they run in
-backward and on. A step that is clipped has another programme, which begins with the same moves; its
+backward and on. A step that is clipped has another program, which begins with the same moves; its
 `last` moves do those updates again.
 
 A step ends when every move has ended. Where steps overlap, updates of offloaded chunks run on into
@@ -29,7 +29,7 @@ the moves in `after` have ended. Every move waits only for moves submitted befor
 of events can deadlock. Since each wait is stated here and none depends on a clock, the bytes that
 can stand on the device in a slot do not depend on how fast the lanes are.
 
-On several devices every rank has the same programme. All collectives are on the one lane
+On several devices every rank has the same program. All collectives are on the one lane
 `collect`, so that every rank meets them in the same order. A chunk's buffers are padded so that
 each rank's shard of a group is a range of `shard_bytes`; `padded` and `shard_of` say what that
 makes of a chunk. What a slot reads is then a fetch of the rank's own range and an all-gather of the
@@ -175,7 +175,7 @@ class ChunkSize:
     The pieces are the same bytes in groups of whole parameters (see `grouped`); empty: one group.
     `uneven_state_bytes` are those of states that some parameters have beyond the most usual bytes
     per element: one piece of the chunk may have them all. `largest_gradient_bytes` are those of the
-    largest parameter, 0 where they are not told.
+    largest parameter, 0 if unknown.
     """
 
     parameter_bytes: int
@@ -367,7 +367,7 @@ class Program:
 
 
 def slot_words(units: Sequence[Unit | UnitPlan], slot: int) -> str:
-    """A slot in words: `backward of layers.3`, and last `update on the device`."""
+    """Name a slot: `backward of layers.3`, and last `update on the device`."""
     count = len(units)
     if slot == 2 * count:
         return "update on the device"
@@ -376,7 +376,7 @@ def slot_words(units: Sequence[Unit | UnitPlan], slot: int) -> str:
 
 
 def unit_words(units: Sequence[Unit | UnitPlan], index: int) -> str:
-    """A unit in words, the last part with all that it holds: `model.norm, lm_head and the loss`."""
+    """Name a unit, the last part with its contents: `model.norm, lm_head and the loss`."""
     unit = units[index]
     if unit.kind == "block" or index + 1 < len(units):
         return unit.name

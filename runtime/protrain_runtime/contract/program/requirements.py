@@ -22,9 +22,9 @@ class Requirement:
     """A condition on the step for one kind of placement.
 
     of     whether a placement is of that kind
-    holds  whether the step lets chunks be placed so
+    holds  whether the step allows that placement
     words  the steps that do, to follow "that is for"
-    fix    for who has written the plan
+    fix    for the author of the plan
     """
 
     of: Callable[[Placement], bool]
@@ -40,20 +40,20 @@ REQUIREMENTS = (
         of=lambda states: states == OPTIMIZER_IN_BACKWARD,
         holds=lambda step: step.updates == "in backward" and step.is_single,
         words="updates in backward, with one micro-batch, on one device",
-        fix="let it be persistent",
+        fix="make it persistent",
     ),
     # Micro-batches follow, or ranks sum what they have of a gradient.
     Requirement(
         of=lambda states: states.speculate,
         holds=lambda step: step.updates == "after backward" and step.is_single,
         words="updates after backward (--clip), with one micro-batch, on one device",
-        fix="let its update wait",
+        fix="do not speculate",
     ),
     Requirement(
         of=lambda states: states.tier == "device",
         holds=lambda step: step.group.num_devices > 1,
         words="several devices, which share states",
-        fix="let it be persistent, or plan with --num-devices",
+        fix="make it persistent, or plan with --num-devices",
     ),
     Requirement(
         of=lambda states: states.common_copy,
@@ -86,13 +86,13 @@ def check_step(units: Sequence[UnitPlan], step: StepSettings) -> None:
         raise ProtrainError(
             f"{units[late.index(True)].name} cannot be updated late: steps do not overlap",
             key=f"units[{late.index(True)}].update_late",
-            fix="let it be false, or let overlap_steps be true",
+            fix="set it to false, or overlap_steps to true",
         )
     if step.overlap_steps and not step.is_single:
         raise ProtrainError(
             "steps cannot overlap: that is for one micro-batch, on one device",
             key="settings.overlap_steps",
-            fix="let it be false",
+            fix="set it to false",
         )
 
 

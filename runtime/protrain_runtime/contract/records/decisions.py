@@ -1,4 +1,4 @@
-"""Every decision there is, and how it is told: one table for files, options, strips and sentences.
+"""Every decision and its wording: one table for files, options, strips and sentences.
 
 A decision of a new kind, or on a new tier, is one entry here; its class is in `plan.py`.
 """
@@ -150,13 +150,13 @@ def _sized(letter: str, tier: TierName) -> str:
 _ACTIVATIONS = tuple(_activations(("keep", "full", *_OTHER_FORMS)))
 _PLACEMENTS = tuple(_placements())
 _ALL: tuple[Wording[Decision], ...] = (*_ACTIVATIONS, *_PLACEMENTS)
-WORDINGS = {told.decision: told for told in _ALL}
+WORDINGS = {wording.decision: wording for wording in _ALL}
 """The words for each decision, in the order in which decisions are enumerated."""
 
-ACTIVATIONS = {told.phrase: told.decision for told in _ACTIVATIONS}
-PLAIN = tuple(told.phrase for told in _ACTIVATIONS if told.decision.form in ("keep", "full"))
+ACTIVATIONS = {wording.phrase: wording.decision for wording in _ACTIVATIONS}
+PLAIN = tuple(w.phrase for w in _ACTIVATIONS if w.decision.form in ("keep", "full"))
 """The phrases that name no form: what messages list."""
-STATES: Mapping[str, Placement] = {told.phrase: told.decision for told in _PLACEMENTS}
+STATES: Mapping[str, Placement] = {wording.phrase: wording.decision for wording in _PLACEMENTS}
 
 
 def register_form(form: ActivationForm) -> Callable[[], None]:
@@ -167,14 +167,14 @@ def register_form(form: ActivationForm) -> Callable[[], None]:
     FORMS.clear()
     FORMS.update((one.name, one) for one in ordered)
     wordings = list(_activations((form.name,)))
-    for told in wordings:
-        WORDINGS[told.decision] = told
-        ACTIVATIONS[told.phrase] = told.decision
+    for wording in wordings:
+        WORDINGS[wording.decision] = wording
+        ACTIVATIONS[wording.phrase] = wording.decision
 
     def unregister() -> None:
         del FORMS[form.name]
-        for told in wordings:
-            del WORDINGS[told.decision], ACTIVATIONS[told.phrase]
+        for wording in wordings:
+            del WORDINGS[wording.decision], ACTIVATIONS[wording.phrase]
 
     return unregister
 

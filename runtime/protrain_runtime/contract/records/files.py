@@ -95,9 +95,9 @@ def refuse_outside(path: str | Path, *folders: str | Path) -> None:
 def replace_text(path: str | Path, text: str) -> None:
     """Write the file anew, at once: at no moment is it missing or incomplete.
 
-    A link is followed; an old file's permissions stay, and its owner where the system lets us.
-    Other hard links keep what the old file held. What is no file of the disk is written into: a
-    device, a pipe, a descriptor that is open here (/dev/stdout, /dev/fd/3).
+    A link is followed; an old file's permissions stay, and its owner if permitted. Other hard links
+    keep what the old file held. What is no file of the disk is written into: a device, a pipe, a
+    descriptor that is open here (/dev/stdout, /dev/fd/3).
 
     RecordError where it cannot be written; then, as after an interruption, an old file is
     untouched.
@@ -118,7 +118,7 @@ def replace_text(path: str | Path, text: str) -> None:
         problem = f"is no text: {error.object[error.start]!a} at {error.start}"
         raise RecordError(problem, source=str(path)) from None
     except (OSError, ValueError) as error:
-        # Its cause says whether it was a pipe that nobody reads any more.
+        # Its cause says whether it was a broken pipe.
         raise RecordError(f"cannot be written: {_reason(error)}", source=str(path)) from error
 
 
@@ -178,7 +178,7 @@ def _written_into(path: str | Path, content: bytes) -> bool:
 
 
 def _replace(target: Path, content: bytes) -> None:
-    """Write a file beside `target` and let it take its place."""
+    """Write a file beside `target` and move it there."""
     old = target.stat() if target.exists() else None
     temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
     created = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

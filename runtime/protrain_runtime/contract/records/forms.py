@@ -36,7 +36,7 @@ class ActivationForm:
     """
 
     name: str
-    keeps: str  # in words
+    keeps: str  # for messages
     executor: str
     recomputes: bool = True
     exactness: Exactness = "bitwise"
@@ -141,12 +141,12 @@ FORMS: dict[str, ActivationForm] = {form.name: form for form in _BUILT_IN}
 """All forms by name: those that keep first, then those that recompute, `full` as the last one."""
 
 
-PLAN_AGAIN = "let the planner decide it: protrain plan"
+PLAN_AGAIN = "plan again: protrain plan"
 """The fix for a plan that was edited to something that cannot be."""
 
 
 def misfit(name: str, *, compiled: bool) -> str:
-    """Why blocks cannot take a form, in words that follow its name; empty where they can."""
+    """Why blocks cannot take a form, to follow its name; empty if they can."""
     form = FORMS[name]
     if compiled and form.looks_inside:
         return "goes by the operators inside a block, and compiled blocks show none"

@@ -1,4 +1,4 @@
-"""JSON and TOML within limits: nothing that somebody wrote takes long to read."""
+"""JSON and TOML within limits: no input takes long to read."""
 
 import json
 import tomllib

@@ -1,7 +1,7 @@
 """Kinds of numbers and texts in records, each with its limits: what stands beside a field.
 
-With these no sum, product or quotient overflows, and nothing that somebody wrote takes long. A
-number is besides 0, or at least `SMALLEST` away from it.
+With these no sum, product or quotient overflows, and no input takes long. A number is besides 0, or
+at least `SMALLEST` away from it.
 """
 
 from typing import Annotated, Final

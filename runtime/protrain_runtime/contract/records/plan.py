@@ -124,11 +124,11 @@ DISK_GAIN = 0.1
 class Schedule:
     """When a unit's transfers may run, in slots relative to the slot they serve.
 
-    A lead of n lets a fetch start when the n-th slot before its own starts (0: only when its own
-    slot is about to start). A drain of n lets n slots start after the one that produced the bytes
-    before compute waits until they have left the device; `None` is until the step's end. A lead or
-    drain of n + f, with 0 < f < 1, is n + 1 for the fraction f of the bytes and n for the others:
-    pieces are not cut, so f is rounded down to whole ones.
+    With a lead of n a fetch may start when the n-th slot before its own starts (0: only when its
+    own slot is about to start). With a drain of n, n slots may start after the one that produced
+    the bytes before compute waits until they have left the device; `None` is until the step's end.
+    A lead or drain of n + f, with 0 < f < 1, is n + 1 for the fraction f of the bytes and n for the
+    others: pieces are not cut, so f is rounded down to whole ones.
 
     Where steps overlap, a chunk that is updated late begins its update when backward has ended, in
     the order of the next forward; what it holds until then stays on the device.
@@ -317,7 +317,7 @@ SETTINGS = {
     "group": ("devices", None),
     "piece_bytes": ("pieces of states", None),
 }
-"""Settings of a step that are told: their names for readers, and the options of `protrain plan`."""
+"""Displayed settings of a step: their names for readers, and the options of `protrain plan`."""
 
 
 PipelineSchedule = Literal["1F1B", "eager 1F1B", "interleaved 1F1B"]
@@ -373,7 +373,7 @@ class Plan:
     model_fingerprint: str
     exact: bool  # whether `exactness` is bitwise
     exactness: Exactness = "bitwise"
-    allowed: tuple[str, ...] = ()  # what it has leave for, as `--allow` says it
+    allowed: tuple[str, ...] = ()  # approximations, as `--allow` names them
     budgets: Budgets
     prediction: Prediction
     settings: StepSettings
@@ -457,7 +457,7 @@ class Plan:
 
     @property
     def opt_in(self) -> tuple[Exactness, tuple[str, ...]]:
-        """The grade of the plan's forms and sums, and what they need leave for."""
+        """The grade of the plan's forms and sums, and the opt-ins that they need."""
         leaves, grade = leaves_of(self.forms), exactness_of(self.forms)
         if not self.settings.adds_shards:
             return grade, leaves
@@ -470,7 +470,7 @@ class Plan:
         return least_exact([grade, "host rounding"]) if self.host_updated else grade
 
     def regraded(self) -> "Plan":
-        """The same plan, which says how exact it is and what it has leave for."""
+        """The same plan, with its exactness and its opt-ins."""
         graded, (_, allowed) = self.graded, self.opt_in
         return replace(self, exact=graded == "bitwise", exactness=graded, allowed=allowed)
 

@@ -133,7 +133,7 @@ class Unit:
     largest parameter, where the optimizer's step needs memory in proportion to them; 0: it needs
     none, or as much as for all of the chunk. `reads` are units before the previous one with a
     differentiated output that it uses (a skip connection, an encoder's output). `gets` are what the
-    previous unit hands on, as shape and dtype: `1x4096x4096 bfloat16`; empty where nobody knows.
+    previous unit hands on, as shape and dtype: `1x4096x4096 bfloat16`; empty if unknown.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Unit:
 
     @property
     def handed_bytes(self) -> int:
-        """Bytes of what the previous unit hands on; 0 where nobody knows."""
+        """Bytes of the previous unit's output; 0 if unknown."""
         sizes = (text.split() for text in self.gets)
         return sum(prod(map(int, shape.split("x"))) * HANDED_SIZES[dtype] for shape, dtype in sizes)
 
@@ -173,13 +173,12 @@ class OptimizerCost:
 
     `workspace_fraction` is what a step needs besides its operands, as a fraction of the bytes of
     the largest parameter that it works on at once; or of all persistent ones, if it takes them
-    `at_once`, as `foreach` does. `host_piece_s` are seconds of a step on a piece
-    on the host, besides its parameters. A piece is cut up to `cut_elements` from where it should
-    be. It looks at blocks of `block` elements, 1 by default, or (0) at whole parameters. Of one
-    that looks at whole parameters, one after the other, `workspace_bytes` are the most that a step
-    needs besides its operands on any of the model; 0: not known.
-    `node_parameters_per_s` is what the memory of a node's host lets all devices of the node update
-    together at most; 0 where that is not known.
+    `at_once`, as `foreach` does. `host_piece_s` are seconds of a step on a piece on the host,
+    besides its parameters. A piece is cut up to `cut_elements` from where it should be. It looks at
+    blocks of `block` elements, 1 by default, or (0) at whole parameters. Of one that looks at whole
+    parameters, one after the other, `workspace_bytes` are the most that a step needs besides its
+    operands on any of the model; 0: not known. `node_parameters_per_s` is the limit that a node's
+    host memory sets on the updates of all its devices together; 0 if unknown.
     """
 
     name: str
@@ -245,12 +244,11 @@ class Profile:
     whatever the batch: workspaces that its libraries keep in the allocator, scalars, which take a
     block each there, and what rounds states up to blocks. `repetitions` say how sure measured
     seconds are. `model_flops` are what the model computes for one batch on one device, as model
-    FLOPs utilisation counts it (`planning/questions/spending.py`); 0: nothing was counted.
-    `varies` says how steps differ, where the model does other work from step to step; empty: all
-    steps are alike.
-    `allowed` is what it was recorded with leave for, as `--allow` says it: as far as that goes,
-    its units have forms that are not exact. `compilation` is what the compiler did while it was
-    measured, of which nothing is in the seconds of units; absent where nothing was compiled.
+    FLOPs utilisation counts it (`planning/questions/spending.py`); 0: nothing was counted. `varies`
+    says how steps differ, where the model does other work from step to step; empty: all steps are
+    alike. `allowed` are the opt-ins that it was recorded with, as `--allow` names them: as far as
+    that goes, its units have forms that are not exact. `compilation` is what the compiler did while
+    it was measured, of which nothing is in the seconds of units; absent where nothing was compiled.
     `beside` is a frozen second model, whose bytes are in `fixed_bytes` and `base_bytes`, and whose
     seconds are in those of the first unit; absent where there is none.
     """

@@ -217,21 +217,21 @@ def _check_plan(plan: Plan, document: Document) -> None:
     group = plan.group
     for key, parts in (("num_nodes", group.num_nodes), ("num_replicas", group.num_replicas)):
         if group.num_devices % parts:
-            problem = f"{group.num_devices} devices are no equal parts of {parts}"
+            problem = f"{group.num_devices} devices cannot be divided into {parts}"
             raise document.error(problem, at=("settings", "group", key))
     exactness, leaves = plan.opt_in
-    by_host = plan.exactness == "host rounding"  # which needs no leave, and follows from the units
+    by_host = plan.exactness == "host rounding"  # not opted in to, and follows from the units
     rules = (
         ("exact", by_host or plan.exact, exactness == "bitwise"),
         ("exactness", "bitwise" if by_host else plan.exactness, exactness),
         ("allowed", plan.allowed, leaves),
     )
-    for key, told, found in rules:
-        if told != found:
+    for key, stated, found in rules:
+        if stated != found:
             shown = listed(found, "and") if isinstance(found, tuple) else str(found).lower()
             why = f"its activations take {listed(sorted(plan.forms), 'and')}"
             why += ", and reductions are in every micro-batch" * plan.settings.adds_shards
-            problem = f"expected {shown or 'no leave'}: {why}"
+            problem = f"expected {shown or 'an empty list'}: {why}"
             raise document.error(problem, at=(key,) if key in document.data else ())
     if plan.pipeline is not None:
         _check_pipeline(plan, plan.pipeline, document.at("pipeline"))
@@ -245,8 +245,8 @@ def _check_plan(plan: Plan, document: Document) -> None:
 def _check_pipeline(plan: Plan, pipeline: PipelinePlan, document: Document) -> None:
     """Refuse stages that do not begin at units, in their order, as many times each."""
     if plan.whole.num_devices % pipeline.num_nodes:
-        nodes = f"{plan.whole.num_devices} devices are no equal parts of {pipeline.num_nodes} nodes"
-        raise document.error(nodes, at=("num_nodes",))
+        nodes = f"{plan.whole.num_devices} devices cannot be divided into {pipeline.num_nodes}"
+        raise document.error(f"{nodes} nodes", at=("num_nodes",))
     interleaved, names = pipeline.schedule == "interleaved 1F1B", [unit.name for unit in plan.units]
     for index, stage in enumerate(pipeline.stages):
         count = len(stage.first_units)

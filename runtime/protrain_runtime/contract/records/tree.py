@@ -83,7 +83,7 @@ class Document:
 
     @property
     def line(self) -> int | None:
-        """The line where this begins; None where nobody knows."""
+        """The line where this begins; None if unknown."""
         return _line_at(self.text, self.path)
 
     def error(self, problem: str, fix: str | None = None, *, at: Path = ()) -> RecordError:

@@ -1,4 +1,4 @@
-"""Words of messages: enumerations, numbers, the nearest choice, and characters nobody would see."""
+"""Words of messages: enumerations, numbers, the nearest choice, and invisible characters."""
 
 import difflib
 import math
