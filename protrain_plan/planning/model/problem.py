@@ -265,7 +265,7 @@ _Found = TypeVar("_Found")
 def _once(
     method: Callable[["Problem", *_Asked], _Found],
 ) -> Callable[["Problem", *_Asked], _Found]:
-    """Let a problem remember what it says of a choice, which searches ask again and again."""
+    """Cache what a problem says of a choice, which searches ask again and again."""
 
     @wraps(method)
     def known(self: "Problem", *asked: *_Asked) -> _Found:

@@ -72,7 +72,7 @@ class LinearProgram:
             getattr(self._highs, f"cb{word}Interrupt").subscribe(ask)
 
     def bound(self, variable: pulp.LpVariable, low: float, high: float) -> None:
-        """Let a variable be within other limits."""
+        """Change a variable's limits."""
         self._highs.changeColBounds(variable.index, low, high)
 
     def limit(self, row: pulp.LpConstraint, right: float) -> None:
@@ -90,7 +90,7 @@ class LinearProgram:
         self._highs.addRow(at_least, inf, len(terms), indices, factors)
 
     def add_excess(self, rows: Sequence[pulp.LpConstraint], cost: float) -> None:
-        """Let these `<=` rows be exceeded by one amount that costs so much: `allow_excess`."""
+        """Allow these `<=` rows one excess at this cost: `allow_excess`."""
         self._excess = self._highs.getNumCol()
         indices = [row.index for row in rows]
         self._highs.addCol(cost, 0.0, 0.0, len(rows), indices, [-1.0] * len(rows))

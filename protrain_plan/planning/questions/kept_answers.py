@@ -33,7 +33,7 @@ class AnswerCache(Kept):
         return None
 
     def keep(self, found: Answer, *asked: object) -> None:
-        """Let an answer be known."""
+        """Keep an answer."""
         text = dumped(found, left_out={Answer: ("question",)}, instead=_INSTEAD)
         self._write(_named(found.question, asked), text)
 
@@ -43,7 +43,7 @@ class AnswerCache(Kept):
         return int(text) if text and text.isdecimal() else None
 
     def keep_number(self, found: int, *asked: object) -> None:
-        """Let a number be known."""
+        """Keep a number."""
         self._write(repr(asked), str(found))
 
 

@@ -317,7 +317,7 @@ class _Walk:
         return None if isinf(ended) else Paced(self.schedules(), ended)
 
     def serve(self, start: float, clocks: Sequence[Clock]) -> float:
-        """Let lanes work on something, one after the other; returns when it has ended."""
+        """Occupy lanes, one after the other; returns when the last ends."""
         free, against, alone = self.free, self.pacer.against, self.pacer.by_itself
         for lane, taken in clocks:
             taken *= alone[lane]
@@ -415,7 +415,7 @@ class _Walk:
         return max(now, ready)
 
     def submit(self, arrival: _Arrival, lead: float, now: float) -> float:
-        """Let lanes bring what a slot needs; returns when it has come."""
+        """Submit the moves that a slot needs; returns when they have ended."""
         _, unit, kind, _, _, _, clocks, num_parts = arrival
         # Several stays of a chunk have one lead.
         self.submitted[unit, kind] = min(self.submitted.get((unit, kind), lead), lead)
@@ -456,7 +456,7 @@ class _Walk:
         *,
         reduces: bool,
     ) -> None:
-        """Let lanes work on what a slot leaves, and its update if that is in backward."""
+        """Submit the moves of what leaves a slot, and its update if that is in backward."""
         ended, clocks = now, left.clocks
         if not left.swap and not reduces:  # the sums of shards, at most
             clocks = clocks[: self.problem.settings.adds_shards and left.bytes > 0]
