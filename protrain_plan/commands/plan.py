@@ -96,7 +96,7 @@ class ObjectiveOptions:
     """Objectives; by default, the fastest step."""
 
     max_slowdown: float | None = option(
-        "Minimize device memory, with a step this many times the fastest.", min=1.0
+        "Minimize device memory, with a step at most this many times the fastest.", min=1.0
     )
     maximize: str | None = option("Find the largest batch-size or seq-len that fits.")
     pareto: bool = flag("Compute the Pareto front of memory and time; writes no plan.")
