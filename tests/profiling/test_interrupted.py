@@ -78,10 +78,9 @@ def fail() -> None:
 
 
 def interrupt() -> None:
-    """Raise KeyboardInterrupt here: a call that is next may be a finalizer, which drops it."""
-    signal.raise_signal(signal.SIGINT)
+    """Raise KeyboardInterrupt here, again where a finalizer was next, which drops it."""
     while True:
-        pass
+        signal.raise_signal(signal.SIGINT)
 
 
 def exhaust() -> None:

@@ -320,7 +320,7 @@ class Problem:
                 f"{sparse[0]} has sparse gradients, and their sum over {what} has no bytes"
                 " that are known",
                 key="settings.group.num_devices" if several else "settings.micro_batches",
-                fix="let the embedding have dense gradients (sparse=False)",
+                fix="give the embedding dense gradients (sparse=False)",
             )
         made_from, profile = profile, _with_leave(profile_of_rank(profile, group), allow)
         machine = through_cache(profile.hardware, page_cache_bytes)

@@ -228,6 +228,7 @@ class _Planning:
             if self._in_vain():
                 return self.best
         self._try_plain()
+        compared = False
         for stage in (self._descend, self._prove, self._improve):
             if self._staying_will_do(self.bound) or self._good_enough() or self._in_vain():
                 break
@@ -235,9 +236,11 @@ class _Planning:
             if self.effort.spent() or (is_slower and stage != self._descend):
                 break
             stage()
+        else:
+            compared = self.problem.count <= SMALL and self.problem.settings.overlap_steps
         if self.best.seconds >= self.effort.below_s:
             return self.best
-        self._staying_will_do(self.best.seconds)
+        stays = self._staying_will_do(self.best.seconds)
         slowest = self.best.seconds * (1 + TOLERANCE)
         if self.effort.enough_s is not None:
             slowest = max(self.best.seconds, min(slowest, self.effort.enough_s))
@@ -246,7 +249,7 @@ class _Planning:
         stopped = self.effort.spent
         found = apart(self.problem, best, slowest_s=slowest, stopped=stopped)
         alone = self.problem.overlapping(False)
-        if self.problem.count <= SMALL and self.problem.settings.overlap_steps:
+        if compared and not stays:
             plain = baseline("four-parameter", alone, Evaluator(alone, stopped))
             found = plain if plain and plain.seconds < (found or best).seconds else found
         if found:
