@@ -79,8 +79,12 @@ def fail() -> None:
 
 def interrupt() -> None:
     """Raise KeyboardInterrupt here, again where a finalizer was next, which drops it."""
-    while True:
-        signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        while True:
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def exhaust() -> None:
