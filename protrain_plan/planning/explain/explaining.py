@@ -519,11 +519,13 @@ class _Explainer:
 
 def _shortfall(problem: Problem, choice: Choice) -> Shortfall | None:
     """The budget that a choice exceeds; None where it meets all of them."""
-    for tier, size in problem.beyond(choice).items():
-        static = problem.static_bytes(choice)
-        tightest = slot_words(problem.profile.units, static.index(max(static)))
-        return Shortfall(size, tier, tightest if tier == "device" else "")
-    return None
+    beyond = problem.beyond(choice)
+    if not beyond:
+        return None
+    tier, size = next(iter(beyond.items()))
+    static = problem.static_bytes(choice)
+    tightest = slot_words(problem.profile.units, static.index(max(static)))
+    return Shortfall(size, tier, tightest if tier == "device" else "")
 
 
 def _exceed(short: Shortfall) -> str:

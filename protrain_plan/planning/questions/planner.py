@@ -237,7 +237,7 @@ class _Planning:
                 break
             stage()
         else:
-            compared = self.problem.count <= SMALL and self.problem.settings.overlap_steps
+            compared = self.problem.count <= SMALL
         if self.best.seconds >= self.effort.below_s:
             return self.best
         stays = self._staying_will_do(self.best.seconds)
@@ -247,13 +247,14 @@ class _Planning:
         best = exact_where_free(self.problem, self.evaluator, self.best, slowest_s=slowest)
         best = in_runs(self.problem, self.evaluator, best, slowest_s=slowest)
         stopped = self.effort.spent
-        found = apart(self.problem, best, slowest_s=slowest, stopped=stopped)
-        alone = self.problem.overlapping(False)
-        if compared and not stays:
-            plain = baseline("four-parameter", alone, Evaluator(alone, stopped))
-            found = plain if plain and plain.seconds < (found or best).seconds else found
-        if found:
-            self.problem, best = alone, found
+        if self.problem.settings.overlap_steps:
+            alone = Evaluator(self.problem.overlapping(False), stopped)
+            found = apart(alone, best, slowest_s=slowest)
+            if compared and not stays:
+                plain = baseline("four-parameter", alone.problem, alone)
+                found = plain if plain and plain.seconds < (found or best).seconds else found
+            if found:
+                self.problem, best = alone.problem, found
         return simplified(self.problem, best, slowest_s=slowest, stopped=stopped)
 
     def solve_baseline(self, name: Baseline) -> Evaluation | None:
