@@ -33,7 +33,7 @@ from protrain_runtime.contract.program.compiling import compile_plan
 from protrain_runtime.contract.program.program import gradient_home, pinned_bytes
 from protrain_runtime.contract.records import fingerprint, read_plan
 from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.plan import Plan, UnitPlan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import (
     WAIT_LIMIT_S,
@@ -454,7 +454,7 @@ def _attach(
     swap_stores: dict[TierName, Store] = {}
     for unit in plan.units:  # a store that cannot be opened fails before anything changes
         if unit.states.tier:
-            stores.get(unit.states.tier)
+            _store_of(unit, stores)
         if unit.activations.tier:
             swap_stores[unit.activations.tier] = stores.get(unit.activations.tier)
     if ranks is not None:
@@ -547,21 +547,27 @@ def _offload(
         home = gradient_home(unit.states, prepared.plan.settings, kind)
         offload(
             chunk,
-            stores.get(unit.states.tier),
+            _store_of(unit, stores),
             rules,
             gradient_store=stores.get(home) if home in ("host", "disk") else None,
             speculate=unit.states.speculate,
+            on_disk=unit.states.on_disk,
         )
         if prepared.ranks is None:
             prepared.undo.append(partial(_bring_back, prepared, chunk))
         else:  # what leaves can be gathered: all ranks have written their part
             prepared.ranks.meeting.meet("prepare()")
         absent = any(isinstance(part.parameter, AwayParameter) for part in chunk.slices)
-        if unit.states.tier == "disk" and not absent:
+        if (unit.states.tier == "disk" or unit.states.on_disk) and not absent:
             leaving.append(chunk)
         else:
             chunk.unbind(chunk.every_group)
     return leaving
+
+
+def _store_of(unit: UnitPlan, stores: Stores) -> Store:
+    assert unit.states.tier
+    return stores.split if unit.states.on_disk else stores.get(unit.states.tier)
 
 
 def _bring_back(prepared: Prepared, chunk: Chunk) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from protrain_plan.hardware.catalogue import load_hardware
+from protrain_plan.planning.model import options
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.outcome import Infeasible, Solved
@@ -34,6 +35,7 @@ from protrain_runtime.contract.program.group import (
     profile_of_rank,
 )
 from protrain_runtime.contract.program.memory import peak_bytes
+from protrain_runtime.contract.program.program import PAGE_BYTES
 from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
@@ -157,6 +159,51 @@ def test_a_common_copy_is_for_frozen_parameters_of_several_devices(assert_says: 
                 .options
             )
         assert_says(caught.value)
+
+
+def test_part_of_a_chunk_on_disk_is_for_frozen_parameters_of_one_device(
+    assert_says: Speaker,
+) -> None:
+    whole = small(gpu(disk_gb=1000), blocks=2)
+    trained, frozen, *_ = whole.units[1:]
+    frozen = replace(frozen, gradient_bytes=0, gradient_pieces=(), num_parameters=0, state_bytes=0)
+    profile = replace(whole, units=(whole.units[0], trained, frozen, *whole.units[3:]))
+    pin = "layers.{}: offload to host with 3/16 on disk"
+    asked = question(profile, within(profile, 10**12), parse_pin(pin.format(1)))
+    [option] = asked.problem().options[2].states
+    assert option.decision == Placement(tier="host", on_disk=3)
+    on_disk = [fetch.bytes for fetch in option.from_disk]
+    assert on_disk == pytest.approx([frozen.parameter_bytes * 3 / 16] * 2, abs=PAGE_BYTES)
+    assert [fetch.bytes for fetch in option.fetches] == [
+        frozen.parameter_bytes - size for size in on_disk
+    ]
+    assert_says.refused(
+        lambda: question(profile, asked.budgets, parse_pin(pin.format(0))).problem().options
+    )
+    joined_up = replace(profile, hardware=joined(gpu(disk_gb=1000)))
+    assert_says.refused(
+        lambda: question(joined_up, asked.budgets, *asked.pins, group=TWO).problem().options
+    )
+
+
+def test_frozen_weights_that_host_memory_lacks_room_for_come_from_disk_beside_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole chunks on the disk would keep the step waiting for each of them."""
+    whole = small(gpu(disk_gb=1000), blocks=12, block_parameters=400 * MB)
+    blocks = [
+        replace(unit, gradient_bytes=0, gradient_pieces=(), num_parameters=0, state_bytes=0)
+        for unit in whole.units[1:-1]
+    ]
+    profile = replace(whole, units=(whole.units[0], *blocks, whole.units[-1]))
+    weights = sum(unit.parameter_bytes for unit in blocks)
+    budgets = replace(within(profile, 2000 * MB), host=round(0.95 * weights))
+    part = solve_problem(question(profile, budgets).problem(), budgets)
+    monkeypatch.setattr(options, "ON_DISK", ())
+    apart = solve_problem(question(profile, budgets).problem(), budgets)
+    assert isinstance(part, Solved) and isinstance(apart, Solved)
+    assert any(unit.states.on_disk for unit in part.plan.units)
+    assert part.plan.prediction.step_seconds <= 0.9 * apart.plan.prediction.step_seconds
 
 
 def test_links_share_the_memory_of_their_host() -> None:

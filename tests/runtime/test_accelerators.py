@@ -37,6 +37,8 @@ from protrain_runtime import OutOfMemoryError, explain_memory, full_parameters, 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes
+from protrain_runtime.contract.program.program import PAGE_BYTES
+from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.hardware import Hardware, TierName
 from protrain_runtime.contract.records.plan import (
     KEEP,
@@ -666,10 +668,11 @@ def profile(card: torch.device) -> Profile:
 
 
 @cache
-def _profiled(_: str) -> Profile:
+def _profiled(_: str, adapter: str = "") -> Profile:
     with TemporaryDirectory() as spill:
         return measure(
             load_source("tiny-llama"),
+            adapter=adapter,
             batch_size=4,
             seq_len=64,
             dtype="bfloat16",
@@ -751,6 +754,26 @@ def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
         overlap_steps=how != "apart",
         updates="after backward" if speculate else "in backward",
     )
+    measured, predicted = assert_kept(plan, profile, tmp_path)
+    assert measured >= 0.9 * predicted
+
+
+@pytest.mark.slow  # it profiles another model
+@pytest.mark.parametrize("part", [1, 3])
+@pytest.mark.parametrize("lead", [0, 0.4, 1])
+def test_frozen_parameters_come_from_host_memory_and_disk(
+    card: torch.device, lead: float, part: int, tmp_path: Path
+) -> None:
+    profile = _profiled(str(card), str(parse_lora("r=4")))
+    schedule = Schedule(forward_lead=lead, backward_lead=lead, update_drain=0)
+    states = Placement(tier="host", on_disk=part)
+    plan = planned(profile, decided(described_by(profile), RECOMPUTE, states, schedule))
+    program = program_of(plan, profile)
+    fetched = {move.lane.tier for move in program.moves if move.kind == "fetch"}
+    assert fetched == {"host", "disk"}
+    frozen = sum(unit.parameter_bytes - unit.gradient_bytes for unit in profile.units)
+    blocks = 2 * len(profile.units) * PAGE_BYTES
+    assert abs(program.tier_bytes("disk") - frozen * part / 16) <= blocks
     measured, predicted = assert_kept(plan, profile, tmp_path)
     assert measured >= 0.9 * predicted
 

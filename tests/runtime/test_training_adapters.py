@@ -36,6 +36,7 @@ from protrain_runtime.diagnostics.recording import measure_step
 from tests.support.by_peft import by_peft
 from tests.support.peaks import (
     SLACK_BYTES,
+    assert_disk_within,
     bytes_of_others,
     peaks,
     profile_made,
@@ -108,6 +109,11 @@ DECISIONS: dict[str, tuple[Activations, Placement]] = {
     "persistent": (KEEP, PERSISTENT),
     "updated in backward": (Activations(form="lite"), OPTIMIZER_IN_BACKWARD),
     "host, recomputed": (Activations(form="full"), Placement(tier="host")),
+    "host and disk": (Activations(form="full"), Placement(tier="host", on_disk=3)),
+    "host and disk, swapped": (
+        Activations(tier="disk"),
+        Placement(tier="host", on_disk=3, keep_gathered=True),
+    ),
     "disk, swapped": (Activations(tier="disk"), Placement(tier="disk")),
     "disk, input swapped": (
         Activations(tier="disk", form="attn"),
@@ -217,7 +223,15 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(
-    "decisions", ["updated in backward", "host, recomputed", "disk, swapped", "disk, input swapped"]
+    "decisions",
+    [
+        "updated in backward",
+        "host, recomputed",
+        "host and disk",
+        "host and disk, swapped",
+        "disk, swapped",
+        "disk, input swapped",
+    ],
 )
 def test_bytes_of_adapters_are_those_predicted(
     measured: Profile, decisions: str, tmp_path: Path
@@ -226,6 +240,8 @@ def test_bytes_of_adapters_are_those_predicted(
     found = peaks(measured, without_freedom(open_to(measured, units)), tmp_path)
     above = [most - size for most, size in zip(found.predicted, found.measured, strict=True)]
     assert min(above) >= 0
+    assert bool(found.measured_disk) == ("disk" in decisions)
+    assert_disk_within(found.predicted_disk, found.measured_disk, num_slots=len(above))
     assert max(above) <= SLACK_BYTES + FIRST_INPUT_BYTES + LAST_PART_BYTES
     inner = above[: LAYERS + 1] + above[LAYERS + 3 :]
     assert max(inner) <= SLACK_BYTES + FIRST_INPUT_BYTES

@@ -351,6 +351,8 @@ def every_row() -> list[Row]:
 def plan_for_row(row: Row, model: nn.Module, *, seed: int) -> Plan:
     swaps_to = SWAPS.get(row["tier"], ("host", "disk"))
     found = plan_of_row(row, model, seed=seed, states_on=ROW_TIERS[row["tier"]], swaps_to=swaps_to)
+    units = (replace(u, states=replace(u.states, on_disk=0)) for u in found.units)  # one device's
+    found = replace(found, units=tuple(units))
     count, replicas = int(row["ranks"]), int(row["replicas"])
     return with_settings(found, group=DeviceGroup(num_devices=count, num_replicas=replicas))
 

@@ -375,7 +375,8 @@ def offloads(tier: StateTier) -> tuple[Placement, ...]:
     found = (Placement(tier=tier), Placement(tier=tier, keep_gathered=True))
     if tier != "host":
         return found
-    return (*found, *(replace(one, update_on_device=True) for one in found))
+    on_disk = tuple(replace(one, on_disk=3) for one in found)
+    return (*found, *(replace(one, update_on_device=True) for one in found), *on_disk)
 
 
 def ahead(units: Iterable[UnitPlan]) -> tuple[UnitPlan, ...]:
@@ -384,7 +385,7 @@ def ahead(units: Iterable[UnitPlan]) -> tuple[UnitPlan, ...]:
     for unit in units:
         if not (states := unit.states).is_persistent:
             on_device = states.tier == "host"
-            early = replace(states, speculate=True, update_on_device=on_device)
+            early = replace(states, speculate=True, update_on_device=on_device, on_disk=0)
             unit = replace(unit, states=early)
         found.append(unit)
     return tuple(found)

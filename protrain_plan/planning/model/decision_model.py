@@ -324,6 +324,7 @@ def _state_name(decision: Placement) -> str:
     if decision.keep_gathered:
         name = f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
         name += " with a common copy" * decision.common_copy
+        name += f" with {decision.on_disk} on disk" * (decision.on_disk > 0)
         name += " and updated on device" * decision.update_on_device
         return name + " speculatively" * decision.speculate
     return states_text(decision)

@@ -212,7 +212,7 @@ class ForwardBackward:
         for unit_index, state, y in self.model.each_state():
             slot = self.model.end - 1 - unit_index
             update_s = state.update_s / self.second_unit
-            for fetch in state.fetches:
+            for fetch in (*state.fetches, *state.from_disk):
                 # A common copy takes room of its own, as all that is fetched on one device.
                 if shard := several * (fetch.bytes - state.common_bytes):
                     ask(f"{fetch.tier}_shards", fetch.slot, y, shard / unit)

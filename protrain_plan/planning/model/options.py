@@ -35,6 +35,7 @@ from protrain_runtime.contract.program.program import gradient_home, residencies
 from protrain_runtime.contract.program.requirements import unmet
 from protrain_runtime.contract.records.decisions import (
     ACTIVATIONS,
+    ON_DISK,
     PLAIN,
     SPECULATIVELY,
     STATES,
@@ -126,6 +127,8 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             placements = [offload, buffer] if stays[0] != stays[1] else [offload]
             if home == "host" and unit.gradient_bytes < unit.parameter_bytes:
                 common = [replace(one, common_copy=True) for one in placements]
+                parts = ON_DISK if "disk" in tiers and is_accelerator(implied.device) else ()
+                common += [replace(one, on_disk=part) for part in parts for one in placements]
             if home == "host" and trained and is_accelerator(implied.device):
                 placements += [replace(one, update_on_device=True) for one in placements]
             states += placements
@@ -323,7 +326,7 @@ def _why_not_placed(unit: Unit, states: Placement, step: StepSettings, *, is_ope
         return "it has no parameters of its own"
     if states.tier and unit.stays:
         return f"its states stay on the device ({unit.stays})"
-    if states.common_copy:
+    if states.common_copy or states.on_disk:
         return "that is for units with frozen parameters"
     if is_open:
         return ""

@@ -231,7 +231,7 @@ class LaneSeconds:
         scattered = self.scatters * option.scattered.bytes if option.scattered else 0
         reducing = self.network.scattered * scattered + self.network.summed * option.summed_bytes
         seconds: Work = {NETWORK: self.times * (self.network.gathered * gathered) + reducing}
-        for fetch in option.fetches:
+        for fetch in (*option.fetches, *option.from_disk):
             way = Way(fetch.tier, True)
             seconds[way] = seconds.get(way, 0.0) + self.times * fetch.bytes * self.per_byte[way]
         if option.gradients and option.gradients.tier:

@@ -99,6 +99,9 @@ class Pace(NamedTuple):
 
 PLAIN = Pace()
 
+SIDE_BY_SIDE = 0
+"""Parts of what comes from two tiers at a time, and not from one after the other."""
+
 
 class Paced(NamedTuple):
     """A schedule, and about the seconds of a step under it."""
@@ -165,15 +168,16 @@ class Pacer:
         network, count = self.problem.lane_seconds.network, self.problem.count
         arrivals: list[_Arrival] = []
         for number, come in enumerate(option.arriving):
-            clocks: list[Clock] = []
-            if option.fetches:
-                fetch = option.fetches[number]
-                clocks.append(self.clock(Lane("fetch", fetch.tier), fetch.bytes))
+            # The disk's lane says when to submit what comes from two tiers: it takes longest.
+            fetched = reversed(option.fetched(number))
+            clocks = [self.clock(Lane("fetch", one.tier), one.bytes) for one in fetched]
             if option.gathers:
                 gathered = option.gathers[number].bytes
                 clocks.append((self.lanes[COLLECT], gathered * network.gathered))
             kind, size, moves = int(come.slot >= count), come.bytes, tuple(clocks)
             num_parts = len(parts(come.pieces)) if len(clocks) > 1 else 1
+            if option.from_disk:
+                num_parts = SIDE_BY_SIDE
             arrivals.append(
                 _Arrival(come.slot, unit, kind, come.earliest, size, come.pieces, moves, num_parts)
             )
@@ -338,6 +342,8 @@ class _Walk:
         """When something has come that is fetched from `start` on, and gathered part by part."""
         if num_parts == 1:
             return self.serve(start, clocks)
+        if num_parts == SIDE_BY_SIDE:
+            return max(self.serve(start, (clock,)) for clock in clocks)
         fetch, gather = clocks
         began = max(self.free[fetch[0]], start)
         came = self.serve(start, (fetch,))
@@ -428,7 +434,7 @@ class _Walk:
         lane, taken = clocks[0]
         if self.free[lane] >= horizon or earliest > t:
             return True
-        if len(clocks) > 1 and self.free[clocks[1][0]] - taken / num_parts >= horizon:
+        if len(clocks) > 1 and num_parts and self.free[clocks[1][0]] - taken / num_parts >= horizon:
             return True
         # What comes back needs its room again: the last of it is gone.
         swapped = kind == 2 and (unit, True) not in self.gone

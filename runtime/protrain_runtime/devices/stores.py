@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -313,6 +313,83 @@ def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
     return each
 
 
+class SplitStore(HostStore):
+    """Host memory and a disk as one store, whose ranges lie in one of the two."""
+
+    def __init__(self, backend: Backend, near: Store, far: Store) -> None:
+        super().__init__(backend)
+        self._stores = near, far
+        self._places: list[tuple[Store, int]] = []  # of the ranges: stores, and offsets there
+
+    def reserve(self, num_bytes: int) -> int:
+        return self.reserve_ranges([(num_bytes, False)])
+
+    def reserve_ranges(self, ranges: Sequence[tuple[int, bool]]) -> int:
+        """Room for consecutive ranges of so many bytes, on the disk or not; the first's offset."""
+        first = self.num_bytes
+        sizes = [sum(size for size, far in ranges if far == on_disk) for on_disk in (False, True)]
+        offsets = [
+            store.reserve(s) if s else 0 for store, s in zip(self._stores, sizes, strict=True)
+        ]
+        for size, far in ranges:
+            self._starts.append(self.num_bytes)
+            self._places.append((self._stores[far], offsets[far]))
+            offsets[far] += size
+            self.num_bytes += size
+        return first
+
+    def divided(self, pairs: Pairs) -> dict[Store, list[tuple[int, torch.Tensor]]]:
+        """The same bytes by the stores that they lie in, at their offsets there."""
+        found: dict[Store, list[tuple[int, torch.Tensor]]] = {}
+        for offset, tensor in pairs:
+            done, index = 0, bisect_right(self._starts, offset) - 1
+            while done < tensor.numel():
+                store, place = self._places[index]
+                inside = offset + done - self._starts[index]
+                index += 1
+                end = self._starts[index] if index < len(self._starts) else self.num_bytes
+                part = tensor[done : end - offset]
+                found.setdefault(store, []).append((place + inside, part))
+                done += part.numel()
+        return found
+
+    def reads(self, pairs: Pairs, tier: StateTier | None) -> Callable[[], None]:
+        """Make a function that starts these reads, of what lies on a tier; None: of all."""
+        works = [
+            copies(store, own, writes=False)
+            for store, own in self.divided(pairs).items()
+            if tier in (None, "disk" if store is self._stores[1] else "host")
+        ]
+
+        def each() -> None:
+            for work in works:
+                work()
+
+        return each
+
+    def view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        store, place = self._places[index := bisect_right(self._starts, offset) - 1]
+        assert isinstance(store, HostStore), "what an optimizer works on is in host memory"
+        return store.view(place + offset - self._starts[index], num_bytes)
+
+    def _each(self, do: str, offset: int, tensor: torch.Tensor) -> None:
+        for store, pairs in self.divided([(offset, tensor)]).items():
+            for place, part in pairs:
+                getattr(store, do)(place, part)
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        self._each("write", offset, source)
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        self._each("read", offset, target)
+
+    def start_write(self, offset: int, source: torch.Tensor) -> None:
+        self._each("start_write", offset, source)
+
+    def start_read(self, offset: int, target: torch.Tensor) -> None:
+        self._each("start_read", offset, target)
+
+
 TIERS: dict[StateTier, Callable[[Backend, Path, bool], Store]] = {
     "device": lambda backend, *_: DeviceStore(backend),
     "host": lambda backend, *_: HostStore(backend),
@@ -333,6 +410,11 @@ class Stores:
         if tier not in self._stores:
             self._stores[tier] = TIERS[tier](self._backend, self._directory, self._cached)
         return self._stores[tier]
+
+    @cached_property
+    def split(self) -> SplitStore:
+        """Host memory and disk as one store."""
+        return SplitStore(self._backend, self.get("host"), self.get("disk"))
 
     def share(self, descriptor: int, num_bytes: int, count: int) -> CommonStore:
         """Open the memory of a file that `count` processes share."""

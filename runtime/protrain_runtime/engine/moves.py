@@ -37,11 +37,12 @@ from protrain_runtime.contract.program.program import (
     reads_gradients,
 )
 from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import Placement, UnitPlan
+from protrain_runtime.contract.records.plan import Placement, StateTier, UnitPlan
 from protrain_runtime.devices.lanes import Backend, Buffers
 from protrain_runtime.devices.stores import (
     DeviceStore,
     HostStore,
+    SplitStore,
     Store,
     copies,
 )
@@ -502,7 +503,7 @@ class Moves:
         chunk = self.chunks[move.unit]
         match move.kind:
             case "fetch":
-                return self.fetch(chunk, chunk.groups_in(move.share))
+                return self.fetch(chunk, chunk.groups_in(move.share), tier=move.lane.tier)
             case "all-gather":
                 return self.all_gather(chunk, chunk.groups_in(move.share))
             case "all-reduce":
@@ -577,31 +578,45 @@ class Moves:
         if not self.backend.on_host:
             return
         sizes: list[int] = []
+        taken: set[tuple[int, tuple[float, float]]] = set()
         for move in (self.program.moves[number] for number in fetches):
-            if move.kind == "all-gather" and move.after:
-                continue  # into the buffers of a gather
-            if move.kind in ("fetch", "all-gather"):
+            if move.kind == "swap in":
+                swapped = self._swapped[move.unit].in_share(move.share)
+                sizes += [storage.num_bytes for storage in swapped]
+            elif (move.unit, move.share) not in taken:  # several moves fill the same buffers
+                taken.add((move.unit, move.share))
                 groups = self.chunks[move.unit].groups
                 chosen = self.chunks[move.unit].groups_in(move.share)
                 sizes += [groups[group].num_bytes for group in chosen]
-            else:
-                swapped = self._swapped[move.unit].in_share(move.share)
-                sizes += [storage.num_bytes for storage in swapped]
         self.buffers.keep_for(sizes)
 
-    def fetch(self, chunk: Chunk, groups: Iterable[int], *, lent: bool = False) -> Work:
+    def fetch(
+        self,
+        chunk: Chunk,
+        groups: Iterable[int],
+        *,
+        tier: StateTier | None = None,
+        lent: bool = False,
+    ) -> Work:
         """Bring groups of a chunk to the device, one read per group, rank's range or copy.
 
-        `lent`: not for a step of the program.
+        Of a split store, what lies on the tier; None: all. `lent`: not for a step of the program.
         """
         store, sharding = chunk.store, chunk.sharding
         assert store is not None
         numbers = list(groups)
-        buffers = [chunk.room(number, self.buffers.new, lent=lent) for number in numbers]
+        known = chunk.buffers if isinstance(store, SplitStore) else {}
+        buffers = [
+            known[number] if number in known else chunk.room(number, self.buffers.new, lent=lent)
+            for number in numbers
+        ]
         offset = chunk.own.current.offset
         offsets = [offset + chunk.own.groups[number].offset for number in numbers]
         if sharding is None:
-            return copies(store, list(zip(offsets, buffers, strict=True)), writes=False)
+            pairs = list(zip(offsets, buffers, strict=True))
+            if isinstance(store, SplitStore):
+                return store.reads(pairs, tier)
+            return copies(store, pairs, writes=False)
         own: list[tuple[int, torch.Tensor]] = []
         shared: list[tuple[int, torch.Tensor]] = []
         for number, start, buffer in zip(numbers, offsets, buffers, strict=True):

@@ -30,10 +30,15 @@ from weakref import ref
 import torch
 from torch import nn
 
-from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, ChunkSize, pieces_in
+from protrain_runtime.contract.program.program import (
+    PIECE_ALIGNMENT,
+    ChunkSize,
+    disk_pieces,
+    pieces_in,
+)
 from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
 from protrain_runtime.devices.lanes import num_holders
-from protrain_runtime.devices.stores import Store
+from protrain_runtime.devices.stores import SplitStore, Store
 from protrain_runtime.states.stand_ins import (
     AwayParameter,
     ConsumedGradient,
@@ -741,11 +746,13 @@ def offload(
     *,
     gradient_store: Store | None = None,
     speculate: bool = False,
+    on_disk: int = 0,
 ) -> None:
     """Copy the parameters to `store`, and reserve room for them and their states there.
 
-    Gradients get room in `gradient_store`. Of what ranks share, this rank's part. With `speculate`
-    there is room for a second copy. The parameters themselves stay as they are until `unbind`.
+    Of frozen parameters, `on_disk` sixteenths go to the disk of a split store. Gradients get room
+    in `gradient_store`. Of what ranks share, this rank's part. With `speculate` there is room for a
+    second copy. The parameters themselves stay as they are until `unbind`.
     """
     own = chunk.own
     dtypes = {part.dtype for part in chunk.slices if part.trainable}
@@ -756,7 +763,11 @@ def offload(
     own.rules = chunk.rules
     kinds = _state_kinds(chunk)
     for copy in (own.current, *([Copy()] if speculate else [])):
-        copy.offset = store.reserve(own.parameter_bytes)
+        copy.offset = (
+            store.reserve_ranges(_ranges(own, chunk.size(rules), on_disk))
+            if isinstance(store, SplitStore)
+            else store.reserve(own.parameter_bytes)
+        )
         copy.states = tuple(
             StateLayout(
                 key=key, rule=rule, offset=store.reserve(count * rule.dtype.itemsize), starts=starts
@@ -771,6 +782,18 @@ def offload(
     if gradient_store is not None:
         own.gradient_store = gradient_store
         own.gradient_offset = gradient_store.reserve(own.gradient_bytes)
+
+
+def _ranges(chunk: Chunk, size: ChunkSize, on_disk: int) -> list[tuple[int, bool]]:
+    """The ranges of a chunk's parameters: how many bytes, and whether they lie on disk."""
+    found: list[tuple[int, bool]] = []
+    for group, left in zip(chunk.groups, disk_pieces(size, on_disk), strict=True):
+        ends = [part.inside for part in group.slices[1:]]
+        for part, end in zip(group.slices, (*ends, group.num_bytes), strict=True):
+            far = 0 if part.trainable else min(left, end - part.inside)
+            left -= far
+            found += [(far, True), (end - part.inside - far, False)]
+    return [one for one in found if one[0]]
 
 
 def _state_kinds(chunk: Chunk) -> dict[StateKind, tuple[dict[str, int], int]]:

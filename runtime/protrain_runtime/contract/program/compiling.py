@@ -215,12 +215,12 @@ class _Compiler:
                 for slot, share in slots:
                     # Where the shards end is said by the whole pieces.
                     held = pieces_in(arriving.pieces, share)
-                    if held and placement.fetches:
-                        fetch = placement.fetches[number]
+                    for fetch in placement.fetched(number) if held else ():
                         size = sum(fetch.pieces[held.start : held.stop])
-                        lane = Lane("fetch", fetch.tier)
-                        move = Move("fetch", unit, served, lane, size, share=share)
-                        self.fetches[slot].append(move)
+                        if size or not placement.from_disk:
+                            lane = Lane("fetch", fetch.tier)
+                            move = Move("fetch", unit, served, lane, size, share=share)
+                            self.fetches[slot].append(move)
                     if held and placement.gathers:
                         size = sum(placement.gathers[number].pieces[held.start : held.stop])
                         if not size and plan.states.common_copy:

@@ -23,6 +23,7 @@ from protrain_runtime.contract.program.program import (
     Lane,
     Program,
     common_pieces,
+    disk_pieces,
     file_bytes,
     gradient_home,
     padded,
@@ -145,6 +146,7 @@ class StateOption:
     home           where gradients wait for the update; None: with persistent states
     arriving       the parameters and the room that they take, one per stay on the device
     fetches        those that come from the tier; of several devices: this rank's shard of them
+    from_disk      those of a chunk in host memory that come from the disk
     gathers        those that come from all ranks' shards
     common_bytes   of each fetch: frozen parameters, whole, from the copy that a node's ranks share
     summed_bytes   gradients that are summed for all ranks, after the unit's backward slot
@@ -174,6 +176,7 @@ class StateOption:
     home: GradientHome | None = None
     arriving: tuple[Fetch, ...] = ()
     fetches: tuple[Fetch, ...] = ()
+    from_disk: tuple[Fetch, ...] = ()
     gathers: tuple[Fetch, ...] = ()
     common_bytes: int = 0
     summed_bytes: int = 0
@@ -226,6 +229,10 @@ class StateOption:
         tier = self.tier
         update = UPDATE_ON_DEVICE if self.updated_on_device else Lane("update", tier)
         return Lane("read", tier), update, Lane("write", tier)
+
+    def fetched(self, stay: int) -> tuple[Fetch, ...]:
+        """Bytes that come from tiers for one stay: from its own, and from the disk."""
+        return self.fetches[stay : stay + 1] + self.from_disk[stay : stay + 1]
 
     @property
     def leaving(self) -> Eviction | None:
@@ -380,11 +387,13 @@ def placed(
     own = shard_of(chunk, settings, common_copy=with_copy)
     shards = own.each_parameters
     common = common_pieces(chunk) if with_copy else (0,) * len(shards)
-    fetched = tuple(shard + beside for shard, beside in zip(shards, common, strict=True))
+    far = disk_pieces(chunk, decision.on_disk)
+    fetched = tuple(map(sum, zip(shards, common, (-size for size in far), strict=True)))
     sizes = zip(whole.each_parameters, common, strict=True)
     gathered = tuple(size - beside for size, beside in sizes)
     arriving: list[Fetch] = []
     fetches: list[Fetch] = []
+    from_disk: list[Fetch] = []
     gathers: list[Fetch] = []
     earliest = 0  # a chunk is not fetched again before its last stay has ended
     for stay in residencies(decision, chunk.used_by, count) if chunk.used_by else ():
@@ -392,6 +401,8 @@ def placed(
         arriving.append(Fetch("device", *when, whole.parameter_bytes, whole.each_parameters))
         if tier:
             fetches.append(Fetch(tier, *when, sum(fetched), fetched))
+        if any(far):
+            from_disk.append(Fetch("disk", *when, sum(far), far))
         if several and (any(gathered) or not with_copy):
             gathers.append(Fetch("device", *when, sum(gathered), gathered))
         earliest = stay.last + 1
@@ -404,6 +415,7 @@ def placed(
         home,
         arriving=tuple(arriving),
         fetches=tuple(fetches),
+        from_disk=tuple(from_disk),
         gathers=tuple(gathers),
         common_bytes=sum(common),
         step_slot=2 * count,
@@ -463,14 +475,18 @@ def _tier_bytes(
     `copy_bytes` are those of a common copy.
     """
     found: dict[TierName, int] = {}
+    far_pieces = disk_pieces(own, states.on_disk)
+    far = sum(far_pieces)
     tier, copies = states.tier, 1 + states.speculate
     for name in get_args(TierName):
-        regions = [own.parameter_bytes, own.state_bytes] * copies if tier == name else []
+        regions = [own.parameter_bytes - far, own.state_bytes] * copies if tier == name else []
+        regions += [far] if name == "disk" else []
         regions += [own.gradient_bytes] if home == name else []
         size = sum(regions)
         if name in PINNED and is_accelerator(device):
             # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
-            parts = copies * STATE_REGIONS if tier == name else 0
+            # A page has the gaps between trained parameters of a piece whose others are on disk.
+            parts = copies * STATE_REGIONS + sum(map(bool, far_pieces)) if tier == name else 0
             size = sum(pinned_bytes(region) for region in regions) + parts * PAGE_BYTES
         elif name == "disk":
             # So in a file, where every kind of states has blocks of its own, too.

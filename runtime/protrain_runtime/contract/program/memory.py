@@ -219,6 +219,10 @@ def _room(move: Move, state: StateOption) -> int:
         return 0  # the fetch before it has taken it
     sizes = state.whole.each_parameters
     held = pieces_in(sizes, move.share)
+    if state.from_disk and move.lane.tier == "disk":
+        near = state.fetches[0].pieces[held.start : held.stop]
+        if any(near):
+            return 0  # so has the fetch from host memory
     return sum(sizes[held.start : held.stop])
 
 

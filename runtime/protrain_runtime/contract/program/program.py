@@ -215,6 +215,17 @@ def common_pieces(chunk: ChunkSize) -> tuple[int, ...]:
     return tuple(in_blocks(size - gradient, SHARD_ALIGNMENT) for size, gradient in pairs)
 
 
+def disk_pieces(chunk: ChunkSize, sixteenths: int) -> tuple[int, ...]:
+    """Bytes of each piece of the parameters that lie on disk: the first frozen ones, in pages."""
+    left = (chunk.parameter_bytes - chunk.gradient_bytes) * sixteenths // 16
+    left -= left % PAGE_BYTES
+    found: list[int] = []
+    for size, gradient in zip(chunk.each_parameters, chunk.each_gradients, strict=True):
+        found.append(min(left, size - gradient))
+        left -= found[-1]
+    return tuple(found)
+
+
 def shard_of(chunk: ChunkSize, settings: StepSettings, *, common_copy: bool = False) -> ChunkSize:
     """One rank's part of a sharded chunk; on one device, the chunk itself.
 
@@ -363,6 +374,9 @@ class Program:
         piece = f" [{move.start}:{move.stop}]" if move.stop else ""
         if move.share != (0.0, 1.0) and not move.stop:
             piece += f" ({move.share[0]:g}-{move.share[1]:g})"
+        before = self.moves[index - 1] if index else None
+        if before and before._replace(lane=move.lane, bytes=move.bytes) == move:
+            piece += f" from {move.lane.tier}"  # the other part comes from another tier
         return f"{move.kind} {move.unit} @{move.slot}{piece}"
 
 

@@ -61,6 +61,13 @@ REQUIREMENTS = (
         words="several devices, of which those of a node fetch from one copy",
         fix="leave the common copy out, or plan with --num-devices",
     ),
+    # On several devices a rank's shard of a group is one range of one store.
+    Requirement(
+        of=lambda states: states.on_disk > 0,
+        holds=lambda step: step.group.num_devices == 1,
+        words="one device",
+        fix="leave out what is on disk",
+    ),
 )
 
 

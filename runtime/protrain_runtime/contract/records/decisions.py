@@ -93,11 +93,15 @@ def _activations_wording(form: Form, tier: TierName | None) -> Wording[Activatio
     )
 
 
+ON_DISK = (1, 3)
+"""Sixteenths of the frozen parameters in host memory that may lie on disk."""
+
 _OFFLOADS: dict[Placement, str] = {
     Placement(tier="host"): "OB",
     Placement(tier="host", update_on_device=True): "GH",
     Placement(tier="host", update_on_device=True, speculate=True): "VY",
     Placement(tier="host", common_copy=True): "Cc",
+    **{Placement(tier="host", on_disk=part): "Ee" for part in ON_DISK},
     Placement(tier="disk"): "ob",
     Placement(tier="disk", speculate=True): "vy",
     Placement(tier="device"): "Dd",
@@ -128,6 +132,9 @@ def _placements() -> Iterator[Wording[Placement]]:
             phrase += " with a common copy"
             does += " with a common copy of what is frozen"
             doing += " with a common copy of what is frozen"
+        if placement.on_disk:
+            part = f" with {placement.on_disk}/16 on disk"
+            phrase, does, doing = phrase + part, does + part, doing + part
         if gathered:
             joined = "," if on_device or ahead else " and"
             phrase += " and keep gathered"

@@ -70,11 +70,15 @@ class Placement:
 
     With `common_copy`, which is for host memory, frozen parameters lie there whole, once for all
     devices of a node, and each device fetches them by itself. Trained ones are shared as always.
+
+    With `on_disk`, which is for host memory, as many sixteenths of the frozen parameters, the first
+    ones, lie on disk, and are fetched from there.
     """
 
     tier: StateTier | None = None
     update_in_backward: bool = False
     common_copy: bool = False
+    on_disk: int = 0
     keep_gathered: bool = False
     update_on_device: bool = False
     speculate: bool = False
