@@ -88,7 +88,7 @@ class PinOptions:
 
         if not self.explain or answer.solved is None:
             return None
-        return explain(answer.of_rank, answer.solved.plan)
+        return explain(answer.of_rank, answer.solved.plan, answer.solved.search)
 
 
 @option_record

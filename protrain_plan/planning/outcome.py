@@ -27,6 +27,15 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SearchStage:
+    """The end of a stage of a search: the best step so far and the bound, in seconds."""
+
+    stage: str
+    step_seconds: float
+    bound_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
     """A plan that meets the budgets.
 
@@ -37,6 +46,7 @@ class Solved:
     replicas       the numbers of replicas that the plan's was chosen from; none where it was given
     seconds_without_disk  of the fastest plan found that does without the disk, where one was asked
                    for and fits
+    search         the stages that ran, in order; none of a baseline
     """
 
     plan: Plan
@@ -48,6 +58,7 @@ class Solved:
     replicas: tuple[Replicas, ...] = ()
     kept: bool = False
     seconds_without_disk: float | None = None
+    search: tuple[SearchStage, ...] = ()
 
     @property
     def uses_disk(self) -> bool:

@@ -343,3 +343,28 @@ def test_another_profile_is_refused(assert_says: Speaker) -> None:
     tight = replace(planned, budgets=replace(planned.budgets, device=10**9))
     for of, refused in ((model(blocks=7), planned), (alone, moving()[1]), (profile, tight)):
         assert_says.refused(explain, of, refused)
+
+
+def test_each_stage_of_the_search_says_what_it_found() -> None:
+    profile = model(gpu(disk_gb=1000), blocks=20)
+    found = solved(plan(profile, within(profile, 3_000 * MB)))
+    stages = found.search
+    assert stages[0].stage == "plain policies"
+    assert stages[-1].stage == "simpler decisions"
+    prediction = found.plan.prediction
+    assert stages[-1].step_seconds == prediction.step_seconds
+    assert stages[-1].bound_seconds == prediction.lower_bound_seconds
+    steps = [stage.step_seconds for stage in stages[:-1]]
+    bounds = [stage.bound_seconds for stage in stages]
+    assert steps == sorted(steps, reverse=True)
+    assert bounds == sorted(bounds)
+    said = in_words(explain(profile, found.plan, stages))[-len(stages) - 1 :]
+    assert all(
+        line.startswith(f"Search, {one.stage}: ")
+        for line, one in zip(said[:-1], stages, strict=True)
+    )
+    assert f"{found.gap:.1%} above that bound" in said[-1]
+    assert (
+        in_words(explain(profile, found.plan))
+        == in_words(explain(profile, found.plan, stages))[: -len(said)]
+    )

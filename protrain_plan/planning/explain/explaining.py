@@ -18,12 +18,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import inf
 from typing import Literal, NamedTuple
 
 import pulp
 
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem, misfit
+from protrain_plan.planning.outcome import SearchStage
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.implications import ActivationOption, StateOption
@@ -144,10 +146,11 @@ class Explanation:
     device_budget: int
     evaluation_bytes: int
     num_unexplained: int = 0
+    search: tuple[SearchStage, ...] = ()
 
 
-def explain(profile: Profile, plan: Plan) -> Explanation:
-    """Explain `plan`, which was made for `profile`.
+def explain(profile: Profile, plan: Plan, search: Sequence[SearchStage] = ()) -> Explanation:
+    """Explain `plan`, which was made for `profile`; `search` are the stages that found it.
 
     ProtrainError where the profile does not have the plan's units and decisions, or gives them
     more bytes than the plan's budgets.
@@ -170,6 +173,7 @@ def explain(profile: Profile, plan: Plan) -> Explanation:
         device_budget=plan.budgets.device,
         evaluation_bytes=evaluation_bytes(problem.program(plan.units)),
         num_unexplained=max(0, len(groups) - MAX_GROUPS),
+        search=tuple(search),
     )
 
 
@@ -211,7 +215,23 @@ def in_words(explanation: Explanation) -> list[str]:
         "Evaluated between a forward and its backward, the model takes up to"
         f" {format_bytes(explanation.evaluation_bytes)} of tensors on the device."
     )
-    return words
+    return words + list(_searched(explanation.search))
+
+
+def _searched(stages: Sequence[SearchStage]) -> Iterator[str]:
+    """Sentences on what each stage of the search found, and how good that is."""
+    step, bound = inf, 0.0
+    for one in stages:
+        found: list[str] = []
+        if one.step_seconds < step * (1 - TIE):
+            less = f", {1 - one.step_seconds / step:.1%} less" if step < inf else ""
+            found.append(f"a step of {format_seconds(one.step_seconds)}{less}")
+        if one.bound_seconds > bound * (1 + TIE):
+            found.append(f"no plan takes less than {format_seconds(one.bound_seconds)}")
+        step, bound = one.step_seconds, one.bound_seconds
+        yield f"Search, {one.stage}: {'; '.join(found) or 'nothing faster'}."
+    if stages:
+        yield f"The plan's step is {step / bound - 1:.1%} above that bound."
 
 
 def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:

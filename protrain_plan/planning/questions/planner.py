@@ -34,7 +34,7 @@ from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.fitting import within_reach
 from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
 from protrain_plan.planning.model.solver import solver_name
-from protrain_plan.planning.outcome import Infeasible, Replicas, Solved, Status
+from protrain_plan.planning.outcome import Infeasible, Replicas, SearchStage, Solved, Status
 from protrain_plan.planning.search.baselines import Baseline, baseline, leanest_variant, staying
 from protrain_plan.planning.search.choices import Leanest, min_memory, plain_choices
 from protrain_plan.planning.search.descending import Descent
@@ -217,6 +217,7 @@ class _Planning:
         self.evaluator.stopped = effort.spent  # from here on there is a plan
         self.best: Evaluation = first
         self.staying: Evaluation | None = None  # moves nothing, where keeping everything fits
+        self.stages: list[SearchStage] = []  # that have ended
 
     def solve(self, hints: Sequence[Hint]) -> Evaluation:
         """The best plan of all stages."""
@@ -255,7 +256,9 @@ class _Planning:
                 found = plain if plain and plain.seconds < (found or best).seconds else found
             if found:
                 self.problem, best = alone.problem, found
-        return simplified(self.problem, best, slowest_s=slowest, stopped=stopped)
+        self.best = simplified(self.problem, best, slowest_s=slowest, stopped=stopped)
+        self._tell("simpler decisions")
+        return self.best
 
     def solve_baseline(self, name: Baseline) -> Evaluation | None:
         """The best plan of a baseline, None where it has none within the budgets."""
@@ -312,6 +315,7 @@ class _Planning:
             stall_seconds=best.stall_s,
             solve_seconds=seconds,
             solver=solver_name() if self.effort.solver == "milp" else self.effort.solver,
+            search=tuple(self.stages),
         )
 
     @cached_property
@@ -349,6 +353,8 @@ class _Planning:
 
     def _tell(self, stage: str) -> None:
         self.effort.progress(stage, self.best.seconds, self.bound or None)
+        seconds = {"step_seconds": self.best.seconds, "bound_seconds": self.bound}
+        self.stages.append(SearchStage(stage=stage, **seconds))
 
     def _keep(self, evaluation: Evaluation | None) -> None:
         if evaluation and evaluation.seconds < self.best.seconds:

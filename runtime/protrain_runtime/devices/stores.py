@@ -331,9 +331,12 @@ class SplitStore(HostStore):
         offsets = [
             store.reserve(s) if s else 0 for store, s in zip(self._stores, sizes, strict=True)
         ]
+        before: bool | None = None
         for size, far in ranges:
-            self._starts.append(self.num_bytes)
-            self._places.append((self._stores[far], offsets[far]))
+            if far != before:  # what follows in the same store is one range with it
+                self._starts.append(self.num_bytes)
+                self._places.append((self._stores[far], offsets[far]))
+            before = far
             offsets[far] += size
             self.num_bytes += size
         return first
