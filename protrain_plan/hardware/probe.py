@@ -148,7 +148,8 @@ def _below(
         seen = None if reads.buffered else observed(writes, watch)
         link = _disk_link(reads, writes)
         if not devices.on_host(device):
-            cached = Cached(link=_cached_link(directory, device))
+            with _files(directory, device, cached=True) as cached_files:
+                cached = Cached(link=_disk_link(*cached_files))
             disk = _disk(directory, link, seen, cached)
             progress("measuring the link to host memory", 0.5)
             pinned = PinnedLink(device)
@@ -195,11 +196,6 @@ def _files(
         contextlib.closing(ProbedFile(directory, device, cached=cached)) as writes,
     ):
         yield reads, writes
-
-
-def _cached_link(directory: Path, device: torch.device) -> Link:
-    with _files(directory, device, cached=True) as (reads, writes):
-        return _disk_link(reads, writes)
 
 
 def held_bytes(device: torch.device) -> int:

@@ -120,7 +120,14 @@ def host_update_speed(
         def seconds() -> float:
             return in_worker(lambda: median_seconds(update), num_threads=team.inside)
 
-        return num_parameters / (while_copying(here, seconds) if beside else seconds())
+        if not beside:
+            return num_parameters / seconds()
+        link = PinnedLink(here, _COPY_BYTES)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            result = pool.submit(seconds)
+            while not result.done():
+                link.both()
+            return num_parameters / result.result()
 
 
 def update_team(
@@ -169,16 +176,6 @@ def lane_update(
         piece.write(parameters=False)
 
     return update
-
-
-def while_copying(device: torch.device, work: Callable[[], Result]) -> Result:
-    """`work()` in a thread, while copies between pinned memory and the device go both ways."""
-    link = PinnedLink(device, _COPY_BYTES)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        result = pool.submit(work)
-        while not result.done():
-            link.both()
-        return result.result()
 
 
 class PinnedLink:
