@@ -88,17 +88,16 @@ def probe(
     *,
     spill_directory: Path,
     name: str | None = None,
-    context_bytes: int | None = None,
     dtype: DType = "float32",
     watch: Watch = BRIEF,
     progress: Progress = lambda *_: None,
 ) -> Hardware:
     """Measure this machine; about 15 s on two cores, 256 MiB of files that are gone afterwards.
 
-    The disk is written for as long as `watch` says before it is measured. `context_bytes` is
-    recorded as given; without it, as what this process holds in the end, which is less exact than
-    what the profiler measures in a model's own steps. `dtype` is that of the updates whose speed
-    and contention with compute are measured.
+    The disk is written for as long as `watch` says before it is measured. The device's context is
+    what this process holds in the end, which is less exact than what the profiler measures in a
+    model's own steps. `dtype` is that of the updates whose speed and contention with compute are
+    measured.
 
     ProtrainError where there is no such device, it lacks what plans need, or `spill_directory`
     cannot be written.
@@ -120,7 +119,7 @@ def probe(
             kind=where.type,
             name=processor_name() if on_host else devices.name(where),
             memory_bytes=host_memory_bytes() if on_host else devices.free_and_total_bytes(where)[1],
-            context_bytes=held_bytes(where) if context_bytes is None else context_bytes,
+            context_bytes=held_bytes(where),
             num_threads=num_threads,
         ),
         tiers=tiers,
