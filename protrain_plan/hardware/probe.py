@@ -6,6 +6,7 @@ may call one that another does not. The figures are rank 0's.
 """
 
 import contextlib
+import gc
 import mmap
 import os
 import platform
@@ -13,11 +14,12 @@ import shutil
 import statistics
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -458,7 +460,8 @@ class _Group:
         """Bytes per second that this rank gets from the others, and the seconds of a hop."""
 
         def median(collective: Call, calls: int) -> float:
-            return statistics.median(_seconds(collective, calls) for _ in range(_ROUNDS)) / calls
+            seconds = timeit.repeat(collective, gc.enable, repeat=_ROUNDS, number=calls)
+            return statistics.median(seconds) / calls
 
         others = self.whole.nbytes * (self.size - 1) / self.size
         # Of next to nothing: what it takes apart from its bytes.
@@ -472,21 +475,15 @@ class _Group:
         )
 
 
-def _seconds(collective: Call, calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        collective()
-    return time.perf_counter() - start
-
-
 def _contention(collective: Call, other: Call) -> Contention:
     """Measure what `other`, in this thread, and a collective in a lane's leave each other."""
     ended, num_threads = threading.Event(), torch.get_num_threads()
+    seconds = partial(timeit.timeit, collective, gc.enable, number=_CALLS)
 
     def lane() -> float:
         torch.set_num_threads(1)
         try:
-            return _CALLS / _seconds(collective, _CALLS)
+            return seconds()
         finally:
             ended.set()
 
@@ -495,13 +492,13 @@ def _contention(collective: Call, other: Call) -> Contention:
         distributed.barrier()
         alone = runs_per_second(other)
         distributed.barrier()
-        collective_alone = _CALLS / in_worker(lambda: _seconds(collective, _CALLS))
+        alone_s = in_worker(seconds)
         ended.clear()
         with ThreadPoolExecutor(max_workers=1) as pool:
-            rate = pool.submit(lane)
+            beside_s = pool.submit(lane)
             torch.set_num_threads(num_threads)
             kept_other.append(runs_per_second(other, until=ended) / alone)
-            kept_collective.append(rate.result() / collective_alone)
+            kept_collective.append(alone_s / beside_s.result())
     return Contention(
         compute=four_digits(kept_fraction(kept_other)),
         lane=four_digits(kept_fraction(kept_collective)),
