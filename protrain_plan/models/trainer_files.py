@@ -130,9 +130,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-_LISTS = ("understood", "decided", "ignored", "unclear", "in its keys")
-
-
 class Format(SimpleNamespace):
     """A trainer's files, with the entries that `trainers.yaml` describes.
 
@@ -259,7 +256,8 @@ class TrainerFile:
         for key, value in self.format.defaults.items():
             self.facts |= self.format.read(key, value)
         self._places: dict[str, Document] = {}  # of facts that the file states
-        lists: dict[str, dict[str, object]] = {name: {} for name in _LISTS}
+        names = ("understood", "decided", "ignored", "unclear", "in its keys")
+        lists: dict[str, dict[str, object]] = {name: {} for name in names}
         self.understood, self.decided, self.ignored, unclear, _ = lists.values()
         for key, node in nodes.items():
             if key.rpartition(".")[0] not in self.decided | self.ignored:
