@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import typer.main
 
-from protrain_plan.checking.json_schema import SCHEMAS
+from docs.json_schema import SCHEMAS
 from protrain_plan.cli import app
 from protrain_plan.models.batches import MAX_TEXT_BYTES
 from protrain_plan.models.building import MAX_PARAMETERS, MAX_TENSORS

@@ -8,5 +8,4 @@ reestimate       the model as its source is today, in processes of their own wit
 rules            small functions with codes, their verdicts, and the report of all on all plans;
                  their docstrings are what `--explain` prints
 diffing          what changed between two profiles, and between two plans
-json_schema      the records as JSON Schema
 """

@@ -154,20 +154,17 @@ def _is_asked_for(profile: Profile, fingerprint: str, changed: Iterable[str]) ->
 
 
 def reestimated(
-    profile: Profile, config: str | None, on: Hardware | None, tell: Tell
+    profile: Profile, config: str, on: Hardware | None, tell: Tell
 ) -> Tally | Estimate | None:
-    """Build a profiled model from its source as that is now; tell its fingerprint, changed keys.
+    """Build a profiled model from its source as that is now, and tell its fingerprint.
 
     The answer is its tally on a machine, or on the profile's if rules ask for one. Runs the model's
-    code; without weights where its kind allows that. A preset and a configuration's file are read
-    anew; where the file is gone, the configuration in the record is built with today's code; with
-    `config`, as JSON, that one is. Paths and modules count from the working directory.
+    code, of the configuration in `config` or of a factory; without weights where its kind allows
+    that. Paths and modules count from the working directory.
     """
     workload, machine = profile.workload, on or profile.hardware
     names = ("dtype", "seed", "precision", "adapter", "quantize")
     options: dict[str, Any] = {name: getattr(workload, name) for name in names}
-    if config is None:
-        config = "" if _is_here(workload.model) else workload.model_config
     try:
         from protrain_plan.models.sources import load_source
         from protrain_plan.profiling.estimated import tallies
@@ -177,8 +174,8 @@ def reestimated(
         fingerprint = model_fingerprint(source.build(device="meta", **options))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a model's code may fail in any way)
         return Broken(reason=said(error))
-    changed = changed_keys(workload.model_config, source.model_config)
-    tell((fingerprint, changed))
+    tell(fingerprint)
+    changed = changed_keys(workload.model_config, config)
     if on is None and not _is_asked_for(profile, fingerprint, changed):
         return None
     try:
@@ -208,10 +205,10 @@ def _rated(machine: Hardware) -> Hardware:
 
 @dataclass(slots=True)
 class _Known:
-    """Answers of a model's process; `broken` is why it says no more."""
+    """Answers of the process of a model with a configuration; `broken` is why it says no more."""
 
+    config: str  # as JSON; empty of a factory
     fingerprint: str | None = None
-    changed_keys: tuple[str, ...] = ()
     tally: Tally | None = None
     estimates: dict[Hardware, Estimate] = field(default_factory=dict)
     broken: Broken | Unavailable | None = None
@@ -232,10 +229,10 @@ class Reestimates:
         if (reason := missing(profile.workload)) is not None:
             return Unavailable(reason=reason)
         try:
-            question = _question(profile)
+            question, config = question_of(profile)
         except ProtrainError as error:
             return Broken(reason=said(error))
-        known = _Known()
+        known = _Known(config)
         if question is not None:
             known = self._known.setdefault(question, known)
             known.fingerprint = known.fingerprint or self._cache.fingerprint(question)
@@ -246,9 +243,7 @@ class Reestimates:
             return known.broken
         return Today(
             model_fingerprint=known.fingerprint,
-            changed_keys=known.changed_keys
-            if question is None
-            else changed_keys(profile.workload.model_config, question.workload.model_config),
+            changed_keys=changed_keys(profile.workload.model_config, config),
             profile=partial(self._profile, profile, question, known),
         )
 
@@ -261,7 +256,8 @@ class Reestimates:
         there = [profile for profile in profiles if missing(profile.workload) is None]
         for profile in there:
             with suppress(ProtrainError):  # reported when the profile is checked
-                if question := _question(profile):
+                question, _ = question_of(profile)
+                if question is not None:
                     asked.setdefault(question, []).append(profile)
         if there:
             of_transformers = any(profile.workload.model_config for profile in there)
@@ -309,14 +305,10 @@ class Reestimates:
         on: Hardware | None = None,
     ) -> None:
         """Run the model's code, and note what it says."""
-
-        def hear(heard: tuple[str, tuple[str, ...]]) -> None:
-            known.fingerprint, known.changed_keys = heard
-
         machine = on or profile.hardware
-        config = None if question is None else question.workload.model_config
         try:
-            work = partial(reestimated, profile, config, on)
+            work = partial(reestimated, profile, known.config, on)
+            hear = partial(setattr, known, "fingerprint")
             found = run(work, limits=self._limits, hear=hear)
         except ProtrainError as error:
             known.broken = self._broken(error)
@@ -355,10 +347,11 @@ def _lacks_memory(reason: str) -> bool:
     return "MemoryError" in reason or "allocate memory" in reason
 
 
-def _question(profile: Profile) -> EstimateRequest | None:
-    """Return the question about a model whose code is the libraries' alone; None for others.
+def question_of(profile: Profile) -> tuple[EstimateRequest | None, str]:
+    """The question about a model whose code is the libraries' alone, and its configuration.
 
-    ProtrainError where a file holds no configuration.
+    A preset and a configuration's file are read anew; where the file is gone, it is the recorded
+    one. ProtrainError where a file holds none.
     """
     workload = profile.workload
     if _is_here(workload.model) or not workload.model_config:
@@ -367,4 +360,5 @@ def _question(profile: Profile) -> EstimateRequest | None:
         config = read_config(workload.model)
     else:
         config = parse_config(workload.model_config, where=workload.model)
-    return EstimateRequest.of(workload, profile.optimizer.name, config, profile.allowed)
+    text = "" if config is None else json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return EstimateRequest.of(workload, profile.optimizer.name, config, profile.allowed), text

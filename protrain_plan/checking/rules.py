@@ -16,7 +16,6 @@ from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth_in_words
 from protrain_plan.checking.plan_files import Case, Files, line_of, opened, search
 from protrain_plan.checking.plan_on_machine import (
-    Limit,
     Machines,
     Model,
     PlanOnMachine,
@@ -402,7 +401,6 @@ def mem001(situation: PlanOnMachine) -> Verdict:
     the estimate of today's model under the plan's decisions, and the message names the layers that
     grew.
     """
-    limit = situation.limits["device"]
     if situation.misfit is not None:  # then only whether some plan fits can be said
         if (reason := not_joined(situation.case.plan, situation.hardware)) is not None:
             return Skipped(reason=reason)
@@ -412,16 +410,12 @@ def mem001(situation: PlanOnMachine) -> Verdict:
         failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
         if failed.no_plan_fits:
             return failed
-        return Skipped(reason=f"{problem}; another plan fits {format_bytes(limit.bytes)}")
+        limit = format_bytes(situation.limits["device"].bytes)
+        return Skipped(reason=f"{problem}; another plan fits {limit}")
     peak = situation.predicted.peak_bytes
-    used = peak.on_device
-    if used <= limit.bytes:
-        return Passed(found=f"{format_bytes(used)} of {format_bytes(limit.bytes)}")
-    text = (
-        f"the predicted peak of {format_bytes(used)} ({format_bytes(peak.device)} of tensors,"
-        f" {format_bytes(used - peak.device)} besides)"
-    )
-    return _over(situation, text, used, limit)
+    used, besides = peak.on_device, peak.on_device - peak.device
+    parts = f" ({format_bytes(peak.device)} of tensors, {format_bytes(besides)} besides)"
+    return _within(situation, "device", "peak", used, parts)
 
 
 def host001(situation: PlanOnMachine) -> Verdict:
@@ -484,21 +478,21 @@ def _below_device(situation: PlanOnMachine, tier: TierName, what: str) -> Verdic
     if situation.misfit is not None:
         return Skipped(reason=f"the plan is for another model: {situation.misfit}")
     used: int = getattr(situation.predicted.peak_bytes, tier)
-    limit = situation.limits[tier]
-    if used <= limit.bytes:
-        found = f"{format_bytes(used)} of {format_bytes(limit.bytes)}" if used else "none needed"
-        return Passed(found=found)
-    return _over(situation, f"the predicted {what} of {format_bytes(used)}", used, limit)
+    return _within(situation, tier, what, used) if used else Passed(found="none needed")
 
 
-def _over(situation: PlanOnMachine, text: str, used: int, limit: Limit) -> Failed:
+def _within(situation: PlanOnMachine, tier: str, what: str, used: int, parts: str = "") -> Verdict:
     """Say how far a limit is exceeded, which layers grew, and whether planning again helps."""
+    limit = situation.limits[tier]
+    most, excess = format_bytes(limit.bytes), used - limit.bytes
+    if excess <= 0:
+        return Passed(found=f"{format_bytes(used)} of {most}")
     grown = tuple(unit for unit in situation.model.growth if unit.total_bytes > 0)
     problem = (
-        f"{text} exceeds {format_bytes(limit.bytes)} ({limit.source})"
-        f" by {format_bytes(used - limit.bytes)}"
+        f"the predicted {what} of {format_bytes(used)}{parts} exceeds {most} ({limit.source})"
+        f" by {format_bytes(excess)}"
     )
-    return _with_remedy(situation, problem, "prediction.peak_bytes", grown, used - limit.bytes)
+    return _with_remedy(situation, problem, "prediction.peak_bytes", grown, excess)
 
 
 def _with_remedy(
@@ -662,14 +656,13 @@ def check(
     # An unreadable plan may be the one of a budget: then unmatched budgets are unknown.
     if not on and {one.plan for one in findings} == {one.plan for one in on_machines}:
         names = frozenset(one.machine for one in on_machines if one.machine is not None)
-        for machine, budget in machines.budgets.items():
-            verdict = bud001(budget, machine, names)
+        rule = Rule.of(bud001)
+        findings += [
+            Finding(rule=rule, plan=budget.source, machine=machine, verdict=verdict)
+            for machine, budget in machines.budgets.items()
             # Of budgets that guard something there is nothing to say.
-            if not isinstance(verdict, Passed):
-                rule = Rule.of(bud001)
-                findings.append(
-                    Finding(rule=rule, plan=budget.source, machine=machine, verdict=verdict)
-                )
+            if not isinstance(verdict := bud001(budget, machine, names), Passed)
+        ]
     num_plans = sum(files.is_plan for files in found.files)
     if expect is not None:
         count = num001(expect, num_plans)
@@ -702,18 +695,18 @@ def _findings(
             ours = not isinstance(error, ProtrainError)
             reason = f"a mistake of protrain's: {error!r}" if ours else str(error)
             verdict = Failed(problem=f"this cannot be checked: {reason}")
-        failed = isinstance(verdict, Failed)
-        line, key = (verdict.line, verdict.key) if isinstance(verdict, Failed) else (None, None)
+        failed = verdict if isinstance(verdict, Failed) else None
         found.append(
             Finding(
                 rule=Rule.of(rule),
                 plan=str(files.path),
-                line=line or line_of(files.text, key),
+                line=(failed and failed.line)
+                or line_of(files.text, failed.key if failed else None),
                 machine=machine,
                 verdict=verdict,
             )
         )
-        return not failed
+        return failed is None
 
     if not all(holds(rule, files) for rule in FILE_RULES):
         return found

@@ -54,27 +54,21 @@ class FileOptions:
         """The file that a MODEL argument names; None where that is a model."""
         from protrain_plan.models.presets import is_factory
 
-        is_file = False
         if Path(model).suffix.lower() in (".yaml", ".yml", ".json"):  # others need no reader
             from protrain_plan.models.trainer_files import TrainerFile, is_trainer_file
 
-            is_file = is_trainer_file(model)
-        if not is_file:
-            if self.named is not None:
-                problem = f"{model} is no trainer's file, and names a model already"
-                raise ProtrainError(problem, key="--model")
-            return None
-        if self.named is not None and is_factory(self.named):
-            raise ProtrainError(
-                "a factory makes batches of its own, and not those of a file",
-                key="--model",
-                fix="name the factory in the place of the file, with options for the rest",
-            )
-        return TrainerFile(model, given=_given(context), model=self.named)
-
-
-def _given(context: typer.Context) -> list[str]:
-    """Options of a file that the command line answers, by default values, too."""
-    given = on_command_line(context)
-    given.remove("model" if "model" in given else "profile")  # the argument itself
-    return [option for name in given for option in _ANSWERED.get(name, (name,))]
+            if is_trainer_file(model):
+                if self.named is not None and is_factory(self.named):
+                    raise ProtrainError(
+                        "a factory makes batches of its own, and not those of a file",
+                        key="--model",
+                        fix="name the factory in the place of the file, with options for the rest",
+                    )
+                given = on_command_line(context)  # by default values, too
+                given.remove("model" if "model" in given else "profile")  # the argument itself
+                answered = [option for name in given for option in _ANSWERED.get(name, (name,))]
+                return TrainerFile(model, given=answered, model=self.named)
+        if self.named is not None:
+            problem = f"{model} is no trainer's file, and names a model already"
+            raise ProtrainError(problem, key="--model")
+        return None

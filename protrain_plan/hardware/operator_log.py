@@ -61,11 +61,8 @@ class OperatorLog(WorkLog):
             return
         # FLOPs are two per multiplication and addition, 0 for what is no matrix product.
         flops, given = 0.0, tensors_in((args, kwargs))
-        arguments = (
-            named(func, args, kwargs)
-            if func in _READ or func._schema.name in (PACKED_PRODUCT, INT8_PRODUCT)
-            else {}
-        )
+        packs = func._schema.name in (PACKED_PRODUCT, INT8_PRODUCT)
+        arguments = named(func, args, kwargs) if packs or func in _READ else {}
         if own := _FLOPS.get(func):
             flops = own(arguments)
         elif counted := flop_registry.get(func._overloadpacket):
@@ -81,24 +78,21 @@ class OperatorLog(WorkLog):
         half = any(tensor.dtype in HALF for tensor in given)
         shaped = _SHAPES.get(func)
         shape = shaped(arguments) if shaped else None
-        if func._schema.name == PACKED_PRODUCT:
-            # Packed bytes are read and numbers are written, and then there is a product of these.
-            rows, sizes = arguments["A"], arguments["shapeB"]
-            weight = math.prod(sizes) * rows.itemsize
-            packed = sum(_bytes(tensor) for tensor in given) - _bytes(rows)
-            self.slots[-1].append(Work(0.0, packed + weight, half))
+        if packs:
+            rows, sizes = arguments["A"], arguments.get("shapeB") or arguments["B"].shape
             columns, inner = sizes[0], rows.shape[-1]
             shape = Product(1, rows.numel() // max(1, inner), columns, inner)
             flops = 2.0 * rows.numel() * columns
-            moved += weight - packed
-        elif func._schema.name == INT8_PRODUCT:
-            # At most as long as in 16 bits. Sums of int32 are written and read.
-            rows, columns = arguments["A"], arguments["B"].shape[0]
-            half = True
-            inner = rows.shape[-1]
-            shape = Product(1, rows.numel() // max(1, inner), columns, inner)
-            flops = 2.0 * rows.numel() * columns
-            moved += 2 * 4 * rows.shape[0] * columns
+            if func._schema.name == PACKED_PRODUCT:
+                # Packed bytes are read and numbers written, and then there is a product of these.
+                weight = math.prod(sizes) * rows.itemsize
+                packed = sum(_bytes(tensor) for tensor in given) - _bytes(rows)
+                self.slots[-1].append(Work(0.0, packed + weight, half))
+                moved += weight - packed
+            else:
+                # At most as long as in 16 bits. Sums of int32 are written and read.
+                half = True
+                moved += 2 * 4 * rows.shape[0] * columns
         counted_once = _MODEL_FLOPS.get(func)
         model_flops = counted_once(arguments) if counted_once else flops
         fused = func is aten.div_.Scalar and given[0] is self._mask()

@@ -187,12 +187,6 @@ def convolution(call: OperatorCall) -> int:
 # --- products with packed weights -----------------------------------------------------------------
 
 
-def _weight_bytes(call: OperatorCall) -> tuple[int, int]:
-    """Bytes of bitsandbytes' weight as numbers of its input's dtype, and of float32 scales."""
-    count = math.prod(call["shapeB"])
-    return count * call.given.itemsize, 4 * -(-count // call["blocksize"])
-
-
 def packed_product(call: OperatorCall) -> int:
     """The weight as numbers, from float32 scales, which are there twice as they are made.
 
@@ -200,8 +194,9 @@ def packed_product(call: OperatorCall) -> int:
     backends/cuda/ops.py, `_gemm_4bit_use_custom_fn`): a bound. The product itself packs operands of
     16 bits on a CPU.
     """
-    weight, scales = _weight_bytes(call)
-    return weight + 2 * scales
+    count = math.prod(call["shapeB"])
+    scales = 4 * -(-count // call["blocksize"])
+    return int(count * call.given.itemsize + 2 * scales)
 
 
 def _cpu_packed_product(call: OperatorCall) -> int:

@@ -6,6 +6,7 @@ may call one that another does not. The figures are rank 0's.
 """
 
 import contextlib
+import gc
 import mmap
 import os
 import platform
@@ -13,11 +14,12 @@ import shutil
 import statistics
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,17 +90,16 @@ def probe(
     *,
     spill_directory: Path,
     name: str | None = None,
-    context_bytes: int | None = None,
     dtype: DType = "float32",
     watch: Watch = BRIEF,
     progress: Progress = lambda *_: None,
 ) -> Hardware:
     """Measure this machine; about 15 s on two cores, 256 MiB of files that are gone afterwards.
 
-    The disk is written for as long as `watch` says before it is measured. `context_bytes` is
-    recorded as given; without it, as what this process holds in the end, which is less exact than
-    what the profiler measures in a model's own steps. `dtype` is that of the updates whose speed
-    and contention with compute are measured.
+    The disk is written for as long as `watch` says before it is measured. The device's context is
+    what this process holds in the end, which is less exact than what the profiler measures in a
+    model's own steps. `dtype` is that of the updates whose speed and contention with compute are
+    measured.
 
     ProtrainError where there is no such device, it lacks what plans need, or `spill_directory`
     cannot be written.
@@ -120,7 +121,7 @@ def probe(
             kind=where.type,
             name=processor_name() if on_host else devices.name(where),
             memory_bytes=host_memory_bytes() if on_host else devices.free_and_total_bytes(where)[1],
-            context_bytes=held_bytes(where) if context_bytes is None else context_bytes,
+            context_bytes=held_bytes(where),
             num_threads=num_threads,
         ),
         tiers=tiers,
@@ -148,7 +149,8 @@ def _below(
         seen = None if reads.buffered else observed(writes, watch)
         link = _disk_link(reads, writes)
         if not devices.on_host(device):
-            cached = Cached(link=_cached_link(directory, device))
+            with _files(directory, device, cached=True) as cached_files:
+                cached = Cached(link=_disk_link(*cached_files))
             disk = _disk(directory, link, seen, cached)
             progress("measuring the link to host memory", 0.5)
             pinned = PinnedLink(device)
@@ -195,11 +197,6 @@ def _files(
         contextlib.closing(ProbedFile(directory, device, cached=cached)) as writes,
     ):
         yield reads, writes
-
-
-def _cached_link(directory: Path, device: torch.device) -> Link:
-    with _files(directory, device, cached=True) as (reads, writes):
-        return _disk_link(reads, writes)
 
 
 def held_bytes(device: torch.device) -> int:
@@ -463,7 +460,8 @@ class _Group:
         """Bytes per second that this rank gets from the others, and the seconds of a hop."""
 
         def median(collective: Call, calls: int) -> float:
-            return statistics.median(_seconds(collective, calls) for _ in range(_ROUNDS)) / calls
+            seconds = timeit.repeat(collective, gc.enable, repeat=_ROUNDS, number=calls)
+            return statistics.median(seconds) / calls
 
         others = self.whole.nbytes * (self.size - 1) / self.size
         # Of next to nothing: what it takes apart from its bytes.
@@ -477,21 +475,15 @@ class _Group:
         )
 
 
-def _seconds(collective: Call, calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        collective()
-    return time.perf_counter() - start
-
-
 def _contention(collective: Call, other: Call) -> Contention:
     """Measure what `other`, in this thread, and a collective in a lane's leave each other."""
     ended, num_threads = threading.Event(), torch.get_num_threads()
+    seconds = partial(timeit.timeit, collective, gc.enable, number=_CALLS)
 
     def lane() -> float:
         torch.set_num_threads(1)
         try:
-            return _CALLS / _seconds(collective, _CALLS)
+            return seconds()
         finally:
             ended.set()
 
@@ -500,13 +492,13 @@ def _contention(collective: Call, other: Call) -> Contention:
         distributed.barrier()
         alone = runs_per_second(other)
         distributed.barrier()
-        collective_alone = _CALLS / in_worker(lambda: _seconds(collective, _CALLS))
+        alone_s = in_worker(seconds)
         ended.clear()
         with ThreadPoolExecutor(max_workers=1) as pool:
-            rate = pool.submit(lane)
+            beside_s = pool.submit(lane)
             torch.set_num_threads(num_threads)
             kept_other.append(runs_per_second(other, until=ended) / alone)
-            kept_collective.append(rate.result() / collective_alone)
+            kept_collective.append(alone_s / beside_s.result())
     return Contention(
         compute=four_digits(kept_fraction(kept_other)),
         lane=four_digits(kept_fraction(kept_collective)),

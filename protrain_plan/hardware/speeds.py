@@ -5,9 +5,11 @@ threads must not spin: OMP_WAIT_POLICY=passive, which the command line sets befo
 imported, is worth a factor of up to 15 here.
 """
 
+import gc
 import statistics
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -120,7 +122,14 @@ def host_update_speed(
         def seconds() -> float:
             return in_worker(lambda: median_seconds(update), num_threads=team.inside)
 
-        return num_parameters / (while_copying(here, seconds) if beside else seconds())
+        if not beside:
+            return num_parameters / seconds()
+        link = PinnedLink(here, _COPY_BYTES)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            result = pool.submit(seconds)
+            while not result.done():
+                link.both()
+            return num_parameters / result.result()
 
 
 def update_team(
@@ -169,16 +178,6 @@ def lane_update(
         piece.write(parameters=False)
 
     return update
-
-
-def while_copying(device: torch.device, work: Callable[[], Result]) -> Result:
-    """`work()` in a thread, while copies between pinned memory and the device go both ways."""
-    link = PinnedLink(device, _COPY_BYTES)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        result = pool.submit(work)
-        while not result.done():
-            link.both()
-        return result.result()
 
 
 class PinnedLink:
@@ -325,12 +324,12 @@ def grown(
         return _SCALES[0], work
     for scale in _SCALES:
         work = of(scale)
-        for _ in range(2):  # the first one loads kernels
-            start = time.perf_counter()
-            work()
-            synchronize(device)
-            seconds = time.perf_counter() - start
-        if seconds >= _LONG_ENOUGH_S:
+        work()  # loads kernels
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        if time.perf_counter() - start >= _LONG_ENOUGH_S:
             break
     return scale, work
 
@@ -395,12 +394,8 @@ def median_seconds(work: Callable[[], object], *, num_runs: int = 7) -> float:
     """Return the median of single runs, after two that allocate and warm up."""
     work()
     work()
-    seconds = []
-    for _ in range(num_runs):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    # Without `gc.enable` it would run without garbage collection.
+    return statistics.median(timeit.repeat(work, gc.enable, repeat=num_runs, number=1))
 
 
 # --- how fast this machine computes ---------------------------------------------------------------
@@ -605,11 +600,7 @@ class _LaunchingClock:
 
     def median(self, step: Callable[[], None]) -> float:
         """Return the median of single steps, after some that warm up."""
-        seconds: list[float] = []
-        for _ in range(3 + _STEPS):
-            start = self._seconds()
-            step()
-            seconds.append(self._seconds() - start)
+        seconds = timeit.repeat(step, gc.enable, self._seconds, repeat=3 + _STEPS, number=1)
         return statistics.median(seconds[3:])
 
     def _seconds(self) -> float:

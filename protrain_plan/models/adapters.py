@@ -67,8 +67,10 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
     layers = [each for each in wrapped.modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
     if lora.dtype == "base":
         _settle_meta(layers)
-    if lora.freeze == "A":
-        _freeze_first(layers)
+    if lora.freeze == "A":  # the first products' matrices, as they were drawn
+        for name, parameter in (each for layer in layers for each in _adapters_of(layer)):
+            if name in ("lora_A", "lora_embedding_A"):
+                parameter.requires_grad_(False)
     return wrapped
 
 
@@ -180,11 +182,3 @@ def _settle_meta(layers: list[Any]) -> None:
         for _, parameter in _adapters_of(layer):
             if parameter.is_meta:
                 parameter.data = parameter.data.to(dtype)
-
-
-def _freeze_first(layers: list[Any]) -> None:
-    """Freeze the first products' matrices, A, as they were drawn."""
-    for layer in layers:
-        for name, parameter in _adapters_of(layer):
-            if name in ("lora_A", "lora_embedding_A"):
-                parameter.requires_grad_(False)

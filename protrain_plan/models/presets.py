@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.files import read_text
@@ -22,75 +23,6 @@ DEFAULT_OPTIMIZER = "adamw"
 _MIRRORS = ("unsloth", "NousResearch")
 """Organisations that publish others' models again, with their configurations."""
 
-_SAME_SIZES: dict[str, tuple[str, ...]] = {
-    **{
-        f"llama-2-{size}": (f"meta-llama/Llama-2-{size}[-chat][-hf]",)
-        for size in ("7b", "13b", "70b")
-    },
-    "llama-3.1-8b": (
-        "meta-llama/[Meta-]Llama-3[.1]-8B[-Instruct]",
-        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
-    ),
-    "llama-3.1-70b": (
-        *("meta-llama/[Meta-]Llama-3[.1]-70B[-Instruct]", "meta-llama/Llama-3.3-70B-Instruct"),
-        "deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
-    ),
-    "llama-3.1-405b": ("meta-llama/[Meta-]Llama-3.1-405B[-Instruct]",),
-    **{f"llama-3.2-{size}b": (f"meta-llama/Llama-3.2-{size}B[-Instruct]",) for size in (1, 3)},
-    **{
-        f"qwen2.5-{size}b": (
-            f"Qwen/Qwen2.5[-Coder]-{size}B[-Instruct]",
-            *([f"Qwen/Qwen2.5-Math-{size}B[-Instruct]"] if size in ("1.5", "7") else []),
-            *([f"Qwen/Qwen2-{size}B[-Instruct]"] if size in ("0.5", "1.5", "7") else []),
-            *(
-                [f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{size}B"]
-                if size not in ("0.5", "3")
-                else []
-            ),
-        )
-        for size in ("0.5", "1.5", "3", "7", "14", "32")
-    },
-    "qwen2.5-72b": ("Qwen/Qwen2[.5]-72B[-Instruct]", "Qwen/Qwen2.5-Math-72B[-Instruct]"),
-    **{
-        f"qwen3-{size}b": (f"Qwen/Qwen3-{size}B[-Base]",)
-        for size in ("0.6", "1.7", "8", "14", "32")
-    },
-    "qwen3-4b": ("Qwen/Qwen3-4B[-Base]", "Qwen/Qwen3-4B[-Instruct][-Thinking]-2507"),
-    "qwen3-30b-a3b": (
-        *("Qwen/Qwen3-30B-A3B[-Base]", "Qwen/Qwen3-30B-A3B[-Instruct][-Thinking]-2507"),
-        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
-    ),
-    "qwen3-235b-a22b": ("Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B[-Instruct][-Thinking]-2507"),
-    **{f"gemma-{size}": (f"google/gemma-[1.1-]{size}[-it]",) for size in ("2b", "7b")},
-    **{f"gemma-2-{size}b": (f"google/gemma-2-{size}b[-it]",) for size in (2, 9, 27)},
-    **{f"gemma-3-{size}b": (f"google/gemma-3-{size}b[-pt][-it]",) for size in (1, 4, 12, 27)},
-    "mistral-7b": ("mistralai/Mistral-7B[-Instruct]-v0.1",),
-    "mistral-7b-v0.2": ("mistralai/Mistral-7B[-Instruct]-v0.2",),
-    "mistral-7b-v0.3": ("mistralai/Mistral-7B[-Instruct]-v0.3",),
-    "mistral-small-24b": (
-        "mistralai/Mistral-Small-24B[-Base][-Instruct]-2501",
-        *("mistralai/Mistral-Small-3.1-24B[-Base][-Instruct]-2503",),
-        "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
-    ),
-    "mixtral-8x7b": ("mistralai/Mixtral-8x7B[-Instruct]-v0.1",),
-    **{f"gpt-oss-{size}b": (f"openai/gpt-oss[-safeguard]-{size}b",) for size in (20, 120)},
-    "glm-4-9b": ("zai-org/GLM-4-9B-0414", "zai-org/GLM-Z1-9B-0414"),
-    "glm-4-32b": ("zai-org/GLM-4-32B[-Base]-0414", "zai-org/GLM-Z1-32B-0414"),
-    "smollm3-3b": ("HuggingFaceTB/SmolLM3-3B[-Base]",),
-    **{
-        f"smollm2-{size.lower()}": (f"HuggingFaceTB/SmolLM2-{size}[-Instruct]",)
-        for size in ("135M", "360M", "1.7B")
-    },
-    "phi-3-mini": ("microsoft/Phi-3-mini-4k-instruct",),
-}
-"""Repositories of weights in a preset's sizes; a part in brackets may be left out.
-
-A name stands for a preset where its published configuration has the same vocabulary, layers,
-widths, heads, experts and window: bytes and seconds depend on nothing else of it. Nothing is taken
-from how a name looks. Of models that see images (Gemma 3 from 4B on, Mistral Small 3.1 and 3.2) it
-is the text model. Sources: the configurations of these repositories, the recipes of torchtune
-(bd2a0fc7) that download them for a builder of these sizes, and parameter counts of model cards.
-"""
 _RENAMED = {"zai-org": "THUDM"}
 
 # The names that architectures have for the same thing.
@@ -178,9 +110,9 @@ def _presets_by_name() -> dict[str, str]:
     """The presets by all names that stand for them, in small letters."""
     found: dict[str, str] = {}
     for preset in preset_names():
-        published = str(preset_config(preset)["_source"]).split("/blob/")[0]
-        own = published.removeprefix("https://huggingface.co/")
-        for repository in (own, *(n for t in _SAME_SIZES.get(preset, ()) for n in _spelt_out(t))):
+        config: Any = preset_config(preset)
+        own = config["_source"].split("/blob/")[0].removeprefix("https://huggingface.co/")
+        for repository in (own, *chain(*map(_spelt_out, config.get("_same_sizes", ())))):
             organisation, _, name = repository.rpartition("/")
             mirrors = () if preset.startswith("phi") else _MIRRORS  # those are split otherwise
             renamed = _RENAMED.get(organisation, organisation)
@@ -200,7 +132,13 @@ def _spelt_out(text: str) -> list[str]:
 def preset_config(name: str) -> JsonObject:
     """The configuration called `name`, as Hugging Face reads it; KeyError for an unknown name.
 
-    Keys that begin with an underscore are notes of ours: `_source`, `_parameters`, `_note`.
+    Keys that begin with an underscore are notes of ours: `_source`, `_parameters`, `_note`, and
+    `_same_sizes`, the repositories of weights that it stands for; a part in brackets may be left
+    out. Their published configurations have the same vocabulary, layers, widths, heads, experts and
+    window: bytes and seconds depend on nothing else of it. Nothing is taken from how a name looks.
+    Of models that see images (Gemma 3 from 4B on, Mistral Small 3.1 and 3.2) it is the text model.
+    Sources: the configurations of these repositories, the recipes of torchtune (bd2a0fc7) that
+    download them for a builder of these sizes, and parameter counts of model cards.
     """
     if name not in preset_names():
         raise KeyError(name)

@@ -87,7 +87,7 @@ def quantized(
     if not kind:
         return model
     _refuse_without(adapter, key="quantize")
-    library = bitsandbytes(source)
+    library = _imported("bitsandbytes", source)
     plain = dict(model.named_modules())
     _replace(model, kind, dtype, source)
     names = [name for name, _ in packed_layers(model) if name in plain]
@@ -139,7 +139,7 @@ def packed_as_drawn(
     memory back as it is made, and gets some while transformers initialises it: the same numbers are
     drawn in the same order. Where a model does otherwise, it is built as a whole.
     """
-    library = bitsandbytes(source)
+    library = _imported("bitsandbytes", source)
     order: list[nn.Linear] = []
     reset = nn.Linear.reset_parameters
 
@@ -294,12 +294,8 @@ def drawn(layer: Any, *, std: float, device: torch.device) -> None:
     layer.weight.CB = None
 
 
-def bitsandbytes(source: str) -> Any:
-    """The library; ProtrainError that names the extra where it is missing."""
-    return _imported("bitsandbytes", source)
-
-
 def _imported(name: str, source: str) -> Any:
+    """A library; ProtrainError that names the extra where it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -8,7 +8,7 @@ say, is one error: an answer is never for something else.
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,12 +33,101 @@ _FACTS = {fact: (*row.split(maxsplit=2), "") for fact, row in _TABLES["facts"].i
 _PLACEHOLDER = re.compile(r"auto|.*(\$\{|\{\{).*", re.S)  # a trainer or a template fills it
 
 
+# Values
+
+
 class _WrongError(Exception):
     """A value that no option says: what was expected, and whether the type is wrong, too."""
 
-    def __init__(self, expected: str, is_slip: bool = False) -> None:
+    def __init__(self, expected: str, is_slip: bool = True) -> None:
         super().__init__(expected)
         self.is_slip = is_slip
+
+
+def _plain(odd: Odd) -> Any:
+    """The value as a trainer's own parser has it; what JSON has not as a text."""
+    with suppress(ValueError):  # thousands of digits
+        read = yaml.safe_load(odd.text)
+        return odd.text if str(read) in ("inf", "-inf", "nan") else read
+    return odd.text
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a value switches a feature off."""
+    words = ("", "no", "none", "off", "false", "disabled", "null", "0")
+    return not value or (isinstance(value, str) and value.lower() in words)
+
+
+def _typed(kind: type, expected: str, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise _WrongError(expected)
+    return value
+
+
+def _number(value: Any, expected: str = "a number") -> float:
+    """A number, as a text too: `1e-1` is one in YAML 1.1, and trainers make it a number."""
+    try:
+        return float("" if isinstance(value, bool) else value)
+    except (TypeError, ValueError, OverflowError):
+        raise _WrongError(expected) from None
+
+
+def _count(value: Any) -> int:
+    number = _number(value, expected := "a whole number above 0")
+    if not number.is_integer() or number < 1:
+        raise _WrongError(expected, not number.is_integer())
+    return int(number)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Names of modules, in a list or joined by commas; `all` and `all-linear` are all layers."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    is_slip = not isinstance(names, list) or not all(isinstance(name, str) for name in names)
+    if is_slip or not all(re.fullmatch(r"[\w.-]+", name) for name in names):
+        raise _WrongError("names of modules", is_slip)
+    return (ALL_LINEAR,) if names in (["all"], [ALL_LINEAR]) else tuple(dict.fromkeys(names))
+
+
+def _one_of(meanings: Mapping[Any, Any], value: Any) -> Any:
+    """The meaning of a value; a flag is not taken for a number, and `off` is any that is off."""
+    if "off" in meanings and _is_off(value):
+        return meanings["off"]
+    for word, meaning in meanings.items():
+        if repr(word) == repr(value):
+            return meaning
+    if known := [json.dumps(one).strip('"') for one in meanings if one != "off"]:
+        is_slip = type(value) not in map(type, meanings)
+        raise _WrongError(f"one of {', '.join(known)}", is_slip)
+    only = "false" if "off" in meanings else "nothing"
+    raise _WrongError(f"{only}, since no option has this as it is there", is_slip=False)
+
+
+def _builder(value: Any) -> dict[str, Any]:
+    """`torchtune.models.llama3_1.qlora_llama3_1_8b`: the model, adapters, packed weights.
+
+    The preset of its name has its sizes (vocabulary, layers, heads, widths), as was compared for
+    all builders of that version.
+    """
+    builder = _READERS["text"](value).rpartition(".")[2]
+    model = re.sub(r"^q?lora_", "", builder)
+    plain = re.sub(r"_(base|instruct)$|_", "", model)
+    presets = {re.sub(r"[-.]", "", name): name for name in preset_names()} | _TABLES["builders"]
+    facts = {"model": presets.get(model, presets.get(plain, model)), "adapters": model != builder}
+    return facts | ({"qlora": True, "bits4": True} if builder.startswith("qlora_") else {})
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "flag": partial(_typed, bool, "true or false"),
+    "text": partial(_typed, str, "a text"),
+    "count": _count,
+    "number": _number,
+    "is_positive": lambda value: _number(value) > 0,
+    "names": _names,
+    "attention": lambda value: tuple(n.replace("output_proj", "o_proj") for n in _names(value)),
+    "builder": _builder,
+    "second": lambda value: {"beside": _builder(value)["model"]},
+    **{name: partial(_one_of, meanings) for name, meanings in _TABLES["values"].items()},
+}
 
 
 class Format(SimpleNamespace):
@@ -47,9 +136,105 @@ class Format(SimpleNamespace):
     `keys` has the fact that each key states, and how its value is read.
     """
 
+    def is_of(self, keys: Collection[str]) -> bool:
+        """Whether a file with these keys may be one."""
+        return any(mark in keys for mark in self.marks)
+
     def key_of(self, fact: str) -> str | None:
         """The key that says a fact in such files."""
         return next((key for key, (stated, _) in self.keys.items() if stated == fact), None)
+
+    def read(self, key: str, value: object) -> dict[str, Any]:
+        """The facts that a key states with a value."""
+        fact, how = self.keys[key]
+        read = _one_of(how, value) if isinstance(how, dict) else _READERS[how](value)
+        return read if isinstance(read, dict) else {fact: read}
+
+    def list_of(self, key: str, value: object) -> str:
+        """The list of `TrainerFile` that a key with a value belongs in."""
+        if key in self.keys and value is not None:
+            return "understood"
+        harmless = value is None or repr(value) in map(repr, self.harmless.get(key, ()))
+        if key in self.harmless and not harmless:
+            return "unclear"
+        if _matches(self.decided, key):
+            return "decided"
+        is_off = _is_off(value) and _matches(_TABLES["features"], key)
+        is_one = value in (1, -1) and _matches(_TABLES["degrees"], key)
+        if harmless or is_off or is_one or _matches(self.ignored, key):
+            return "ignored"
+        return "in its keys" if isinstance(value, dict) and value else "unclear"
+
+
+def _matches(patterns: str, key: str) -> bool:
+    """Whether one of the patterns, between which are spaces, is of the whole key."""
+    return re.fullmatch("|".join(patterns.split()), key) is not None
+
+
+def _formats() -> Iterator[Format]:
+    """The tables, with what each takes over of the one that it is like; its own come first."""
+    tables: dict[str, dict[str, Any]] = {}
+    for name, own in _TABLES["formats"].items():
+        like = tables.get(own.get("like"), {})
+        table = tables[name] = like | own
+        for entry, value in own.items():
+            if isinstance(value, dict):
+                table[entry] = value | like.get(entry, {}) | value
+            elif entry in ("decided", "ignored"):
+                table[entry] = f"{like.get(entry, '')} {value}"
+        for key, row in own.get("keys", {}).items():
+            table["keys"][key] = (row, _FACTS[row][0]) if isinstance(row, str) else row
+        yield Format(name=name, **table)
+
+
+_FORMATS = sorted((one for one in _formats() if one.marks), key=lambda one: int(one.rank))
+FORMATS = [one for one in _FORMATS if not one.refused]
+
+
+def is_trainer_file(path: str) -> bool:
+    """Whether a MODEL argument is such a file: any YAML, and JSON with keys of a trainer."""
+    suffix = Path(path).suffix.lower()
+    if suffix != ".json" or not Path(path).is_file():
+        return suffix in (".yaml", ".yml")
+    keys = _nodes(path)
+    return "model_type" not in keys and any(one.is_of(keys) for one in _FORMATS)
+
+
+def _nodes(path: str) -> dict[str, Document]:
+    """The values by key; those of mappings besides, by `key.inner`."""
+    text = read_text(path)
+    if Path(path).suffix.lower() == ".json":
+        parsed_json(text, path)
+        text = text.replace("\t", " ")  # blanks of JSON, but none of YAML
+    found: dict[str, Document] = {}
+    waiting = [parsed(text, path)]
+    while waiting:
+        for node in waiting.pop().mapping().values():
+            found[str(key_of(node.path))] = node
+            if isinstance(node.data, dict):
+                waiting.append(node)
+    return found
+
+
+def _format_of(path: str, keys: Collection[str]) -> Format:
+    """The format with such keys that no other one comes before."""
+    found = [one for one in _FORMATS if one.is_of(keys)]
+    found = [one for one in found if one.rank == found[0].rank]
+    if len(found) == 1 and not found[0].refused:
+        return found[0]
+    if not found:
+        problem = "not a configuration file of a known trainer"
+        fix = f"known are {listed([f'{one.name} ({one.marks[0]})' for one in FORMATS], 'and')}"
+    elif found[0].refused:
+        problem, fix = found[0].refused
+    else:
+        said = [f"{next(m for m in one.marks if m in keys)!r} of {one.name}" for one in found]
+        problem = f"the file has keys of several trainers: {listed(said, 'and')}"
+        fix = "keep those of one"
+    raise ProtrainError(problem, source=path, fix=fix)
+
+
+# Files
 
 
 class TrainerFile:
@@ -69,27 +254,32 @@ class TrainerFile:
         self.path, self.format, self.given = path, _format_of(path, nodes), given
         self.facts: dict[str, Any] = dict.fromkeys(_FACTS) | self.format.assumed
         for key, value in self.format.defaults.items():
-            self.facts |= self._read(key, value)
+            self.facts |= self.format.read(key, value)
         self._places: dict[str, Document] = {}  # of facts that the file states
-        names = ("stated", "decided", "ignored", "unclear", "inner keys")
+        names = ("understood", "decided", "ignored", "unclear", "in its keys")
         lists: dict[str, dict[str, object]] = {name: {} for name in names}
-        self.decided, self.ignored = lists["decided"], lists["ignored"]
+        self.understood, self.decided, self.ignored, unclear, _ = lists.values()
         for key, node in nodes.items():
             if key.rpartition(".")[0] not in self.decided | self.ignored:
-                value = _plain(node.data)
-                lists[self._list_of(key, value, node)][key] = value
-        if lists["unclear"]:
-            raise _not_understood(path, list(lists["unclear"]))
+                value = json.loads(json.dumps(node.data, default=_plain))
+                lists[self.format.list_of(key, value)][key] = value
+                if key in self.understood:
+                    self._state(key, value, node)
+                elif key in self.format.nulls:  # it has no default, as others have
+                    self.facts[self.format.keys[key][0]] = None
+        if unclear:
+            raise _not_understood(path, list(unclear))
         if self.facts["bf16"] == "auto" and self.facts["fp16"]:
             self.facts["bf16"] = None  # else it is on: all devices here have it
         for option, when, fact, problem, fix in _TABLES["checks"]:
             holds = (bool(self.facts[one.strip("-")]) != ("-" in one) for one in when.split())
             if option not in given and all(holds):
                 raise self.error(fact, problem, fix)
+        # A row of pairs has a chosen and a rejected sequence.
+        self.sequences_per_row = 2 if self.facts["pairs"] else 1
         made = {name: make(self) for name, make in _OPTIONS.items() if name not in given}
         self.options: dict[str, Any] = {"model": model} if model else {}
         self.options |= {name: value for name, value in made.items() if value}
-        self.understood = lists["stated"]
         self.by_default = {
             key: value
             for key, value in self.format.defaults.items()
@@ -97,36 +287,11 @@ class TrainerFile:
             if self.facts[fact] is not None and self.option_of(key)
         }
 
-    def _list_of(self, key: str, value: object, node: Document) -> str:
-        """The list that a key belongs in; the facts that it states are taken."""
-        table = self.format
-        if value is None and key in table.nulls:  # no default, as others are
-            self.facts[table.keys[key][0]] = None
-        if key in table.keys and value is not None:
-            self._state(key, value, node)
-            return "stated"
-        harmless = value is None or repr(value) in map(repr, table.harmless.get(key, ()))
-        if key in table.harmless and not harmless:
-            return "unclear"
-        if table.decided.fullmatch(key):
-            return "decided"
-        is_off = _is_off(value) and _FEATURES.fullmatch(key)
-        is_one = value in (1, -1) and _DEGREES.fullmatch(key)
-        if harmless or is_off or is_one or table.ignored.fullmatch(key):
-            return "ignored"
-        return "inner keys" if isinstance(value, dict) and value else "unclear"
-
-    def _read(self, key: str, value: object) -> dict[str, Any]:
-        """The facts that a key states with a value."""
-        fact, how = self.format.keys[key]
-        read = _one_of(how, value) if isinstance(how, dict) else _READERS[how](value)
-        return read if isinstance(read, dict) else {fact: read}
-
     def _state(self, key: str, value: object, node: Document) -> None:
         """Take the facts that a key states in this file."""
         fact = self.format.keys[key][0]
         try:
-            found = self._read(key, value)
+            found = self.format.read(key, value)
         except _WrongError as wrong:
             is_slip = wrong.is_slip and not _PLACEHOLDER.fullmatch(str(value))
             if is_slip or _FACTS[fact][1] not in self.given:
@@ -144,28 +309,26 @@ class TrainerFile:
 
     def option_of(self, key: str) -> str:
         """The option that a key became; empty where that is the default."""
-        return words(self.options, _FACTS[self.format.keys[key][0]][1])
+        return self._words(_FACTS[self.format.keys[key][0]][1])
 
     @property
     def command(self) -> str:
         """The model and its options as they are typed."""
-        options = (words(self.options, option) for option in self.options if option != "model")
+        options = (self._words(option) for option in self.options if option != "model")
         return " ".join((str(self.options["model"]), *options))
 
-    @property
-    def sequences_per_row(self) -> int:
-        """Sequences of a row of a batch: a chosen and a rejected one where rows are pairs."""
-        return 2 if self.facts["pairs"] else 1
+    def _words(self, option: str) -> str:
+        """An option with its value, as it is typed; empty where it is not given."""
+        value = self.options.get(option)
+        if value is None or value is True:
+            return _flag(option) if value else ""
+        return f"{_flag(option)} {shlex.quote(str(value))}"
 
     @property
     def shards(self) -> list[str]:
         """The keys that turn on ZeRO or FSDP, whose masters are of float32."""
         said = self.facts["sharded"]
         return [key for key in self.format.shards if said or self.decided.get(key)]
-
-    def value_of(self, key: str) -> object:
-        """The value that the file, or the trainer by default, has for a key."""
-        return (self.by_default | self.understood).get(key)
 
     def error(self, fact: str, problem: str, fix: str | None = None) -> ProtrainError:
         """An error at the key that states a fact, or that would."""
@@ -181,70 +344,28 @@ class TrainerFile:
         return self.facts[fact]
 
 
-def is_trainer_file(path: str) -> bool:
-    """Whether a MODEL argument is such a file: any YAML, and JSON with keys of a trainer."""
-    suffix = Path(path).suffix.lower()
-    if suffix != ".json" or not Path(path).is_file():
-        return suffix in (".yaml", ".yml")
-    keys = _nodes(path)
-    return "model_type" not in keys and bool(_marked(keys))
-
-
-def _nodes(path: str) -> dict[str, Document]:
-    """The values by key; those of mappings besides, by `key.inner`."""
-    text = read_text(path)
-    if Path(path).suffix.lower() == ".json":
-        parsed_json(text, path)
-        text = text.replace("\t", " ")  # blanks of JSON, but none of YAML
-    found: dict[str, Document] = {}
-    waiting = [parsed(text, path)]
-    while waiting:
-        for node in waiting.pop().mapping().values():
-            found[str(key_of(node.path))] = node
-            if isinstance(node.data, dict):
-                waiting.append(node)
-    return found
-
-
-def _marked(keys: Collection[str]) -> list[Format]:
-    """The formats with such keys that no other one comes before."""
-    marked = [one for one in _FORMATS if any(mark in keys for mark in one.marks)]
-    return [one for one in marked if one.rank == min(other.rank for other in marked)]
-
-
-def _format_of(path: str, keys: Collection[str]) -> Format:
-    found = _marked(keys)
-    if len(found) == 1 and not found[0].refused:
-        return found[0]
-    if not found:
-        problem = "not a configuration file of a known trainer"
-        fix = f"known are {listed([f'{one.name} ({one.marks[0]})' for one in FORMATS], 'and')}"
-    elif found[0].refused:
-        problem, fix = found[0].refused
-    else:
-        said = [f"{next(m for m in one.marks if m in keys)!r} of {one.name}" for one in found]
-        problem = f"the file has keys of several trainers: {listed(said, 'and')}"
-        fix = "keep those of one"
-    raise ProtrainError(problem, source=path, fix=fix)
-
-
 def _not_understood(path: str, keys: list[str]) -> ProtrainError:
     problem = "the cost of this is unknown, and an answer without it would be for another job"
-    fixes = {
+    advice = {
         fix: {key for key in keys if re.match(pattern, key)}
         for pattern, fix in _TABLES["advice"].items()
     }
-    said = [fix for fix, meant in fixes.items() if meant]
-    if set().union(*fixes.values()) < set(keys):
-        said.append("remove from a copy of the file what no memory and no time depends on")
-    return ProtrainError(problem, source=path, key=", ".join(keys), fix="; ".join(said))
+    fixes = [fix for fix, meant in advice.items() if meant]
+    if set().union(*advice.values()) < set(keys):
+        fixes.append("remove from a copy of the file what no memory and no time depends on")
+    return ProtrainError(problem, source=path, key=", ".join(keys), fix="; ".join(fixes))
 
 
 def _fix(fact: str) -> str | None:
     """The fix of a value that no option says."""
     option = _FACTS[fact][1]
     fix: str | None = _TABLES["fixes"].get(fact)
-    return fix or (f"say it with {flag(option)}" if option in _OPTIONS else None)
+    return fix or (f"say it with {_flag(option)}" if option in _OPTIONS else None)
+
+
+def _flag(option: str) -> str:
+    """An option as it is typed: `--seq-len`."""
+    return "--" + option.replace("_", "-")
 
 
 # Options of facts
@@ -255,30 +376,13 @@ def _model(file: TrainerFile, fact: str = "model") -> str:
     if read_config(name) is None:
         problem = f"the configuration of the model {cut(name)!r} is unknown"
         fix = "name a preset of the same sizes (protrain models) or a config.json with"
-        raise file.error(fact, problem, f"{fix} {flag(fact)}")
+        raise file.error(fact, problem, f"{fix} {_flag(fact)}")
     return preset_of(name) or str(name)
 
 
-def _beside(file: TrainerFile) -> str | None:
-    """A frozen second model: a teacher, or the reference of pairs."""
-    if file.facts["beside"]:
-        return _model(file, "beside")
-    if not file.facts["pairs"] or file.facts["alone"]:
-        return None
-    if "model" in file.given:
-        raise file.error("pairs", "its reference is a copy of the model", "name it: --beside MODEL")
-    return _model(file)
-
-
-def _optimizer(file: TrainerFile) -> str:
-    name: str = file.needed("optimizer")
-    adapters = file.facts["adapters"] and not (file.format.base or file.facts["pure"])
-    halves = not adapters and _precision(file) == "pure" and _dtype(file) != "float32"
-    if file.facts["float32_states"] and halves:
-        problem = "no option has float32 states beside 16-bit parameters"
-        fix = "say --optimizer adamw (16 bits), or with --precision master (float32, and copies)"
-        raise file.error("optimizer", problem, fix)
-    return name
+def _devices(file: TrainerFile) -> int | None:
+    shards, replicas = file.facts["shards"], file.facts["replicas"]
+    return (shards or 1) * (replicas or 1) if shards or replicas else None
 
 
 def _dtype(file: TrainerFile) -> str:
@@ -313,18 +417,43 @@ def _lora(file: TrainerFile) -> str | None:
     if facts["all_linear"] and not {"lm_head", "embed_tokens"}.isdisjoint(targets):
         problem = "--lora adapts all linear layers or named ones, not both"
         raise file.error("targets", problem, "name those to adapt with --lora")
+    is_all = facts["all_linear"] or ALL_LINEAR in targets
     is_packed = facts["bits4"] or facts["bits8"]
     is_base = table.base or (table.packed_base and is_packed) or facts["pure"]
+    rank = file.needed("rank")
+    others = ("alpha", "dropout", "rslora", "dora", "modules_to_save")
     return Lora(
-        rank=file.needed("rank"),
-        alpha=facts["alpha"] or 2 * facts["rank"],
-        targets=(ALL_LINEAR,) if facts["all_linear"] or ALL_LINEAR in targets else targets,
+        rank=rank,
+        targets=(ALL_LINEAR,) if is_all else targets,
         dtype="base" if is_base else "float32",
-        dropout=facts["dropout"] or 0.0,
-        rslora=bool(facts["rslora"]),
-        dora=bool(facts["dora"]),
-        modules_to_save=facts["modules_to_save"] or (),
+        **{"alpha": 2 * rank} | {name: facts[name] for name in others if facts[name]},
     ).option
+
+
+def _quantize(file: TrainerFile) -> str | None:
+    return "nf4" if file.facts["bits4"] else "int8" if file.facts["bits8"] else None
+
+
+def _optimizer(file: TrainerFile) -> str:
+    name: str = file.needed("optimizer")
+    adapters = file.facts["adapters"] and not (file.format.base or file.facts["pure"])
+    halves = not adapters and _precision(file) == "pure" and _dtype(file) != "float32"
+    if file.facts["float32_states"] and halves:
+        problem = "no option has float32 states beside 16-bit parameters"
+        fix = "say --optimizer adamw (16 bits), or with --precision master (float32, and copies)"
+        raise file.error("optimizer", problem, fix)
+    return name
+
+
+def _beside(file: TrainerFile) -> str | None:
+    """A frozen second model: a teacher, or the reference of pairs."""
+    if file.facts["beside"]:
+        return _model(file, "beside")
+    if not file.facts["pairs"] or file.facts["alone"]:
+        return None
+    if "model" in file.given:
+        raise file.error("pairs", "its reference is a copy of the model", "name it: --beside MODEL")
+    return _model(file)
 
 
 _OPTIONS: dict[str, Callable[[TrainerFile], object]] = {
@@ -332,158 +461,13 @@ _OPTIONS: dict[str, Callable[[TrainerFile], object]] = {
     "seq_len": lambda file: file.needed("seq_len"),
     "batch_size": lambda file: file.needed("batch_size") * file.sequences_per_row,
     "accumulate": lambda file: file.facts["accumulate"],
-    "num_devices": lambda file: (
-        (file.facts["shards"] or file.facts["replicas"])
-        and (file.facts["shards"] or 1) * (file.facts["replicas"] or 1)
-    ),
+    "num_devices": _devices,
     "dtype": _dtype,
     "precision": _precision,
     "lora": _lora,
-    "quantize": lambda file: (
-        "nf4" if file.facts["bits4"] else "int8" if file.facts["bits8"] else None
-    ),
+    "quantize": _quantize,
     "optimizer": _optimizer,
     "compile": lambda file: file.facts["compile"],
-    "clip": lambda file: (file.facts["clip"] or 0) > 0,
+    "clip": lambda file: file.facts["clip"],
     "beside": _beside,
 }
-
-
-def flag(option: str) -> str:
-    """An option as it is typed: `--seq-len`."""
-    return "--" + option.replace("_", "-")
-
-
-def words(options: Mapping[str, Any], option: str) -> str:
-    """An option with its value, as it is typed; empty where it is not given."""
-    value = options.get(option)
-    if value is None or value is True:
-        return flag(option) if value else ""
-    return f"{flag(option)} {shlex.quote(str(value))}"
-
-
-# Values
-
-
-def _plain(value: Any) -> Any:
-    """The value as a trainer's own parser has it; what JSON has not as a text."""
-    match value:
-        case dict():
-            return {key: _plain(inner) for key, inner in value.items()}
-        case list():
-            return [_plain(inner) for inner in value]
-        case Odd(text=text):
-            with suppress(ValueError):  # thousands of digits
-                return text if str(read := yaml.safe_load(text)) in ("inf", "-inf", "nan") else read
-            return text
-        case _:
-            return value
-
-
-def _is_off(value: Any) -> bool:
-    """Whether a value switches a feature off."""
-    words = ("", "no", "none", "off", "false", "disabled", "null", "0")
-    return not value or (isinstance(value, str) and value.lower() in words)
-
-
-def _typed(kind: type, expected: str, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise _WrongError(expected, is_slip=True)
-    return value
-
-
-def _number(value: Any, expected: str = "a number") -> float:
-    """A number, as a text too: `1e-1` is one in YAML 1.1, and trainers make it a number."""
-    try:
-        return float("" if isinstance(value, bool) else value)
-    except (TypeError, ValueError, OverflowError):
-        raise _WrongError(expected, is_slip=True) from None
-
-
-def _count(value: Any) -> int:
-    number = _number(value, expected := "a whole number above 0")
-    if not number.is_integer() or number < 1:
-        raise _WrongError(expected, is_slip=not number.is_integer())
-    return int(number)
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    """Names of modules, in a list or joined by commas; `all` and `all-linear` are all layers."""
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    is_slip = not isinstance(names, list) or not all(isinstance(name, str) for name in names)
-    if is_slip or not all(re.fullmatch(r"[\w.-]+", name) for name in names):
-        raise _WrongError("names of modules", is_slip)
-    return (ALL_LINEAR,) if names in (["all"], [ALL_LINEAR]) else tuple(dict.fromkeys(names))
-
-
-def _one_of(meanings: Mapping[Any, Any], value: Any) -> Any:
-    """The meaning of a value; a flag is not taken for a number, and `off` is any that is off."""
-    if "off" in meanings and _is_off(value):
-        return meanings["off"]
-    for word, meaning in meanings.items():
-        if repr(word) == repr(value):
-            return meaning
-    known = [json.dumps(one).strip('"') for one in meanings if one != "off"]
-    expected = "false" if "off" in meanings else "nothing"
-    expected += ", since no option has this as it is there"
-    expected = f"one of {', '.join(known)}" if known else expected
-    raise _WrongError(expected, bool(known) and type(value) not in map(type, meanings))
-
-
-def _builder(value: Any) -> dict[str, Any]:
-    """`torchtune.models.llama3_1.qlora_llama3_1_8b`: the model, adapters, packed weights.
-
-    The preset of its name has its sizes (vocabulary, layers, heads, widths), as was compared for
-    all builders of that version.
-    """
-    builder = _READERS["text"](value).rpartition(".")[2]
-    model = re.sub(r"^q?lora_", "", builder)
-    plain = re.sub(r"_(base|instruct)$|_", "", model)
-    presets = {re.sub(r"[-.]", "", name): name for name in preset_names()} | _TABLES["builders"]
-    facts = {"model": presets.get(model, presets.get(plain, model)), "adapters": model != builder}
-    return facts | ({"qlora": True, "bits4": True} if builder.startswith("qlora_") else {})
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "flag": partial(_typed, bool, "true or false"),
-    "text": partial(_typed, str, "a text"),
-    "count": _count,
-    "number": _number,
-    "names": _names,
-    "attention": lambda value: tuple(n.replace("output_proj", "o_proj") for n in _names(value)),
-    "builder": _builder,
-    "second": lambda value: {"beside": _builder(value)["model"]},
-    **{name: partial(_one_of, meanings) for name, meanings in _TABLES["values"].items()},
-}
-
-
-def _formats() -> list[Format]:
-    """The tables, with what each takes over of the one that it is like."""
-    merged = ("keys", "defaults", "assumed", "harmless", "checkpointing", "offloading")
-    flat = dict.fromkeys(("decided", "ignored", "full", "adapters", "sharded", "alone", "base"), "")
-    tables = {"": flat | dict.fromkeys(("packed_base", "refused", "nulls"), "")}
-    for name, own in _TABLES["formats"].items():
-        like: dict[str, Any] = tables[own.pop("like", "")]
-        table = tables[name] = like | own
-        for entry in merged:
-            mine = own.get(entry, {})
-            table[entry] = mine | like.get(entry, {}) | mine  # its own come first
-        for entry in ("decided", "ignored"):
-            table[entry] = f"{like[entry]} {own.get(entry, '')}"
-    made = [Format(name=name, **table) for name, table in tables.items() if "marks" in table]
-    for one in made:
-        for key, row in one.keys.items():
-            one.keys[key] = (row, _FACTS[row][0]) if isinstance(row, str) else tuple(row)
-        one.decided, one.ignored = _pattern(one.decided), _pattern(one.ignored)
-        one.checkpointing = SimpleNamespace(**one.checkpointing)
-        one.offloading = SimpleNamespace(**one.offloading)
-    return sorted(made, key=lambda one: int(one.rank))
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile("|".join(text.split()))
-
-
-_FEATURES, _DEGREES = _pattern(_TABLES["features"]), _pattern(_TABLES["degrees"])
-_FORMATS = _formats()
-FORMATS = [one for one in _FORMATS if not one.refused]

@@ -54,8 +54,8 @@ class Switches:
     states_on_disk: bool
     fetch_twice: bool  # some unit's parameters, for forward and again for backward
     recompute: bool  # some block computes its forward again
-    offload_inputs: bool  # ... and has its input moved off the device until then
-    offload_saved: bool  # some block moves what autograd saved
+    swap: bool  # some block moves its input, or what autograd saved, off the device
+    clip: bool  # updates wait for the norm of all gradients
 
     @staticmethod
     def of(plan: Plan) -> "Switches":
@@ -68,9 +68,13 @@ class Switches:
             states_on_disk=any(states.tier == "disk" for states in moved),
             fetch_twice=plan.group.num_devices == 1 or len(held) < len(plan.units),
             recompute=any(one.recomputes for one in decided),
-            offload_inputs=any(bool(one.tier) and one.recomputes for one in decided),
-            offload_saved=any(bool(one.tier) and not one.recomputes for one in decided),
+            swap=any(one.tier for one in decided),
+            clip=plan.settings.updates == "after backward",
         )
+
+
+def _yaml(config: Config) -> str:
+    return yaml.safe_dump(config, sort_keys=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +83,8 @@ class Exporter:
 
     file_name: str
     make: Callable[[Plan, Switches], tuple[Config, list[str]]]
-    write: Callable[[Config], str]
-    has_stages: bool = False
-    has_adapters: bool = True  # its script has them
+    write: Callable[[Config], str] = _yaml
+    has_stages: bool = False  # then it makes the model itself, without adapters
     norm: str = ""  # the key of the norm that gradients are clipped to
 
 
@@ -91,8 +94,8 @@ def export(plan: Plan, tool: str) -> Exported:
     ProtrainError where the plan has stages or adapters, and the tool has none.
     """
     exporter = EXPORTERS[tool]
-    if plan.workload.adapter and not exporter.has_adapters:
-        adapting = [name for name, one in EXPORTERS.items() if one.has_adapters]
+    if plan.workload.adapter and exporter.has_stages:
+        adapting = [name for name, one in EXPORTERS.items() if not one.has_stages]
         packed = f" over {plan.workload.quantize} weights" if plan.workload.quantize else ""
         raise ProtrainError(
             f"the plan trains adapters{packed}, and {tool} would train all of the model",
@@ -106,11 +109,11 @@ def export(plan: Plan, tool: str) -> Exported:
             key="--to",
             fix=f"export it to {able}",
         )
-    config, losses = exporter.make(plan, Switches.of(plan))
+    config, losses = exporter.make(plan, switches := Switches.of(plan))
     if exporter.norm:
         losses.append(
             f"The norm that gradients are clipped to is taken to be 1.0 ({exporter.norm})."
-            if plan.settings.updates == "after backward"
+            if switches.clip
             else f"Nothing is clipped, as in the plan ({exporter.norm}): one made with --clip does."
         )
     text = exporter.write(config)
@@ -137,7 +140,7 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     losses = _common_losses(plan, switches)
     if switches.states_on_disk:
         losses.append(_NO_DISK)
-    if switches.offload_saved or switches.offload_inputs:
+    if switches.swap:
         losses.append("Swapped activations cannot be said: they stay on the device.")
     workload = plan.workload
     sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
@@ -154,8 +157,8 @@ def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "max_length": plan.workload.seq_len,
         **{dtype: _mixed_precision(plan) == dtype for dtype in ("bf16", "fp16")},
         "gradient_checkpointing": switches.recompute,
-        "activation_offloading": switches.offload_inputs or switches.offload_saved,
-        "max_grad_norm": 1.0 if plan.settings.updates == "after backward" else 0.0,
+        "activation_offloading": switches.swap,
+        "max_grad_norm": 1.0 if switches.clip else 0.0,
     }
     losses = _common_losses(plan, switches)
     if switches.offload_states:
@@ -171,7 +174,6 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     group, pipeline, workload = plan.group, plan.pipeline, plan.workload
     local = workload.batch_size * (plan.settings.micro_batches if pipeline else 1)
     shards = group.num_shards if switches.shard_states else 1
-    moved = switches.offload_inputs or switches.offload_saved
     mixed = workload.dtype if workload.dtype != "float16" else "bfloat16"
     parallelism: Config = {
         "data_parallel_shard_degree": shards,
@@ -198,11 +200,11 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
             "mixed_precision_param": mixed,
             "enable_cpu_offload": switches.offload_states,
             "disable_cuda_graphs": True,  # they know no pipelines, and plans count none
-            "max_norm": 1.0 if plan.settings.updates == "after backward" else float("inf"),
+            "max_norm": 1.0 if switches.clip else float("inf"),
         },
         "parallelism": parallelism,
         "compile": {"enable": bool(workload.compile)},
-        "activation_checkpoint": "full" if switches.recompute or moved else "none",
+        "activation_checkpoint": "full" if switches.recompute or switches.swap else "none",
     }
     losses = _common_losses(plan, switches, said=("compiled blocks", "replicas"))
     losses += _stage_losses(plan, switches)
@@ -297,13 +299,12 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     # torch's FSDP2 has neither stages nor replicas there, and offloads nothing.
     alone = pipeline is None and not switches.offload_states and group.num_replicas == 1
     whole = switches.shard_states and alone and not tied and workload.dtype != "float16"
-    clipped = plan.settings.updates == "after backward"
     config: Config = {
         "num-layers": sum(unit.kind == "block" for unit in plan.units),
         "seq-length": workload.seq_len,
         "micro-batch-size": workload.batch_size,
         "global-batch-size": plan.global_batch,
-        "clip-grad": 1.0 if clipped else 0.0,
+        "clip-grad": 1.0 if switches.clip else 0.0,
         "untie-embeddings-and-output-weights": not tied,
         "bf16": workload.dtype == "bfloat16",
         "fp16": workload.dtype == "float16",
@@ -418,16 +419,16 @@ def _offloaded(plan: Plan) -> float:
     def share(units: Sequence[UnitPlan]) -> float:
         return sum(map(size, filter(_offloads, units))) / (sum(map(size, units)) or 1)
 
-    return ceil(100 * max(share(plan.of_stage(stage).units) for stage in _stages(plan))) / 100
+    return ceil(100 * max(map(share, _stages(plan)))) / 100
 
 
-def _stages(plan: Plan) -> range:
-    return range(plan.num_stages)
+def _stages(plan: Plan) -> list[tuple[UnitPlan, ...]]:
+    return [plan.of_stage(stage).units for stage in range(plan.num_stages)]
 
 
 def _parts(plan: Plan) -> list[tuple[UnitPlan, ...]]:
     """Units of each chunk, in the model's order: chunk k of stage s is part k p + s of p stages."""
-    runs = sorted(run for stage in _stages(plan) for run in plan.runs(stage))
+    runs = sorted(run for stage in range(plan.num_stages) for run in plan.runs(stage))
     return [plan.units[first:end] for first, end in runs]
 
 
@@ -452,11 +453,10 @@ def _stage_losses(plan: Plan, switches: Switches) -> list[str]:
     losses: list[str] = []
     if switches.states_on_disk:
         losses.append(_NO_DISK)
-    if switches.offload_saved or switches.offload_inputs:
+    if switches.swap:
         losses.append("Swapped activations cannot be said: they are recomputed.")
-    stages = [plan.of_stage(stage).units for stage in _stages(plan)]
     for verb, does in (("recompute or swap", _recomputes), ("offload", _offloads)):
-        counts = [sum(map(does, units)) for units in stages]
+        counts = [sum(map(does, units)) for units in _stages(plan)]
         if len(set(counts)) > 1:
             numbers = listed(map(str, counts), "and")
             losses.append(f"Stages would {verb} {numbers} units: here one setting is for all.")
@@ -467,25 +467,16 @@ def _offloads(unit: UnitPlan) -> bool:
     return unit.states.below is not None
 
 
-_IN_BACKWARD = "in backward: here gradients stand until the step"
-_ON_DEVICE = "on the device: here the host updates them"
-_AHEAD = "before the norm is known: here all updates wait"
 _NO_DISK = "States on disk cannot be said: they go to host memory."
 
-
-def _yaml(config: Config) -> str:
-    return yaml.safe_dump(config, sort_keys=False)
-
-
 EXPORTERS: dict[str, Exporter] = {
-    "fsdp2": Exporter(file_name="fsdp2.yaml", make=_fsdp2, write=_yaml),
-    "trl": Exporter(file_name="trl.yaml", make=_trl, write=_yaml, norm="max_grad_norm"),
+    "fsdp2": Exporter(file_name="fsdp2.yaml", make=_fsdp2),
+    "trl": Exporter(file_name="trl.yaml", make=_trl, norm="max_grad_norm"),
     "torchtitan": Exporter(
         file_name="torchtitan_plan.py",
         make=_torchtitan,
         write=_torchtitan_text,
         has_stages=True,
-        has_adapters=False,
         norm="max_norm",
     ),
     "megatron": Exporter(
@@ -493,7 +484,6 @@ EXPORTERS: dict[str, Exporter] = {
         make=_megatron,
         write=_megatron_text,
         has_stages=True,
-        has_adapters=False,
         norm="clip-grad",
     ),
 }
@@ -519,12 +509,16 @@ def _common_losses(plan: Plan, switches: Switches, *, said: Collection[Sayable] 
         losses.append(f"{_blocks(stay)} would keep their states on the device: all are offloaded.")
     elif switches.shard_states and stay:
         losses.append(f"{_blocks(stay)} would have their states on every device: all are sharded.")
-    for updates, words in (
-        ([unit.states == OPTIMIZER_IN_BACKWARD for unit in blocks], _IN_BACKWARD),
-        ([unit.states.update_on_device for unit in blocks], _ON_DEVICE),
-        ([unit.states.speculate for unit in blocks], _AHEAD),
+    states = [unit.states for unit in blocks]
+    in_backward = states.count(OPTIMIZER_IN_BACKWARD)
+    on_device = sum(one.update_on_device for one in states)
+    ahead = sum(one.speculate for one in states)
+    for count, words in (
+        (in_backward, "in backward: here gradients stand until the step"),
+        (on_device, "on the device: here the host updates them"),
+        (ahead, "before the norm is known: here all updates wait"),
     ):
-        losses += [f"{_blocks(sum(updates))} would be updated {words}."] * any(updates)
+        losses += [f"{_blocks(count)} would be updated {words}."] * (count > 0)
     if plan.whole.num_devices > 1:
         nodes = f" in {plan.whole.num_nodes} nodes" if plan.whole.num_nodes > 1 else ""
         started = f"{plan.whole.num_devices}{nodes}"
@@ -538,7 +532,7 @@ def _common_losses(plan: Plan, switches: Switches, *, said: Collection[Sayable] 
         losses.append(f"States are split between {where} in the plan: here all go one way.")
     keep = sum(not _recomputes(unit) for unit in blocks)
     counted = "numbers of blocks" in said
-    if keep and (switches.recompute or switches.offload_saved) and not counted:
+    if keep and (switches.recompute or switches.swap) and not counted:
         losses.append(f"{_blocks(keep)} would keep their activations: none does here.")
     in_part = sum(
         unit.activations.recomputes and unit.activations.form != "full" for unit in blocks

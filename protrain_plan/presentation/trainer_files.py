@@ -1,10 +1,10 @@
 """A trainer's file beside an answer: what was read of it, and what to change in it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from protrain_plan.presentation.terminal import Text, fields_of
 from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Plan
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from protrain_plan.planning.questions.answers import Answer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(NamedTuple):
     """A key of the file, with its value there (None: it is silent) and the one to write."""
 
     key: str
@@ -46,15 +45,20 @@ def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool)
     batch, micro_batches = found.profile.workload.batch_size, found.micro_batches
     if plan is None:
         largest = found.infeasible.largest_batch_size if found.infeasible else None
-        batch, micro_batches = _smaller(batch * micro_batches, largest)
+        # The largest that fits and divides the sequences of an update.
+        sequences = batch * micro_batches
+        fitting = (size for size in range(1, (largest or 0) + 1) if sequences % size == 0)
+        batch = max(fitting, default=0)
+        micro_batches = sequences // batch if batch else 0
     rows, odd = divmod(batch, file.sequences_per_row)
     wanted = {"batch_size": rows, "accumulate": micro_batches} if rows and not odd else {}
     if wanted and plan is not None and micro_batches > 1:
         wanted["global_batch"] = rows * micro_batches * plan.settings.group.num_devices
+    said = file.by_default | file.understood
     changes = [
-        Change(key=key, now=file.value_of(key), new=value)
+        Change(key, said.get(key), value)
         for fact, value in wanted.items()
-        if (key := file.format.key_of(fact)) and file.value_of(key) != value
+        if (key := file.format.key_of(fact)) and said.get(key) != value
     ]
     if plan is None:
         return Advice(cell=cell, changes=tuple(changes))
@@ -72,18 +76,12 @@ def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool)
     )
 
 
-def _smaller(sequences: int, largest: int | None) -> tuple[int, int]:
-    """The largest batch that fits and divides the sequences of an update; zeros for none."""
-    sizes = [size for size in range(1, (largest or 0) + 1) if sequences % size == 0]
-    return (sizes[-1], sequences // sizes[-1]) if sizes else (0, 0)
-
-
-def _switched(file: "TrainerFile", switch: Any, *, on: bool) -> list[Change]:
-    key = next((key for key in switch.keys if file.decided.get(key) is not None), switch.keys[0])
-    now = file.decided.get(key)
-    new = switch.on if on else switch.off
-    is_so = new == (switch.default if now is None else now)
-    return [] if is_so else [Change(key=key, now=now, new=new)]
+def _switched(file: "TrainerFile", switch: Mapping[str, Any], *, on: bool) -> list[Change]:
+    keys = (key for key in switch["keys"] if file.decided.get(key) is not None)
+    now = file.decided.get(key := next(keys, switch["keys"][0]))
+    new = switch["on" if on else "off"]
+    is_so = new == (switch["default"] if now is None else now)
+    return [] if is_so else [Change(key, now, new)]
 
 
 def _recomputes(plan: Plan) -> bool:
@@ -113,11 +111,11 @@ def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
     """Say the same in short: the options, and what to change."""
     name = Path(file.path).name
     lines = ["", f"{name}, as {file.format.name} reads it: {file.command}"]
-    for said, keys in (
-        (f"by default of {file.format.name}", [*file.by_default]),
-        ("decided by the plan", [key for key, value in file.decided.items() if value]),
-    ):
-        lines += [f"  {said}: {', '.join(keys)}"] if keys else []
+    decided = [key for key, value in file.decided.items() if value]
+    if file.by_default:
+        lines.append(f"  by default of {file.format.name}: {', '.join(file.by_default)}")
+    if decided:
+        lines.append(f"  decided by the plan: {', '.join(decided)}")
     if file.shards and "num_devices" not in (*file.options, *file.given):
         lines.append(f"  {file.shards[0]} is of several devices: --num-devices says how many")
     for one in advised:
@@ -128,11 +126,8 @@ def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
                 "  (the file has no words for all of it: protrain plan writes it, and"
                 f" {file.format.follows} follows it)"
             )
-        lines += [f"  {each.key}: {_value(each.now)} -> {_value(each.new)}" for each in one.changes]
+        for key, now, new in one.changes:
+            before = "(not set)" if now is None else json.dumps(now)
+            lines.append(f"  {key}: {before} -> {json.dumps(new)}")
         lines += [f"  ({one.note})"] if one.note else []
     return [Text(line) for line in lines]
-
-
-def _value(value: object) -> str:
-    """A value as a file has it."""
-    return "(not set)" if value is None else json.dumps(value)

@@ -7,8 +7,6 @@ Estimates go by the same look at fake tensors (`sketch_and_model`).
 """
 
 import gc
-import resource
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -63,7 +61,7 @@ from protrain_runtime.contract.records.profile import (
 )
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.memory_meter import process_memory
+from protrain_runtime.devices.preflight import free_host_bytes
 from protrain_runtime.states.absent import without_parameters
 from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import packed_layers
@@ -328,18 +326,9 @@ def build_sparsely(
 def free_bytes(device: torch.device) -> int:
     """Memory that this process can still take on the device.
 
-    On a CPU machine: what the system has available, or a limit on the process leaves
+    On a CPU machine: what the system can give without swapping, or a limit on the process leaves
     (`RLIMIT_DATA`, a container's memory).
     """
     if not devices.on_host(device):
         return devices.room_bytes(device)
-    free = host_memory_bytes()
-    if sys.platform.startswith("linux"):
-        # What the system can give without swapping: `MemAvailable` of proc(5).
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        free = min(free, int(fields["MemAvailable"].split()[0]) * 1024)
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        if limit != resource.RLIM_INFINITY:
-            free = min(free, limit - process_memory().data_bytes)
-    return max(free, 0)
+    return min(host_memory_bytes(), free_host_bytes())

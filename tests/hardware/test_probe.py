@@ -66,7 +66,6 @@ def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
         "cpu",
         spill_directory=tmp_path,
         name="here",
-        context_bytes=7,
         progress=lambda what, share: shares.append(share),
     )
 
@@ -79,7 +78,7 @@ def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
     assert hardware.name == "here"
     assert hardware.device.kind == "cpu"
     assert hardware.device.memory_bytes == host_memory_bytes()
-    assert hardware.device.context_bytes == 7
+    assert hardware.device.context_bytes > 0
     assert hardware.device.num_threads == num_threads == torch.get_num_threads()
     assert [tier.name for tier in hardware.tiers] == ["disk"]
     link = hardware.tier("disk").link

@@ -321,7 +321,7 @@ def test_what_a_file_leaves_out_is_what_its_trainer_takes(tmp_path: Path) -> Non
         "gpt2 --seq-len 1024 --batch-size 8 --accumulate 1 --dtype bfloat16 --precision autocast"
         " --optimizer adamw --clip"
     )
-    assert trl.format.checkpointing.default is True
+    assert trl.format.checkpointing["default"] is True
     assert {"bf16", "dtype", "max_length"} <= {*trl.by_default}
     plain = read(tmp_path, PLAIN)
     assert plain.options["precision"] == "autocast", "its script may load float32, which is most"
@@ -749,4 +749,4 @@ def test_a_configuration_of_a_model_is_no_file_of_a_trainer(tmp_path: Path) -> N
 def test_switches_are_keys_of_their_format() -> None:
     for one in FORMATS:
         for switch in (one.checkpointing, one.offloading):
-            assert all(one.decided.fullmatch(key) for key in switch.keys)
+            assert all(one.list_of(key, switch["on"]) == "decided" for key in switch["keys"])

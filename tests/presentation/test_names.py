@@ -355,7 +355,7 @@ def test_the_page_s_script_makes_no_markup_of_data() -> None:
     script = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.js"))
     makers = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc"
     assert re.findall(makers, script) == []
-    template = (folder / "page.html").read_text(encoding="utf-8")
+    template = "".join((folder / f"{name}.html").read_text() for name in ("head", "page"))
     parts = {"policy", "title", "style", "stages", "data", "script"}
     assert {*re.findall(r"\$(\w+)", template)} == parts
 

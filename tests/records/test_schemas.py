@@ -11,8 +11,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from docs.json_schema import SCHEMAS
 from protrain_plan.checking.budgets import find_limits
-from protrain_plan.checking.json_schema import SCHEMAS
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import dumps_hardware, dumps_plan, dumps_profile
 from protrain_runtime.contract.records.hardware import Hardware

@@ -12,11 +12,15 @@ from protrain_plan.checking.reestimate import (
     Estimate,
     Today,
     Unavailable,
+    changed_keys,
     missing,
+    question_of,
     reestimated,
+    said,
 )
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.profiling.tally import Tally
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import write_plan, write_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
@@ -90,8 +94,12 @@ def look(profile: Profile) -> Today | Broken | Unavailable:
     """Build the profiled model from its source in this process, which has PyTorch already."""
     if (reason := missing(profile.workload)) is not None:
         return Unavailable(reason=reason)
-    told: list[tuple[str, tuple[str, ...]]] = []
-    found = reestimated(profile, None, None, told.append)
+    try:
+        _, config = question_of(profile)
+    except ProtrainError as error:
+        return Broken(reason=said(error))
+    told: list[str] = []
+    found = reestimated(profile, config, None, told.append)
     if not told:
         assert isinstance(found, Broken)
         return found
@@ -99,9 +107,10 @@ def look(profile: Profile) -> Today | Broken | Unavailable:
     @cache
     def estimate(hardware: Hardware) -> Estimate:
         again = found if hardware == profile.hardware else None
-        made = again or reestimated(profile, None, hardware, lambda _: None)
+        made = again or reestimated(profile, config, hardware, lambda _: None)
         assert made is not None
         return replace(made.profile, hardware=hardware) if isinstance(made, Tally) else made
 
-    [(fingerprint, changed)] = told
+    [fingerprint] = told
+    changed = changed_keys(profile.workload.model_config, config)
     return Today(model_fingerprint=fingerprint, changed_keys=changed, profile=estimate)

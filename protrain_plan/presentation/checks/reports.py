@@ -56,12 +56,6 @@ def counted(report: Report) -> str:
     )
 
 
-def counted_from(root: Path, path: str) -> str:
-    """A path of the working directory as counted from a folder above it; others as they are."""
-    absolute, above = Path(os.path.abspath(path)), Path(os.path.abspath(root))  # noqa: PTH100
-    return absolute.relative_to(above).as_posix() if absolute.is_relative_to(above) else path
-
-
 _MARKS = {
     Passed: Text("ok", style="green"),
     Failed: Text("FAIL", style="bold red"),
@@ -126,15 +120,17 @@ def github(report: Report, *, root: Path) -> str:
     One workflow command for each rule that failed or could not be checked, and a summary.
     Files are counted from the repository's root, wherever in it the check runs.
     """
-    commands: list[str] = []
+    commands, above = list[str](), Path(os.path.abspath(root))  # noqa: PTH100
     for finding in report.findings:
         if isinstance(finding.verdict, Passed):
             continue
         kind = "error" if isinstance(finding.verdict, Failed) else "notice"
+        path, absolute = finding.plan, Path(os.path.abspath(finding.plan))  # noqa: PTH100
+        if absolute.is_relative_to(above):
+            path = absolute.relative_to(above).as_posix()
         # GitHub compares the file's own name; what would steer a reader's terminal is escaped.
         path = "".join(
-            one_line(c) if c not in "\r\n" and category(c).startswith("C") else c
-            for c in counted_from(root, finding.plan)
+            one_line(c) if c not in "\r\n" and category(c).startswith("C") else c for c in path
         )
         name = one_line(f"{title(finding)}: {finding.rule.title}")
         properties = {"file": path, "line": str(finding.line), "title": name}

@@ -40,7 +40,7 @@ def fit_page(rows: Sequence[Row], *, columns: Sequence[str] = ()) -> str:
     bills = [COLUMNS[name].head for name in columns]
     heads = ["", "tokens per second", *bills, "memory of one device", "host", "disk"]
     heads.append("what makes up the step, or is missing")
-    return _PAGE.substitute(
+    return Template(part("head.html") + part("fit.html")).substitute(
         policy=f"default-src 'none'; style-src '{hash_source(style)}'; img-src data:",
         style=style,
         title=_text(title),
@@ -105,29 +105,3 @@ def _bar(parts: Sequence[tuple[str, float]], *, mark: float | None = None) -> st
     if mark is not None:
         drawn += f'<rect class="limit" x="{mark:.2%}"/>'
     return f'<svg class="bar" aria-hidden="true">{drawn}</svg>'
-
-
-_PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="$policy">
-<link rel="icon" href="data:,">
-<title>$title</title>
-<style>$style</style>
-</head>
-<body>
-<header><div><h1>$title</h1><p class="muted">$workload</p></div></header>
-<main>
-<section><table class="fits">
-<thead><tr>$heads</tr></thead>
-$cells
-</table>
-<p class="muted hint">All bars of a column have one scale. The upright line is what may be used of
-the device; what is beyond it does not fit, and the longest bars are cut.</p></section>
-<section class="muted">$notes<p>All figures are predictions: $program.</p></section>
-</main>
-</body>
-</html>
-""")

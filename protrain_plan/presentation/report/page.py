@@ -208,7 +208,7 @@ def page_text(step: Step, *, recording: Recording | None = None, front: Sequence
     script = f'"use strict";\n{{\n{panels}}}\n'
     # No name, which may hold any character, can end the element around the data.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return Template(part("page.html")).substitute(
+    return Template(part("head.html") + part("page.html")).substitute(
         title=html.escape(f"{data['model']}: {data['workload']}"),
         policy=f"default-src 'none'; img-src data:; base-uri 'none'; form-action 'none';"
         f" style-src '{hash_source(style)}'; script-src '{hash_source(script)}'",

@@ -70,7 +70,7 @@ class Lasting:
 
     def _sizes(self) -> dict[str, int]:
         sizes = {path: storage_bytes(held) for path, held in self._tensors().items()}
-        return sizes | {_ELSEWHERE: _bytes_besides_model(self._model)}
+        return sizes | {_ELSEWHERE: other_bytes(self._model)}
 
     def _tensors(self) -> dict[str, list[torch.Tensor]]:
         buffers = {path: [buffer] for path, buffer in self._model.named_buffers()}
@@ -85,15 +85,10 @@ class Lasting:
 
 
 def other_bytes(model: nn.Module) -> int:
-    """Bytes of the tensors on a CPU that are none of the model's: its data, mostly.
+    """Bytes of the tensors where the model is that are none of its own: its data, mostly.
 
-    All that Python can reach in this process, as a measured step counts them. What a script has on
-    an accelerator is no longer free there when a plan is compared with the room that it has.
+    All that Python can reach in this process, as a measured step counts them.
     """
-    return _bytes_besides_model(model) if devices.on_host(device_of(model)) else 0
-
-
-def _bytes_besides_model(model: nn.Module) -> int:
     gc.collect()
     own = [*model.parameters(), *model.buffers()]
     own += [p.grad for p in model.parameters() if p.grad is not None]
