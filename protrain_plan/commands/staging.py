@@ -34,8 +34,8 @@ class StageOptions:
     """Stages of a pipeline."""
 
     stages: str | None = option(
-        "Stages of a pipeline, or auto: how many are the fastest for --global-batch, where to cut,"
-        " and whether they are worth it."
+        "Stages of a pipeline, or auto: the fastest number for --global-batch, where to cut, and"
+        " whether it is worth it."
     )
 
     def numbers(self) -> tuple[int, ...]:
