@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,6 +173,7 @@ class AnswerOptions:
         " energy per billion tokens."
     )
     report: Path | None = option("Write an HTML page with tokens per second, memory and reasons.")
+    explain: bool = flag("Say how far to trust the figures, and what they leave out.")
 
     def shown(self, offers: "Sequence[MachineOffer]", *, priced: bool) -> tuple[str, ...]:
         """The columns; ProtrainError for an unknown one, and for one without values."""
@@ -285,7 +287,7 @@ def fit(
             every = cells.answers(tell, compare=answers.compare, helps=answers.what_helps)
             for one in sorted(every, key=lambda one: one.rank(order)) if order else every:
                 answered.add(one)
-    answered.show(answers.report, page, columns, found)
+    answered.show(answers, page, columns, found)
     rows = answered.rows
     fits = [found["best"]] if found else [row["verdict"] != "does not fit" for row in rows]
     if not any(fits):
@@ -321,7 +323,7 @@ class _Answered:
 
     def show(
         self,
-        report: Path | None,
+        options: AnswerOptions,
         page: Path | None,
         columns: tuple[str, ...],
         found: dict[str, Any] | None,
@@ -339,10 +341,10 @@ class _Answered:
         if self.as_json and found:
             print_json(found, indent=None)
         elif not self.as_json:
-            written = () if report is None else (report,)
+            written = () if options.report is None else (options.report,)
             more = file_text(self.file, self.advised) if self.file else ()
-            text = grid_text(self.rows, *written, columns=columns, search=found, more=more)
-            print_rendered(text)
+            shown = partial(grid_text, self.rows, *written, columns=columns, search=found)
+            print_rendered(shown(more=more, explained=options.explain))
 
 
 def search(wanted: WantedOptions, **options: Any) -> None:

@@ -14,7 +14,7 @@ GROUPS = {
     "Budgets": "device-memory=SIZE host-memory=SIZE disk=SIZE budgets=FILE tight* page-cache=SIZE*"
     " disk-gain=SHARE*",
     "Devices": "num-devices=N stages=N stage=N nodes=N* replicas=N*",
-    "What may be decided": "allow=FORM pin=TEXT pins=FILE* exact-updates*",
+    "What may be decided": "allow=FORM* pin=TEXT pins=FILE* exact-updates*",
     "Goal": "speed=X price-limit=X price=X max-slowdown=X maximize=WHAT pareto points=N*",
     "Search and limits": "time-limit=SEC gap=X* solver=NAME* seed=N* lp=FILE* jobs=N* no-cache*"
     " model-memory=SIZE",
