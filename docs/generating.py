@@ -39,13 +39,12 @@ Each command, its options and the first sentence of their help, made from the co
 `hardware copy` take `--json`.
 
 Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input, 3 no plan fits,
-4 out of memory, 130 interrupted, 141 the reader of the output has closed it. An error is one
-message with file, key, problem and fix. `--json` prints one object on standard output and nothing
-else; `fit` prints one per cell, and `hardware search` one per machine. Progress goes to standard
-error, every five seconds where that is no terminal. Invisible characters are escaped (`\\x1b`).
+4 out of memory, 130 interrupted, 141 the reader of the output has closed it. `--json` prints one
+object on standard output (`fit` one per cell) and nothing else. Progress goes to standard error,
+every five seconds where that is no terminal. Invisible characters are escaped (`\\x1b`).
 
-Output files are replaced atomically. A device, pipe or descriptor is written into: `/dev/null`,
-`>(gzip > plan.gz)`, `/dev/fd/3`. `-` is standard output; messages then go to standard error.
+Output files are replaced atomically; devices and pipes are written into. `-` is standard output;
+messages then go to standard error.
 """
 FILES = """\
 # Files
