@@ -81,7 +81,7 @@ class CellOptions:
 
 @option_record
 class WantedOptions:
-    """Machines with their prices, and what is wanted of them."""
+    """Machines with their prices, and the speed or price to reach."""
 
     price: str | None = option(
         "Price per device and hour: one, or one per machine, separated by commas. Adds the"
@@ -158,7 +158,7 @@ class WantedOptions:
 
 @option_record
 class AnswerOptions:
-    """Options for output besides the answers."""
+    """Options for what is printed in addition to the answers."""
 
     compare: bool = flag(
         "Compare with plain PyTorch, checkpointing, ZeRO-Offload and FSDP2, and with 8-bit states"

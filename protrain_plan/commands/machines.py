@@ -18,11 +18,7 @@ MachineArgument = Annotated[
     ),
 ]
 HELP = "Machines to estimate for: those of the catalogue, or this one, measured."
-EXAMPLES = """\
-Examples:
-protrain hardware list
-protrain hardware show rtx-4090
-protrain hardware probe -o my-machine.yaml"""
+EXAMPLES = "Examples:\nprotrain hardware list\nprotrain hardware probe -o my-machine.yaml"
 
 
 def models(as_json: JsonOption = False) -> None:

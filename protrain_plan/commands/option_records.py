@@ -1,4 +1,4 @@
-"""Options of commands, and records of those that belong together: each field is an option.
+"""Options of commands, grouped into records whose fields are options.
 
     @option_record
     class StepOptions:
@@ -47,7 +47,7 @@ def option(text: str, *names: str, default: Any = None, **more: Any) -> Any:
 
 
 def flag(text: str, *names: str, **more: Any) -> Any:
-    """An option that is off by default, and has no --no- beside it."""
+    """An option that is off by default and has no --no- form."""
     return option(text, *names, default=False, **more)
 
 
@@ -93,13 +93,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given(record: Any) -> list[str]:
-    """The options of a record that say something else than by default."""
+    """Return the options of a record that differ from their defaults."""
     said = [f.name for f in fields(record) if getattr(record, f.name) != f.default]
     return ["--" + name.replace("_", "-") for name in said]
 
 
 def filled(record: Record, values: Mapping[str, Any]) -> Record:
-    """A record of options with those of the `values` that it has, named as typed or as fields."""
+    """Return the record with the `values` for its options, named as typed or as fields."""
     known: Any = record
     named = {name.replace("-", "_"): value for name, value in values.items()}
     own = {f.name: named[f.name] for f in fields(known) if f.name in named}
@@ -113,15 +113,12 @@ class DiskOptions:
 
     spill_directory: SpillOption = None
     disk_seconds: float = option(
-        "Seconds of direct writes before the disk is measured: many disks slow down after their"
-        " first gigabytes.",
-        default=2.0,
-        min=0.0,
+        "Seconds of writes before measuring: disks slow down after some GB.", default=2.0, min=0.0
     )
     disk_bytes: str = option("Maximum bytes of these writes.", default="2GiB")
 
     def watch(self) -> tuple[float, int]:
-        """Seconds and bytes, as of `probe.Watch`; ProtrainError for an invalid size."""
+        """Return the seconds and bytes of a `probe.Watch`; ProtrainError for an invalid size."""
         return self.disk_seconds, size("--disk-bytes", self.disk_bytes, 0)
 
 
@@ -129,9 +126,7 @@ class DiskOptions:
 class WorkloadOptions:
     """Numbers, adapters and optimizer to train with. None stands for the command's default."""
 
-    dtype: str | None = option(
-        "float32, bfloat16 or float16. Default: bfloat16; for profile float32."
-    )
+    dtype: str | None = option("float32, bfloat16, float16. Default: bfloat16; profile: float32.")
     precision: str | None = option(
         "pure: all in --dtype. autocast: float32 parameters, computation in --dtype. master: the"
         " optimizer steps on float32 copies. Default: master; for profile pure."

@@ -60,28 +60,19 @@ ModelArgument = Annotated[
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Allow activation forms that are not exact: rounding, int8-activations or"
-        " low-rank-activations. With rounding, ranks may also reduce gradients after each"
-        " micro-batch. Repeat for several.",
+        help="Allow inexact forms: rounding, int8-activations, low-rank-activations. Repeatable.",
         show_default=False,
     ),
 ]
 NoCacheOption = Annotated[
     bool,
-    typer.Option(
-        "--no-cache",
-        help="Neither read nor write cached plans and estimates, except for shipped ones (also"
-        " PROTRAIN_NO_CACHE=1).",
-    ),
+    typer.Option("--no-cache", help="Ignore cached plans and estimates (PROTRAIN_NO_CACHE=1)."),
 ]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan.", show_default=False)]
 PointsOption = Annotated[int, typer.Option(min=2, help="Plans on the --pareto front.")]
 SpillOption = Annotated[
     Path | None,
-    typer.Option(
-        "--spill-directory",
-        help="Directory for states on disk. Default: the system's temporary directory.",
-    ),
+    typer.Option("--spill-directory", help="Directory for states on disk. Default: the system's."),
 ]
 
 
@@ -156,7 +147,7 @@ def prices_of(text: str | None, machines: "Sequence[Hardware]") -> list[float]:
 
 
 def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
-    """The text where it is one of those known; ProtrainError, naming the option, otherwise."""
+    """Return a known text; ProtrainError, naming the option, for an unknown one."""
     for value in known:
         if text == value:
             return value

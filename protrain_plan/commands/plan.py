@@ -537,7 +537,7 @@ def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
 
 
 def _places(output: Path) -> tuple[Path, Path]:
-    """Return the files of a plan and its profile: in a named folder, or beside one another."""
+    """Return the files of a plan and its profile: in a named folder, or in the same one."""
     if str(output) == "-":
         raise ProtrainError("a plan and its profile are two files", key="-o", fix="name a folder")
     if output.suffix in (".yaml", ".yml"):

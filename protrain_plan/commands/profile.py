@@ -81,8 +81,7 @@ def profile(
         autocompletion=machine_names,
     ),
     interconnect: str | None = option(
-        "Plan for several devices with the interconnect of this machine: a catalogue name, or a"
-        " YAML file (protrain hardware probe under torchrun)."
+        "Plan for several devices joined as in this machine: a catalogue name or a YAML file."
     ),
     measuring: MeasureOptions,
     disk: DiskOptions,

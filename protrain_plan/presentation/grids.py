@@ -173,10 +173,9 @@ TIGHT = (
     " protrain run sets; a smaller --device-memory plans with room"
 )
 WHOLE_SUMS = (
-    "several micro-batches on several devices: gradients add up whole on each device, for FSDP2 as"
-    " with set_requires_gradient_sync(False). With sums in shards every micro-batch is reduced, as"
-    " FSDP2 does by default: less memory and more network. With --allow rounding a plan may do so"
-    " where others do not fit, or FSDP2 is faster so"
+    "several micro-batches on several devices: gradients add up whole on each device, as with"
+    " FSDP2's set_requires_gradient_sync(False); --allow rounding may reduce every micro-batch to"
+    " shards instead, as FSDP2 does by default: less memory and more network"
 )
 NO_TOKENS = (
     "batches without tokens, such as images: tokens/s counts samples, whatever --seq-len says"
@@ -227,10 +226,7 @@ def cell_text(row: Row, *, after: str = " ") -> str:
 
 
 class CellTable:
-    """A row for each way to train in each cell. In a narrow terminal cells are lines of their own.
-
-    No number is ever cut: where there is no room for all of a line, words wrap.
-    """
+    """A table of ways to train by cell; narrow terminals wrap words, and never cut numbers."""
 
     def __init__(self, heads: Sequence[str], numbers: Sequence[str]) -> None:
         self._wide = table_of(*heads, "", *numbers, words=(0, len(heads)))
@@ -250,13 +246,13 @@ class CellTable:
     def add_cell(
         self, heads: Sequence[str], heading: str, way: Text, numbers: Sequence[str]
     ) -> None:
-        """A cell by its heads, or by one heading, with the way that was asked for."""
+        """Add a cell by its heads, or by one heading, with the requested way to train."""
         self._wide.add_row(*heads, way, *numbers)
         self._narrow.add_row(heading)
         self._narrow.add_row(Text("  ").append_text(way), *numbers)
 
     def add_way(self, name: str, numbers: Sequence[str]) -> None:
-        """Another way to train in the same cell."""
+        """Add another way to train in the same cell."""
         self._wide.add_row(*[""] * self._num_heads, name, *numbers)
         self._narrow.add_row(f"  {name}", *numbers)
 

@@ -123,7 +123,7 @@ def plain_data(report: Report) -> dict[str, Any]:
 
 
 def github(report: Report, *, root: Path) -> str:
-    """Annotations, which a workflow of GitHub Actions shows beside the files.
+    """Return annotations, which GitHub Actions shows in the files.
 
     One workflow command for each rule that failed or could not be checked, and a summary.
     Files are counted from the repository's root, wherever in it the check runs.
