@@ -3,13 +3,13 @@
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import typer.main
 
 from docs.json_schema import SCHEMAS
 from protrain_plan.cli import app
+from protrain_plan.commands.help import ROWS, place
 from protrain_plan.models.batches import MAX_TEXT_BYTES
 from protrain_plan.models.building import MAX_PARAMETERS, MAX_TENSORS
 from protrain_plan.models.sources import MAX_LAYERS
@@ -23,7 +23,6 @@ from protrain_runtime.contract.units import format_bytes
 
 Json = dict[str, Any]
 
-VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 CLASSES: dict[str, type] = {
     kind.__name__: kind
     for module in (hardware, profile, plan)
@@ -36,16 +35,16 @@ CLI = """\
 # Commands
 
 Each command, its options and the first sentence of their help, made from the command line itself.
-`protrain COMMAND --help` has the rest. All commands but `report` and `hardware copy` take `--json`.
+`protrain COMMAND --help` has the rest; of the longest, `--help-all`. All commands but `report` and
+`hardware copy` take `--json`.
 
 Exit codes: 0 done, 1 a verification or a rule failed, 2 a mistake in the input, 3 no plan fits,
-4 out of memory, 130 interrupted, 141 the reader of the output has closed it. An error is one
-message with file, key, problem and fix. `--json` prints one object on standard output and nothing
-else; `fit` prints one per cell, and `hardware search` one per machine. Progress goes to standard
-error, every five seconds where that is no terminal. Invisible characters are escaped (`\\x1b`).
+4 out of memory, 130 interrupted, 141 the reader of the output has closed it. `--json` prints one
+object on standard output (`fit` one per cell) and nothing else. Progress goes to standard error,
+every five seconds where that is no terminal. Invisible characters are escaped (`\\x1b`).
 
-Output files are replaced atomically. A device, pipe or descriptor is written into: `/dev/null`,
-`>(gzip > plan.gz)`, `/dev/fd/3`. `-` is standard output; messages then go to standard error.
+Output files are replaced atomically; devices and pipes are written into. `-` is standard output;
+messages then go to standard error.
 """
 FILES = """\
 # Files
@@ -120,7 +119,9 @@ def _commands(group: Any, path: str, told: dict[str, set[str]]) -> Iterator[str]
 def _command(command: Any, path: str, told: dict[str, set[str]]) -> Iterator[str]:
     """A command's section; options of earlier commands in `told` are named alone."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p not in arguments and p.name != "as_json"]
+    options = [
+        p for p in sorted(command.params, key=place) if p not in arguments and p.name != "as_json"
+    ]
     words = [_argument(argument) for argument in arguments]
     yield f"## `{' '.join((path, *words))}`\n"
     yield f"{inspect.cleandoc(command.help).split(chr(10) * 2)[0]}\n"
@@ -140,11 +141,8 @@ def _command(command: Any, path: str, told: dict[str, set[str]]) -> Iterator[str
     names += [f"`{max(one.opts, key=len)}`" for key, one in mine.items() if key in again]
     yield f"\nAs above: {', '.join(names)}.\n" if names else ""
     told[path] = set(mine)
-    examples = re.sub(r"^Examples?: ", "", command.epilog or "")
-    if examples:
-        group = path.rpartition(" ")[0]
-        example = re.sub(r"^\.\.\.", group, examples.split(" | ")[0])
-        yield f"    {example}\n"
+    _, example, *_ = command.epilog.split("\n")
+    yield f"    {example}\n"
 
 
 def _argument(argument: Any) -> str:
@@ -154,10 +152,8 @@ def _argument(argument: Any) -> str:
 
 
 def _option(option: Any) -> str:
-    names = ", ".join(sorted(option.opts, key=len))
-    annotation = option.type_descriptor.annotation
-    value = VALUES.get((*get_args(annotation), annotation)[0], "")
-    return f"{names} {value}".rstrip()
+    names, value = ", ".join(sorted(option.opts, key=len)), ROWS[place(option)][2]
+    return names if option.is_flag else f"{names} {value or option.metavar}"
 
 
 def _meaning(parameter: Any) -> str:

@@ -63,6 +63,7 @@ if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF
 import typer
 
 from protrain_plan.commands import check, fit, machines, plan, plans, profile, run
+from protrain_plan.commands.help import Command, Group
 from protrain_plan.commands.option_records import with_options
 from protrain_plan.commands.output import (
     BROKEN_PIPE,
@@ -81,13 +82,14 @@ gc.enable()
 
 # The commands' modules import what they need where they run: help is for all of them.
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Plan training under a memory limit: profile a model, plan it, look at the plan, run it.",
+    help="Plan training under a memory limit: profile a model, plan it, run the plan.",
 )
-hardware = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+hardware = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode="rich")
 
 
 def _add(group: typer.Typer, command: Callable[..., None], name: str | None = None) -> None:
@@ -96,7 +98,8 @@ def _add(group: typer.Typer, command: Callable[..., None], name: str | None = No
     *paragraphs, examples = (
         " ".join(part.split()) for part in (command.__doc__ or "").split("\n\n")
     )
-    group.command(name, help="\n\n".join(paragraphs), epilog=examples)(with_options(command))
+    text, listed = "\n\n".join(paragraphs), examples.replace(": ", ":\n", 1).replace(" | ", "\n")
+    group.command(name, cls=Command, help=text, epilog=listed)(with_options(command))
 
 
 for _command in (

@@ -49,7 +49,7 @@ _MAX_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """A plan's file and the profiles beside it, read as far as they can be.
+    """A plan's file and the profiles in its folder, read as far as possible.
 
     Of another record that cannot be read there is the error alone.
     """
@@ -146,7 +146,7 @@ def search(paths: Sequence[Path]) -> Search:
 def read_files(
     path: Path, seen: dict[Path, _Seen] | None = None, within: Sequence[Path] = ()
 ) -> Files:
-    """The plan and what lies beside it; RecordError where the plan's file is no text.
+    """Return the plan and its folder's profiles; RecordError if the plan's file is no text.
 
     What was `seen` already is not read again. For `within` see `_look_at`.
     """

@@ -37,7 +37,7 @@ class Predicted(NamedTuple):
 
 
 def predicted(plan: Plan, profile: Profile) -> Predicted:
-    """Predict what decisions take; the plan's units are those of the profile (see `misfit`)."""
+    """Predict what decisions take; plan and profile have the same units (see `misfit`)."""
     if plan.pipeline is not None:
         found = of_plan(plan, profile)
         return Predicted(found.peak_bytes, found.step_seconds, found.record.stages)
@@ -207,7 +207,7 @@ class Machines:
 
 
 def _machine(budget: MachineBudget) -> Hardware:
-    """Read the machine from the catalogue, the repository or beside the budgets, nowhere else."""
+    """Read the machine from the catalogue, the repository or the budgets' folder only."""
     if budget.machine not in hardware_names():
         refuse_outside(budget.machine, Path(budget.source).parent)
     return load_hardware(budget.machine)

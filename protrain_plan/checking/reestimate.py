@@ -62,9 +62,9 @@ Estimate = Profile | Broken | Unavailable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Today:
-    """A workload's model, built from its source as that is now; `profile` estimates it.
+    """A workload's model, built from today's source; `profile` estimates it.
 
-    `changed_keys` are those of the configuration that differ from the profiled one.
+    `changed_keys` are the keys in which configuration and profiled one differ.
     """
 
     model_fingerprint: str
@@ -195,7 +195,7 @@ def reestimated(
 
 
 def _rated(machine: Hardware) -> Hardware:
-    """Bytes do not depend on rates: those of any machine do where its own are not known."""
+    """Bytes do not depend on rates: any rates serve where the machine has none."""
     substitute = _SUBSTITUTES[is_accelerator(machine.device.kind)]
     return replace(machine, rates=machine.rates or load_hardware(substitute).rates)
 

@@ -237,7 +237,7 @@ class Cells:
     def _beside_8_bits(
         self, found: Sequence[Tried], lighter: Sequence[Question], progress: Progress
     ) -> list[Tried]:
-        """The answers beside those with 8-bit states, where plain PyTorch does not fit."""
+        """Add answers with 8-bit states where plain PyTorch does not fit."""
         from protrain_plan.planning.questions.alternatives import planned as beside
 
         asked = {

@@ -24,19 +24,17 @@ class CheckOptions:
 
     on: list[str] | None = option(
         "Check on this machine, a catalogue name or a file, instead of the plans' own and those"
-        " with budgets. May be given several times."
+        " with budgets. Repeat for several."
     )
     budgets: Path | None = option(
-        "Limits per machine; default: budgets.yaml or pyproject.toml here."
+        "Limits per machine. Default: budgets.yaml or pyproject.toml here."
     )
     output_format: str = option("text, json or github (annotations).", "--format", default="text")
-    records_only: bool = flag("Build no models: no torch, no model code.")
+    records_only: bool = flag("Build no models: run neither torch nor model code.")
     strict: bool = flag("Count skipped checks as failures.")
     expect: int | None = option("Fail unless exactly this many plans are checked.", min=0)
-    time_limit: float = option(
-        "Time limit in seconds to build and estimate a model.", default=300.0
-    )
-    model_memory: str = option("Memory limit of a model's code (Linux).", default="8GiB")
+    time_limit: float = option("Maximum seconds to build and estimate a model.", default=300.0)
+    model_memory: str = option("Maximum memory of a model's code (Linux).", default="8GiB")
     no_cache: NoCacheOption = False
     explain: str | None = option("Explain a rule instead of checking.", metavar="CODE")
 
@@ -55,19 +53,19 @@ class CheckOptions:
 def check(
     plans: Annotated[
         list[Path] | None,
-        typer.Argument(help="Plans, and folders with plans; default: plans/.", show_default=False),
+        typer.Argument(help="Plans and folders with plans. Default: plans/.", show_default=False),
     ] = None,
     *,
     options: CheckOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Hold plans against budgets, their profiles and the models that they were made for.
+    """Check plans against budgets, their profiles and today's models.
 
-    check --records-only is safe on anything: it parses and never executes. check and profile run
-    the model's code with your rights, as pytest does.
+    check and profile run the model's code with your rights, as pytest does. check --records-only is
+    safe on anything: it parses and never executes.
 
-    Exit codes: 0 all rules hold, 1 one does not, 2 a mistake in the input, 3 one does not and no
-    other plan of the workload fits the budget.
+    Exit codes: 0 all rules hold; 1 a rule does not; 2 a mistake in the input; 3 a rule does not,
+    and no other plan fits the budget.
 
     Examples: protrain check | protrain check plans --on rtx-4090 --on rtx-3090
     | protrain check plans --format github | protrain check --explain MEM001

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,28 +53,27 @@ class CellOptions:
     """The cells of the grid: sizes and numbers of devices, each with each machine."""
 
     on: str | None = option(
-        "Machines: catalogue names or YAML files, separated by commas.",
+        "Machines, separated by commas: catalogue names or YAML files.",
         autocompletion=machine_names,
     )
-    seq_len: str = option("Tokens per sequence, one or more.", default=str(SEQ_LEN))
-    batch_size: str | None = option("Sequences per batch, one or more. Default: 1.")
+    seq_len: str = option("Tokens per sequence: one or several (1024,2048).", default=str(SEQ_LEN))
+    batch_size: str | None = option("Sequences per batch: one number or several. Default: 1.")
     global_batch: int | None = option(
-        "Sequences per update over all devices: finds the best batch and number of micro-batches.",
-        min=1,
+        "Sequences per update over all devices: finds the best micro-batches.", min=1
     )
     num_devices: str = option(
-        "Devices that train one model, each with its own batch; or several numbers.", default="1"
+        "Devices that train one model, each with its own batch: one number or several.", default="1"
     )
     settings: list[str] | None = option(
-        "A setting and its values, one cell each: host, device, disk, link, num-devices or an"
-        " option, such as host=64GiB..1TiB (doubles), link=pcie-4,64GB/s or optimizer=adamw,sgd."
-        " Several are combined.",
+        "A setting and its values, one cell each: host=64GiB..1TiB (doubling), device, disk,"
+        " link=pcie-4,64GB/s, num-devices, or an option such as optimizer=adamw,sgd. Several are"
+        " combined.",
         "--set",
     )
     sweep: str | None = option("Like --set, for one setting.")
     sort: str | None = option(
-        "Sort by time, cost (per token) or memory (of the device), least first; default: in the"
-        " order of the options, each cell as soon as it is known."
+        "Sort by time, cost (per token) or memory (of the device), least first. Default: the"
+        " order of the options."
     )
     jobs: int | None = option("Parallel processes. Default: one per core.", min=1)
     no_cache: NoCacheOption = False
@@ -81,21 +81,21 @@ class CellOptions:
 
 @option_record
 class WantedOptions:
-    """Machines with their prices, and what is wanted of them."""
+    """Machines with their prices, and the speed or price to reach."""
 
     price: str | None = option(
-        "Price per device and hour, or one per machine, separated by commas; default: from the"
-        " machine's file. Adds the columns hours and cost."
+        "Price per device and hour: one, or one per machine, separated by commas. Adds the"
+        " columns hours and cost. Default: the price in the machine's file."
     )
     among: Path | None = option(
-        "A YAML file of machines and prices in place of --on, with lines like 'rtx-4090: 0.35'."
-        " Default of a search: the catalogue's machines with a price."
+        "A YAML file of machines with prices (rtx-4090: 0.35), instead of --on. Default of a"
+        " search: the catalogue's machines with a price."
     )
     speed: float | None = option(
         "Find the cheapest cell with at least this many tokens per second in total.", min=1e-3
     )
     price_limit: float | None = option(
-        "Maximum price per hour of all devices; without --speed, find the fastest cell.", min=0.0
+        "Maximum price per hour of all devices. Without --speed, finds the fastest cell.", min=0.0
     )
 
     @property
@@ -158,21 +158,22 @@ class WantedOptions:
 
 @option_record
 class AnswerOptions:
-    """Options for output besides the answers."""
+    """Options for what is printed in addition to the answers."""
 
     compare: bool = flag(
-        "Compare each answer with no planner (plain PyTorch, checkpointing, ZeRO-Offload, FSDP2),"
-        " and with 8-bit states if it needs a plan."
+        "Compare with plain PyTorch, checkpointing, ZeRO-Offload and FSDP2, and with 8-bit states"
+        " if the model needs a plan."
     )
     what_helps: bool = flag(
-        "Show the gains of more memory, a faster link, larger batches and 8-bit states. Each takes"
+        "Show what more memory, a faster link, larger batches and 8-bit states gain. Each takes"
         " as long as an answer."
     )
     columns: str | None = option(
         "Extra columns, separated by commas: mfu (model FLOPs utilisation), and hours, cost and"
-        " energy of a billion tokens."
+        " energy per billion tokens."
     )
     report: Path | None = option("Write an HTML page with tokens per second, memory and reasons.")
+    explain: bool = flag("Say how far to trust the figures, and what they leave out.")
 
     def shown(self, offers: "Sequence[MachineOffer]", *, priced: bool) -> tuple[str, ...]:
         """The columns; ProtrainError for an unknown one, and for one without values."""
@@ -211,18 +212,17 @@ def fit(
         "Print JSON lines instead of text, each as soon as it is known.", "--json"
     ),
 ) -> None:
-    """Say whether a model trains on machines, how fast and what binds. No GPU, no file needed.
+    """Say whether a model trains on a machine, how fast, and what limits it. Needs no GPU.
 
-    Each machine, length and batch is a cell of a grid, and so is each value of --set. Bytes are
-    exact for the operators that run, seconds are estimates from data-sheet rates. MODEL may also be
-    a trainer's file (Axolotl, LLaMA-Factory, torchtune, TRL, arguments of the Trainer): its
-    settings apply unless an option overrides them, and needed changes are listed.
+    Several machines, lengths, batches or values of --set make a grid, with an answer per cell.
+    Bytes are exact for the operators that run, seconds are estimates from data-sheet rates. MODEL
+    may also be a trainer's file (Axolotl, LLaMA-Factory, torchtune, TRL, arguments of the Trainer):
+    its settings apply unless an option overrides them, and needed changes are listed.
 
     Examples: protrain fit llama-3.1-8b --on rtx-4090,a100-80gb --seq-len 2048,8192
     | protrain fit llama-3.1-8b --on h200 --compare --price 2.49
     | protrain fit llama-3.1-8b --on h100-sxm --num-devices 8 --global-batch 64
-    | protrain fit llama-3.1-8b --on rtx-4090 --num-devices 4 --global-batch 32 --stages auto
-    | protrain fit llama-3.1-8b --on rtx-3090 --precision pure --lora r=16 --quantize nf4
+    | protrain fit llama-3.1-8b --on rtx-3090 --lora r=16 --quantize nf4
     | protrain fit llama-3.1-8b --on rtx-4090 --set host=64GiB..512GiB --set optimizer=adamw,sgd
     | protrain fit axolotl.yaml --on rtx-4090
     """
@@ -287,7 +287,7 @@ def fit(
             every = cells.answers(tell, compare=answers.compare, helps=answers.what_helps)
             for one in sorted(every, key=lambda one: one.rank(order)) if order else every:
                 answered.add(one)
-    answered.show(answers.report, page, columns, found)
+    answered.show(answers, page, columns, found)
     rows = answered.rows
     fits = [found["best"]] if found else [row["verdict"] != "does not fit" for row in rows]
     if not any(fits):
@@ -323,7 +323,7 @@ class _Answered:
 
     def show(
         self,
-        report: Path | None,
+        options: AnswerOptions,
         page: Path | None,
         columns: tuple[str, ...],
         found: dict[str, Any] | None,
@@ -341,18 +341,18 @@ class _Answered:
         if self.as_json and found:
             print_json(found, indent=None)
         elif not self.as_json:
-            written = () if report is None else (report,)
+            written = () if options.report is None else (options.report,)
             more = file_text(self.file, self.advised) if self.file else ()
-            text = grid_text(self.rows, *written, columns=columns, search=found, more=more)
-            print_rendered(text)
+            shown = partial(grid_text, self.rows, *written, columns=columns, search=found)
+            print_rendered(shown(more=more, explained=options.explain))
 
 
 def search(wanted: WantedOptions, **options: Any) -> None:
     """Find the cheapest machine that trains a model at a speed, or the fastest within a price.
 
-    It is fit of the machines of --among. What cannot reach the speed is ruled out by a bound, the
-    rest is planned in the order of prices, so that the first that reaches it is the cheapest. With
-    --json, each machine that was looked at is a line, and the last line is the answer.
+    Machines are those of --among, the catalogue's by default. A bound rules out what cannot reach
+    the speed; the rest is planned in the order of prices, so the first that reaches it is the
+    cheapest. With --json, each planned machine is a line, and the last line is the answer.
 
     Examples: protrain hardware search llama-3.1-8b --speed 5000 --among prices.yaml
     | protrain hardware search llama-3.1-8b --price-limit 3 --among prices.yaml --batch-size 1,4

@@ -12,20 +12,17 @@ from protrain_plan.commands.options import JsonOption, found_device, machine_nam
 MachineArgument = Annotated[
     str,
     typer.Argument(
-        help="A name of the catalogue, or a YAML file of hardware or of a profile.",
+        help="A catalogue name, or a YAML file of hardware or of a profile.",
         show_default=False,
         autocompletion=machine_names,
     ),
 ]
-HELP = "The machines that estimates are for: those of the catalogue, and this one, measured."
-EXAMPLES = (
-    "Examples: protrain hardware list | protrain hardware show rtx-4090"
-    " | protrain hardware probe -o my-machine.yaml"
-)
+HELP = "Machines to estimate for: those of the catalogue, or this one, measured."
+EXAMPLES = "Examples:\nprotrain hardware list\nprotrain hardware probe -o my-machine.yaml"
 
 
 def models(as_json: JsonOption = False) -> None:
-    """List the published models that `protrain profile` knows by name (no weights).
+    """List the published models that are known by name (without their weights).
 
     Example: protrain models
     """
@@ -54,9 +51,9 @@ def show_machine(
     name: MachineArgument,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a machine offers, and where the numbers are from.
+    """Show a machine's memory and speeds, and where the numbers come from.
 
-    Examples: protrain hardware show h100-sxm | ... show my-machine.yaml --json
+    Examples: protrain hardware show h100-sxm | protrain hardware show my-machine.yaml --json
     """
     from protrain_plan.commands.output import show
     from protrain_plan.hardware.catalogue import load_hardware
@@ -70,7 +67,7 @@ def copy(
     name: MachineArgument,
     output: Path = output_option("hardware", "hardware.yaml"),
 ) -> None:
-    """Write a machine as a file, to change its numbers and name it with --on.
+    """Write a machine to a file, whose numbers you can change and which --on takes.
 
     Example: protrain hardware copy rtx-4090 -o my-machine.yaml
     """
@@ -86,14 +83,14 @@ def copy(
 def probe(
     *,
     output: Path = output_option("hardware", "hardware.yaml"),
-    device: str = option("cpu, cuda, cuda:1, xpu, ...: a device of this machine.", default="cpu"),
-    name: str | None = option("Name of the machine; default: like cpu-2, with its threads."),
+    device: str = option("A device of this machine: cpu, cuda, cuda:1, xpu, ...", default="cpu"),
+    name: str | None = option("Name of the machine. Default: like cpu-2, with its threads."),
     disk: DiskOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure this machine, about fifteen seconds, and write it as hardware.
+    """Measure this machine in about fifteen seconds, and write it to a file that --on takes.
 
-    Under torchrun, what joins the ranks too; rank 0 writes.
+    Under torchrun it also measures the links between ranks, and rank 0 writes.
 
     Examples: protrain hardware probe -o my-machine.yaml --name my-machine
     | torchrun --nproc-per-node 4 --no-python protrain hardware probe --device cuda

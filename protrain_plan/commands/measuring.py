@@ -74,7 +74,7 @@ class ProfileRequest:
         return replace(self, workload=replace(self.workload, batch_size=batch_size))
 
     def of_beside(self) -> "ProfileRequest | None":
-        """The request of the model beside: the same batches, in the same dtype, without states."""
+        """Return the request for the frozen second model: same batches and dtype, no states."""
         if not self.beside:
             return None
         precision: Precision = "autocast" if self.workload.precision == "autocast" else "pure"

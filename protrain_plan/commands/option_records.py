@@ -1,4 +1,4 @@
-"""Options of commands, and records of those that belong together: each field is an option.
+"""Options of commands, grouped into records whose fields are options.
 
     @option_record
     class StepOptions:
@@ -7,7 +7,7 @@
 
     def fit(model: ModelArgument, workload: WorkloadOptions, step: StepOptions) -> None:
 
-has the options of both records, in their places (`with_options`).
+has the options of both records (`with_options`); `help.GROUPS` has their places in the help.
 """
 
 import functools
@@ -34,10 +34,7 @@ Record = TypeVar("Record")
 
 @dataclass_transform(kw_only_default=True)
 def option_record(record: type[Record]) -> type[Record]:
-    """Make a record of options, which --help has in the record's PANEL.
-
-    Neither compared nor printed: --help creates all of them.
-    """
+    """Make a record of options. Neither compared nor printed: --help creates all of them."""
     return dataclass(kw_only=True, eq=False, repr=False)(record)
 
 
@@ -50,7 +47,7 @@ def option(text: str, *names: str, default: Any = None, **more: Any) -> Any:
 
 
 def flag(text: str, *names: str, **more: Any) -> Any:
-    """An option that is off by default, and has no --no- beside it."""
+    """An option that is off by default and has no --no- form."""
     return option(text, *names, default=False, **more)
 
 
@@ -60,11 +57,10 @@ def output_option(what: str, default: str) -> Any:
     return option(text, "-o", "--output", default=Path(default))
 
 
-def _parameter(name: str, kind: Any, default: Any, panel: str | None = None) -> inspect.Parameter:
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
     """A parameter as typer reads it; its default may be what `option` has made."""
     if isinstance(default, Field):
-        said = {**default.metadata, "rich_help_panel": panel} if default.metadata else {}
-        default = default.default
+        said, default = {**default.metadata}, default.default
         if said:
             own = (f"--{name.replace('_', '-')}",) if kind is bool else ()
             default = typer.Option(default, *(said.pop("names") or own), **said)
@@ -80,8 +76,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         kind = parameter.annotation
         if isinstance(kind, type) and is_dataclass(kind):
             records[name] = kind
-            panel = getattr(kind, "PANEL", None)
-            parameters += (_parameter(one.name, one.type, one, panel) for one in fields(kind))
+            parameters += (_parameter(one.name, one.type, one) for one in fields(kind))
         else:
             parameters.append(_parameter(name, kind, parameter.default))
 
@@ -98,13 +93,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given(record: Any) -> list[str]:
-    """The options of a record that say something else than by default."""
+    """Return the options of a record that differ from their defaults."""
     said = [f.name for f in fields(record) if getattr(record, f.name) != f.default]
     return ["--" + name.replace("_", "-") for name in said]
 
 
 def filled(record: Record, values: Mapping[str, Any]) -> Record:
-    """A record of options with those of the `values` that it has, named as typed or as fields."""
+    """Return the record with the `values` for its options, named as typed or as fields."""
     known: Any = record
     named = {name.replace("-", "_"): value for name, value in values.items()}
     own = {f.name: named[f.name] for f in fields(known) if f.name in named}
@@ -118,15 +113,12 @@ class DiskOptions:
 
     spill_directory: SpillOption = None
     disk_seconds: float = option(
-        "Seconds of direct writes before the disk is measured: many disks slow down after their"
-        " first gigabytes.",
-        default=2.0,
-        min=0.0,
+        "Seconds of writes before measuring: disks slow down after some GB.", default=2.0, min=0.0
     )
     disk_bytes: str = option("Maximum bytes of these writes.", default="2GiB")
 
     def watch(self) -> tuple[float, int]:
-        """Seconds and bytes, as of `probe.Watch`; ProtrainError for an invalid size."""
+        """Return the seconds and bytes of a `probe.Watch`; ProtrainError for an invalid size."""
         return self.disk_seconds, size("--disk-bytes", self.disk_bytes, 0)
 
 
@@ -134,35 +126,30 @@ class DiskOptions:
 class WorkloadOptions:
     """Numbers, adapters and optimizer to train with. None stands for the command's default."""
 
-    PANEL = "Workload"
-
-    dtype: str | None = option(
-        "float32, bfloat16 or float16. Default: bfloat16; of profile float32."
-    )
+    dtype: str | None = option("float32, bfloat16, float16. Default: bfloat16; profile: float32.")
     precision: str | None = option(
-        "pure: all in --dtype. autocast: float32 parameters, computed with in --dtype. master: the"
-        " optimizer steps on float32 copies. Default: master; of profile pure."
+        "pure: all in --dtype. autocast: float32 parameters, computation in --dtype. master: the"
+        " optimizer steps on float32 copies. Default: master; for profile pure."
     )
     lora: str | None = option(
-        "Train PEFT's low-rank adapters alone: r=16[,alpha=32][,targets=q_proj+v_proj][,dtype=base]"
-        "[,dropout=0.05][,rslora][,dora][,velora][,bias=all|lora_only]"
-        "[,modules_to_save=lm_head+embed_tokens][,freeze=A]. Default: alpha = 2 r, all linear"
-        " layers but the head, adapters of a 16-bit model in float32, as PEFT has them."
+        "Train PEFT's low-rank adapters alone: r=16, then any of alpha=32, targets=q_proj+v_proj,"
+        " dtype=base, dropout=0.05, rslora, dora, velora, bias=all|lora_only,"
+        " modules_to_save=lm_head+embed_tokens, freeze=A, joined by commas. Default: alpha is 2r,"
+        " targets are all linear layers but the head, and adapters are float32."
     )
     quantize: str | None = option(
-        "Pack the frozen linear layers below adapters: nf4 (4 bits, as in QLoRA) or int8 (with"
-        " --lora)."
+        "Store frozen layers below the adapters as nf4 (4 bits, as QLoRA does) or int8."
     )
     compile: bool = flag(
-        "Compile each block by itself (torch.compile), in the plan's runs, too. Estimates are for"
-        " uncompiled blocks."
+        "Compile each block (torch.compile), in the plan's runs, too. Estimates are for blocks"
+        " that are not compiled."
     )
     optimizer: str | None = option(
         "adamw, sgd, adamw8bit, adafactor, ... (a wrong name lists all), or your own:"
         " package.module:Class, path/to/file.py:function. Default: adamw."
     )
     optimizer_args: str | None = option(
-        "Arguments of the optimizer in Python syntax: 'lr=1e-3, betas=(0.9, 0.95)'."
+        "The optimizer's arguments in Python syntax: 'lr=1e-3, betas=(0.9, 0.95)'."
     )
 
     def requests(
@@ -230,18 +217,18 @@ class StepOptions:
     """Options for when a step updates."""
 
     updates: str | None = option(
-        "in-backward, the default; or after-backward, for clipping by the global norm: updates"
-        " wait for the norm, or run ahead on a second copy of the states."
+        "in-backward, the default; or after-backward, which clipping by the global norm needs:"
+        " updates wait for the norm, or run ahead on a second copy of the states."
     )
-    clip: bool = flag("Short for --updates after-backward.")
+    clip: bool = flag("Clip by the global norm: short for --updates after-backward.")
     clip_share: float | None = option(
-        "Share of steps whose gradients are scaled, by clipping or by a loss scaler: these redo"
+        "Share of steps whose gradients are scaled, by clipping or by a loss scaler: they redo"
         " updates that ran ahead. 1: none runs ahead. Default: 0.05."
     )
     accumulate: int = option("Micro-batches per update.", default=1, min=1)
     disk_gain: str | None = option(
-        "Use the disk only if no plan fits without it, or if a step without it takes this much"
-        " longer. 0: if a step is any faster. Default: 10%."
+        "Use the disk only if no plan fits without it, or if steps without it take this much"
+        " longer. 0: for any gain. Default: 10%."
     )
 
     def settings(self) -> "StepSettings":
@@ -277,12 +264,12 @@ class StepOptions:
 class BudgetOptions:
     """Budgets of a process for each tier; by default all that the machine has, but for headroom."""
 
-    device_memory: str | None = option("Maximum device memory of the process, such as 1.5GiB.")
-    host_memory: str | None = option("Maximum pinned host memory of the whole node.")
+    device_memory: str | None = option("Maximum device memory per process, such as 1.5GiB.")
+    host_memory: str | None = option("Maximum pinned host memory of the node.")
     disk: str | None = option("Maximum disk space of the node.")
     tight: bool = flag(
-        "Plan with all memory of an estimated device: without a budget, a tenth of its tensors'"
-        " bytes stays free for the allocator by default."
+        "Plan with all memory of an estimated device. By default, where no budget is given, the"
+        " allocator has a reserve of a tenth of the tensors' bytes."
     )
 
     def machine(self, name: str) -> "Hardware":

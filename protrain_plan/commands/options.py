@@ -26,7 +26,7 @@ ProfileOption = Annotated[
     Path | None,
     typer.Option(
         "--profile",
-        help="The profile that the plan was made from; default: the one in the plan's folder.",
+        help="The plan's profile. Default: profile.yaml in the plan's folder.",
         show_default=False,
     ),
 ]
@@ -51,8 +51,8 @@ def machine_names(incomplete: str) -> list[str]:
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        help="A preset's name (protrain models lists them), a Hugging Face config.json (file or"
-        " folder), or package.module:factory (path/to/file.py:factory).",
+        help="A model's name (protrain models lists them), a Hugging Face config.json (file or"
+        " folder), or a factory: package.module:function or path/to/file.py:function.",
         show_default=False,
         autocompletion=model_names,
     ),
@@ -60,29 +60,19 @@ ModelArgument = Annotated[
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Allow activation forms that are not exact: rounding, int8-activations,"
-        " low-rank-activations; with rounding, ranks may reduce every micro-batch. The plan says"
-        " so. May be given several times.",
+        help="Allow inexact forms: rounding, int8-activations, low-rank-activations. Repeatable.",
         show_default=False,
     ),
 ]
 NoCacheOption = Annotated[
     bool,
-    typer.Option(
-        "--no-cache",
-        help="Neither read nor write cached plans and estimates, except shipped ones (also"
-        " PROTRAIN_NO_CACHE=1).",
-    ),
+    typer.Option("--no-cache", help="Ignore cached plans and estimates (PROTRAIN_NO_CACHE=1)."),
 ]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan.", show_default=False)]
-PointsOption = Annotated[int, typer.Option(min=2, help="Budgets that --pareto plans for.")]
+PointsOption = Annotated[int, typer.Option(min=2, help="Plans on the --pareto front.")]
 SpillOption = Annotated[
     Path | None,
-    typer.Option(
-        "--spill-directory",
-        help="Directory of the disk tier's unnamed file; default: the system's temporary"
-        " directory.",
-    ),
+    typer.Option("--spill-directory", help="Directory for states on disk. Default: the system's."),
 ]
 
 
@@ -157,7 +147,7 @@ def prices_of(text: str | None, machines: "Sequence[Hardware]") -> list[float]:
 
 
 def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
-    """The text where it is one of those known; ProtrainError, naming the option, otherwise."""
+    """Return a known text; ProtrainError, naming the option, for an unknown one."""
     for value in known:
         if text == value:
             return value

@@ -61,13 +61,11 @@ QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
 class PinOptions:
     """Decisions that are fixed, and whether all are explained."""
 
-    pin: list[str] | None = option(
-        "Fix decisions: 'layers.0-3: recompute'. May be given several times."
-    )
+    pin: list[str] | None = option("Fix decisions: 'layers.0-3: recompute'. Repeat for several.")
     pins: Path | None = option("A YAML file of such decisions.")
     exact_updates: bool = flag(
-        "On an accelerator, update no chunk on the host, whose kernels round the last bits"
-        " otherwise: states stay on the device, or stream to it for the update."
+        "With an accelerator, update nothing on the host, whose kernels round last bits"
+        " differently: states stay on the device, or stream to it for the update."
     )
 
     explain: bool = flag("Explain the decisions.")
@@ -99,7 +97,7 @@ class ObjectiveOptions:
         "Minimize device memory, with a step at most this many times the fastest.", min=1.0
     )
     maximize: str | None = option("Find the largest batch-size or seq-len that fits.")
-    pareto: bool = flag("Compute the Pareto front of memory and time; writes no plan.")
+    pareto: bool = flag("Find the Pareto front of memory and time; writes no plan.")
     points: PointsOption = 8
 
     def objective(self, global_batch: int | None) -> "Objective":
@@ -161,8 +159,8 @@ class PlannedStepOptions(StepOptions):
     """Options of a step, with those that only a plan decides."""
 
     page_cache: str | None = option(
-        "Memory besides the budgets for the page cache: the disk tier then uses the cache, and"
-        " holds at most this much. Default: 0, direct I/O."
+        "Memory for the page cache, on top of the budgets: states on disk then use the cache, and"
+        " take at most this much. Default: 0, direct I/O."
     )
 
     def on(self, settings: "StepSettings", group: "DeviceGroup") -> "StepSettings":
@@ -181,10 +179,10 @@ class GroupOptions:
     num_devices: int = option(
         "Devices that train one model, each with its own batches.", default=1, min=1
     )
-    nodes: int | None = option("Nodes of these devices; default: as few as hold them.", min=1)
+    nodes: int | None = option("Nodes of these devices. Default: as few as possible.", min=1)
     replicas: int | None = option(
-        "Groups of devices, each with all of the states, sharded within the group; default: the"
-        " fastest number.",
+        "Groups of devices that each hold all of the states, sharded within the group. Default:"
+        " the fastest number.",
         min=1,
     )
 
@@ -205,7 +203,7 @@ class SearchOptions:
         "milp, or a baseline: four-parameter, recompute-all, offload-all.", default="milp"
     )
     gap: float = option("Stop at a plan this close to the bound.", default=0.005, min=0.0)
-    time_limit: float | None = option("Maximum seconds of search; default: none.", min=0.1)
+    time_limit: float | None = option("Maximum seconds of search. Default: none.", min=0.1)
     seed: int = option("Seed of the local search.", default=0)
     lp: Path | None = option("Write the integer program in the readable .lp format.")
 
@@ -253,16 +251,14 @@ class SearchOptions:
 class ModelOptions:
     """A model that is planned by its name: its profile is estimated for a machine."""
 
-    PANEL = "A model by its name, with --on"
-
     on: str | None = option(
-        "Estimate the profile for a machine: a catalogue name or a YAML file.",
+        "Estimate the profile for this machine: a catalogue name or a YAML file.",
         autocompletion=machine_names,
     )
     seq_len: int | None = option("Tokens per sequence. Default: 2048.", min=1)
     batch_size: int | None = option("Sequences per batch. Default: 1.", min=1)
     global_batch: int | None = option(
-        "Sequences per update over all devices: finds batch and micro-batches.", min=1
+        "Sequences per update over all devices: finds the best micro-batches.", min=1
     )
     no_cache: NoCacheOption = False
 
@@ -310,7 +306,7 @@ class ModelOptions:
 ProfileArgument = Annotated[
     str,
     typer.Argument(
-        help="A profile; with --on a model, as of fit.",
+        help="A profile; with --on, a model or a trainer's file, as in fit.",
         show_default=False,
         autocompletion=model_names,
     ),
@@ -341,17 +337,13 @@ def plan(
     workload: WorkloadOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the fastest step within the budgets, and write it as a plan.
+    """Find the fastest training step within the budgets, and write it as a plan.
 
-    Without an option, a tier's budget is all of it that the profile saw, and of an estimated device
-    some stays free (--tight). Of several devices, each takes its part of the node's host memory and
-    disk. Ctrl-C ends the search with the best plan so far. With --on, a trainer's file names model
-    and settings, as of fit.
+    A budget that is not given is all of the memory or disk that the profile saw; of an estimated
+    device some stays free (--tight). Ctrl-C ends the search with the best plan so far.
 
     Examples: protrain plan profile.yaml --device-memory 1.5GiB --disk 20GiB -o plan.yaml
     | protrain plan llama-3.2-1b --on rtx-4090 --global-batch 32 -o plans/mine
-    | protrain plan profile.yaml --pareto
-    | protrain plan llama-3.1-8b --on cluster.yaml --num-devices 16 --global-batch 128 --stages auto
     | protrain plan llama-3.2-1b --on rtx-4090 --maximize batch-size
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
@@ -545,7 +537,7 @@ def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
 
 
 def _places(output: Path) -> tuple[Path, Path]:
-    """Return the files of a plan and its profile: in a named folder, or beside one another."""
+    """Return the files of a plan and its profile: in a named folder, or in the same one."""
     if str(output) == "-":
         raise ProtrainError("a plan and its profile are two files", key="-o", fix="name a folder")
     if output.suffix in (".yaml", ".yml"):

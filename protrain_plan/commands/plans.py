@@ -23,7 +23,7 @@ DiffFormat = Literal["text", "json", "markdown"]
 
 
 StageOption = Annotated[
-    int | None, typer.Option(help="A stage of the plan's pipeline, by its number from 0 on.")
+    int | None, typer.Option(help="A stage of the plan's pipeline, counted from 0.")
 ]
 
 
@@ -33,9 +33,9 @@ def show(
     stage: StageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a plan in one screen: decisions, memory over the step, lanes and waits.
+    """Show a plan on one screen: decisions, memory over the step, transfers and waits.
 
-    Of a pipeline, all stages over time; with --stage, the step of one.
+    A pipeline is shown with all stages over time, or with the step of one --stage.
 
     Example: protrain show plans/smollm2-135m-cpu-1100MiB/plan.yaml
     """
@@ -57,7 +57,7 @@ def simulate(
     stage: StageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a plan's step: what each lane does, what compute waits for, what stands where.
+    """Simulate a plan's step: what runs and moves when, and what computation waits for.
 
     Example: protrain simulate plan.yaml --trace trace.json
     """
@@ -91,7 +91,7 @@ def report(
     points: PointsOption = 8,
     stage: StageOption = None,
 ) -> None:
-    """Write a plan's step as a page for a browser: one file, which needs no network.
+    """Write a plan's step as an HTML page: one file, which needs no network.
 
     Examples: protrain report plan.yaml -o report.html
     | protrain report plan.yaml --pareto --recording recording.json
@@ -153,11 +153,11 @@ def diff(
     output_format: str = option(
         "text, json or markdown (for a pull request).", "--format", default="text"
     ),
-    title: str | None = option("Title of the Markdown; default: the new plan's file."),
+    title: str | None = option("Title of the Markdown. Default: the new plan's file."),
     if_plans: bool = flag("Print nothing if neither file is a plan."),
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a new plan decides otherwise, and what that does to memory and time.
+    """Say what a new plan decides differently, and how memory and time change.
 
     Examples: protrain diff old.yaml plan.yaml
     | protrain diff <(git show main:plans/a/plan.yaml) plans/a/plan.yaml --format markdown
@@ -216,14 +216,13 @@ def export(
     plan: PlanArgument,
     to: Annotated[str, typer.Option(help="fsdp2 (Accelerate), trl, torchtitan or megatron.")],
     output: Path | None = option(
-        "The file to write; - is standard output; default: the tool's name.", "-o", "--output"
+        "The file to write; - is standard output. Default: the tool's name.", "-o", "--output"
     ),
     as_json: JsonOption = False,
 ) -> None:
-    """Write another tool's nearest configuration, and list what it cannot express.
+    """Write the nearest configuration of another tool, and list what it cannot express.
 
-    torchtitan and megatron have pipeline stages, and refuse a plan with adapters; the others refuse
-    one with stages.
+    torchtitan and megatron refuse plans with adapters, the others plans with pipeline stages.
 
     Example: protrain export plan.yaml --to fsdp2 -o fsdp2.yaml
     """

@@ -35,17 +35,17 @@ class MeasureOptions:
     """Options of a measurement on this machine."""
 
     device: str | None = option(
-        "cpu (the default), cuda, cuda:1, xpu, ...: a device of this machine."
+        "A device of this machine: cpu (the default), cuda, cuda:1, xpu, ..."
     )
     deterministic: bool = flag("Measure and run with PyTorch's deterministic kernels.")
     steps: int | None = option(
-        "Timed steps per activation form; default: 2 s of steps, from 3 to 15.", min=1
+        "Timed steps per activation form. Default: 2 s of steps, from 3 to 15.", min=1
     )
     unit_by_unit: bool = flag(
-        "Never load the whole model: run only a few of equal blocks. Automatic if the model would"
-        " take more than half of the device's free memory."
+        "Never load the whole model: run only a few of its equal blocks. Automatic if the model"
+        " would take more than half of the device's free memory."
     )
-    probe: bool = flag("Measure the machine again; by default its probe is cached.")
+    probe: bool = flag("Measure the machine again. By default its probe is cached.")
     in_process: bool = flag(
         "Measure in this process, for debuggers, not in a separate one that may crash."
     )
@@ -72,17 +72,16 @@ def profile(
     output: Path = output_option("profile", "profile.yaml"),
     batch_size: int = option("Sequences, images or pairs per batch.", default=1, min=1),
     seq_len: int = option(
-        "Tokens of text per sequence: targets, where sound or images go in.", default=512, min=1
+        "Tokens of text per sequence: targets, if sound or images go in.", default=512, min=1
     ),
     workload: WorkloadOptions,
     allow: AllowOption = None,
     on: str | None = option(
-        "Estimate for a machine instead: a catalogue name (protrain hardware list) or a YAML file.",
+        "Estimate for this machine: a catalogue name (protrain hardware list) or a YAML file.",
         autocompletion=machine_names,
     ),
     interconnect: str | None = option(
-        "A machine with this one's interconnect, to plan for several devices: a catalogue name, or"
-        " a YAML file (protrain hardware probe under torchrun)."
+        "Plan for several devices joined as in this machine: a catalogue name or a YAML file."
     ),
     measuring: MeasureOptions,
     disk: DiskOptions,
@@ -91,10 +90,10 @@ def profile(
     no_cache: NoCacheOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Record what a model costs, unit by unit, in bytes and seconds.
+    """Measure what a model costs, block by block, in bytes and seconds.
 
-    Measures on this machine, and says after the first step about how long that takes; --on
-    estimates for another machine, without any device.
+    Measures on this machine, and says after the first step about how long that takes. With --on, it
+    estimates for another machine and needs no device.
 
     Examples: protrain profile smollm2-135m --batch-size 1 --seq-len 256 -o profile.yaml
     | protrain profile llama-3.1-8b --on rtx-4090 --dtype bfloat16 --seq-len 4096

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 class RunOptions:
     """Options of a run."""
 
-    steps: int = option("Steps to train, including those before a checkpoint.", default=5, min=1)
+    steps: int = option("Steps in total, including those before a checkpoint.", default=5, min=1)
     text: Path | None = option("A text file to train on.")
     weights: Path | None = option(
-        "A folder of safetensors files with the weights, read straight to the plan's tiers."
+        "A folder of safetensors files with the weights, each read to where the plan keeps it."
         " Default: random weights."
     )
-    plain: bool = flag("Ordinary PyTorch, no plan.")
+    plain: bool = flag("Train with plain PyTorch, without the plan.")
     verify: bool = flag(
-        "Run both, compare losses and parameters bitwise; exit with 1 if they differ, or if the"
-        " step took more memory than predicted."
+        "Train with and without the plan, and compare losses and parameters bitwise. Exits with 1"
+        " if they differ, or if the step took more memory than predicted."
     )
-    memory_limit: str | None = option("Cap this process's memory (Linux, RLIMIT_DATA).")
+    memory_limit: str | None = option("Limit this process's memory (Linux, RLIMIT_DATA).")
     save: Path | None = option("Save a checkpoint to this directory at the end.")
     save_every: int | None = option("Also save every N steps.", min=1)
     resume: Path | None = option("Resume from the checkpoint in this directory.")
@@ -145,7 +145,7 @@ class RunOptions:
 
 
 def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) -> None:
-    """Train the planned model on real text, and show measured beside predicted memory.
+    """Train a model with its plan, and compare measured with predicted memory.
 
     Examples: protrain run plan.yaml --steps 10 --verify
     | protrain run plan.yaml --weights ~/models/llama-3.1-8b

@@ -62,7 +62,7 @@ class Grid:
     def rows(
         self, workload: WorkloadOptions, step: StepOptions
     ) -> "Iterator[tuple[Settings, WorkloadOptions, StepOptions]]":
-        """Yield the options with each combination of those that were set."""
+        """Yield the options with each combination of the values that were set."""
         for chosen in self._chosen(OPTIONS):
             yield chosen, filled(workload, dict(chosen)), filled(step, dict(chosen))
 
@@ -111,7 +111,7 @@ def _option(context: typer.Context, name: str, text: str) -> Any:
 
 
 def _numbers(option: str, name: str, text: str) -> list[float]:
-    """Return the values of a text; those of a range double, and end where it says."""
+    """Return the values of a text; values of a range double up to its end."""
     found: list[float] = []
     for part in text.split(","):
         first, several, last = part.partition("..")

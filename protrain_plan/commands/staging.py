@@ -34,8 +34,8 @@ class StageOptions:
     """Stages of a pipeline."""
 
     stages: str | None = option(
-        "Stages of a pipeline, or auto: how many are the fastest for --global-batch, where to cut,"
-        " and whether they are worth it."
+        "Stages of a pipeline, or auto: the fastest number for --global-batch, where to cut, and"
+        " whether it is worth it."
     )
 
     def numbers(self) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class Staging:
 def refuse_without_global_batch(
     global_batch: int | None, batch_size: str | int | None, micro_batches: int
 ) -> None:
-    """ProtrainError without a global batch, or with another batch beside it."""
+    """Raise ProtrainError without a global batch, or with another batch size as well."""
     if global_batch is None:
         raise ProtrainError(
             "a pipeline divides the sequences of an update into micro-batches",
@@ -190,7 +190,7 @@ def about_stages(
 def plan_in_stages(
     asked: Staged, explain: bool, output: Path, beside: Path | None, *, as_json: bool
 ) -> None:
-    """Answer `plan --stages`, and write the plan; an estimated profile goes `beside` it."""
+    """Answer `plan --stages`, and write the plan; an estimated profile is written to `beside`."""
     from protrain_plan.commands.output import interruptible, progress, show
     from protrain_plan.planning.questions.answers import Objective
     from protrain_plan.planning.questions.objectives import ask
@@ -241,7 +241,7 @@ def staged_on(
 ) -> "Iterator[Staged]":
     """Yield the questions about a row on the devices of each offer.
 
-    The profiles of the first and the last batch are estimates; those of others lie between.
+    The first and the last batch are estimated; profiles of others are interpolated.
     """
     from protrain_plan.commands.measuring import estimated
     from protrain_plan.planning.questions.growth import between

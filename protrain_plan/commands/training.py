@@ -115,21 +115,18 @@ def train(
     compared: bool = False,
     weights: Path | None = None,
 ) -> Run:
-    """Build the plan's model and train it until `num_steps` are done; `plain`: ordinary PyTorch.
+    """Build the plan's model and train it until `num_steps` are done; `plain`: plain PyTorch.
 
-    Its values are those of `weights`, a folder of safetensors files, or random. Under a plan they
-    go to their places from the folder, or from files where they take much of the memory.
+    Values are random, or from `weights`, a folder of safetensors files.
 
-    A run that resumes computes what it would have computed without a break. A step has the plan's
-    micro-batches, its loss is their mean; where the plan updates after backward, gradients are
-    clipped to CLIP_NORM. `check` is `prepare`'s. `profile` finds the plan's profile, to say what
-    was planned where memory runs out. With `recorded` the run has a recording, of two steps: when
-    things ran is that of the last step but one, bytes are those of the last. Of several devices
-    this is rank `rank`, with the batches of its turn; `plain` is then DistributedDataParallel.
-    `device` is one of the plan's type, by default the one that is current. Without `measured` no
-    bytes are counted. A plain run that is `compared` with the plan's updates the same parameters on
-    the host. ProtrainError where the model cannot be built, the plan is not for it, memory ran out,
-    or a checkpoint cannot be read or written, or is of another run.
+    A resumed run computes what an unbroken one would have. The loss of a step is the mean of the
+    plan's micro-batches; where the plan updates after backward, gradients are clipped to CLIP_NORM.
+    `profile` finds the plan's profile, to say what was planned when memory runs out. A `recorded`
+    run has times of the last step but one, and bytes of the last. With several devices this is rank
+    `rank`, and `plain` is DistributedDataParallel. Without `measured` no bytes are counted. A plain
+    run that is `compared` updates the plan's host-updated parameters on the host, too. Raises
+    ProtrainError if the model cannot be built, the plan is for another model, memory runs out, or a
+    checkpoint cannot be read or written.
     """
     workload = plan.workload
     if plain and rank > 0:
@@ -248,7 +245,7 @@ def _batches(
     rank: int,
     num_steps: int,
 ) -> Iterator[Batch]:
-    """The batches of a rank's turn, out of those that so many steps need."""
+    """Return the batches of a rank, out of all that so many steps need."""
     of_batches = ("batch_size", "seq_len", "dtype", "precision", "seed")
     sizes = {name: getattr(plan.workload, name) for name in of_batches}
     batches = source.batches(device=device, text=text, **sizes)

@@ -1,6 +1,6 @@
 """Work of operators as they run: FLOPs and bytes.
 
-FLOPs are those of matrix products, convolutions and attention; everything else is its bytes.
+FLOPs count matrix products, convolutions and attention; other operators count bytes only.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Scratch memory of operators, besides their operands and results.
+"""Scratch memory of operators, in addition to operands and results.
 
 Bytes are by type of device, in one table, `DEVICE_TYPES`: fake tensors cannot show them. For CPUs
 the entries are of three kinds:
@@ -579,7 +579,7 @@ class Allocator:
         return in_blocks(num_bytes, self.block_bytes)
 
     def workspace(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """Bytes of `func` besides its inputs and outputs while it runs, at most."""
+        """Return the maximum scratch bytes of `func`, without its inputs and outputs."""
         formula = self.workspaces.get(func) or self.workspaces.get(func._schema.name)
         if formula is None:
             return 0

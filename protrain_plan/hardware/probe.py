@@ -200,7 +200,7 @@ def _files(
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes of this process besides tensors, of which it has none; 0 if unknown."""
+    """Return the bytes of this process, which has no tensors; 0 if unknown."""
     if not devices.on_host(device):
         return devices.context_bytes(device)
     with contextlib.suppress(OSError):

@@ -265,7 +265,7 @@ def contention(
     num_rounds: int = _ROUNDS,
     num_threads: int = 1,
 ) -> Contention:
-    """Measure what compute keeps of its speed beside `lane`, and vice versa.
+    """Measure how much of its speed compute keeps while `lane` runs, and vice versa.
 
     Compute is what a model does (`small_compute`), in the calling thread with the threads it has;
     the lane is a worker thread with `num_threads` intra-op threads. Medians of short windows, alone

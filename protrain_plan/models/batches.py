@@ -183,7 +183,7 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """The batches that are asked for. `seq_len` counts tokens of text, targets where there are."""
+    """Return the requested batches. `seq_len` counts tokens of text, or of targets."""
 
     source: str  # for messages
     config: Any  # of transformers
@@ -287,7 +287,7 @@ def _is_multimodal(model_class: str) -> bool:
 
 
 def of_text_alone(model: nn.Module, model_class: str) -> nn.Module:
-    """The model; what it has for images or sound besides is frozen where batches have neither.
+    """Return the model; its parts for images or sound are frozen if batches have neither.
 
     Without gradients the optimizer leaves it as it is anyway.
     """

@@ -168,7 +168,7 @@ def _in_train_mode(factory: OptimizerFactory) -> OptimizerFactory:
 
 
 def works_in_place(name: str) -> bool:
-    """Whether its kernels of cards take no memory besides what they update.
+    """Return whether its GPU kernels take no extra memory.
 
     Those of 8 bits: a block at a time, in shared memory (bitsandbytes, csrc/kernels.cu).
     """

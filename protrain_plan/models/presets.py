@@ -1,4 +1,4 @@
-"""Configurations as data: those of files, and shipped ones as published. No torch, no network."""
+"""Configurations as data, from files or as published. No torch, no network."""
 
 import difflib
 import json

@@ -57,7 +57,7 @@ PACKAGE_MISSING = "quantised weights need the package bitsandbytes"
 
 
 def read_quantize(text: str | None, *, adapter: str) -> Quantize:
-    """The meaning of `--quantize` beside the adapter; ProtrainError for what cannot be trained."""
+    """Parse `--quantize`, given the adapter; ProtrainError for what cannot be trained."""
     if not text:
         return ""
     for kind in KINDS:
@@ -103,7 +103,7 @@ def quantized(
 
 
 def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> None:
-    """Put packed layers, on `meta`, into the places of those that transformers would replace."""
+    """Replace the layers that transformers would replace with packed ones on `meta`."""
     transformers = _imported("transformers", source)
     replacing = importlib.import_module("transformers.integrations.bitsandbytes")
     if kind == "nf4":
@@ -269,8 +269,8 @@ def settled(
 ) -> nn.Module:
     """The model with its adapters, ready to be trained: see `settle_quantized`.
 
-    Adapters beside packed weights come in float32, and get `dtype` where they are to have the
-    base's. ProtrainError where a layer was quantised in a way that no plan can follow.
+    Adapters of packed weights are made in float32, and cast to `dtype` if they follow the base.
+    Raises ProtrainError for a quantised layer that no plan can follow.
     """
     refuse_quantized(model, source=source)
     settle_quantized(model)

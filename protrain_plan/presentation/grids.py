@@ -13,6 +13,7 @@ from protrain_plan.planning.questions.allowance import EXPANDABLE_MOST
 from protrain_plan.planning.questions.cells import MEMORY, WORTH
 from protrain_plan.presentation.plans import (
     ALLOCATED,
+    best_change,
     facts_of,
     headroom_text,
     other_results,
@@ -63,6 +64,7 @@ def row_of(one: "Tried") -> Row:
     if fit is None:
         return row
     row |= _answer(one, fit)
+    row["notes"] += spared_disk(fit.solved) if fit.solved and not fit.solved.uses_disk else []
     if one.helps:
         row["what_helps"] = [
             {
@@ -86,8 +88,8 @@ def _answer(one: "Tried", fit: "Answer") -> Row:
         step_s = solved.plan.prediction.step_seconds
         saved = 1 - step_s / fit.kept_seconds if fit.kept_seconds else 0.0
         about += [f"{saved:.1%} less time per step than plain PyTorch"] * (saved >= 0.0005)
-        about += [*wear_lines(solved.plan, profile), *spared_disk(solved)]
-        about += other_results(solved.plan)
+        about += [*wear_lines(solved.plan, profile), *other_results(solved.plan)]
+        about += spared_disk(solved) * solved.uses_disk
     return {
         **facts_of(fit, profile),
         **fields_of(fit, "verdict", "binds"),
@@ -166,15 +168,14 @@ _SETTINGS = {"host": "host memory", "device": "device memory", "disk": "disk spa
 """Heads of settings that are also tiers of the table; others are their own."""
 
 TIGHT = (
-    "tight: less room than PyTorch's allocator was seen to reserve beyond tensors, up to"
+    "barely: less room than PyTorch's allocator was seen to reserve beyond tensors, up to"
     f" {EXPANDABLE_MOST:.0%} of them with PYTORCH_ALLOC_CONF=expandable_segments:True, which"
     " protrain run sets; a smaller --device-memory plans with room"
 )
 WHOLE_SUMS = (
-    "several micro-batches on several devices: gradients add up whole on each device, for FSDP2 as"
-    " with set_requires_gradient_sync(False). With sums in shards every micro-batch is reduced, as"
-    " FSDP2 does by default: less memory and more network. With --allow rounding a plan may do so"
-    " where others do not fit, or FSDP2 is faster so"
+    "several micro-batches on several devices: gradients add up whole on each device, as with"
+    " FSDP2's set_requires_gradient_sync(False); --allow rounding may reduce every micro-batch to"
+    " shards instead, as FSDP2 does by default: less memory and more network"
 )
 NO_TOKENS = (
     "batches without tokens, such as images: tokens/s counts samples, whatever --seq-len says"
@@ -195,7 +196,7 @@ def way_name(way: Row, name: str, checkpointed: str) -> str:
     """Return the name of a way to train, with what is special about it."""
     name = checkpointed if way["checkpointing"] else name
     name += ", sums in shards" * (way.get("reductions") == "in every micro-batch")
-    return name + ", tight" * bool(way.get("tight"))
+    return name + ", barely" * bool(way.get("tight"))
 
 
 def gibibytes(peak: TierBytes | None) -> list[str]:
@@ -225,10 +226,7 @@ def cell_text(row: Row, *, after: str = " ") -> str:
 
 
 class CellTable:
-    """A row for each way to train in each cell. In a narrow terminal cells are lines of their own.
-
-    No number is ever cut: where there is no room for all of a line, words wrap.
-    """
+    """A table of ways to train by cell; narrow terminals wrap words, and never cut numbers."""
 
     def __init__(self, heads: Sequence[str], numbers: Sequence[str]) -> None:
         self._wide = table_of(*heads, "", *numbers, words=(0, len(heads)))
@@ -248,13 +246,13 @@ class CellTable:
     def add_cell(
         self, heads: Sequence[str], heading: str, way: Text, numbers: Sequence[str]
     ) -> None:
-        """A cell by its heads, or by one heading, with the way that was asked for."""
+        """Add a cell by its heads, or by one heading, with the requested way to train."""
         self._wide.add_row(*heads, way, *numbers)
         self._narrow.add_row(heading)
         self._narrow.add_row(Text("  ").append_text(way), *numbers)
 
     def add_way(self, name: str, numbers: Sequence[str]) -> None:
-        """Another way to train in the same cell."""
+        """Add another way to train in the same cell."""
         self._wide.add_row(*[""] * self._num_heads, name, *numbers)
         self._narrow.add_row(f"  {name}", *numbers)
 
@@ -270,7 +268,7 @@ def _table(
         slow = "no" if row["bound"] == MEMORY else f"too slow: {row['bound']}"
         words, style = _VERDICTS.get(row.get("verdict", ""), (slow, ""))
         if row.get("tight"):
-            words, style = f"{words}, tight", "yellow"
+            words, style = f"{words}, barely", "yellow"
         stages = len(row["pipeline"].stages) if row.get("pipeline") else 1
         arranged = f" in {stages} stages" * (stages > 1)
         arranged += f" ({row['num_replicas']} replicas)" * (row["num_replicas"] > 1)
@@ -291,11 +289,12 @@ def grid_text(
     columns: Sequence[str] = (),
     search: Row | None = None,
     more: Sequence[RenderableType] = (),
+    explained: bool = False,
 ) -> RenderableType:
     """Return what `protrain fit` prints, with `more` below; `paths` are what it wrote.
 
-    The `columns` of `--columns` are a table of their own. Below: what binds in each cell, what else
-    is to be said of it, and how far to trust seconds. Of a `search`, its answer comes first.
+    The `columns` of `--columns` are a table of their own. Below: what limits each cell, what would
+    help, and if `explained`, how far to trust the figures. Of a `search`, its answer comes first.
     """
     every = [way for row in rows for way in ways(row)]
     disk = any(way["peak_bytes"].disk for way in every if way.get("peak_bytes"))
@@ -321,20 +320,40 @@ def grid_text(
         bill = _table(rows, [one.head for one in shown], lambda w: [one.text(w) for one in shown])
         parts += [bill, ""]
     answered = [row for row in rows if "binds" in row]
-    lines = ["what makes up the step, or what is missing:"] * bool(answered)
-    lines += [f"  {cell_text(row)}: {row['binds']}" for row in answered]
+    lines: list[str] = []
+    for row in answered:
+        where = f"{cell_text(row)}: " * (len(answered) > 1)
+        lines += [f"{where}{line}" for line in _limits(row)]
     about: dict[str, list[str]] = {}
     for row in answered:
         for words in row["about"]:
             about.setdefault(words, []).append(cell_text(row))
     count = sum(row["verdict"] != "does not fit" for row in answered)
     for words, cells in about.items():
-        lines.append(words if len(cells) == count > 1 else f"{'; '.join(cells)}: {words}")
-    lines += notes(answered, columns)
+        lines.append(
+            words if len(cells) == count > (len(answered) > 1) else f"{'; '.join(cells)}: {words}"
+        )
+    lines += notes(answered, columns) if explained else columns_text(columns)
+    lines += ["--explain says more, --what-helps what other changes gain"] * (not explained)
     parts += [*map(Text, lines), *map(wrote, paths)]
     for row in rows:
         parts += _helps_text(row)
     return Group(*parts, *more)
+
+
+def _limits(row: Row) -> list[str]:
+    """Say what limits a cell, and which change helps most."""
+    if not row.get("peak_bytes"):
+        return [row["binds"], f"to make it fit, {row['advice'][0]}"]
+    if row["pipeline"]:
+        return [row["binds"]]
+    change = best_change(row["peak_bytes"], row["plain_device_bytes"], row["budget_bytes"])
+    return [f"limited by {row['binds']}", change]
+
+
+def columns_text(columns: Sequence[str]) -> list[str]:
+    """Say what the columns of `--columns` are."""
+    return [f"{COLUMNS[name].head}: {COLUMNS[name].words}" for name in columns]
 
 
 def notes(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[str]:
@@ -352,7 +371,7 @@ def notes(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[str]:
         row["reserved_bytes_about"] > row["peak_bytes"].on_device for row in fitting
     )
     said += [TIGHT] * any(way.get("tight") for way in every)
-    said += [f"{COLUMNS[name].head}: {COLUMNS[name].words}" for name in columns]
+    said += columns_text(columns)
     return said + list(dict.fromkeys(note for row in rows for note in row["notes"]))
 
 

@@ -1,8 +1,6 @@
 """The output of `protrain plan`, `fit` and `run`: plans, fronts of plans, or why there is none."""
 
-import itertools
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +9,14 @@ from rich.console import Group, RenderableType
 from protrain_plan.planning.outcome import STAGES
 from protrain_plan.planning.questions.allowance import EXPANDABLE_MEDIAN, MEDIAN, is_unknown
 from protrain_plan.presentation.profiles import caveats, compiled_text, repeats
-from protrain_plan.presentation.terminal import Text, bar, fields_of, run_name, table_of, wrote
+from protrain_plan.presentation.terminal import Text, bar, fields_of, table_of, wrote
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract.program.memory import Excess, checkpoint_bytes
-from protrain_runtime.contract.program.program import unit_words
-from protrain_runtime.contract.records import activations_text, states_text
 from protrain_runtime.contract.records.commands import profile_command
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import is_accelerator
-from protrain_runtime.contract.records.plan import Plan
+from protrain_runtime.contract.records.plan import KEEP, Plan, TierBytes
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.words import listed
 from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
@@ -68,27 +64,30 @@ def other_results(plan: Plan) -> list[str]:
         )
     if plan.host_updated:
         lines.append(
-            f"last bits differ: {len(plan.host_updated)} of {len(plan.units)} units update on the"
+            f"last bits differ: {len(plan.host_updated)} of {len(plan.units)} layers update on"
             " CPU (--exact-updates avoids it)"
         )
     return lines
 
 
-def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableType:
+def best_change(peak: TierBytes, plain_bytes: int, budget_bytes: int) -> str:
+    """Name the change that helps a plan most; `plain_bytes` are what plain PyTorch would need."""
+    if peak.disk:
+        return f"{format_bytes(peak.disk)} more memory would replace the disk"
+    if plain_bytes > budget_bytes:
+        size = format_bytes(plain_bytes)
+        return f"with {size} of device memory, nothing would be moved or computed twice"
+    return "only a larger batch or a faster device gives more tokens per second"
+
+
+def solved_text(
+    solved: "Solved", profile: Profile, *paths: Path, limits: Sequence[str] = ()
+) -> RenderableType:
     """Return what `protrain plan` prints for a plan; `paths` are what it wrote."""
     plan, prediction = solved.plan, solved.plan.prediction
     peak = prediction.peak_bytes
     several = plan.group if plan.group.num_devices > 1 else None
-    decisions = table_of("units", "activations", "model states")
-    # Parts that happen to follow one another are no run of one name.
-    same = itertools.groupby(
-        enumerate(plan.units),
-        key=lambda u: (u[1].activations, u[1].states, u[1].kind == "block" or u[0]),
-    )
-    for (activations, states, _), run in same:
-        name = run_name(*itemgetter(0, -1)([unit_words(plan.units, index) for index, _ in run]))
-        decisions.add_row(name, activations_text(activations), states_text(states))
-    table = table_of("tier", "predicted peak" + " of each device" * bool(several), "budget")
+    table = table_of("memory", "predicted peak" + " of each device" * bool(several), "budget")
     held_back = f" + {format_bytes(peak.allocator)} for the allocator" if peak.allocator else ""
     table.add_row(
         f"device (tensors + {format_bytes(peak.context)} besides{held_back})",
@@ -108,14 +107,11 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
         expected = f"{expected[:-1]} {said})"
     elif profile.method == "estimated":
         expected = " (no run of this device was compared with its estimate)"
-    notes = [
+    head = (
         f"predicted step {format_seconds(prediction.step_seconds)}{expected},"
         f" at most {solved.gap:.2%} above {fastest(plan)}"
-        f" ({solved.status}, {solved.solver}, {'planned before in ' * solved.kept}"
-        f"{format_seconds(solved.solve_seconds)})"
-    ]
-    notes += [ALLOCATED] * is_unknown(profile)
-    notes += [*other_results(plan), *other_steps(plan), *caveats(profile)]
+    )
+    notes = [*other_results(plan), *other_steps(plan)]
     if several:
         notes.insert(0, f"on {several}, each with batches of its own")
     if len(solved.replicas) > 1:
@@ -124,7 +120,8 @@ def solved_text(solved: "Solved", profile: Profile, *paths: Path) -> RenderableT
     saving = checkpoint_bytes(plan.units, profile) - peak.device
     if not is_accelerator(profile.hardware.device.kind) and saving > 0:
         notes.append(f"saving a checkpoint takes {format_bytes(saving)} more than a step")
-    return Group(decisions, "", table, "", *map(Text, notes), *map(wrote, paths))
+    answer = Group(*map(Text, (head, *limits)))
+    return Group(answer, "", table, "", *map(Text, notes), *map(wrote, paths))
 
 
 def headroom_text(left: Mapping[str, int]) -> list[str]:
@@ -202,9 +199,8 @@ def infeasible_text(answer: "Infeasible") -> RenderableType:
         f"no plan fits: {format_bytes(answer.shortfall_bytes)} more {answer.tier} memory is needed"
         f" than the {format_bytes(answer.budget_bytes)} of the budget"
     )
-    table = table_of(answer.slot, "bytes")
-    for kind, size in answer.occupants:
-        table.add_row(kind, format_bytes(size))
+    sizes = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in answer.occupants[:3])
+    most = Text(f"most is needed in {answer.slot}: {sizes}")
     advice, batch, longest = [*answer.advice], answer.largest_batch_size, answer.largest_seq_len
     grown = "(if bytes grow in proportion)"
     if batch is None and longest is None:
@@ -213,7 +209,7 @@ def infeasible_text(answer: "Infeasible") -> RenderableType:
         advice.append(f"the largest batch that fits is {batch} {grown}")
     if longest:
         advice.append(f"the longest sequence that fits is {longest} tokens {grown}")
-    return Group(head, "", table, "", *(Text(f"- {line}") for line in advice))
+    return Group(head, most, *(Text(f"- {line}") for line in advice))
 
 
 def search_text(stage: str, step_seconds: float | None, bound_seconds: float | None) -> str:
@@ -268,10 +264,11 @@ def answer_text(
     assert answer.report is not None
     if answer.front:
         return Group(_front_text(answer), *map(Text, headroom))
-    plan = answer.solved.plan
+    solved, plan = answer.solved, answer.solved.plan
     step_s = plan.prediction.step_seconds
-    notes = [*report_in_words(answer.report, plan), *headroom, *spared_disk(answer.solved)]
-    notes += [*wear_lines(plan, profile), *disk_notes(plan, profile)]
+    waits, *sentences = report_in_words(answer.report, plan)
+    spared = spared_disk(solved)
+    notes = [*wear_lines(plan, profile), *disk_notes(plan, profile), *spared * solved.uses_disk]
     if answer.seconds_without_pins is not None:
         cost = max(0.0, step_s / answer.seconds_without_pins - 1)
         notes.append(f"the pins cost {cost:.2%} of the step")
@@ -286,11 +283,24 @@ def answer_text(
             f" ({format_seconds(least.fastest_seconds)}) no plan needs less device memory than"
             f" {format_bytes(least.lower_bound_bytes)}"
         )
+    details = ["protrain show has the decisions, --explain the reasons"]
     if explanation is not None:
         from protrain_plan.planning.explain.explaining import in_words as explained
 
-        notes += ["", *explained(explanation)]
-    return Group(solved_text(answer.solved, profile, *paths), *map(Text, notes))
+        found = format_seconds(solved.solve_seconds)
+        how = f"{solved.status}, {solved.solver}, {'planned before in ' * solved.kept}{found}"
+        details = ["", *explained(explanation), "", how, *sentences, *headroom]
+        details += [*spared * (not solved.uses_disk), *[ALLOCATED] * is_unknown(profile)]
+        details += caveats(profile)
+    from protrain_plan.planning.questions.objectives import plain_bytes
+    from protrain_plan.planning.questions.planner import problem_of
+
+    problem = problem_of(solved, answer.question.problems())
+    is_busy = not answer.report.stall_by_cause and all(u.activations == KEEP for u in plan.units)
+    plain = 0 if is_busy else plain_bytes(problem)
+    limits = (waits, best_change(plan.prediction.peak_bytes, plain, plan.budgets.device))
+    shown = solved_text(solved, profile, *paths, limits=limits)
+    return Group(shown, *map(Text, (*notes, *details)))
 
 
 def point_text(point: "Point") -> str:

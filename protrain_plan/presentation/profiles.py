@@ -205,7 +205,7 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
 
 
 def _short(size: int) -> str:
-    """The size in three digits, `54.0 MiB`: six columns beside a name in 80 characters."""
+    """Return the size in three digits, `54.0 MiB`: six columns and a name fit 80 characters."""
     if abs(size) < 1024:
         return format_bytes(size)
     number, unit = format_bytes(size).split()
@@ -291,7 +291,7 @@ _TOLD = ("name", "kind", "sources", "published_error", "error_low", "error_high"
 
 
 def _facts(record: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names and values of what is said, those of records inside with their path."""
+    """Yield names and values of fields; fields of inner records have their path as name."""
     for name, value in record.items():
         if not value or name in _TOLD:
             continue

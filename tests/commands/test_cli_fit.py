@@ -90,7 +90,7 @@ def test_fit_counts_the_tokens_of_all_devices(tmp_path: Path) -> None:
     assert many["tokens_per_second"] == pytest.approx(16 * 64 / seconds)
     text = protrain("fit", *arguments, folder=tmp_path).stdout
     assert text.splitlines()[0].split()[:2] == ["machine", "batch"]
-    assert "  16 x h100-sxm in 2 nodes 1 x 64: " in text
+    assert "16 x h100-sxm in 2 nodes 1 x 64: limited by " in text
 
 
 def test_fit_says_what_is_missing_where_nothing_fits(tmp_path: Path) -> None:

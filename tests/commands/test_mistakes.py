@@ -4,14 +4,19 @@ Commands run in this process, as `main` runs them, in a folder with records of a
 """
 
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from protrain_plan.cli import app
+from protrain_plan.commands.help import ROWS
 from protrain_runtime.contract.records import write_plan, write_profile
 from tests.support.checking_cases import offloading
 from tests.support.messages import Speaker
@@ -172,16 +177,38 @@ def test_mistakes_are_one_message(command: str, folder: Path, assert_says: Speak
 
 
 HELPED = (
-    *("profile", "plan", "show", "simulate", "report", "run", "hardware", "hardware list"),
-    *("hardware show", "hardware copy", "hardware probe", "hardware search"),
+    *("profile", "fit", "plan", "show", "simulate", "report", "run", "check", "diff", "export"),
+    *("models", "hardware", "hardware list", "hardware show", "hardware copy", "hardware probe"),
+    "hardware search",
 )
 
 
 @pytest.mark.parametrize("command", HELPED)
-def test_help_shows_an_example(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_short_and_shows_an_example(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has at most 25 options; descriptions have 45 columns of 80 also where all are shown."""
     monkeypatch.setenv("COLUMNS", "80")
-    code, told = run([*command.split(), "--help"])
-    assert code == 0
-    assert f"protrain {command} " in told.partition("Example")[2]
-    assert max(map(len, told.splitlines())) <= 80
+    told = {}
+    for option in ("--help", "-h", *["--help-all"] * (command in ("profile", "fit", "plan"))):
+        code, told[option] = run([*command.split(), option])
+        assert code == 0
+        lines = told[option].splitlines()
+        assert f"protrain {command} " in f"{told[option].partition('Example')[2]} "
+        assert max(map(len, lines)) <= 80
+        blanks = [len(found[1]) for line in lines if (found := re.match(r"│( +)\w", line))]
+        assert max(blanks, default=0) <= 80 - 45 - 3
+        shown = [line for line in lines if re.match("│(  |[*]) ?--|│ --", line)]
+        assert len(shown) <= 25 or option == "--help-all"
+    assert told["--help"] == told["-h"]
     assert os.environ["COLUMNS"] == "80"
+
+
+def test_every_option_has_a_place_in_the_help() -> None:
+    group: Any = typer.main.get_command(app)
+    commands = [*group.commands.values(), *group.commands["hardware"].commands.values()]
+    options = {
+        max(one.opts, key=len)
+        for command in commands
+        for one in command.params
+        if one.param_type_name == "option"
+    }
+    assert options | {"--help"} == {row[0] for row in ROWS}

@@ -91,8 +91,8 @@ def test_a_plan_that_updates_on_the_host_says_so_and_its_reader_knows(tmp_path: 
     assert plan.host_updated
     assert (plan.exact, plan.exactness, plan.allowed) == (False, "host rounding", ())
     (line,) = other_results(plan)
-    units = f"{len(plan.host_updated)} of {len(plan.units)} units"
-    assert line == f"last bits differ: {units} update on the CPU (--exact-updates avoids it)"
+    units = f"{len(plan.host_updated)} of {len(plan.units)} layers"
+    assert line == f"last bits differ: {units} update on CPU (--exact-updates avoids it)"
     promise = plan.prediction
     assert promise.host_update_threads == gpu().device.num_threads - 1
     assert 0 < promise.host_update_seconds < promise.step_seconds

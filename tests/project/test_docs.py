@@ -58,6 +58,7 @@ class Runs:
 
 
 TINY = {"llama-3.2-1b": "tiny-llama"}
+SMALL = {"llama-3.2-1b": "smollm2-135m"}
 SCRIPTS: dict[str, Runs] = {
     "README.md#does-it-fit": Runs(),
     "README.md#three-commands": Runs(smaller={"--steps 10": "--steps 2"}),
@@ -107,6 +108,16 @@ SCRIPTS: dict[str, Runs] = {
     "docs/how-to/machines.md#the-cheapest-machine-that-is-fast-enough": Runs(
         smaller={"llama-3.1-8b": "smollm2-135m"}
     ),
+    "docs/how-to/questions.md#does-my-model-fit": Runs(smaller=SMALL),
+    "docs/how-to/questions.md#what-does-it-cost-in-speed-against-fsdp2": Runs(smaller=SMALL),
+    "docs/how-to/questions.md#my-gpu-is-not-in-the-catalogue-what-now": Runs(),
+    "docs/how-to/questions.md#how-do-i-use-two-gpus": Runs(smaller=SMALL),
+    "docs/how-to/questions.md#how-do-i-save-for-transformers": Runs(),
+    "docs/how-to/questions.md#how-exact-is-it": Runs(),
+    "docs/how-to/questions.md#why-is-my-step-slow": Runs(smaller=SMALL),
+    "docs/how-to/questions.md#how-do-i-update-an-old-plan": Runs(),
+    "docs/how-to/questions.md#does-it-train-mixtures-of-experts": Runs(),
+    "docs/how-to/questions.md#does-it-work-with-torchcompile": Runs(),
     "docs/looking.md#looking-at-a-plan": Runs(prepare=committed_plans, slow=False),
 }
 """Every script in the documentation, by page and heading, and how it is tested."""
@@ -292,6 +303,13 @@ def test_the_readme_is_short_and_in_words_of_the_field() -> None:
     assert set(OURS).isdisjoint(re.findall(r"\w+", seen.lower()))
     glossary = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").lower()
     assert [word for word in OURS if f"## {word}\n" not in glossary] == []
+
+
+def test_each_question_of_newcomers_has_a_short_answer_and_a_command() -> None:
+    text = (ROOT / "docs/how-to/questions.md").read_text(encoding="utf-8")
+    answers = text.split("\n## ")[1:]
+    assert len(answers) == 10
+    assert all(len(answer.split()) <= 200 and "```sh\n" in answer for answer in answers)
 
 
 @functools.cache

@@ -238,7 +238,7 @@ for command in sys.argv[1:]:
     app([*command.split(), "--help"], standalone_mode=False)
 ours = {name for name in sys.modules if name.startswith(("protrain_plan", "protrain_runtime"))}
 commands = (
-    *("check", "fit", "machines", "option_records", "options", "output", "plan", "plans"),
+    *("check", "fit", "help", "machines", "option_records", "options", "output", "plan", "plans"),
     *("profile", "run", "searching", "staging", "trainer_files"),
 )
 light = (

@@ -64,8 +64,9 @@ _MARKS = {
 
 
 def text(report: Report) -> RenderableType:
-    """For people: a line per rule, failures with the way to mend them."""
-    parts: list[RenderableType] = []
+    """For people: the counts, and of each plan what fails, is skipped or has a number."""
+    style = "green" if report.exit_code == 0 else "red"
+    parts: list[RenderableType] = [Text(summary(report), style=style)]
     for plan, found in itertools.groupby(report.findings, key=lambda finding: finding.plan):
         table = Table.grid(padding=(0, 1))
         table.add_column(no_wrap=True)
@@ -76,12 +77,13 @@ def text(report: Report) -> RenderableType:
                 table.add_row("on", "", Text(machine, style="bold"))
             for finding in of_machine:
                 verdict = finding.verdict
+                if machine is None and isinstance(verdict, Passed):
+                    continue
                 table.add_row(_MARKS[type(verdict)], finding.rule.code, said(finding))
                 if isinstance(verdict, Failed) and verdict.fix:
                     table.add_row("", "", Text(f"fix: {verdict.fix}"))
-        parts += [Text(plan, style="bold"), Padding(table, (0, 0, 1, 2))]
-    style = "green" if report.exit_code == 0 else "red"
-    return Group(*parts, *(Text(line(report), style=style) for line in (summary, counted)))
+        parts += ["", Text(plan, style="bold"), Padding(table, (0, 0, 0, 2))]
+    return Group(*parts, "", Text(counted(report), style=style))
 
 
 def explanation(rule: Rule) -> RenderableType:
@@ -115,7 +117,7 @@ def plain_data(report: Report) -> dict[str, Any]:
 
 
 def github(report: Report, *, root: Path) -> str:
-    """Annotations, which a workflow of GitHub Actions shows beside the files.
+    """Return annotations, which GitHub Actions shows in the files.
 
     One workflow command for each rule that failed or could not be checked, and a summary.
     Files are counted from the repository's root, wherever in it the check runs.

@@ -1,7 +1,6 @@
 """The answers of `protrain fit` as one HTML file: a row of bars for each way to train.
 
-Tokens per second stand beside memory, and the reason beside both. The file has no script, and needs
-no network.
+A row has tokens per second, memory and the reason. The file has no script and needs no network.
 """
 
 import html
@@ -27,7 +26,7 @@ _BEYOND = 1.6
 
 
 def fit_page(rows: Sequence[Row], *, columns: Sequence[str] = ()) -> str:
-    """The page: a group of rows for each cell that was answered, with the `columns` besides."""
+    """Return the page: a group of rows for each answered cell, with the extra `columns`."""
     title = f"{', '.join(dict.fromkeys(row['model'] for row in rows))}: does it fit?"
     rows = [row for row in rows if "binds" in row]
     style = part("page.css") + part("fit.css")

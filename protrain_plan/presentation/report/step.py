@@ -60,11 +60,10 @@ class Step:
 
 
 def simulated(plan: Plan, profile: Profile, stage: int | None = None) -> Step:
-    """The step of a plan whose units are those of the profile; of one of its devices.
+    """Return the step of one device of a plan; the profile has the plan's units.
 
-    Of a pipeline, it is the step of a stage; by default of the one that waits least.
-    ProtrainError where the profile's machine does not say what joins several, or where the plan
-    does not have that stage.
+    For a pipeline it is the step of a stage, by default of the one that waits least. Raises
+    ProtrainError if the machine has no interconnect for several devices, or the plan no such stage.
     """
     of_stages = _of_stages(plan, profile, stage)
     if of_stages is not None:
