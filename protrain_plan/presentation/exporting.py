@@ -65,7 +65,7 @@ class Switches:
         return Switches(
             shard_states=plan.group.num_devices > 1 and bool(moved),
             offload_states=any(states.tier != "device" for states in moved),
-            states_on_disk=any(states.tier == "disk" for states in moved),
+            states_on_disk=any(states.uses_disk for states in moved),
             fetch_twice=plan.group.num_devices == 1 or len(held) < len(plan.units),
             recompute=any(one.recomputes for one in decided),
             swap=any(one.tier for one in decided),

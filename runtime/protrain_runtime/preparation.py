@@ -558,7 +558,7 @@ def _offload(
         else:  # what leaves can be gathered: all ranks have written their part
             prepared.ranks.meeting.meet("prepare()")
         absent = any(isinstance(part.parameter, AwayParameter) for part in chunk.slices)
-        if (unit.states.tier == "disk" or unit.states.on_disk) and not absent:
+        if unit.states.uses_disk and not absent:
             leaving.append(chunk)
         else:
             chunk.unbind(chunk.every_group)

@@ -94,6 +94,11 @@ class Placement:
         return None if self.tier == "device" else self.tier
 
     @property
+    def uses_disk(self) -> bool:
+        """Whether states lie on disk, all or a part."""
+        return self.tier == "disk" or self.on_disk > 0
+
+    @property
     def on_host(self) -> bool:
         """Whether the optimizer runs in host memory."""
         return self.below is not None and not self.update_on_device
