@@ -185,8 +185,8 @@ def prf001(files: Files) -> Verdict:
         problem = f"there is no profile in {files.path.parent}"
         fix = f"put the profile with the fingerprint {wanted} beside the plan"
     else:
-        names = " and ".join(path.name for path, _ in files.profiles)
-        problem = f"the plan was made from the profile {wanted}, which {names} is not"
+        names = listed([path.name for path, _ in files.profiles], "or")
+        problem = f"the plan was made from the profile {wanted}, which is not {names}"
         path, profile = files.profiles[0]
         assert isinstance(profile, Profile), "VER001 holds"
         other = Case(path=files.path, plan=files.plan, profile_path=path, profile=profile)
