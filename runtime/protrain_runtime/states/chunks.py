@@ -787,10 +787,13 @@ def offload(
 def _ranges(chunk: Chunk, size: ChunkSize, on_disk: int) -> list[tuple[int, bool]]:
     """The ranges of a chunk's parameters: how many bytes, and whether they lie on disk."""
     found: list[tuple[int, bool]] = []
-    for group, left in zip(chunk.groups, disk_pieces(size, on_disk), strict=True):
+    left = 0
+    for group, on_disk_bytes in zip(chunk.groups, disk_pieces(size, on_disk), strict=True):
+        left += on_disk_bytes  # gaps between trained parameters leave some to the next group
         ends = [part.inside for part in group.slices[1:]]
         for part, end in zip(group.slices, (*ends, group.num_bytes), strict=True):
-            far = 0 if part.trainable else min(left, end - part.inside)
+            stays = part.trainable or not on_disk_bytes
+            far = 0 if stays else min(left, end - part.inside)
             left -= far
             found += [(far, True), (end - part.inside - far, False)]
     return [one for one in found if one[0]]
