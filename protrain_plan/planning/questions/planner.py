@@ -93,6 +93,9 @@ WALKED_UNITS = 25_000
 LEAST_WALKS, MOST_WALKS = 200, 500
 """Walks of any model, at least and at most."""
 
+LOOSE = 0.05
+"""The gap above which the last steps downhill take eight times as many walks."""
+
 MOVING_GAIN = 0.1
 """The part of the step that moving something must save, where keeping everything fits: on an H200
 steps of plans that move took 1.6 to 2.6 times the predicted seconds (benchmarks/results/h200.md),
@@ -461,7 +464,9 @@ class _Planning:
         if self.problem.count <= SMALL:
             self._keep(baseline("four-parameter", self.problem, self.evaluator))
         self.descent.pace = self.best.pace
-        layout, most = layout_of(self.problem, self.best.choice), self.walks // 2
+        is_loose = self.best.seconds > self.bound * (1 + LOOSE)
+        most = 2 * self.walks if is_loose else self.walks // 4
+        layout = layout_of(self.problem, self.best.choice)
         self._keep(self.descent.descended(layout, most=most, enough_s=self._enough_s))
         self._polish("steps downhill from the best plan")
 
