@@ -790,9 +790,10 @@ def _ranges(chunk: Chunk, size: ChunkSize, on_disk: int) -> list[tuple[int, bool
     for group, left in zip(chunk.groups, disk_pieces(size, on_disk), strict=True):
         ends = [part.inside for part in group.slices[1:]]
         for part, end in zip(group.slices, (*ends, group.num_bytes), strict=True):
-            far = 0 if part.trainable else min(left, end - part.inside)
+            near = part.num_bytes if part.trainable else 0  # the gap after it may be on disk
+            far = min(left, end - part.inside - near)
             left -= far
-            found += [(far, True), (end - part.inside - far, False)]
+            found += [(near, False), (far, True), (end - part.inside - near - far, False)]
     return [one for one in found if one[0]]
 
 
