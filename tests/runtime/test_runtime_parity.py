@@ -65,6 +65,7 @@ from tests.support.runtime_cases import (
     described,
     differences,
     mixed,
+    phrase,
     plan_for,
 )
 from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal, restored
@@ -457,6 +458,21 @@ def test_averages_equal_averaged_model_bitwise(
     restore(run.model)
     with pytest.raises(RuntimeError, match="after restore"):
         average.update()
+
+
+def with_empty_parameters(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        module.register_parameter("nothing", nn.Parameter(torch.ones(0)))
+
+
+@pytest.mark.parametrize("states", [DISK, Placement(tier="host")], ids=phrase)
+def test_parameters_without_elements_are_averaged(states: Placement, tmp_path: Path) -> None:
+    model = replace(CATALOGUE["functional"], change=with_empty_parameters)
+    run = Scenario(model=model, units=lambda units: decided(units, KEEP, states)).start(tmp_path)
+    average = MovingAverage(run.model)
+    average.update()
+    found: dict[str, Tensor] = average.state_dict()["parameters"]
+    assert list(differences(found, run.model.state_dict(), "average")) == []
 
 
 # --- buffers that forwards write ------------------------------------------------------------------
