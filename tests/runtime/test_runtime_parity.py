@@ -23,7 +23,7 @@ from protrain_plan.profiling.structure.discovery import discover, undisturbed
 from protrain_runtime import MovingAverage, full_parameters, restore, with_master_weights
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import compile_plan
-from protrain_runtime.contract.program.program import MAX_PIECES
+from protrain_runtime.contract.program.program import MAX_PIECES, disk_pieces
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
@@ -38,7 +38,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Precision, Unit
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
-from protrain_runtime.devices.stores import DiskStore, HostStore
+from protrain_runtime.devices.stores import DiskStore, HostStore, SplitStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.engine.moves import Moves
 from protrain_runtime.states.chunk_layouts import make_chunk, make_chunks
@@ -65,6 +65,7 @@ from tests.support.runtime_cases import (
     described,
     differences,
     mixed,
+    phrase,
     plan_for,
 )
 from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal, restored
@@ -122,6 +123,24 @@ def test_empty_parameters_lie_in_the_last_group() -> None:
     chunk = make_chunk(0, parameters, (0,))
     assert [len(group.slices) for group in chunk.groups] == [1] * (MAX_PIECES - 1) + [3]
     assert chunk.size(UpdateRules(ADAMW)).parameter_pieces == (64,) * MAX_PIECES
+
+
+def test_no_more_than_predicted_is_in_host_memory_beside_a_disk(tmp_path: Path) -> None:
+    """The first piece has frozen parameters, and many gaps between trained ones."""
+    small = [nn.Parameter(torch.randn(3, 5), requires_grad=n % 50 > 0) for n in range(200)]
+    large = [nn.Parameter(torch.randn(4096), requires_grad=False) for _ in range(20)]
+    parameters = [(str(n), parameter) for n, parameter in enumerate((*small, *large))]
+    before = {name: parameter.detach().clone() for name, parameter in parameters}
+    chunk, backend = make_chunk(0, parameters, (0,)), Backend(CPU)
+    near, far = HostStore(backend), DiskStore(tmp_path, backend)
+    offload(chunk, SplitStore(backend, near, far), rules := UpdateRules(ADAMW), on_disk=3)
+    size = chunk.size(rules)
+    on_disk = disk_pieces(size, 3)
+    states = size.state_bytes
+    assert len([piece for piece in on_disk if piece]) > 1
+    assert near.num_bytes == size.parameter_bytes - sum(on_disk) + states
+    assert all(torch.equal(read_values(chunk, part), before[part.name]) for part in chunk.slices)
+    far.close()
 
 
 # --- optimizers and schedules ---------------------------------------------------------------------
@@ -439,6 +458,21 @@ def test_averages_equal_averaged_model_bitwise(
     restore(run.model)
     with pytest.raises(RuntimeError, match="after restore"):
         average.update()
+
+
+def with_empty_parameters(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        module.register_parameter("nothing", nn.Parameter(torch.ones(0)))
+
+
+@pytest.mark.parametrize("states", [DISK, Placement(tier="host")], ids=phrase)
+def test_parameters_without_elements_are_averaged(states: Placement, tmp_path: Path) -> None:
+    model = replace(CATALOGUE["functional"], change=with_empty_parameters)
+    run = Scenario(model=model, units=lambda units: decided(units, KEEP, states)).start(tmp_path)
+    average = MovingAverage(run.model)
+    average.update()
+    found: dict[str, Tensor] = average.state_dict()["parameters"]
+    assert list(differences(found, run.model.state_dict(), "average")) == []
 
 
 # --- buffers that forwards write ------------------------------------------------------------------

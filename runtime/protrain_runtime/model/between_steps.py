@@ -202,7 +202,9 @@ class MovingAverage:
             for part in each.chunk.slices:
                 device = part.parameter.device
                 places = [each.offset + part.offset, each.chunk.current.offset + part.offset]
-                flat = torch.empty(2, part.num_bytes, dtype=torch.uint8, device=device)
+                flat = [
+                    torch.empty(part.num_bytes, dtype=torch.uint8, device=device) for _ in places
+                ]
                 for place, target in zip(places, flat, strict=True):
                     store.read(place, target)
                 values = [t.view(part.dtype).as_strided(part.shape, part.stride) for t in flat]

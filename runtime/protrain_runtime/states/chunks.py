@@ -787,15 +787,13 @@ def offload(
 def _ranges(chunk: Chunk, size: ChunkSize, on_disk: int) -> list[tuple[int, bool]]:
     """The ranges of a chunk's parameters: how many bytes, and whether they lie on disk."""
     found: list[tuple[int, bool]] = []
-    left = 0
-    for group, on_disk_bytes in zip(chunk.groups, disk_pieces(size, on_disk), strict=True):
-        left += on_disk_bytes  # gaps between trained parameters leave some to the next group
+    for group, left in zip(chunk.groups, disk_pieces(size, on_disk), strict=True):
         ends = [part.inside for part in group.slices[1:]]
         for part, end in zip(group.slices, (*ends, group.num_bytes), strict=True):
-            stays = part.trainable or not on_disk_bytes
-            far = 0 if stays else min(left, end - part.inside)
+            near = part.num_bytes if part.trainable else 0  # the gap after it may be on disk
+            far = min(left, end - part.inside - near)
             left -= far
-            found += [(far, True), (end - part.inside - far, False)]
+            found += [(near, False), (far, True), (end - part.inside - near - far, False)]
     return [one for one in found if one[0]]
 
 

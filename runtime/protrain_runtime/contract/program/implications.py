@@ -475,8 +475,7 @@ def _tier_bytes(
     `copy_bytes` are those of a common copy.
     """
     found: dict[TierName, int] = {}
-    far_pieces = disk_pieces(own, states.on_disk)
-    far = sum(far_pieces)
+    far = sum(disk_pieces(own, states.on_disk))
     tier, copies = states.tier, 1 + states.speculate
     for name in get_args(TierName):
         regions = [own.parameter_bytes - far, own.state_bytes] * copies if tier == name else []
@@ -485,8 +484,7 @@ def _tier_bytes(
         size = sum(regions)
         if name in PINNED and is_accelerator(device):
             # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
-            # A page has the gaps between trained parameters of a piece whose others are on disk.
-            parts = copies * STATE_REGIONS + sum(map(bool, far_pieces)) if tier == name else 0
+            parts = copies * STATE_REGIONS if tier == name else 0
             size = sum(pinned_bytes(region) for region in regions) + parts * PAGE_BYTES
         elif name == "disk":
             # So in a file, where every kind of states has blocks of its own, too.
