@@ -36,6 +36,7 @@ from protrain_runtime.contract.program.group import (
 )
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.program.program import PAGE_BYTES
+from protrain_runtime.contract.records.decisions import ON_DISK
 from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
@@ -204,6 +205,31 @@ def test_frozen_weights_that_host_memory_lacks_room_for_come_from_disk_beside_th
     assert isinstance(part, Solved) and isinstance(apart, Solved)
     assert any(unit.states.on_disk for unit in part.plan.units)
     assert part.plan.prediction.step_seconds <= 0.9 * apart.plan.prediction.step_seconds
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_on_disk_make_no_plan_of_a_small_model_slower(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    whole = small(gpu(disk_gb=1000), blocks=rng.randint(2, 6), block_parameters=200 * MB)
+    units = [
+        replace(unit, gradient_bytes=0, gradient_pieces=(), num_parameters=0, state_bytes=0)
+        if rng.random() < 0.5
+        else unit
+        for unit in whole.units
+    ]
+    profile = replace(whole, units=tuple(units))
+    weights = sum(unit.parameter_bytes for unit in units)
+    device, host = round(rng.uniform(3_000, 5_000) * MB), round(rng.uniform(0.7, 1.3) * weights)
+    budgets = replace(within(profile, device), host=host)
+    steps: list[float] = []
+    for parts in (ON_DISK, ()):
+        monkeypatch.setattr(options, "ON_DISK", parts)
+        solved = solve_problem(question(profile, budgets).problem(), budgets)
+        assert isinstance(solved, Solved)
+        steps.append(solved.plan.prediction.step_seconds)
+    assert steps[0] <= steps[1]
 
 
 def test_links_share_the_memory_of_their_host() -> None:

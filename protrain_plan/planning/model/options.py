@@ -157,6 +157,12 @@ def speculating_on(tiers: Sequence[StateTier], options: UnitOptions) -> UnitOpti
     return replace(options, states=left) if 0 < len(left) < len(options.states) else options
 
 
+def in_one_tier(options: UnitOptions) -> UnitOptions:
+    """The unit's options without states in two tiers, where that leaves some."""
+    left = tuple(one for one in options.states if not one.decision.on_disk)
+    return replace(options, states=left) if 0 < len(left) < len(options.states) else options
+
+
 KIND, VERSION = "pins", 2
 _MAX_SHOWN = 6
 """Names of units that a message enumerates; runs count once."""

@@ -10,6 +10,7 @@ from protrain_plan.planning.model.options import (
     Decision,
     Pin,
     UnitOptions,
+    in_one_tier,
     pinned_options,
     speculating_on,
 )
@@ -292,6 +293,7 @@ class Problem:
     pins: tuple[Pin, ...] = ()
     ahead_on: tuple[StateTier, ...] = get_args(TierName)  # where states may be so updated
     left: tuple[tuple[Sequence[int], Sequence[int]], ...] = ()  # of options; none: all
+    in_parts: bool = True  # whether a chunk may lie in two tiers
 
     @staticmethod
     def of(
@@ -424,6 +426,7 @@ class Problem:
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
         found = tuple(speculating_on(self.ahead_on, options) for options in self._all_options)
+        found = found if self.in_parts else tuple(map(in_one_tier, found))
         if not self.left:
             return found
         return tuple(one.only(*left) for one, left in zip(found, self.left, strict=True))
@@ -436,6 +439,11 @@ class Problem:
     def speculating(self, *tiers: StateTier) -> "Problem":
         """Return the problem with speculative updates on these tiers alone, and pinned ones."""
         return self.changed(ahead_on=tiers)
+
+    def in_one_tier(self) -> "Problem | None":
+        """Return the problem without chunks in two tiers; None where no chunk may lie so."""
+        found = self.changed(in_parts=False)
+        return found if found.options != self.options else None
 
     def program(
         self, plans: Sequence[UnitPlan], *, updating: bool = True, clipped: bool = False

@@ -153,6 +153,24 @@ def solve_problem(
     makes no plan slower.
     """
     effort = effort or Effort()
+    found = _solved_exactly(problem, budgets, effort, hints)
+    is_small = problem.count <= SMALL and effort.solver == "milp" and not effort.spent()
+    fewer = problem.in_one_tier() if is_small else None
+    if fewer is None or not isinstance(found, Solved):
+        return found
+    # Of few units, a search among fewer options may end with a faster plan.
+    other = _solved_exactly(fewer, budgets, effort, hints)
+    if not isinstance(other, Solved):
+        return found
+    best = min(found, other, key=lambda one: one.plan.prediction.step_seconds)
+    best = proven(best, found.plan.prediction.lower_bound_seconds, effort)
+    return replace(best, solve_seconds=found.solve_seconds + other.solve_seconds)
+
+
+def _solved_exactly(
+    problem: Problem, budgets: Budgets, effort: Effort, hints: Sequence[Hint]
+) -> Solved | Infeasible:
+    """Search for an exact plan first, where plans that are not may be chosen."""
     exact = problem.exactly() if problem.profile.allowed and effort.solver == "milp" else None
     known = exact and _solved(exact, budgets, effort, hints)
     if not isinstance(known, Solved):
