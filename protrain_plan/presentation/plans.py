@@ -158,7 +158,7 @@ def spares_disk(plan: Plan) -> bool:
 
 def fastest(plan: Plan) -> str:
     """Return a name for the optimum that the plan's gap refers to."""
-    return "the fastest that --disk-gain admits" if spares_disk(plan) else "the fastest"
+    return "the fastest without the disk" if spares_disk(plan) else "the fastest"
 
 
 def disk_notes(plan: Plan, profile: Profile) -> list[str]:
