@@ -371,10 +371,7 @@ def placed(
     settings: StepSettings,
     device: DeviceKind,
 ) -> StateOption:
-    """Moves of a placement of the chunk of unit `index`, of `count`; without a profile's costs.
-
-    On one device, its shard of a chunk is the chunk.
-    """
+    """Moves of a placement of the chunk of unit `index`, of `count`; without a profile's costs."""
     several = settings.group.num_devices > 1
     slot = 2 * count - 1 - index
     if decision.is_persistent:
