@@ -1,4 +1,4 @@
-"""How --help lays options out: their groups, the names of their values, and which are rare."""
+"""Layout of --help: groups of options, names of their values, and which are rare."""
 
 from typing import Any
 

@@ -46,7 +46,7 @@ class Solved:
     replicas       the numbers of replicas that the plan's was chosen from; none where it was given
     seconds_without_disk  of the fastest plan found that does without the disk, where one was asked
                    for and fits
-    search         the stages that ran, in order; none of a baseline
+    search         the stages that ran, in order
     """
 
     plan: Plan

@@ -93,8 +93,9 @@ from protrain_runtime.states.absent import (
     without_parameters,
 )
 from protrain_runtime.states.chunk_layouts import make_chunks, unit_parameters
-from protrain_runtime.states.chunks import Chunk, offload, read_values
+from protrain_runtime.states.chunks import Chunk, read_values
 from protrain_runtime.states.master_weights import with_master_weights
+from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.quantized import (
     pack_absent,
     refuse_quantized,

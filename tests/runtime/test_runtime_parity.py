@@ -42,7 +42,8 @@ from protrain_runtime.devices.stores import DiskStore, HostStore, SplitStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.engine.moves import Moves
 from protrain_runtime.states.chunk_layouts import make_chunk, make_chunks
-from protrain_runtime.states.chunks import offload, read_values
+from protrain_runtime.states.chunks import read_values
+from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.update_rules import UpdateRules
 from protrain_runtime.states.updates import UpdateTeam
 from tests.support.cards import every_device

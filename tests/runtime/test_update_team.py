@@ -22,8 +22,8 @@ from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.states.chunk_layouts import make_chunk
-from protrain_runtime.states.chunks import offload
 from protrain_runtime.states.master_weights import MasterOptimizer, with_master_weights
+from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.update_rules import UpdateRules

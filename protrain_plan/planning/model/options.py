@@ -16,7 +16,7 @@ may leave out what stands before a dot: layers.0-3 is model.layers.0 to model.la
 unless units have the shorter names.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -153,13 +153,16 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
 
 def speculating_on(tiers: Sequence[StateTier], options: UnitOptions) -> UnitOptions:
     """The unit's options without speculative updates elsewhere, where that leaves some."""
-    left = tuple(one for one in options.states if not one.speculates or one.tier in tiers)
-    return replace(options, states=left) if 0 < len(left) < len(options.states) else options
+    return _filtered(options, lambda one: not one.speculates or one.tier in tiers)
 
 
 def in_one_tier(options: UnitOptions) -> UnitOptions:
     """The unit's options without states in two tiers, where that leaves some."""
-    left = tuple(one for one in options.states if not one.decision.on_disk)
+    return _filtered(options, lambda one: not one.decision.on_disk)
+
+
+def _filtered(options: UnitOptions, holds: Callable[[StateOption], bool]) -> UnitOptions:
+    left = tuple(filter(holds, options.states))
     return replace(options, states=left) if 0 < len(left) < len(options.states) else options
 
 

@@ -148,9 +148,6 @@ def solve_problem(
     """The fastest plan found for a problem with these budgets, or why there is none.
 
     `hints` are plans to begin with.
-    A plan that is not exact is faster than every exact one that was found, by more than tidying may
-    cost: the problem without leave is solved first. Its plan is one with leave, too, so that leave
-    makes no plan slower.
     """
     effort = effort or Effort()
     found = _solved_exactly(problem, budgets, effort, hints)
@@ -170,7 +167,12 @@ def solve_problem(
 def _solved_exactly(
     problem: Problem, budgets: Budgets, effort: Effort, hints: Sequence[Hint]
 ) -> Solved | Infeasible:
-    """Search for an exact plan first, where plans that are not may be chosen."""
+    """Search for an exact plan first, where plans that are not may be chosen.
+
+    A plan that is not exact is faster than every exact one that was found, by more than tidying may
+    cost: the problem without leave is solved first. Its plan is one with leave, too, so that leave
+    makes no plan slower.
+    """
     exact = problem.exactly() if problem.profile.allowed and effort.solver == "milp" else None
     known = exact and _solved(exact, budgets, effort, hints)
     if not isinstance(known, Solved):
@@ -374,8 +376,9 @@ class _Planning:
 
     def _tell(self, stage: str) -> None:
         self.effort.progress(stage, self.best.seconds, self.bound or None)
-        seconds = {"step_seconds": self.best.seconds, "bound_seconds": self.bound}
-        self.stages.append(SearchStage(stage=stage, **seconds))
+        self.stages.append(
+            SearchStage(stage=stage, step_seconds=self.best.seconds, bound_seconds=self.bound)
+        )
 
     def _keep(self, evaluation: Evaluation | None) -> None:
         if evaluation and evaluation.seconds < self.best.seconds:

@@ -30,17 +30,11 @@ from weakref import ref
 import torch
 from torch import nn
 
-from protrain_runtime.contract.program.program import (
-    PIECE_ALIGNMENT,
-    ChunkSize,
-    disk_pieces,
-    pieces_in,
-)
+from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, ChunkSize, pieces_in
 from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
 from protrain_runtime.devices.lanes import num_holders
-from protrain_runtime.devices.stores import SplitStore, Store
+from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.stand_ins import (
-    AwayParameter,
     ConsumedGradient,
     Elsewhere,
     GradientInStore,
@@ -737,80 +731,3 @@ def write_values(
         chunk.speculated = None
         if chunk.spare is not None and not part.trainable:  # no update writes it there
             place.store.write(chunk.spare.place(part), written)
-
-
-def offload(
-    chunk: Chunk,
-    store: Store,
-    rules: UpdateRules,
-    *,
-    gradient_store: Store | None = None,
-    speculate: bool = False,
-    on_disk: int = 0,
-) -> None:
-    """Copy the parameters to `store`, and reserve room for them and their states there.
-
-    Of frozen parameters, `on_disk` sixteenths go to the disk of a split store. Gradients get room
-    in `gradient_store`. Of what ranks share, this rank's part. With `speculate` there is room for a
-    second copy. The parameters themselves stay as they are until `unbind`.
-    """
-    own = chunk.own
-    dtypes = {part.dtype for part in chunk.slices if part.trainable}
-    assert len(dtypes) <= 1, "a chunk's trainable parameters share one dtype"
-    for part in chunk.slices:
-        if part.trainable:
-            chunk.rules[part.name] = part.rule(rules)
-    own.rules = chunk.rules
-    kinds = _state_kinds(chunk)
-    for copy in (own.current, *([Copy()] if speculate else [])):
-        copy.offset = (
-            store.reserve_ranges(_ranges(own, chunk.size(rules), on_disk))
-            if isinstance(store, SplitStore)
-            else store.reserve(own.parameter_bytes)
-        )
-        copy.states = tuple(
-            StateLayout(
-                key=key, rule=rule, offset=store.reserve(count * rule.dtype.itemsize), starts=starts
-            )
-            for (key, rule), (starts, count) in kinds.items()
-        )
-        own.spare = None if copy is own.current else copy
-    chunk.store = own.store = store
-    for part in chunk.slices:
-        if not isinstance(part.parameter, AwayParameter):  # its values come later
-            write_values(chunk, part, part.parameter)
-    if gradient_store is not None:
-        own.gradient_store = gradient_store
-        own.gradient_offset = gradient_store.reserve(own.gradient_bytes)
-
-
-def _ranges(chunk: Chunk, size: ChunkSize, on_disk: int) -> list[tuple[int, bool]]:
-    """The ranges of a chunk's parameters: how many bytes, and whether they lie on disk."""
-    found: list[tuple[int, bool]] = []
-    for group, left in zip(chunk.groups, disk_pieces(size, on_disk), strict=True):
-        ends = [part.inside for part in group.slices[1:]]
-        for part, end in zip(group.slices, (*ends, group.num_bytes), strict=True):
-            near = part.num_bytes if part.trainable else 0  # the gap after it may be on disk
-            far = min(left, end - part.inside - near)
-            left -= far
-            found += [(near, False), (far, True), (end - part.inside - near - far, False)]
-    return [one for one in found if one[0]]
-
-
-def _state_kinds(chunk: Chunk) -> dict[StateKind, tuple[dict[str, int], int]]:
-    """The kinds of states of a chunk: by parameter its first value, and how many there are."""
-    kinds: dict[StateKind, tuple[dict[str, int], int]] = {}
-    trainable = [part for part in chunk.slices if part.trainable]
-    if chunk.sharding is not None:
-        # Of one kind all; padding between parameters has values, too. A rank that has nothing of
-        # a parameter is asked for its states all the same.
-        starts = {part.name: 0 for part in trainable}
-        starts |= {part.name: part.start for part in chunk.own.slices if part.trainable}
-        own = (starts, chunk.own.num_trainable)
-        return {kind: own for part in trainable for kind in chunk.rules[part.name].states.items()}
-    for part in trainable:
-        for kind in chunk.rules[part.name].states.items():
-            starts, count = kinds.get(kind, ({}, 0))
-            starts[part.name] = count
-            kinds[kind] = starts, count + kind[1].count(part.numel)
-    return kinds
