@@ -5,7 +5,7 @@ largest that fits tell what others take (`growth.between`). The one that is the 
 estimate of its own, so that what is answered is no interpolation.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -30,6 +30,7 @@ from protrain_plan.planning.questions.cells import (
 from protrain_plan.planning.questions.kept_answers import AnswerCache
 from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import StepSettings
 from protrain_runtime.contract.records.profile import Profile
 
@@ -108,16 +109,22 @@ class Cells:
     ) -> Iterator[Tried]:
         """Yield the answers in order, each line as soon as those before are known.
 
-        Those to `compare`, and those with what `helps`, come when all are known.
+        Those to `compare`, and those with what `helps`, come when all are known. A single one names
+        the change that gains most.
         """
         lines, fitting = self.lines(progress), Fitting(kept=self.kept, compare=compare)
         answers = answered(lines, fitting, progress, _planning, fitting.known, jobs=self.jobs)
-        found = (
+        found: Iterable[Tried] = (
             planned(*cell)
             for line, fits in zip(lines, answers, strict=True)
             for cell in zip(line, fits, strict=True)
         )
         if not compare and not helps:
+            is_one = len(self._every) == len(self.values) == 1 and self.stages is None
+            if is_one:
+                [one] = found
+                assert one.reached is not None
+                found = [replace(one, best=best_change(one.reached, self.kept, progress))]
             yield from found
             return
         known = list(found)
@@ -260,17 +267,10 @@ class Cells:
         self, found: Sequence[Tried], lighter: Sequence[Question], progress: Progress
     ) -> Iterator[Tried]:
         """Yield the answers with those to other machines and questions, such as 8-bit states."""
-        from protrain_plan.hardware.catalogue import hardware_names, load_hardware
-        from protrain_plan.planning.questions.grid import changes
-
-        devices = [load_hardware(name).device for name in hardware_names()]
-        sizes = sorted({device.memory_bytes for device in devices if device.kind != "cpu"})
         asked: list[tuple[int, Answer, Cell]] = []
         for place, one in enumerate(found):
             assert one.reached is not None
-            # On a CPU the device's memory is the host's.
-            others = sizes if one.reached.profile.hardware.device.kind != "cpu" else ()
-            tried = [*changes(one.cell.question, device_sizes=others)]
+            tried = _changes(one.cell.question)
             if lighter:
                 name = f"states of 8 bits (--optimizer {lighter[place].profile.optimizer.name})"
                 tried.append(Cell(name="states of 8 bits", words=name, question=lighter[place]))
@@ -301,6 +301,33 @@ def _cell(
         price_per_hour=offer.price_per_hour,
         **asked,
     )
+
+
+def best_change(base: Answer, kept: AnswerCache, progress: Progress) -> Tried | None:
+    """Return the change that gains most; None where none gains much, or `base` has no plan."""
+    from protrain_plan.planning.questions import grid
+
+    fitting = Fitting(kept=kept)
+
+    def answer(change: Cell) -> Answer:
+        progress(change.words, 1.0)
+        [found] = fitting.known([change]) or fitting([change])
+        return found
+
+    return grid.best_change(base, _changes(base.question), answer)
+
+
+def _changes(question: Question) -> list[Cell]:
+    """The changes that people can make, with the sizes of devices that are to be had."""
+    from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+    from protrain_plan.planning.questions.grid import changes
+
+    # On a CPU the device's memory is the host's.
+    sizes: set[int] = set()
+    if is_accelerator(question.profile.hardware.device.kind):
+        devices = [load_hardware(name).device for name in hardware_names()]
+        sizes = {one.memory_bytes for one in devices if is_accelerator(one.kind)}
+    return [*changes(question, device_sizes=sorted(sizes))]
 
 
 def _helped(asked: tuple[int, Answer, Cell]) -> Tried:

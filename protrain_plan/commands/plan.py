@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.model.options import Pin
     from protrain_plan.planning.questions.answers import Answer, Objective, Quantity, Question
+    from protrain_plan.planning.questions.cells import Tried
     from protrain_runtime.contract.records.hardware import Hardware
     from protrain_runtime.contract.records.plan import DeviceGroup, StepSettings
     from protrain_runtime.contract.records.profile import Profile
@@ -406,7 +407,10 @@ def plan(
             write_profile(question.profile, beside)
         write_plan(answer.solved.plan, target)
     paths = filter(None, (beside, output))
-    _show(answer, fixed.explained(answer), tuple(paths), file, wanted.maximize, as_json=as_json)
+    explanation = fixed.explained(answer)
+    best = None if explanation is None else _best_change(answer, model.no_cache, quiet=as_json)
+    written = tuple(paths)
+    _show(answer, explanation, best, written, file, wanted.maximize, as_json=as_json)
     if answer.infeasible is not None:
         raise typer.Exit(3)
 
@@ -478,9 +482,19 @@ def _refuse_in_stages(
     refuse(replicas, "the replicas of each stage are found", "leave it out")
 
 
+def _best_change(answer: "Answer", no_cache: bool, *, quiet: bool) -> "Tried | None":
+    from protrain_plan.commands.cells import best_change
+    from protrain_plan.commands.output import progress
+    from protrain_plan.planning.questions.kept_answers import AnswerCache
+
+    with progress(quiet=quiet) as report:
+        return best_change(answer, AnswerCache(off=no_cache), report)
+
+
 def _show(
     answer: "Answer",
     explanation: "Explanation | None",
+    best: "Tried | None",
     written: tuple[Path, ...],
     file: "TrainerFile | None",
     maximize: str | None,
@@ -496,7 +510,10 @@ def _show(
     from protrain_plan.presentation.trainer_files import advice, file_json, file_text
 
     data = answer_json(answer, explanation)
-    text = answer_text(answer, explanation, *written)
+    if best is not None:
+        gained = {"tokens_per_second": best.tokens_per_s, "before": answer.tokens_per_s}
+        data["best_change"] = {"change": best.cell.words, **gained}
+    text = answer_text(answer, explanation, *written, best=best)
     profile = answer.question.profile
     if maximize is not None and answer.solved is not None:
         size = profile.workload

@@ -15,6 +15,7 @@ from protrain_plan.presentation.plans import (
     ALLOCATED,
     best_change,
     facts_of,
+    gain_text,
     headroom_text,
     other_results,
     spared_disk,
@@ -66,19 +67,23 @@ def row_of(one: "Tried") -> Row:
     row |= _answer(one, fit)
     row["notes"] += spared_disk(fit.solved) if fit.solved and not fit.solved.uses_disk else []
     if one.helps:
-        row["what_helps"] = [
-            {
-                **row_of(change),
-                "what": change.cell.name,
-                "change": change.cell.words,
-                "fits": change.times_as_fast(fit) != 0,
-                "times_as_fast": change.times_as_fast(fit),
-                "planned": change.reached is not None,
-                "tokens_per_second": change.tokens_per_s or None,
-            }
-            for change in sorted(one.helps, key=lambda one: -one.tokens_per_s)
-        ]
+        changes = sorted(one.helps, key=lambda one: -one.tokens_per_s)
+        row["what_helps"] = [_change(change, fit) for change in changes]
+    if one.best:
+        row["best_change"] = _change(one.best, fit)
     return row
+
+
+def _change(change: "Tried", base: "Answer") -> Row:
+    return {
+        **row_of(change),
+        "what": change.cell.name,
+        "change": change.cell.words,
+        "fits": change.times_as_fast(base) != 0,
+        "times_as_fast": change.times_as_fast(base),
+        "planned": change.reached is not None,
+        "tokens_per_second": change.tokens_per_s or None,
+    }
 
 
 def _answer(one: "Tried", fit: "Answer") -> Row:
@@ -347,7 +352,10 @@ def _limits(row: Row) -> list[str]:
         return [row["binds"], f"to make it fit, {row['advice'][0]}"]
     if row["pipeline"]:
         return [row["binds"]]
-    change = best_change(row["peak_bytes"], row["plain_device_bytes"], row["budget_bytes"])
+    if best := row.get("best_change"):
+        change = gain_text(best["change"], row["tokens_per_second"], best["tokens_per_second"])
+    else:
+        change = best_change(row["peak_bytes"], row["plain_device_bytes"], row["budget_bytes"])
     return [f"limited by {row['binds']}", change]
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.outcome import Infeasible, Replicas, Solved
     from protrain_plan.planning.questions.answers import Answer, Point
+    from protrain_plan.planning.questions.cells import Tried
 
 
 def solved_json(solved: "Solved") -> dict[str, Any]:
@@ -78,6 +79,11 @@ def best_change(peak: TierBytes, plain_bytes: int, budget_bytes: int) -> str:
         size = format_bytes(plain_bytes)
         return f"with {size} of device memory, nothing would be moved or computed twice"
     return "only a larger batch or a faster device gives more tokens per second"
+
+
+def gain_text(change: str, before: float, after: float) -> str:
+    """Say what a change gains, in tokens per second."""
+    return f"{change}: {before:,.0f} -> {after:,.0f} tokens/s"
 
 
 def solved_text(
@@ -252,9 +258,15 @@ def front_json(points: "Sequence[Point]") -> list[dict[str, Any]]:
 
 
 def answer_text(
-    answer: "Answer", explanation: "Explanation | None", *paths: Path
+    answer: "Answer",
+    explanation: "Explanation | None",
+    *paths: Path,
+    best: "Tried | None" = None,
 ) -> RenderableType:
-    """Return what `protrain plan` prints; `paths` are what it wrote, the plan last."""
+    """Return what `protrain plan` prints; `paths` are what it wrote, the plan last.
+
+    `best` is the change that gains most, where it is known.
+    """
     headroom = headroom_text({answer.profile.hardware.name: answer.headroom_bytes})
     profile = answer.of_rank
     if answer.infeasible is not None:
@@ -298,7 +310,10 @@ def answer_text(
     problem = problem_of(solved, answer.question.problems())
     is_busy = not answer.report.stall_by_cause and all(u.activations == KEEP for u in plan.units)
     plain = 0 if is_busy else plain_bytes(problem)
-    limits = (waits, best_change(plan.prediction.peak_bytes, plain, plan.budgets.device))
+    change = best_change(plan.prediction.peak_bytes, plain, plan.budgets.device)
+    if best is not None and answer.tokens_per_s:
+        change = gain_text(best.cell.words, answer.tokens_per_s, best.tokens_per_s)
+    limits = (waits, change)
     shown = solved_text(solved, profile, *paths, limits=limits)
     return Group(shown, *map(Text, (*notes, *details)))
 

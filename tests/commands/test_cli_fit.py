@@ -41,7 +41,7 @@ def test_fit_says_what_fits_with_a_plan_and_what_binds(machines: list[str], tmp_
         assert cell["binds"]
 
 
-def printed_list(folder: Path, *arguments: object) -> list[dict[str, object]]:
+def printed_list(folder: Path, *arguments: object) -> list[dict[str, Any]]:
     result = protrain("fit", *arguments, "--json", folder=folder)
     assert result.stderr == ""
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -146,6 +146,17 @@ def test_a_page_of_answers_has_every_way_to_train_and_no_script(tmp_path: Path) 
     reasons = [row[-1].text for row in table.findall("tbody/tr[td]")]
     assert len(reasons) == 2 * len(names)
     assert all(reason and "%" in reason for reason in reasons)  # all fit: what makes up the step
+
+
+def test_one_cell_and_an_explained_plan_name_the_change_that_gains_most(tmp_path: Path) -> None:
+    sizes = ("--batch-size", 120, "--seq-len", 256, "--device-memory", "1200MiB")
+    asked = ("tiny-llama", "--on", "rtx-4090", *sizes, "--dtype", "float32")
+    (cell,) = printed_list(tmp_path, *asked)
+    best, speed = cell["best_change"], cell["tokens_per_second"]
+    assert best["times_as_fast"] == best["tokens_per_second"] / speed > 1.1
+    gained = f"{best['change']}: {speed:,.0f} -> {best['tokens_per_second']:,.0f} tokens/s"
+    said = protrain("plan", *asked, "-o", "here", "--explain", folder=tmp_path).stdout
+    assert gained in " ".join(said.split())
 
 
 def test_a_bill_is_that_of_the_plan_and_of_each_alternative(tmp_path: Path) -> None:

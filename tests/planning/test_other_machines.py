@@ -13,6 +13,7 @@ from protrain_plan.planning.questions.answers import Answer, Question
 from protrain_plan.planning.questions.cells import (
     LANES,
     MEMORY,
+    MUCH,
     WORTH,
     Cell,
     Resource,
@@ -20,6 +21,7 @@ from protrain_plan.planning.questions.cells import (
 )
 from protrain_plan.planning.questions.grid import (
     Found,
+    best_change,
     changes,
     fits,
     helped,
@@ -162,6 +164,29 @@ def test_what_helps_is_what_planning_says() -> None:
             assert speed_of(again) < (1 + WORTH) * speed_of(base)
     # 512 GB are more than the model can take.
     assert found["host memory"][1] == pytest.approx(1.0, abs=WORTH)
+
+
+@pytest.mark.parametrize("device", [900 * MB, 3000 * MB])
+def test_the_best_change_is_the_one_that_helps_most(device: int) -> None:
+    base = fit(question(gpu(), device=device), effort=Effort(gap_target=GAP))
+    tried = [*changes(base.question, device_sizes=[1500 * MB, 3000 * MB])]
+    asked: list[Cell] = []
+
+    def answer(change: Cell) -> Answer:
+        asked.append(change)
+        return fit(change.question, effort=Effort(gap_target=GAP))
+
+    found = best_change(base, tried, answer)
+    planned = len(asked)
+    speeds = {change.name: speed_of(answer(change)) for change in tried}
+    fastest = max(speeds, key=lambda name: speeds[name])
+    if found is None:
+        assert speeds[fastest] <= (1 + MUCH) * speed_of(base)
+    else:
+        assert found.tokens_per_s == speeds[fastest] > (1 + MUCH) * speed_of(base)
+    keeps_all = device == 3000 * MB
+    assert (found is None) == keeps_all
+    assert (planned < len(tried)) == keeps_all, "bounds rule out what gains little"
 
 
 def test_a_larger_card_has_headroom_where_this_one_has() -> None:

@@ -22,6 +22,9 @@ GAP = 0.02
 WORTH = GAP
 """Least gain of a change that is named."""
 
+MUCH = 0.1
+"""Least gain of the one change that every answer names."""
+
 COMPUTE = "compute"
 """Bound: what units compute at least."""
 LANES = "its lanes"
@@ -59,7 +62,7 @@ class Tried:
     """A cell with its answer, or ruled out by a bound: `reached` is None.
 
     No plan is faster than `most_tokens_per_s`, which is 0 where none fits. `helps` are the changes
-    of the cell that were asked for.
+    of the cell that were asked for, and `best` the one that gains most.
     """
 
     cell: Cell
@@ -67,6 +70,7 @@ class Tried:
     bound: str
     reached: Answer | None = None
     helps: tuple["Tried", ...] = ()
+    best: "Tried | None" = None
 
     @property
     def tokens_per_s(self) -> float:

@@ -32,6 +32,7 @@ from protrain_plan.planning.questions.cells import (
     GAP,
     LANES,
     MEMORY,
+    MUCH,
     WORTH,
     Cell,
     Tried,
@@ -183,6 +184,27 @@ def helped(base: Answer, change: Cell) -> Tried:
     worth = (base.tokens_per_s or 0.0) * (1 + WORTH)
     below = change.question.tokens / worth if worth else inf
     return tried(change, worth, Effort(gap_target=GAP, below_s=below), known=base)
+
+
+def best_change(
+    base: Answer, changes: Sequence[Cell], answer: Callable[[Cell], Answer]
+) -> Tried | None:
+    """Return the change that gains most; None where none gains `MUCH`, or `base` has no plan.
+
+    They are planned in the order of their bounds, until the next bound is no faster.
+    """
+    if not base.tokens_per_s:
+        return None
+    best, speed = None, base.tokens_per_s * (1 + MUCH)
+    seconds = [least_seconds(one.question) or inf for one in changes]
+    bounds = [one.question.tokens / least for one, least in zip(changes, seconds, strict=True)]
+    for bound, change in sorted(zip(bounds, changes, strict=True), key=lambda one: -one[0]):
+        if bound <= speed:
+            break
+        found = planned(change, answer(change))
+        if found.tokens_per_s > speed:
+            best, speed = found, found.tokens_per_s
+    return best
 
 
 def search(
