@@ -20,6 +20,7 @@ from protrain_plan.hardware.offers import MachineOffer
 from protrain_plan.isolated.pool import answers_of
 from protrain_plan.planning.questions.answers import Answer, Quantity, Question
 from protrain_plan.planning.questions.cells import (
+    GAP,
     Cell,
     Resource,
     Settings,
@@ -304,16 +305,26 @@ def _cell(
 
 
 def best_change(base: Answer, kept: AnswerCache, progress: Progress) -> Tried | None:
-    """Return the change that gains most; None where none gains much, or `base` has no plan."""
+    """Return the change that gains most; None where none gains much, or `base` has no plan.
+
+    Nor is it looked for on several devices, whose plans take ten seconds each.
+    """
     from protrain_plan.planning.questions import grid
+    from protrain_plan.planning.questions.objectives import fit
+    from protrain_plan.planning.search.improving import Effort
 
-    fitting = Fitting(kept=kept)
-
-    def answer(change: Cell) -> Answer:
+    def answer(change: Cell, speed: float) -> Answer:
         progress(change.words, 1.0)
-        [found] = fitting.known([change]) or fitting([change])
+        asked = GAP, "faster than", speed
+        if found := kept.answer(change.question, *asked):
+            return found
+        effort = Effort(gap_target=GAP, below_s=change.question.tokens / speed)
+        found = fit(change.question, effort=effort, known=base)
+        kept.keep(found, *asked)
         return found
 
+    if base.question.group.num_devices > 1:
+        return None
     return grid.best_change(base, _changes(base.question), answer)
 
 

@@ -187,11 +187,12 @@ def helped(base: Answer, change: Cell) -> Tried:
 
 
 def best_change(
-    base: Answer, changes: Sequence[Cell], answer: Callable[[Cell], Answer]
+    base: Answer, changes: Sequence[Cell], answer: Callable[[Cell, float], Answer]
 ) -> Tried | None:
     """Return the change that gains most; None where none gains `MUCH`, or `base` has no plan.
 
-    They are planned in the order of their bounds, until the next bound is no faster.
+    They are planned in the order of their bounds, until the next bound is no faster. An `answer`
+    with fewer tokens per second than given may be any.
     """
     if not base.tokens_per_s:
         return None
@@ -201,7 +202,7 @@ def best_change(
     for bound, change in sorted(zip(bounds, changes, strict=True), key=lambda one: -one[0]):
         if bound <= speed:
             break
-        found = planned(change, answer(change))
+        found = planned(change, answer(change, speed))
         if found.tokens_per_s > speed:
             best, speed = found, found.tokens_per_s
     return best
