@@ -194,9 +194,9 @@ def plan_diff(old: Plan, new: Plan) -> PlanDiff:
 def in_words(diff: PlanDiff) -> str:
     """The change in a sentence or two."""
     if not diff.decisions:
-        first = "No unit decides otherwise."
+        first = "No decision differs."
     else:
-        first = f"{diff.num_changed} of {diff.num_units} units decide otherwise."
+        first = f"{diff.num_changed} of {diff.num_units} layers decide otherwise."
     moved = [
         f"{amount.name} {'grows' if amount.after > amount.before else 'shrinks'}"
         f" from {amount.text(amount.before)} to {amount.text(amount.after)}"
@@ -306,8 +306,12 @@ def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
     may_be_absent = ("host peak", "disk peak", "first step", "clipped step")
     for name, number, in_bytes in numbers:
         before, after = number(old.prediction), number(new.prediction)
-        if before or after or name not in may_be_absent:
-            yield Amount(name=name, before=before, after=after, in_bytes=in_bytes)
+        if not (before or after) and name in may_be_absent:
+            continue
+        if not in_bytes:  # 0: it takes as long as every step
+            before = before or old.prediction.step_seconds
+            after = after or new.prediction.step_seconds
+        yield Amount(name=name, before=before, after=after, in_bytes=in_bytes)
     stages = [plan.pipeline.stages if plan.pipeline else () for plan in (old, new)]
     if len(stages[0]) == len(stages[1]):
         for stage, (was, now) in enumerate(zip(*stages, strict=True)):

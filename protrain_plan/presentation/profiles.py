@@ -162,7 +162,7 @@ def _states_bytes(units: Sequence[Unit]) -> int:
 
 def profile_text(profile: Profile, path: Path) -> RenderableType:
     """Return what `protrain profile` prints."""
-    table = table_of("unit", "params", "states", "kept", "input", "forward", "backward")
+    table = table_of("module", "params", "states", "kept", "input", "forward", "backward")
     alike = itertools.groupby(
         enumerate(profile.units),
         key=lambda u: (u[1].kind, u[1].num_parameters, u[1].parameter_bytes, u[1].forms),
@@ -191,7 +191,7 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
         f" forward and backward {format_seconds(data['forward_seconds'])}"
         f" + {format_seconds(data['backward_seconds'])}"
     )
-    note = Text("kept: by the unit between forward and backward; input: where it is recomputed")
+    note = Text("kept: from forward to backward; input: kept where the module is recomputed")
     estimated = f"estimated for {machine.name}: {trust(machine)}"
     notes = (
         estimated if profile.method == "estimated" else None,

@@ -146,7 +146,7 @@ def _assumed(one: "Assumed") -> str:
 
 def stages_table(found: "Pipelined") -> RenderableType:
     """Return a row for each stage."""
-    names = ("stage", "from", "units", "held", "a micro-batch", "waits", "device", "host")
+    names = ("stage", "from", "layers", "in flight", "a micro-batch", "waits", "device", "host")
     table = table_of(*names, words=(1,))
     for number, row in enumerate(stage_rows(found)):
         table.add_row(

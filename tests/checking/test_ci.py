@@ -245,7 +245,7 @@ def test_the_comparison_of_the_action(example: Path, tmp_path: Path) -> None:
     title, _, words, *_ = summary.read_text().splitlines()
     assert title == "### Memory plan `plans/llama/plan.yaml`"
     assert re.fullmatch(
-        r"No unit decides otherwise\. The predicted step grows from \S+ m?s to 9\.50 s\.", words
+        r"No decision differs\. The predicted step grows from \S+ m?s to 9\.50 s\.", words
     )
     nothing = compare(example, base="", summary=tmp_path / "none.md")
     assert nothing.returncode == 0

@@ -53,7 +53,14 @@ def test_every_format_says_the_same(
 def test_equal_plans_differ_in_nothing() -> None:
     diff = plan_diff(OLD, OLD)
     assert (diff.facts, diff.decisions) == ((), ())
-    assert in_words(diff) == "No unit decides otherwise. All predictions are the same."
+    assert in_words(diff) == "No decision differs. All predictions are the same."
+
+
+def test_a_first_step_that_is_like_every_other_takes_as_long() -> None:
+    carried = replace(OLD, prediction=replace(OLD.prediction, first_step_seconds=9.0))
+    (first,) = (one for one in plan_diff(carried, OLD).amounts if one.name == "first step")
+    assert (first.before, first.after) == (9.0, OLD.prediction.step_seconds)
+    assert "first step" not in [one.name for one in plan_diff(OLD, OLD).amounts]
 
 
 def test_leads_alone_are_told_as_such() -> None:
@@ -73,7 +80,7 @@ def test_units_that_come_and_go() -> None:
     assert (change.units, change.num_units, change.after) == ("layers.2-3", 2, None)
     [change] = plan_diff(gone, OLD).decisions
     assert (change.units, change.num_units, change.before) == ("layers.2-3", 2, None)
-    assert in_words(plan_diff(OLD, gone)).startswith("2 of 6 units decide otherwise.")
+    assert in_words(plan_diff(OLD, gone)).startswith("2 of 6 layers decide otherwise.")
 
 
 def test_names_on_a_terminal_leave_out_what_all_begin_with() -> None:

@@ -134,7 +134,7 @@ def test_plans_of_stages_are_compared(tmp_path: Path) -> None:
     assert (diff.facts[2].before, diff.facts[2].after) == ("4, 3, 2, 1", "3, 3, 2, 1")
     changes = [amount.change for amount in diff.amounts if "of stage" in amount.name]
     assert changes == ["+953.67 MiB (+19.9%)", "same", "same", "same"]
-    assert in_words(diff) == "No unit decides otherwise. All predictions are the same."
+    assert in_words(diff) == "No decision differs. All predictions are the same."
     single = plan_diff(old, replace(old, pipeline=None))
     assert {fact.after for fact in single.facts} == {"none"}
     assert not [amount for amount in single.amounts if "of stage" in amount.name]

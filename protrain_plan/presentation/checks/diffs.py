@@ -11,7 +11,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.escaping import in_code, in_code_block
 
 ABSENT = "(not there)"
-_DATA = {"units": (0,), "given": (1, 2)}
+_DATA = {"layers": (0,), "given": (1, 2)}
 """Columns that are data, by a table's first head; the others are words and numbers of ours."""
 
 Row = tuple[str, ...]
@@ -71,7 +71,7 @@ def _tables(diff: PlanDiff, *, prefix: str = "") -> list[tuple[Row, list[Row]]]:
     facts: list[Row] = [(fact.name, fact.before, fact.after) for fact in diff.facts]
     tables: list[tuple[Row, list[Row]]] = [
         (("predicted", "before", "after", "change"), amounts),
-        (("units", "before", "after"), decisions),
+        (("layers", "before", "after"), decisions),
         (("given", "before", "after"), facts),
     ]
     return [(head, rows) for head, rows in tables if rows]

@@ -256,7 +256,7 @@ def _filled(shares: Sequence[tuple[float, float]], spans: Iterable[Bar | Wait]) 
 
 def summary_text(step: Step) -> RenderableType:
     """The lanes as a table, then what limits time and memory in sentences."""
-    report, table = step.report, table_of("lane", "busy", "of the step", "bytes", "moves")
+    report, table = step.report, table_of("", "busy", "of the step", "bytes", "moves")
     for lane in report.lanes:
         table.add_row(
             lane.name,
