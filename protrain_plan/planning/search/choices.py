@@ -32,10 +32,10 @@ HOPELESS = 2
 """Times the device that the leanest decisions need from which on a few per cent do not matter."""
 
 TIE_BREAK = 1e-9
+"""Worth of a plain decision, in fractions of about the peak: less than it can matter."""
 
 SURELY = 1 + 1e-6
 """Factor of a limit that is not met but for the solver's tolerance."""
-"""Worth of a plain decision, in fractions of about the peak: less than it can matter."""
 
 
 def plain_choices(problem: Problem) -> Iterator[Choice]:
@@ -114,14 +114,16 @@ def min_memory(
         return plain
     # Whole numbers of units decide, unless their orders matter.
     if any(len(units) >= COUNTED for units in problem.classes):
-        found = _tries(problem, of, (1.0, 1.0, 1.0), counted=True, stopped=stopped)
+        parts = (1.0, 1.0, 1.0)
+        found = _tries(problem, of, parts, counted=True, enough=enough, stopped=stopped)
         certain = CERTAIN if problem.count < MANY else NEARLY
         if found and found.bytes <= max(enough, found.proven_bytes * (1 + certain)):
             return found
         if found and of == "device" and found.proven_bytes > HOPELESS * problem.device:
             return found
     # The solver may overstep a limit by its tolerance: then a little less is asked for.
-    found = _tries(problem, of, (1.0, 1.0 - 3e-7, 1.0 - 3e-6), counted=False, stopped=stopped)
+    parts = (1.0, 1.0 - 3e-7, 1.0 - 3e-6)
+    found = _tries(problem, of, parts, counted=False, enough=enough, stopped=stopped)
     if found or (stopped and stopped()):
         return found
     return leanest_plain(problem, of)
@@ -152,6 +154,7 @@ def _tries(
     parts: Sequence[float],
     *,
     counted: bool,
+    enough: int = 0,
     stopped: Stopped | None,
 ) -> Leanest | None:
     """The first decisions that meet the other budgets, within ever smaller `parts` of limits.
@@ -162,7 +165,7 @@ def _tries(
     spare: dict[TierName, int] = {}
     proven: int | None = None
     for part in parts:
-        tried = _try(problem, of, part, spare, counted=counted, stopped=stopped)
+        tried = _try(problem, of, part, spare, counted=counted, enough=enough, stopped=stopped)
         proven = tried.proven if proven is None else proven
         if tried.lean:
             return replace(tried.lean, proven_bytes=min(tried.lean.proven_bytes, proven))
@@ -217,13 +220,14 @@ def _try(
     spare: Mapping[TierName, int],
     *,
     counted: bool,
+    enough: int = 0,
     most: int | None = None,
     stopped: Stopped | None,
 ) -> _Try:
     """Solve one program within `part` of every limit, and of a tier with so much to `spare`.
 
-    With whole decisions, or (`counted`) with whole numbers of units per option. No more than
-    `most` of the tier asked for, where that is given: any decisions that meet it are as good.
+    With whole decisions, or (`counted`) with whole numbers of units per option. Any decisions that
+    need no more than `enough` end the search; none may need more than `most`, where that is given.
     """
     # The answer does not depend on the budget of the tier asked for: neither may the model's scale.
     scale = min(max(problem.static_bytes(choice)) for choice in plain_choices(problem))
@@ -243,7 +247,7 @@ def _try(
             model.row(name, terms, LE, problem.device * part / model.byte_unit)
     if of != "device":
         model.row(f"use_{of}", [*model.tier_terms(of), *asked], LE)
-    target = -inf
+    target = enough / SURELY / model.byte_unit if enough else -inf
     if most is not None:
         target = most * SURELY / model.byte_unit
         model.row("limit", [(peak, 1.0)], LE, target)

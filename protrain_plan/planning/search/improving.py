@@ -62,6 +62,8 @@ class Effort:
     gap_target    a plan this close to the bound is good enough (0.005: half a per cent)
     enough_s      and so is one of as many seconds; a search that cannot get there is given up
     below_s       only plans that are faster than this matter; so is one that has none
+    is_another    the plans to begin with are of another number of replicas: the search goes on only
+                  where their decisions are faster here, or do not fit
     time_limit_s  for people in a hurry: with a limit that strikes, the plan depends on the machine
     seed          of the order in which changes are tried
     stopped       asked often; true ends the search with the best plan so far
@@ -72,6 +74,7 @@ class Effort:
     gap_target: float = 0.005
     enough_s: float | None = None
     below_s: float = inf
+    is_another: bool = False
     time_limit_s: float | None = None
     seed: int = 0
     stopped: Stopped = never
