@@ -468,12 +468,6 @@ def test_offloaded_states_have_no_room_for_others(tmp_path: Path, assert_says: S
     assert_says(message(lambda: load(model, optimizer, tmp_path / "saved")))
 
 
-def test_where_there_is_no_checkpoint(tmp_path: Path, assert_says: Speaker) -> None:
-    assert_says(message(lambda: load(build("functional"), None, tmp_path)))
-    (tmp_path / INDEX).write_text("[]")
-    assert_says(message(lambda: load(build("functional"), None, tmp_path)))
-
-
 def test_where_nothing_can_be_saved(tmp_path: Path, assert_says: Speaker) -> None:
     model, file, theirs = build("functional"), tmp_path / "file", tmp_path / "theirs"
     file.touch()

@@ -367,20 +367,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     assert_says(error)
 
 
-def test_values_are_asked_for_where_there_are_none_and_there_alone(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
-    save(values, None, tmp_path / "saved")
-    plan = plan_for(values, decided(described("llama"), KEEP, Placement(tier="host")))
-    for model, options in (
-        (without_values(subject, "on meta"), {}),
-        (values, {"weights": tmp_path / "saved"}),
-        (lambda: "a model", {"weights": tmp_path / "saved"}),
-    ):
-        assert_says.refused(prepare, model, plan, optimizer=ADAMW, **options)
-
-
 def test_joined_sums_are_those_of_joined_bytes() -> None:
     rng = random.Random(0)
     for _ in range(20):

@@ -125,9 +125,8 @@ def compiled_here(model: nn.Module) -> None:
 
 
 def refused(asked: Scenario, model: nn.Module | None = None) -> ProtrainError:
-    found: ProtrainError = refusal(
-        partial(asked.prepared, model or asked.subject.build(), None), ProtrainError
-    )
+    given = asked.subject.build() if model is None else model
+    found: ProtrainError = refusal(partial(asked.prepared, given, None), ProtrainError)
     return found
 
 
@@ -200,11 +199,12 @@ def test_a_profile_of_compiled_blocks_has_the_units_of_the_plain_model(wrapped: 
 
 def test_a_model_that_is_compiled_as_a_whole_is_refused(assert_says: Speaker) -> None:
     asked = tried(blocks=False)
-    for path in ("", "model"):
-        model = build("llama")
-        plan = asked.planned_for(model)
-        model.get_submodule(path).compile(backend="eager")
-        assert_says(refused(replace(asked, plan=lambda _, own=plan: own), model))  # type: ignore[misc]
+    plan = asked.planned_for(build("llama"))
+    inside = build("llama")
+    inside.get_submodule("model").compile(backend="eager")
+    wrapped: Any = torch.compile(build("llama"), backend="eager")
+    for model in (inside, wrapped):
+        assert_says(refused(replace(asked, plan=lambda _: plan), model))
 
 
 WARNING = (
@@ -273,46 +273,29 @@ def compile_one(model: nn.Module) -> None:
     model.get_submodule("model.layers.2").compile(backend="aot_eager")
 
 
-MISMATCHED: dict[str, Scenario] = {
-    "a copy of blocks that a script has compiled": tried(
-        model=compiled(), options={"check": "bitwise"}
-    ),
-    "compiled, in a plan for plain ones": tried(model=compiled(), blocks=False),
-    "wrapped, in a plan for plain ones": tried(model=compiled(wrapped=True), blocks=False),
-    "some": tried(model=replace(CATALOGUE["llama"], change=compile_one)),
-}
-
-
-def test_blocks_that_are_compiled_otherwise_than_planned_are_refused(assert_says: Speaker) -> None:
-    for asked in MISMATCHED.values():
-        model = asked.subject.build()
-        before = attached(model)
-        assert_says(refused(asked, model))
-        assert attached(model) == before
-
-
-def compile_all(model: nn.Module) -> None:
-    compile_layers(model, backend="aot_eager")
-
-
 def compile_whole(model: nn.Module) -> None:
     model.compile(backend="eager")
 
 
 WHOLE = tried(model=replace(CATALOGUE["llama"], change=compile_whole))
+PLAINLY = tried(model=compiled(), blocks=False)
 FOLLOWED: dict[str, tuple[Scenario, Scenario]] = {
     "compiled as a whole: each block": (WHOLE, tried(model=compiled())),
     "compiled in a plan for plain ones: profile with --compile": (
-        MISMATCHED["compiled, in a plan for plain ones"],
+        PLAINLY,
         tried(model=compiled()),
     ),
-    "compiled in a plan for plain ones: not": (
-        MISMATCHED["compiled, in a plan for plain ones"],
+    "compiled in a plan for plain ones: not": (PLAINLY, tried(blocks=False)),
+    "wrapped in a plan for plain ones: not": (
+        tried(model=compiled(wrapped=True), blocks=False),
         tried(blocks=False),
     ),
-    "some: all": (MISMATCHED["some"], tried(model=compiled())),
+    "some: all": (
+        tried(model=replace(CATALOGUE["llama"], change=compile_one)),
+        tried(model=compiled()),
+    ),
     "a copy of compiled blocks: prepare compiles": (
-        MISMATCHED["a copy of blocks that a script has compiled"],
+        tried(model=compiled(), options={"check": "bitwise"}),
         tried(options={"check": "bitwise"}),
     ),
 }
@@ -327,7 +310,10 @@ def test_compiled_blocks_train_when_the_message_is_followed(
     if asked is WHOLE:  # which has other parameters' names
         plan = tried(blocks=False).planned_for(build("llama"))
         asked = replace(asked, plan=lambda _: plan)
-    assert_says(refused(asked))
+    model = asked.subject.build()
+    before = attached(model)
+    assert_says(refused(asked, model))
+    assert attached(model) == before
     run = followed.start(tmp_path)
     found = followed.played(run)
     torch.compiler.reset()

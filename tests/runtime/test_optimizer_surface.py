@@ -454,20 +454,6 @@ def test_an_optimizer_that_is_made_already_follows_the_plan(grouped: bool, tmp_p
     assert_bitwise(scenario.played(run), scenario.plain())
 
 
-def test_an_optimizer_of_another_model_or_with_states_is_refused(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    scenario = tried(Loop())
-    model, other = scenario.subject.build(), scenario.subject.build()
-    plan = scenario.planned_for(model)
-    foreign = torch.optim.AdamW(other.parameters())
-    assert_says(refusal(partial(prepare, model, plan, optimizer=foreign), ProtrainError))
-    stepped = scenario.plain_run(other)
-    stepped.step(0)
-    used = partial(prepare, other, plan, optimizer=stepped.optimizer)
-    assert_says(refusal(used, ProtrainError))
-
-
 def test_an_optimizer_that_calls_its_closure_is_refused(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
