@@ -392,25 +392,6 @@ def test_one_gradient_at_a_time_is_on_the_device(tmp_path: Path) -> None:
     assert all(one is None for one in lent)
 
 
-@every_device
-def test_a_gradient_of_the_scripts_own_is_used(tmp_path: Path) -> None:
-    """Also of a parameter that has none of backward."""
-
-    def script(run: Run) -> None:
-        for number in range(3):
-            run.backward(number)
-            for index, parameter in enumerate(run.model.parameters()):
-                if index % 4 == 0:
-                    parameter.grad = torch.full_like(parameter, 0.25)
-                elif index % 4 == 1:
-                    parameter.grad = None
-            run.update()
-
-    for tier in ("disk", "host"):
-        scenario = tried(script, "after backward", states=Placement(tier=tier))
-        scenario.assert_like_plain(tmp_path)
-
-
 @pytest.mark.parametrize(
     "name", ["by_value", "by_norm_and_value", "norms_of_each", "past_autograd"]
 )
