@@ -313,9 +313,7 @@ def test_parameters_of_hugging_face_load_into_a_plan(
     model, optimizer = run.model, run.optimizer
     assert load(model, None, tmp_path / "theirs") == {}
     assert list(differences(model.state_dict(), copied(other.state_dict()), "parameters")) == []
-    with pytest.raises(ProtrainError) as caught:
-        load(model, optimizer, tmp_path / "theirs")
-    assert_says(caught.value)
+    assert_says.refused(load, model, optimizer, tmp_path / "theirs")
 
 
 def test_every_dtype_is_written_as_the_package_writes_it(tmp_path: Path) -> None:
@@ -679,9 +677,7 @@ def test_a_save_that_is_killed_leaves_one_whole_checkpoint(
     assert process.stdout is not None
     said = process.stdout.readline()
     assert said == "in the middle\n"
-    with pytest.raises(ProtrainError) as caught:
-        save(build("functional"), None, tmp_path)
-    assert_says(caught.value)
+    assert_says.refused(save, build("functional"), None, tmp_path)
     process.kill()
     process.wait(timeout=30)
     process.stdout.close()

@@ -187,9 +187,7 @@ def test_a_rank_that_comes_too_late_is_told_so_and_all_may_come_again(tmp_path: 
     ("count", "nodes"), [(1, 1), (2, 1), (4, 2)], ids=["one device", "no launcher", "no nodes"]
 )
 def test_who_is_alone_shares_with_nobody(count: int, nodes: int, assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as caught:
-        made(0, count, SHARED, num_nodes=nodes)
-    assert_says(caught.value)
+    assert_says.refused(made, 0, count, SHARED, num_nodes=nodes)
 
 
 def in_tensor_parallel(rank: int, count: int) -> None:
