@@ -34,6 +34,7 @@ from tests.support import quantized_models
 from tests.support.cards import every_device
 from tests.support.faults import descriptors, file_limit
 from tests.support.forked import CONTEXT
+from tests.support.hostile_models import Chain
 from tests.support.messages import Speaker
 from tests.support.quantized_models import PACKINGS, base, packed_with_adapters
 from tests.support.runtime_cases import (
@@ -188,24 +189,17 @@ class Block(nn.Module):
         return hidden + moved * self.table
 
 
-class Buffers(nn.Module):
+def buffers() -> nn.Module:
     """Buffers that checkpoints have, and tables that only the constructor knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-
-    def forward(self, hidden: Tensor) -> Tensor:  # [batch, 8] -> []
-        loss: Tensor = self.blocks(hidden).square().mean()
-        return loss
+    return Chain(Block(), Block())
 
 
-BUFFERS = Subject(Buffers, lambda number: torch.full((2, 8), 0.5 + number))
+BUFFERS = Subject(buffers, lambda number: torch.full((2, 8), 0.5 + number))
 
 
 def buffers_saved(folder: Path) -> tuple[nn.Module, Plan]:
     values = BUFFERS.build(7)
-    for number, buffer in enumerate(values.get_submodule("blocks").buffers()):
+    for number, buffer in enumerate(values.get_submodule("layers").buffers()):
         if number % 2:
             buffer.fill_(number)
     save(values, None, folder)
@@ -453,19 +447,12 @@ WIDTH, NUM_BLOCKS = 1024, 32  # 128 MiB, in units of 4
 SLACK_BYTES = 32 * 2**20  # lanes and a programme take some 20 MiB
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS))
-        self.blocks = nn.Sequential(*layers)
-
-    def forward(self, hidden: Tensor) -> Tensor:  # [batch, WIDTH] -> []
-        loss: Tensor = self.blocks(hidden).square().mean()
-        return loss
+def wide() -> nn.Module:
+    return Chain(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS)))
 
 
 SGD = partial(torch.optim.SGD, lr=2**-7)
-WIDE = Subject(Wide, lambda number: torch.full((2, WIDTH), 1.0 + number))
+WIDE = Subject(wide, lambda number: torch.full((2, WIDTH), 1.0 + number))
 
 
 def ended(work: Callable[..., object], folder: Path, *arguments: object) -> str:

@@ -36,6 +36,7 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.diagnostics.compiling import compiled_whole
 from tests.support import odd_optimizers
+from tests.support.hostile_models import Chain
 from tests.support.optimizer_habits import EDITS, by_value, edited, parameters
 from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
 from tests.support.ranks_loops import (
@@ -175,21 +176,11 @@ def test_five_steps_match_ddp_bitwise(ranks: str, part: int, tmp_path: Path) -> 
 # --- compiled blocks ------------------------------------------------------------------------------
 
 
-class Wide(nn.Module):
-    """A block of more parameters than DistributedDataParallel reduces at first, 1 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
-
-
 def graphs_in_ddp(rank: int, count: int) -> list[int]:
-    """How many graphs a step inside DistributedDataParallel compiles: as it is, and whole."""
+    """How many graphs a step inside DistributedDataParallel compiles: as it is, and whole.
+
+    The block has more parameters than it reduces at first, 1 MiB.
+    """
     found: list[int] = []
     for whole in (False, True):
         torch.compiler.reset()
@@ -201,7 +192,7 @@ def graphs_in_ddp(rank: int, count: int) -> list[int]:
             made.append(graph)
             return graph.forward
 
-        block = Wide()
+        block = Chain(*(nn.Linear(512, 512) for _ in range(4)))
         undo = compile_each({"0": block}, backend=count_graph)  # type: ignore[arg-type]
         model = DistributedDataParallel(nn.Sequential(block))
         with compiled_whole() if whole else nullcontext():

@@ -44,6 +44,7 @@ from protrain_runtime.model.prepared import restore
 from protrain_runtime.preparation import compile_blocks, prepare
 from tests.support import forked
 from tests.support.commands import printed, protrain
+from tests.support.hostile_models import Chain
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
 from tests.support.runtime_cases import (
@@ -446,14 +447,7 @@ class Breaking(nn.Module):
 
 def breaking() -> tuple[nn.Module, list[dict[str, object]]]:
     """A factory: its batches are features [2, 8]."""
-
-    class Stack(nn.Sequential):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            for block in self:
-                hidden = block(hidden)
-            return hidden.sum()
-
-    return Stack(Breaking(), Breaking(), Breaking()), [{"hidden": torch.ones(2, 8)}]
+    return Chain(Breaking(), Breaking(), Breaking()), [{"hidden": torch.ones(2, 8)}]
 
 
 def test_a_graph_break_is_refused_with_its_place(tmp_path: Path) -> None:
@@ -462,7 +456,7 @@ def test_a_graph_break_is_refused_with_its_place(tmp_path: Path) -> None:
     error = refusal(partial(profiled, "breaking", tmp_path, compile="blocks"), ProtrainError)
     assert error.source is not None
     assert (Path(error.source).resolve(), error.line) == (Path(__file__), line)
-    assert error.message.startswith("the block 0 cannot be compiled as one graph: ")
+    assert error.message.startswith("the block layers.0 cannot be compiled as one graph: ")
     assert error.fix == "change that line, or profile without --compile and plan again"
 
 
@@ -488,23 +482,14 @@ def steady() -> tuple[nn.Module, list[dict[str, object]]]:
             found: torch.Tensor = hidden + self.out(torch.sin(self.norm(hidden)).exp())
             return found
 
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(5))
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                hidden = block(hidden)
-            return hidden.square().mean()
-
-    return Stack(), [{"hidden": torch.linspace(0, 1, 64 * 128).view(64, 128)}]
+    batch: dict[str, object] = {"hidden": torch.linspace(0, 1, 64 * 128).view(64, 128)}
+    return Chain(*(Block() for _ in range(5))), [batch]
 
 
 def steady_compiled() -> tuple[nn.Module, list[dict[str, object]]]:
     """The same, compiled by the script."""
     model, batches = steady()
-    for block in model.get_submodule("blocks").children():
+    for block in model.get_submodule("layers").children():
         block.compile(backend="aot_eager")
     return model, batches
 
