@@ -41,7 +41,7 @@ from protrain_runtime.contract.records.plan import (
     Placement,
     Plan,
 )
-from protrain_runtime.contract.records.profile import Precision, Workload
+from protrain_runtime.contract.records.profile import Precision
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
@@ -50,9 +50,8 @@ from tests.support.messages import Speaker
 from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import cpu, decoder
 from tests.support.runtime_cases import (
-    BATCH,
     CATALOGUE,
-    SEQUENCE,
+    WORKLOAD,
     Factory,
     Outcome,
     assert_bitwise,
@@ -89,15 +88,10 @@ class Kind:
     name: str = "gpt2"  # with dropout: random states matter
 
     def planned(self, seed: int, model: nn.Module) -> Plan:
-        workload = Workload(
-            model="",
-            model_config="",
-            batch_size=BATCH,
-            seq_len=SEQUENCE,
+        workload = replace(
+            WORKLOAD,
             dtype="float32" if self.dtype == torch.float32 else "bfloat16",
             precision=self.precision,
-            device="cpu",
-            seed=0,
         )
         units = mixed(described(self.name), random.Random(seed), "disk", "host")
         return plan_of(units, fingerprint=model_fingerprint(model), workload=workload)
@@ -504,15 +498,7 @@ def factory() -> tuple[nn.Module, Iterable[Batch]]:
 
 
 def plan_of_factory(**changes: Any) -> Plan:
-    workload = Workload(
-        model="tests.checkpoint.test_saving:factory",
-        model_config="",
-        batch_size=BATCH,
-        seq_len=SEQUENCE,
-        dtype="float32",
-        device="cpu",
-        seed=0,
-    )
+    workload = replace(WORKLOAD, model="tests.checkpoint.test_saving:factory")
     units = decided(described("gpt2"), Activations(tier="disk"), Placement(tier="disk"))
     fingerprint = model_fingerprint(build("gpt2"))
     plan = plan_of(units, fingerprint=fingerprint, workload=workload)

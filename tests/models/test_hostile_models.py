@@ -24,10 +24,11 @@ from protrain_plan.profiling.optimizer_cost import refuse_sparse
 from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import KEEP, Budgets, Placement
-from protrain_runtime.contract.records.profile import Profile, Unit, Workload
+from protrain_runtime.contract.records.profile import Profile, Unit
 from protrain_runtime.diagnostics.matching import with_batch_sizes
 from protrain_runtime.model.prepared import engine_of
 from protrain_runtime.states.parameters import refuse_parameters
+from tests.support import hostile_models
 from tests.support.estimates import bytes_alone, machine
 from tests.support.fuzzed_modules import fuzzed, source
 from tests.support.hostile_models import HOSTILE, Hostile, Stack, batch_of, tokens_of
@@ -244,15 +245,7 @@ def test_complex_tensors_stay_complex_whatever_the_workload() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.complex64}
 
 
-WORKLOAD = Workload(
-    model=f"{FACTORIES}sparse_factory",
-    model_config="",
-    batch_size=1,
-    seq_len=512,
-    dtype="float32",
-    device="cpu",
-    seed=0,
-)
+WORKLOAD = replace(hostile_models.WORKLOAD, model=f"{FACTORIES}sparse_factory", seq_len=512)
 
 
 def test_an_optimizer_that_takes_no_sparse_gradients_is_named(assert_says: Speaker) -> None:

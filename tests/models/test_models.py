@@ -32,13 +32,13 @@ from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.profile import DType, Precision, Workload
+from protrain_runtime.contract.records.profile import DType, Precision
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint, with_batch_sizes
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.commands import python
 from tests.support.estimates import machine
-from tests.support.hostile_models import mixed_factory
+from tests.support.hostile_models import WORKLOAD, mixed_factory
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import profiled_here
 
@@ -334,15 +334,7 @@ def first_batch(name: str, *, dtype: DType = "float32", seed: int = 0) -> dict[s
 
 @pytest.mark.parametrize(("name", "length"), [("vit", 1), ("clip", 24), ("llama", 24)])
 def test_batches_of_images_alone_have_no_sequence(name: str, length: int) -> None:
-    workload = Workload(
-        model=name,
-        model_config="{}",
-        batch_size=2,
-        seq_len=24,
-        dtype="float32",
-        device="cpu",
-        seed=0,
-    )
+    workload = replace(WORKLOAD, model=name, model_config="{}", batch_size=2, seq_len=24)
     sized = with_batch_sizes(workload, nn.Identity(), first_batch(name))
     assert sized == replace(workload, seq_len=length)
 
