@@ -7,6 +7,8 @@ has nine matrices of 16 KiB.
 """
 
 import sys
+import threading
+import time
 
 import torch
 
@@ -14,6 +16,7 @@ from benchmarks.outcomes import Skipped
 from benchmarks.pages import markdown_table, runs_list
 from benchmarks.runner import Cell, Document, found, main
 from tests.emulated import building
+from tests.emulated.device import dropping
 from tests.support import launching
 
 PLANS = {
@@ -38,8 +41,58 @@ def measured(plan: str) -> Document:
     if building.compiler() is None:
         raise Skipped("there is no C++ compiler for the emulated device")
     torch.set_num_threads(1)  # of the emulated device's kernels
-    rounds = [launching.seconds(plan) for _ in range(ROUNDS)]  # before anything is counted
+    rounds = [seconds(plan) for _ in range(ROUNDS)]  # before anything is counted
     return {"calls": launching.calls(plan), "rounds": rounds}
+
+
+def seconds(plan: str, *, steps: int = 40) -> dict[str, float]:
+    """Processor seconds per block beyond a plain step's: of the launching threads and of updates.
+
+    Updates in host memory wait until backward has ended: they share no interpreter with it.
+    """
+    gate = threading.Event()
+    gate.set()
+    planned, plain = (
+        launching.Training.of(plan, lane_delay=lambda: float(not gate.wait())),
+        launching.Training.of(),
+    )
+    for training in (planned, plain):
+        training.warm()
+    with dropping():
+        base = [_timed(plain, steps, gate, updates=planned.steps_itself) for _ in range(2)]
+        own = _timed(planned, steps, gate)
+        planned.end()
+    launched = own["launching"] - min(each["launching"] for each in base)
+    return {"launching": launched / launching.BLOCKS, "updates": own["updates"] / launching.BLOCKS}
+
+
+def _timed(
+    training: launching.Training, steps: int, gate: threading.Event, *, updates: bool = True
+) -> dict[str, float]:
+    own = {threading.get_ident()}
+    found: dict[str, list[float]] = {"launching": [], "updates": []}
+
+    def now() -> dict[str, float]:
+        lanes = {
+            thread.ident
+            for thread in threading.enumerate()
+            if thread.name.startswith("protrain update") and thread.ident
+        }
+        return {"launching": _processor_seconds(own), "updates": _processor_seconds(lanes)}
+
+    for _ in range(steps):
+        gate.clear()
+        before = now()
+        training.step(lambda _: own.add(threading.get_ident()), gate=gate, updates=updates)
+        after = now()
+        torch.accelerator.synchronize()
+        for what, taken in found.items():
+            taken.append(after[what] - before[what])
+    return {what: sorted(taken)[steps // 4] for what, taken in found.items()}
+
+
+def _processor_seconds(threads: set[int]) -> float:
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(each)) for each in threads)
 
 
 HEADER = (

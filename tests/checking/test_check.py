@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from tests.support.checking_cases import PROFILE, AssertGolden, commit, find_pla
 from tests.support.forked import protrain
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, gpu, joined
-from tests.support.record_fuzz import run
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ("check", "--records-only")
@@ -362,30 +360,6 @@ def test_strict_fails_what_cannot_be_checked(tmp_path: Path) -> None:
     plan = commit(tmp_path / "a")
     assert check([plan], look=look_away, budgets={}).exit_code == 0
     assert check([plan], look=look_away, budgets={}, strict=True).exit_code == 1
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("nothing",),
-        ("empty",),
-        (),
-        ("--format", "html"),
-        ("--explain", "MEM01"),
-        ("--on", "rtx-409"),
-    ],
-    ids=" ".join,
-)
-def test_mistakes_are_one_message(
-    arguments: tuple[str, ...], tmp_path: Path, assert_says: Speaker
-) -> None:
-    if arguments:
-        commit(tmp_path / "plans")
-    (tmp_path / "empty").mkdir()
-    with chdir(tmp_path):
-        code, told = run(["check", *arguments])
-    assert code == 2
-    assert_says(told)
 
 
 def test_every_rule_explains_itself(tmp_path: Path) -> None:

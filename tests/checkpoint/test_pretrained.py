@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_runtime import prepare, save, save_pretrained
+from protrain_runtime import prepare, save_pretrained
 from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, DeviceGroup, Placement
 from tests.support import quantized_models
 from tests.support.faults import file_limit
@@ -83,14 +83,6 @@ def test_a_full_disk_leaves_what_was_there(
         assert_says.refused(save_pretrained, model, tmp_path / "saved", shard_bytes=shard_bytes)
     assert names_in(tmp_path / "saved") == names
     assert_reads(before, tmp_path / "saved")
-
-
-def test_what_they_do_not_read_is_refused(tmp_path: Path, assert_says: Speaker) -> None:
-    model = CATALOGUE["llama"].build()
-    save(model, None, tmp_path / "saved")
-    assert_says.refused(save_pretrained, model, tmp_path / "saved")
-    assert_says.refused(save_pretrained, nn.Linear(2, 2), tmp_path / "other")
-    assert not (tmp_path / "other").exists()
 
 
 # --- adapters -------------------------------------------------------------------------------------

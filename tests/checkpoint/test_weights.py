@@ -34,6 +34,7 @@ from tests.support import quantized_models
 from tests.support.cards import every_device
 from tests.support.faults import descriptors, file_limit
 from tests.support.forked import CONTEXT
+from tests.support.hostile_models import Chain
 from tests.support.messages import Speaker
 from tests.support.quantized_models import PACKINGS, base, packed_with_adapters
 from tests.support.runtime_cases import (
@@ -188,24 +189,17 @@ class Block(nn.Module):
         return hidden + moved * self.table
 
 
-class Buffers(nn.Module):
+def buffers() -> nn.Module:
     """Buffers that checkpoints have, and tables that only the constructor knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-
-    def forward(self, hidden: Tensor) -> Tensor:  # [batch, 8] -> []
-        loss: Tensor = self.blocks(hidden).square().mean()
-        return loss
+    return Chain(Block(), Block())
 
 
-BUFFERS = Subject(Buffers, lambda number: torch.full((2, 8), 0.5 + number))
+BUFFERS = Subject(buffers, lambda number: torch.full((2, 8), 0.5 + number))
 
 
 def buffers_saved(folder: Path) -> tuple[nn.Module, Plan]:
     values = BUFFERS.build(7)
-    for number, buffer in enumerate(values.get_submodule("blocks").buffers()):
+    for number, buffer in enumerate(values.get_submodule("layers").buffers()):
         if number % 2:
             buffer.fill_(number)
     save(values, None, folder)
@@ -367,20 +361,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     assert_says(error)
 
 
-def test_values_are_asked_for_where_there_are_none_and_there_alone(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
-    save(values, None, tmp_path / "saved")
-    plan = plan_for(values, decided(described("llama"), KEEP, Placement(tier="host")))
-    for model, options in (
-        (without_values(subject, "on meta"), {}),
-        (values, {"weights": tmp_path / "saved"}),
-        (lambda: "a model", {"weights": tmp_path / "saved"}),
-    ):
-        assert_says.refused(prepare, model, plan, optimizer=ADAMW, **options)
-
-
 def test_joined_sums_are_those_of_joined_bytes() -> None:
     rng = random.Random(0)
     for _ in range(20):
@@ -467,19 +447,12 @@ WIDTH, NUM_BLOCKS = 1024, 32  # 128 MiB, in units of 4
 SLACK_BYTES = 32 * 2**20  # lanes and a programme take some 20 MiB
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS))
-        self.blocks = nn.Sequential(*layers)
-
-    def forward(self, hidden: Tensor) -> Tensor:  # [batch, WIDTH] -> []
-        loss: Tensor = self.blocks(hidden).square().mean()
-        return loss
+def wide() -> nn.Module:
+    return Chain(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS)))
 
 
 SGD = partial(torch.optim.SGD, lr=2**-7)
-WIDE = Subject(Wide, lambda number: torch.full((2, WIDTH), 1.0 + number))
+WIDE = Subject(wide, lambda number: torch.full((2, WIDTH), 1.0 + number))
 
 
 def ended(work: Callable[..., object], folder: Path, *arguments: object) -> str:

@@ -6,9 +6,9 @@ Commands run in this process, as `main` runs them.
 import json
 import random
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import chdir
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.presets import preset_config
 from protrain_runtime.contract.records import dumps_hardware, write_profile
 from protrain_runtime.contract.records.hardware import Hardware
+from tests.support.hostile_models import Block
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder, gpu, joined, with_copies
 from tests.support.record_fuzz import run
@@ -30,21 +31,11 @@ Made = tuple[nn.Module, object]
 BATCHES = [{"inputs": torch.ones(4, 8)}] * 40
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.inner(hidden)
-        return hidden + out.tanh()
-
-
 class Small(nn.Module):
     def __init__(self, *, head: Callable[..., nn.Module] = nn.Linear, mean: bool = True) -> None:
         super().__init__()
         self.embed: nn.Module = nn.Identity()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(8) for _ in range(3))
         self.head = head(8, 1) if head is nn.Linear else head(1)
         self.mean = mean
 
@@ -423,108 +414,77 @@ def copied() -> None:
     Path("c/plan.yaml").write_text(Path("../outside.yaml").read_text())
 
 
-Checked = tuple[list[Step], str, list[Step], str]
-"""Steps before a check that fails, and those that its message asks for before one that passes."""
+@dataclass(frozen=True)
+class Checked:
+    """Steps before a check that fails, and what its message asks for before one that passes."""
 
-ROUNDED: list[Step] = [ALLOWED, f"{PLAN} --allow int8-activations --pin '*.layers.*: keep int8'"]
+    before: tuple[Step, ...] = ()
+    fix: tuple[Step, ...] = ("...",)
+    fails: str = "c"
+    passes: str = "c"
+
+
+ROUNDED: tuple[Step, ...] = (
+    ALLOWED,
+    f"{PLAN} --allow int8-activations --pin '*.layers.*: keep int8'",
+)
+LIMITS = budgets("cpu: {device: 8GiB}")
+TABLE = writes("pyproject.toml", TOML)
+NO_LEAVE = writes("pyproject.toml", "[tool.protrain]\nallow = []\n")
 CHECKS: dict[str, Checked] = {
-    "a unit's name": ([edits("c/plan.yaml", "name: head", "name: heads")], "c", ["..."], "c"),
-    "another number": (
-        [edits("c/plan.yaml", "step_seconds: ", "step_seconds: 1")],
-        "c",
-        ["..."],
-        "c",
-    ),
-    "another profile": (
-        [edits("c/own.yaml", "base_bytes: ", "base_bytes: 1")],
-        "c",
-        ["..."],
-        "c",
-    ),
-    "no profile": ([removes("c/own.yaml")], "c", [CARD.replace("l4", "cpu")], "c"),
-    "another model": (
-        [
+    "a unit's name": Checked((edits("c/plan.yaml", "name: head", "name: heads"),)),
+    "another number": Checked((edits("c/plan.yaml", "step_seconds: ", "step_seconds: 1"),)),
+    "another profile": Checked((edits("c/own.yaml", "base_bytes: ", "base_bytes: 1"),)),
+    "no profile": Checked((removes("c/own.yaml"),), (CARD.replace("l4", "cpu"),)),
+    "another model": Checked(
+        (
             writes("net.py", NETWORK),
             "protrain profile net.py:model --on cpu -o c/own.yaml",
             PLAN,
             writes("net.py", DEEPER),
-        ],
-        "c",
-        ["..."],
-        "c",
+        )
     ),
-    "rounding: plan without": (ROUNDED, "c", [PLAN], "c"),
-    "rounding: allow it": (
-        ROUNDED,
-        "c",
-        [writes("pyproject.toml", "[tool.protrain]\nallow = ['int8-activations']\n")],
-        "c",
+    "rounding: plan without": Checked(ROUNDED, (PLAN,)),
+    "rounding: allow it": Checked(
+        ROUNDED, (writes("pyproject.toml", "[tool.protrain]\nallow = ['int8-activations']\n"),)
     ),
-    "another kind of device": ([], "c --on l4", [CARD, PLAN], "c --on l4"),
-    "a budget above the machine": (
-        [CARD, PLAN, budgets("l4: {device: 48GiB}")],
-        "c",
-        [budgets("l4: {device: 20GiB}")],
-        "c",
+    "another kind of device": Checked((), (CARD, PLAN), "c --on l4", "c --on l4"),
+    "a budget above the machine": Checked(
+        (CARD, PLAN, budgets("l4: {device: 48GiB}")), (budgets("l4: {device: 20GiB}"),)
     ),
-    "fewer plans: bring back": (
-        [removes("c/plan.yaml"), f"{PLAN.removesuffix('c/plan.yaml')}c/other.yaml"],
+    "fewer plans: bring back": Checked(
+        (removes("c/plan.yaml"), f"{PLAN.removesuffix('c/plan.yaml')}c/other.yaml"),
+        (PLAN,),
         "c --expect 2",
-        [PLAN],
         "c --expect 2",
     ),
-    "fewer plans: --expect": ([], "c --expect 2", [], "c --expect 1"),
-    "a machine's name": (
-        [budgets("cpuu: {device: 8GiB}")],
-        "c",
-        [budgets("cpu: {device: 8GiB}")],
-        "c",
+    "fewer plans: --expect": Checked((), (), "c --expect 2", "c --expect 1"),
+    "a machine's name": Checked((budgets("cpuu: {device: 8GiB}"),), (LIMITS,)),
+    "two files of budgets: one": Checked((LIMITS, TABLE), (removes("pyproject.toml"),)),
+    "two files of budgets: --budgets": Checked(
+        (LIMITS, TABLE), (), passes="c --budgets budgets.yaml"
     ),
-    "two files of budgets: one": (
-        [budgets("cpu: {device: 8GiB}"), writes("pyproject.toml", TOML)],
-        "c",
-        [removes("pyproject.toml")],
-        "c",
+    "a name of budgets": Checked(
+        (budgets("cpu: {device: 8GiB}", "Budgets.yaml"),),
+        (lambda: Path("Budgets.yaml").rename("budgets.yaml"),),
     ),
-    "two files of budgets: --budgets": (
-        [budgets("cpu: {device: 8GiB}"), writes("pyproject.toml", TOML)],
-        "c",
-        [],
-        "c --budgets budgets.yaml",
+    "a key of tool.protrain": Checked(
+        (writes("pyproject.toml", "[tool.protrain]\nx = 1\n"),), (NO_LEAVE,)
     ),
-    "a name of budgets": (
-        [budgets("cpu: {device: 8GiB}", "Budgets.yaml")],
-        "c",
-        [lambda: Path("Budgets.yaml").rename("budgets.yaml")],
-        "c",
+    "a key that looks like it": Checked(
+        (writes("pyproject.toml", '[tool."Protrain"]\nallow = []\n'),), (NO_LEAVE,)
     ),
-    "a key of tool.protrain": (
-        [writes("pyproject.toml", "[tool.protrain]\nx = 1\n")],
-        "c",
-        [writes("pyproject.toml", "[tool.protrain]\nallow = []\n")],
-        "c",
+    "a rule that is none": Checked((), (), "--explain SPEED", "--explain TIME001"),
+    "a folder without a plan": Checked((removes("c/plan.yaml"),), (PLAN,)),
+    "another folder": Checked((removes("c/plan.yaml"),), (), passes="../p"),
+    "a link that leads out: the file": Checked((linked,), (copied,)),
+    "a kind that looks like it": Checked(
+        (edits("c/plan.yaml", "protrain: plan", "Protrain: plan"),),
+        (edits("c/plan.yaml", "Protrain: plan", "protrain: plan"),),
     ),
-    "a key that looks like it": (
-        [writes("pyproject.toml", '[tool."Protrain"]\nallow = []\n')],
-        "c",
-        [writes("pyproject.toml", "[tool.protrain]\nallow = []\n")],
-        "c",
-    ),
-    "a rule that is none": ([], "--explain SPEED", [], "--explain TIME001"),
-    "a folder without a plan": ([removes("c/plan.yaml")], "c", [PLAN], "c"),
-    "another folder": ([removes("c/plan.yaml")], "c", [], "../p"),
-    "a link that leads out: the file": ([linked], "c", [copied], "c"),
-    "a kind that looks like it": (
-        [edits("c/plan.yaml", "protrain: plan", "Protrain: plan")],
-        "c",
-        [edits("c/plan.yaml", "Protrain: plan", "protrain: plan")],
-        "c",
-    ),
-    "a kind that is none": (
-        [edits("c/plan.yaml", "protrain: plan", "protrain: plam")],
-        "c",
-        [edits("c/plan.yaml", "protrain: plam", "protrain: plan")],
-        "c",
+    "a kind that is none": Checked(
+        (edits("c/plan.yaml", "protrain: plan", "protrain: plam"),),
+        (edits("c/plan.yaml", "protrain: plam", "protrain: plan"),),
     ),
 }
 
@@ -533,7 +493,7 @@ CHECKS: dict[str, Checked] = {
 def test_a_check_passes_when_the_message_is_followed(
     name: str, tmp_path: Path, assert_says: Speaker
 ) -> None:
-    steps, fails, fix, passes = CHECKS[name]
+    row = CHECKS[name]
     looks = [] if name == "another model" else ["--records-only"]  # at what builds the model
     here = tmp_path / "here"
     (here / "c").mkdir(parents=True)
@@ -541,18 +501,18 @@ def test_a_check_passes_when_the_message_is_followed(
         (here / "c" / file).write_bytes(Path("p", file).read_bytes())
     (tmp_path / "p").symlink_to(Path("p").absolute())
     with chdir(here):
-        taken(steps)
-        code, said = run(["check", *looks, *shlex.split(fails), "--format", "json"])
+        taken(row.before)
+        code, said = run(["check", *looks, *shlex.split(row.fails), "--format", "json"])
         if code == 1:
             found = [one.get("fix") for one in json.loads(said)["findings"]]
             [said] = [f"fix: {fix}" for fix in found if fix]
         assert "fix: " in said
         assert_says(said)
-        taken(fix, said)
-        succeed(shlex.join(["check", *looks, *shlex.split(passes)]))
+        taken(row.fix, said)
+        succeed(shlex.join(["check", *looks, *shlex.split(row.passes)]))
 
 
-def taken(steps: list[Step], said: str = "") -> None:
+def taken(steps: Iterable[Step], said: str = "") -> None:
     for step in steps:
         if callable(step):
             step()

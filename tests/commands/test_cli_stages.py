@@ -186,30 +186,6 @@ def test_tied_embeddings_cannot_be_cut(tmp_path: Path) -> None:
     assert "this model cannot be cut" in text
 
 
-def test_refusals(tmp_path: Path) -> None:
-    profile = written(tmp_path, near=100e9, far=1e9)
-    out = ("-o", str(tmp_path / "plan.yaml"))
-    code, text = asked(profile, "--stages", "auto", *out)
-    assert code == 2
-    assert "say how many there are: --global-batch 128" in text
-    code, text = asked(profile, "--stages", "3", "--global-batch", "4", *out)
-    assert code == 2
-    auto = "fix: --stages auto looks at all numbers that are possible"
-    assert f"4 devices are no equal parts of 3 stages {auto}" in text
-    code, text = asked(profile, "--stages", "many", "--global-batch", "4", *out)
-    assert code == 2
-    assert f"expected numbers such as 1,4,16, got 'many' {auto}" in text
-    code, text = asked(profile, "--stages", "auto", "--global-batch", "4", "--pareto", *out)
-    assert code == 2
-    assert "--pareto: stages are planned without it" in text
-    code, text = asked(profile, "--stages", "2", "--global-batch", "4", "--replicas", "2", *out)
-    assert code == 2
-    assert "--replicas: the replicas of each stage are found fix: leave it out" in text
-    code, text = asked(profile, "--stages", "2", "--global-batch", "4", "--disk-gain", "0", *out)
-    assert code == 2
-    assert "--disk-gain: stages use the disk only where no plan fits without it" in text
-
-
 def test_what_fits_in_no_stages_has_a_reason(tmp_path: Path) -> None:
     profile = written(tmp_path, near=100e9, far=1e9)
     options = ("--stages", "auto", "--global-batch", "4", "--device-memory", "600MB")
@@ -268,25 +244,3 @@ def test_plan_and_search_give_the_answer_of_fit(tmp_path: Path) -> None:
     assert best["best"]["tokens_per_second"] == cell["tokens_per_second"]
     most = answer["tokens_per_step"] / answer["lower_bound_seconds"]
     assert best["best"]["most_tokens_per_second"] == most
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (("fit", "--stages", "auto"), "say how many there are: --global-batch 128"),
-        (
-            ("fit", "--stages", "auto", "--global-batch", "4", "--compare"),
-            "--compare: stages are planned without it",
-        ),
-        (
-            ("fit", "--stages", "auto", "--global-batch", "4", "--batch-size", "2"),
-            "--batch-size: --global-batch finds it",
-        ),
-    ],
-)
-def test_refusals_of_fit_and_search(tmp_path: Path, command: tuple[str, ...], words: str) -> None:
-    first, *options = command
-    on = ("--on", machine_file(tmp_path)) if first == "fit" else ()
-    found = protrain(*first.split(), "tiny-llama", *on, *options, folder=tmp_path)
-    assert found.returncode == 2
-    assert words in " ".join(found.stderr.split())

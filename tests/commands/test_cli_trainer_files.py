@@ -125,39 +125,3 @@ def test_num_devices_is_not_asked_for_where_it_is_given(tmp_path: Path) -> None:
     given = protrain(*asked, "--num-devices", 2, folder=tmp_path)
     assert given.returncode == 0
     assert "--num-devices" not in given.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("fit", "missing.yaml", "--on", "h200"), "missing.yaml: there is no such file"),
-        (("fit", "gpt2", "--model", "gpt2", "--on", "h200"), "--model: gpt2 is no trainer's file"),
-        (("plan", "gpt2", "--model", "gpt2"), "--model: a profile says it already"),
-        (("plan", "gpt2", "--beside", "gpt2"), "--beside: a profile says it already"),
-        (
-            ("fit", "tiny-gpt2", "--on", "h200", "--seq-len", "64", "--beside", "gpt3"),
-            "no such model: 'gpt3' is not a preset",
-        ),
-        (
-            (
-                "fit",
-                "gpt2",
-                "--on",
-                "h200",
-                "--beside",
-                "gpt2",
-                "--stages",
-                "2",
-                "--global-batch",
-                "8",
-            ),
-            "--beside: stages are planned without it",
-        ),
-    ],
-)
-def test_a_wrong_file_is_one_error(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    found = protrain(*arguments, folder=tmp_path)
-    assert found.returncode == 2
-    assert message in found.stderr

@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import chdir
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from protrain_plan.commands.help import ROWS
 from protrain_runtime.contract.records import write_plan, write_profile
 from tests.support.checking_cases import offloading
 from tests.support.messages import Speaker
-from tests.support.planning_cases import cpu, decoder, gpu
+from tests.support.planning_cases import cpu, decoder, gpu, joined
 from tests.support.record_fuzz import run
 from tests.support.reporting_cases import small_step
 
@@ -29,17 +28,18 @@ from tests.support.reporting_cases import small_step
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """It is as it was, after all of them."""
     folder = tmp_path_factory.mktemp("mistakes")
-    step, measured = small_step(), replace(decoder(gpu(host_gb=64), blocks=2), method="measured")
+    step = small_step()
     write_profile(decoder(cpu(), blocks=3), folder / "profile.yaml")
     write_profile(decoder(gpu(), blocks=6, pieces=4), folder / "card.yaml")
-    write_profile(measured, folder / "measured.yaml")
+    write_profile(decoder(joined(gpu()), blocks=3), folder / "joined.yaml")
     write_plan(step.plan, folder / "plan.yaml")
     write_plan(offloading(), folder / "offloading.yaml")
     text = (folder / "plan.yaml").read_text()
     (folder / "typo.yaml").write_text(text.replace("persistent", "persistant"))
     (folder / "broken.yaml").write_text("protrain: plan\nunits: [\n")
     (folder / "prices.yaml").write_text("rtx-4090: {price_per_hour: 0.5, num_devices: [1]}\n")
-    (folder / "shown").mkdir()
+    for name in ("shown", "empty"):
+        (folder / name).mkdir()
     write_profile(step.profile, folder / "shown/profile.yaml")
     write_plan(step.plan, folder / "shown/plan.yaml")
     (folder / "there").touch()
@@ -59,10 +59,9 @@ run missing.yaml
 run card.yaml
 run broken.yaml
 run typo.yaml
-run offloading.yaml --plain --check
-run offloading.yaml --plain --verify
 run offloading.yaml --memory-limit 1.5GX
 run offloading.yaml --memory-limit 24
+run offloading.yaml --plain --record r.json
 profile tiny-lama --in-process
 profile no.such.module:factory --in-process
 profile tiny-llama --dtype float33
@@ -78,14 +77,11 @@ plan meta-llama/Llama-3.1-8B
 plan axolotl.yml
 plan config.json
 plan mine.py:made
-plan profile.yaml --device-memory 24
 plan card.yaml --page-cache 4
 plan profile.yaml --device-memory 1.5GX
 plan profile.yaml --host-memory 8GiB
 plan profile.yaml -o /dev/null/no/plan.yaml
 plan profile.yaml -o - --lp /dev/fd/1
-plan profile.yaml --seq-len 64
-plan measured.yaml --host-memory 2TiB
 plan card.yaml --allow int8-activations
 plan card.yaml --num-devices 2
 plan card.yaml --pin 'layer.0: recompute'
@@ -93,12 +89,14 @@ plan card.yaml --pareto --maximize batch-size
 plan card.yaml --maximize layers
 plan card.yaml --updates later
 plan card.yaml --updates in-backward --clip
-plan card.yaml --clip-share 0.2
 plan card.yaml --clip --clip-share 1.2
 plan card.yaml --solver cplex
 plan tiny-llama --on rtx-4090 --global-batch 8 --accumulate 2
-plan tiny-llama --on rtx-4090 -o -
 plan tiny-llama --on rtx-4090 -o there/plan
+plan gpt2 --model gpt2
+plan gpt2 --beside gpt2
+plan joined.yaml --num-devices 4 --stages many --global-batch 4
+plan joined.yaml --num-devices 4 --stages auto --global-batch 4 --pareto
 show shown/plan.yaml --profile card.yaml
 simulate shown/plan.yaml --profile card.yaml
 simulate shown/plan.yaml --trace no/trace.json
@@ -136,7 +134,6 @@ fit tiny-llama --on cpu --precision mixed
 fit tiny-llama --on cpu --precision autocast --dtype float32
 fit tiny-llama --on cpu --price cheap
 fit tiny-llama --on cpu --price 1e-300
-fit tiny-llama --on cpu --price 1,2
 fit tiny-llama --on cpu --columns speed
 fit tiny-llama --on cpu --columns cost
 fit tiny-llama --on cpu --columns energy
@@ -148,21 +145,42 @@ fit tiny-llama --on rtx-4090 --sort speed
 fit tiny-llama --seq-len 64
 fit tiny-llama --on rtx-4090 --global-batch 8 --batch-size 2
 fit tiny-llama --on rtx-4090 --global-batch 8 --accumulate 2
-hardware show rtx-4091
+fit tiny-llama
+fit missing.yaml --on h200
+fit gpt2 --model gpt2 --on h200
+fit tiny-gpt2 --on h200 --seq-len 64 --beside gpt3
+fit gpt2 --on h200 --beside gpt2 --stages 2 --global-batch 8
+fit tiny-llama --on h200 --set optimiser=sgd
+fit tiny-llama --on h200 --set optimizer=sgd --optimizer adamw
+fit tiny-llama --on h200 --set host=8GiB --host-memory 4GiB
+fit tiny-llama --on h200 --sweep seq-len=64 --seq-len 32
+fit tiny-llama --on h200 --set accumulate=2 --global-batch 4
+fit tiny-llama --on h200 --sort cost
+fit tiny-llama --on h200 --sort time --speed 1
+fit tiny-llama --on h200 --what-helps --speed 1
+fit tiny-llama --on h200 --among prices.yaml
+fit tiny-llama --on h200 --stages auto
+fit tiny-llama --on h200 --stages auto --global-batch 4 --compare
+fit tiny-llama --on h200 --stages auto --global-batch 4 --batch-size 2
 hardware show 'RTX 4090'
 hardware show A100
-hardware show toaster
 hardware show plan.yaml
 hardware show broken.yaml
 hardware show ./none.yaml
 hardware show .
-hardware probe --device tpu
 hardware probe -o /no/such/folder/machine.yaml
 hardware search tiny-llama
-hardware search tiny-llama --speed 1
 hardware search tiny-llama --speed 1 --among none.yaml
 hardware search tiny-llama --speed 1 --among prices.yaml --price-limit 0.2
 hardware search tiny-llama --speed 1 --among prices.yaml --dtype int8
+hardware search tiny-llama --speed 1 --num-devices 2
+hardware search tiny-llama --speed 1 --price 2
+check nothing
+check empty
+check
+check shown --format html
+check shown --explain MEM01
+check shown --on rtx-409
 """
 
 

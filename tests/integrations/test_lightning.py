@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from protrain_runtime import restore
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.model.prepared import engine_of
 from tests.support.integration_cases import (
@@ -216,7 +215,5 @@ def test_lightning_trains_when_the_message_is_followed(
         given_module = {"module": settings.get("module", Module)()}
         fit(plan("gpt2", **made_for), tmp_path, limit_train_batches=2, **(settings | given_module))
 
-    with pytest.raises(ProtrainError) as caught:
-        fitted(wrong)
-    assert_says(caught.value)
+    assert_says.refused(fitted, wrong)
     fitted(followed)

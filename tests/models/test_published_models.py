@@ -11,10 +11,10 @@ from protrain_plan.models.presets import preset_config, presets
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.presentation.profiles import caveats
 from protrain_plan.profiling.estimated import estimate
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.profile import Profile, Quantize
 from tests.support.hostile_models import Hostile
 from tests.support.judging import judged
+from tests.support.messages import Speaker
 from tests.support.thinning import thinned
 
 Config = dict[str, Any]
@@ -118,13 +118,8 @@ def test_routers_get_no_adapters_and_experts_stay_unpacked(quantize: Quantize) -
     assert len(unpacked) == bool(quantize)
 
 
-def test_a_named_router_is_one_clear_error() -> None:
-    with pytest.raises(ProtrainError) as caught:
-        estimated(ROUTED, adapter="lora r=4 targets=q_proj+router")
-    assert str(caught.value) == (
-        "config.json: targets: layers called 'router' return several values, as routers do: an"
-        " adapter would return one\n  fix: leave router out; all-linear does, too"
-    )
+def test_a_named_router_is_one_clear_error(assert_says: Speaker) -> None:
+    assert_says.refused(estimated, ROUTED, adapter="lora r=4 targets=q_proj+router")
 
 
 # --- the catalogue --------------------------------------------------------------------------------

@@ -148,117 +148,38 @@ def read(folder: Path, content: dict[str, Any], *given: str, **changed: Any) -> 
     return TrainerFile(written(folder, content | changed), given=given)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "content", "command"),
-    [
-        (
-            "Axolotl",
-            QLORA,
-            "llama-3.2-1b --seq-len 2048 --batch-size 2 --accumulate 4 --dtype bfloat16"
-            " --precision pure --lora r=32,alpha=16,targets=gate_proj+down_proj,dropout=0.05"
-            " --quantize nf4 --optimizer adamw8bit --clip",
-        ),
-        (
-            "Axolotl",
-            FULL_FSDP,
-            "llama-3.1-8b --seq-len 4096 --batch-size 2 --accumulate 1 --num-devices 8"
-            " --dtype bfloat16 --precision master --optimizer adamw --clip",
-        ),
-        (
-            "LLaMA-Factory",
-            LORA,
-            "qwen3-4b --seq-len 2048 --batch-size 1 --accumulate 8 --dtype bfloat16"
-            " --precision pure --lora r=8 --optimizer adamw --clip",
-        ),
-        (
-            "LLaMA-Factory",
-            LORA | {"finetuning_type": "full"},
-            "qwen3-4b --seq-len 2048 --batch-size 1 --accumulate 8 --dtype bfloat16"
-            " --precision autocast --optimizer adamw --clip",
-        ),
-        (
-            "LLaMA-Factory",
-            LORA | {"finetuning_type": "full", "deepspeed": "ds_z3_config.json"},
-            "qwen3-4b --seq-len 2048 --batch-size 1 --accumulate 8 --dtype bfloat16"
-            " --precision master --optimizer adamw --clip",
-        ),
-        (
-            "LLaMA-Factory",
-            LORA | {"quantization_bit": 8, "pure_bf16": True, "lora_target": "q_proj,v_proj"},
-            "qwen3-4b --seq-len 2048 --batch-size 1 --accumulate 8 --dtype bfloat16"
-            " --precision pure --lora r=8,targets=q_proj+v_proj,dtype=base --quantize int8"
-            " --optimizer adamw --clip",
-        ),
-        (
-            "torchtune",
-            SINGLE_DEVICE,
-            "llama-3.1-8b --seq-len 8192 --batch-size 2 --accumulate 8 --dtype bfloat16"
-            " --precision pure --lora"
-            " r=8,targets=q_proj+v_proj+o_proj+gate_proj+up_proj+down_proj,dtype=base"
-            " --optimizer adamw",
-        ),
-        (
-            "LLaMA-Factory v1",
-            V1,
-            "qwen3-4b --seq-len 2048 --batch-size 1 --accumulate 1 --dtype bfloat16"
-            " --precision master --optimizer adamw --clip",
-        ),
-        (
-            "LLaMA-Factory v1",
-            V1 | {"dist_config": None},
-            "qwen3-4b --seq-len 2048 --batch-size 1 --accumulate 1 --dtype float32"
-            " --precision pure --optimizer adamw --clip",
-        ),
-        (
-            "LLaMA-Factory v1",
-            V1_QLORA,
-            "qwen3-4b --seq-len 2048 --batch-size 1 --accumulate 1 --num-devices 2"
-            " --dtype bfloat16 --precision pure --lora r=16,dropout=0.05 --quantize nf4"
-            " --optimizer adamw --clip",
-        ),
-        (
-            "TRL",
-            ARGUMENTS,
-            "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
-            " --precision autocast --optimizer adamw --clip",
-        ),
-        (
-            "TRL",
-            QLORA_ARGUMENTS,
-            "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
-            " --precision pure --lora r=16,dtype=base,dropout=0.05 --quantize nf4"
-            " --optimizer adamw8bit",
-        ),
-        (
-            "the Trainer",
-            PLAIN | {"dtype": "bfloat16"},
-            "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
-            " --precision pure --optimizer adamw --clip",
-        ),
-        (
-            "the Trainer",
-            PLAIN | {"dtype": "bfloat16", "deepspeed": "zero2.json"},
-            "llama-3.2-1b --seq-len 1024 --batch-size 4 --accumulate 8 --dtype bfloat16"
-            " --precision master --optimizer adamw --clip",
-        ),
-        (
-            "torchtune",
-            SINGLE_DEVICE | {"model": SINGLE_DEVICE["model"] | {"quantize_base": True}},
-            "llama-3.1-8b --seq-len 8192 --batch-size 2 --accumulate 8 --dtype bfloat16"
-            " --precision pure --lora"
-            " r=8,targets=q_proj+v_proj+o_proj+gate_proj+up_proj+down_proj,dtype=base"
-            " --quantize nf4 --optimizer adamw",
-        ),
-    ],
-)
+FULL = LORA | {"finetuning_type": "full"}
+FROZEN = LORA | {"finetuning_type": "freeze", "freeze_trainable_layers": 2}
+OF_TRAINERS: dict[str, dict[str, Any]] = {
+    "Axolotl, packed": QLORA,
+    "Axolotl, all weights": FULL_FSDP,
+    "LLaMA-Factory, adapters": LORA,
+    "LLaMA-Factory, all weights": FULL,
+    "LLaMA-Factory with DeepSpeed": FULL | {"deepspeed": "ds_z3_config.json"},
+    "LLaMA-Factory, packed": LORA
+    | {"quantization_bit": 8, "pure_bf16": True, "lora_target": "q_proj,v_proj"},
+    "torchtune, adapters": SINGLE_DEVICE,
+    "torchtune, packed": SINGLE_DEVICE
+    | {"model": SINGLE_DEVICE["model"] | {"quantize_base": True}},
+    "LLaMA-Factory v1, all weights": V1,
+    "LLaMA-Factory v1, not distributed": V1 | {"dist_config": None},
+    "LLaMA-Factory v1, packed": V1_QLORA,
+    "TRL, all weights": ARGUMENTS,
+    "TRL, packed": QLORA_ARGUMENTS,
+    "the Trainer": PLAIN | {"dtype": "bfloat16"},
+    "the Trainer with DeepSpeed": PLAIN | {"dtype": "bfloat16", "deepspeed": "zero2.json"},
+}
+
+
+@pytest.mark.parametrize("kind", OF_TRAINERS)
 def test_a_file_becomes_the_options_of_a_command(
-    trainer: str, content: dict[str, Any], command: str, tmp_path: Path
+    kind: str, assert_says: Speaker, tmp_path: Path
 ) -> None:
     for name in ("trainer.yaml", "trainer.json"):
-        path = written(tmp_path, content, name)
+        path = written(tmp_path, OF_TRAINERS[kind], name)
         assert is_trainer_file(path)
         file = TrainerFile(path)
-        assert (file.format.name, file.command) == (trainer, command)
+        assert_says([file.format.name, file.command])
 
 
 def test_every_key_is_in_one_list(tmp_path: Path) -> None:
@@ -493,6 +414,7 @@ def test_logs_data_and_schedules_are_left_out(tmp_path: Path) -> None:
         (ARGUMENTS | {"beta": 0.1}, {"beta": None}),
         (ARGUMENTS | {"num_generations": 8}, {"num_generations": None}),
         (QLORA | {"qat": {"weight_dtype": "int4"}}, {"qat": None}),
+        (FROZEN, {"finetuning_type": "full"}),
     ],
 )
 def test_a_method_that_is_not_planned_is_answered_as_its_fix_says(
@@ -502,16 +424,10 @@ def test_a_method_that_is_not_planned_is_answered_as_its_fix_says(
         TrainerFile(written(tmp_path, content))
     assert caught.value.fix is not None
     assert "remove from a copy" not in caught.value.fix
-    assert any(words in caught.value.fix for words in ("is not planned", "the answer is", "it is"))
+    found = ("is not planned", "the answer is", "it is", "finetuning_type: full")
+    assert any(words in caught.value.fix for words in found)
     kept = {key: value for key, value in (content | changed).items() if value is not None}
     assert TrainerFile(written(tmp_path, kept)).options["model"]
-
-
-def test_a_frozen_method_is_answered_as_its_fix_says(tmp_path: Path) -> None:
-    freeze = LORA | {"finetuning_type": "freeze", "freeze_trainable_layers": 2}
-    with pytest.raises(ProtrainError, match="finetuning_type: full"):
-        read(tmp_path, freeze)
-    assert "lora" not in read(tmp_path, freeze, finetuning_type="full").options
 
 
 @pytest.mark.parametrize("content", [QLORA, ARGUMENTS, PLAIN])
@@ -554,7 +470,6 @@ TEACHER = {
     "kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"},
     "kd_ratio": 0.5,
 }
-FULL = LORA | {"finetuning_type": "full"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from protrain_plan.planning.questions.answers import Objective
 from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.report.step import simulated
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.group import profile_for, through_cache
 from protrain_runtime.contract.records import dumps_plan, loads_plan
 from protrain_runtime.contract.records.hardware import Cached, Contention, Hardware, Link
@@ -72,10 +71,8 @@ def test_no_more_is_on_disk_than_the_cache_may_take() -> None:
 
 
 def test_a_machine_that_was_not_measured_so_is_refused(assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as caught:
-        asked(model(cpu()), 10**9)
-    assert caught.value.key == "--page-cache"
-    assert_says(caught.value)
+    error = assert_says.refused(asked, model(cpu()), 10**9)
+    assert error.key == "--page-cache"
 
 
 def test_the_machine_is_changed_in_its_disk_and_what_copies_leave_compute() -> None:

@@ -49,8 +49,9 @@ from protrain_runtime.contract.records.plan import (
     DeviceGroup,
     StepSettings,
 )
-from protrain_runtime.contract.records.profile import Profile, Workload
+from protrain_runtime.contract.records.profile import Profile
 from tests.support import random_models
+from tests.support.hostile_models import WORKLOAD
 from tests.support.planning_cases import MB, decoder, gpu, unit
 
 TWO = DeviceGroup(num_devices=2)
@@ -470,15 +471,7 @@ def test_cuts_are_where_one_unit_reads_the_last() -> None:
 def test_a_skip_connection_is_not_cut(tmp_path: Path) -> None:
     """Such an output is read by the last part, and added without being saved."""
     shape = random_models.Shape(blocks=("linear",) * 4, between=("nothing",) * 4, skip=True)
-    workload = Workload(
-        model="tests:random",
-        model_config="",
-        batch_size=1,
-        seq_len=1,
-        dtype="float32",
-        device="cpu",
-        seed=0,
-    )
+    workload = replace(WORKLOAD, model="tests:random")
     profile = measure_model(
         random_models.random_model(shape),
         map(random_models.random_batch, count()),

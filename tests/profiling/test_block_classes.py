@@ -16,6 +16,7 @@ from protrain_plan.profiling.structure.faking import fake_batch, faking
 from protrain_runtime.contract.records.profile import Form, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from tests.support.estimates import device, small_source, weighed
+from tests.support.hostile_models import Chain
 from tests.support.thinning import thinned
 
 # Per unit, the one that runs for it. A part has its own; so has the first layer of a T5 stack,
@@ -141,19 +142,9 @@ class Layer(nn.Module):
 def test_blocks_of_one_class_have_the_same_shapes(
     widths: tuple[int, ...], ran: tuple[int, ...]
 ) -> None:
-    layers = nn.ModuleList(Layer(width) for width in widths)
-
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x.square().sum()  # saves what it is given, as the next layers do
-
-    model, batch = Stack(), (torch.ones(3, 4, requires_grad=True),)
+    """The mean of squares saves what it is given, as the next layers do."""
+    model = Chain(*(Layer(width) for width in widths))
+    batch = (torch.ones(3, 4, requires_grad=True),)
     assert equal_blocks(model, discover(model, batch), batch).representatives == ran
 
 

@@ -15,6 +15,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.estimates import machine
+from tests.support.hostile_models import Chain
 
 WIDTH = 16
 
@@ -72,19 +73,8 @@ OBSERVE: dict[str, Callable[[Any, Tensor], None]] = {
 }
 
 
-class Stack(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Observed(how) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean()
-
-
 def made(how: str) -> tuple[nn.Module, list[Tensor]]:
-    return Stack(how), [torch.ones(2, 4, WIDTH)]
+    return Chain(*(Observed(how) for _ in range(3))), [torch.ones(2, 4, WIDTH)]
 
 
 @pytest.mark.parametrize("how", OBSERVE)

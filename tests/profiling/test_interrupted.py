@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.profiling.measured import measure_model
+from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import Workload
 from tests.support.forked import protrain
 from tests.support.runtime_cases import attached, copied, differences
@@ -155,8 +157,26 @@ def measured(model: Model, error: type[BaseException], folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_the_model_is_the_same_after_its_profile(tmp_path: Path) -> None:
-    measured(model_with_gradients(), EnoughError, tmp_path)
+@pytest.mark.parametrize(
+    "machine",
+    [load_hardware("cpu"), pytest.param(None, marks=pytest.mark.slow)],
+    ids=["of a machine", "and the machine is probed"],
+)
+def test_the_model_is_the_same_after_its_profile(machine: Hardware | None, tmp_path: Path) -> None:
+    model = model_with_gradients()
+    before = state(model)
+    profile = measure_model(
+        model,
+        batches(),
+        workload=WORKLOAD,
+        num_steps=1,
+        spill_directory=tmp_path,
+        progress=lambda *_: None,
+        machine=machine,
+    )
+    assert len(profile.units) == 5
+    assert list(differences(state(model), before, "state")) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 NUM_CALLS = 43

@@ -28,6 +28,7 @@ from protrain_runtime.states.absent import without_parameters
 from tests.support.commands import python
 from tests.support.configs import CONFIGS, SMALL
 from tests.support.estimates import weighed
+from tests.support.hostile_models import WORKLOAD
 
 CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
     **{name: (CONFIGS[name], {}) for name in ("llama", "gpt2", "gemma2", "t5")},
@@ -49,16 +50,8 @@ QUICK = ("tied", "packed")
 def source_and_workload(name: str) -> tuple[ModelSource, Workload]:
     config, options = CASES[name]
     source = load_source(name, model_config=json.dumps({**SMALL, **config}))
-    workload = Workload(
-        model=source.name,
-        model_config=source.model_config,
-        batch_size=2,
-        seq_len=32,
-        dtype="float32",
-        device="cpu",
-        seed=0,
-    )
-    return source, replace(workload, **options)  # type: ignore[arg-type]
+    workload = replace(WORKLOAD, model=source.name, model_config=source.model_config)
+    return source, replace(workload, batch_size=2, seq_len=32, **options)  # type: ignore[arg-type]
 
 
 def whole(source: ModelSource, workload: Workload) -> tuple[list[Unit], int, str]:

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,14 @@ from protrain_runtime.ranks import common_memory
 from tests.support.messages import Speaker
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import end_ranks, ranks_on_every_device_at_night, run_ranks
-from tests.support.ranks_loops import RanksRun, differing, in_ddp, played, resume, under_plan
+from tests.support.ranks_loops import (
+    RanksRun,
+    compared_and_resumed,
+    differing,
+    in_ddp,
+    played,
+    under_plan,
+)
 from tests.support.runtime_cases import (
     ADAMW,
     FRACTIONAL,
@@ -44,7 +51,7 @@ from tests.support.runtime_cases import (
     llama,
     plan_for,
 )
-from tests.support.scenario import Loop, Run
+from tests.support.scenario import Loop
 
 COMMON = Placement(tier="host", common_copy=True)
 HELD = replace(COMMON, keep_gathered=True)
@@ -68,10 +75,6 @@ def plan_on(count: int, units: Sequence[UnitPlan], **options: Any) -> Plan:
     return with_settings(plan_for(SUBJECT.build(), units), group=group)
 
 
-def given(plan: Plan, _: nn.Module) -> Plan:
-    return plan
-
-
 def made(plan: Plan, rank: int, folder: Path, **options: Any) -> RanksRun:
     spill = folder / f"spill-{rank}"
     spill.mkdir(exist_ok=True)
@@ -79,7 +82,7 @@ def made(plan: Plan, rank: int, folder: Path, **options: Any) -> RanksRun:
         SUBJECT,
         rank,
         plan.group.num_devices,
-        partial(given, plan),
+        lambda _: plan,
         folder=spill,
         groups=trained,
         optimizer=ADAMW,
@@ -101,26 +104,9 @@ def shared(process: object = "self") -> list[tuple[int, int, int]]:
 # --- training -------------------------------------------------------------------------------------
 
 
-def half_way(again: Callable[[], RanksRun], folder: Path, run: Run, step: int) -> None:
-    if step == 2:
-        resume(run, again, "files into another plan", folder)
-
-
 def compared(rank: int, count: int, plans: Sequence[Plan], folder: Path) -> list[list[str]]:
-    """By plan, where its training differs from DistributedDataParallel's; the last is resumed."""
-    expected = played(in_ddp(SUBJECT, rank, count, ADAMW, groups=trained), Loop(num_steps=4))
-    found: list[list[str]] = []
-    for plan in plans:
-        again = partial(made, plan, rank, folder)
-        resumed = None
-        if plan is plans[-1]:
-            resumed = partial(half_way, partial(again, seed=7), folder)
-        run = again()
-        outcome = played(run, Loop(num_steps=4, before=resumed))
-        restore(run.model)
-        restored = differences(copied(run.model.state_dict()), expected.parameters, "restored")
-        found.append([*differing(outcome, expected, 0), *restored])
-        assert shared() == []
+    found = compared_and_resumed(SUBJECT, trained, ADAMW, rank, count, plans, folder)
+    assert shared() == []
     return found
 
 
@@ -307,9 +293,3 @@ def test_a_copy_is_for_ranks_of_one_machine(tmp_path: Path, assert_says: Speaker
     first = next(each for each in told if each.startswith("settings.group"))
     assert all(first.partition(": ")[2] in each for each in told)
     assert_says(first)
-
-
-def test_a_copy_is_for_several_devices(tmp_path: Path, assert_says: Speaker) -> None:
-    model = SUBJECT.build()
-    plan = plan_for(model, decided(SUBJECT.units(), KEEP, COMMON))
-    assert_says.refused(prepare, model, plan, optimizer=ADAMW)

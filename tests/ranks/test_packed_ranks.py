@@ -1,7 +1,7 @@
 """Adapters beside weights of 4 and 8 bits on two ranks: bytes are shared, scales are rank 0's."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_runtime import restore
 from protrain_runtime.contract.records.plan import (
     PERSISTENT,
     RECOMPUTE,
@@ -22,9 +21,8 @@ from protrain_runtime.contract.records.plan import (
 from tests.support import quantized_models
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
-from tests.support.ranks_loops import RanksRun, differing, in_ddp, played, resume, under_plan
-from tests.support.runtime_cases import Subject, copied, decided, differences, plan_for
-from tests.support.scenario import Loop, Run
+from tests.support.ranks_loops import compared_and_resumed
+from tests.support.runtime_cases import Subject, decided, plan_for
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"
@@ -40,32 +38,8 @@ def adapters(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
 
-def given(plan: Plan, _: nn.Module) -> Plan:
-    return plan
-
-
-def resumed_half_way(again: Callable[..., RanksRun], folder: Path, run: Run, step: int) -> None:
-    if step == 2:
-        resume(run, partial(again, seed=7), "files into another plan", folder)
-
-
 def compared(rank: int, count: int, plans: Sequence[Plan], folder: Path) -> list[list[str]]:
-    """By plan, where its training differs from DistributedDataParallel's."""
-    plain = in_ddp(SUBJECT, rank, count, ADAMW, groups=adapters)
-    expected = played(plain, Loop(num_steps=4))
-    found: list[list[str]] = []
-    spill = folder / str(rank)
-    spill.mkdir(exist_ok=True)
-    for plan in plans:
-        made = partial(under_plan, SUBJECT, rank, count, partial(given, plan), folder=spill)
-        again = partial(made, groups=adapters, optimizer=ADAMW)
-        resumed = partial(resumed_half_way, again, folder) if plan is plans[-1] else None
-        run = again()
-        outcome = played(run, Loop(num_steps=4, before=resumed))
-        restore(run.model)
-        restored = differences(copied(run.model.state_dict()), expected.parameters, "restored")
-        found.append([*differing(outcome, expected, 0), *restored])
-    return found
+    return compared_and_resumed(SUBJECT, adapters, ADAMW, rank, count, plans, folder)
 
 
 def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:

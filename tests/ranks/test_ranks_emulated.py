@@ -21,6 +21,7 @@ from protrain_runtime.devices.lanes import StreamTicket
 from tests.support.cards import host_waits
 from tests.support.ranks_cases import ranks_on_emulated, run_ranks
 from tests.support.ranks_loops import (
+    FACTORS,
     PLACES,
     Loop,
     assert_as_ddp,
@@ -99,5 +100,6 @@ def test_steps_wait_for_the_device_no_more_often_than_ddps(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
-def test_rows_of_the_matrix(part: int, tmp_path: Path) -> None:
-    assert_rows(numbered("2", part, 8), 2, tmp_path)
+@pytest.mark.parametrize("ranks", FACTORS["ranks"])
+def test_rows_of_the_matrix(ranks: str, part: int, tmp_path: Path) -> None:
+    assert_rows(numbered(ranks, part, 8), int(ranks), tmp_path)

@@ -23,8 +23,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from protrain_plan.commands.training import Run as Trained
@@ -65,8 +63,6 @@ from tests.support.pairwise import Row
 from tests.support.parity_rows import ROWS, assert_row
 from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import gpu
-from tests.support.random_models import Shape
-from tests.support.random_training import assert_trains_like_plain, shapes, steady
 from tests.support.runtime_cases import (
     CATALOGUE,
     Subject,
@@ -129,21 +125,6 @@ def test_compiled_rows_match_compiled_torch_bitwise(row: Row, tmp_path: Path) ->
     if device().type == "emulated":
         pytest.skip("inductor makes no code for the emulated device")
     assert_row({**row, "compiled": "inductor"}, tmp_path)
-
-
-@settings(steady, max_examples=8)
-@given(shapes(), st.integers(0, 2**32))
-def test_random_models_train_like_plain_on_the_card(shape: Shape, seed: int) -> None:
-    with TemporaryDirectory() as folder:
-        assert_trains_like_plain(shape, seed, Path(folder))
-
-
-@pytest.mark.slow
-@settings(steady, max_examples=100, derandomize=False, database=None)
-@given(shapes(), st.integers(0, 2**32))
-def test_a_hundred_random_models_train_like_plain_on_the_card(shape: Shape, seed: int) -> None:
-    with TemporaryDirectory() as folder:
-        assert_trains_like_plain(shape, seed, Path(folder))
 
 
 def test_a_half_precision_model_is_scaled_like_plain_torch(tmp_path: Path) -> None:

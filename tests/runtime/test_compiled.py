@@ -44,6 +44,7 @@ from protrain_runtime.model.prepared import restore
 from protrain_runtime.preparation import compile_blocks, prepare
 from tests.support import forked
 from tests.support.commands import printed, protrain
+from tests.support.hostile_models import Chain
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
 from tests.support.runtime_cases import (
@@ -125,9 +126,8 @@ def compiled_here(model: nn.Module) -> None:
 
 
 def refused(asked: Scenario, model: nn.Module | None = None) -> ProtrainError:
-    found: ProtrainError = refusal(
-        partial(asked.prepared, model or asked.subject.build(), None), ProtrainError
-    )
+    given = asked.subject.build() if model is None else model
+    found: ProtrainError = refusal(partial(asked.prepared, given, None), ProtrainError)
     return found
 
 
@@ -200,11 +200,12 @@ def test_a_profile_of_compiled_blocks_has_the_units_of_the_plain_model(wrapped: 
 
 def test_a_model_that_is_compiled_as_a_whole_is_refused(assert_says: Speaker) -> None:
     asked = tried(blocks=False)
-    for path in ("", "model"):
-        model = build("llama")
-        plan = asked.planned_for(model)
-        model.get_submodule(path).compile(backend="eager")
-        assert_says(refused(replace(asked, plan=lambda _, own=plan: own), model))  # type: ignore[misc]
+    plan = asked.planned_for(build("llama"))
+    inside = build("llama")
+    inside.get_submodule("model").compile(backend="eager")
+    wrapped: Any = torch.compile(build("llama"), backend="eager")
+    for model in (inside, wrapped):
+        assert_says(refused(replace(asked, plan=lambda _: plan), model))
 
 
 WARNING = (
@@ -273,46 +274,29 @@ def compile_one(model: nn.Module) -> None:
     model.get_submodule("model.layers.2").compile(backend="aot_eager")
 
 
-MISMATCHED: dict[str, Scenario] = {
-    "a copy of blocks that a script has compiled": tried(
-        model=compiled(), options={"check": "bitwise"}
-    ),
-    "compiled, in a plan for plain ones": tried(model=compiled(), blocks=False),
-    "wrapped, in a plan for plain ones": tried(model=compiled(wrapped=True), blocks=False),
-    "some": tried(model=replace(CATALOGUE["llama"], change=compile_one)),
-}
-
-
-def test_blocks_that_are_compiled_otherwise_than_planned_are_refused(assert_says: Speaker) -> None:
-    for asked in MISMATCHED.values():
-        model = asked.subject.build()
-        before = attached(model)
-        assert_says(refused(asked, model))
-        assert attached(model) == before
-
-
-def compile_all(model: nn.Module) -> None:
-    compile_layers(model, backend="aot_eager")
-
-
 def compile_whole(model: nn.Module) -> None:
     model.compile(backend="eager")
 
 
 WHOLE = tried(model=replace(CATALOGUE["llama"], change=compile_whole))
+PLAINLY = tried(model=compiled(), blocks=False)
 FOLLOWED: dict[str, tuple[Scenario, Scenario]] = {
     "compiled as a whole: each block": (WHOLE, tried(model=compiled())),
     "compiled in a plan for plain ones: profile with --compile": (
-        MISMATCHED["compiled, in a plan for plain ones"],
+        PLAINLY,
         tried(model=compiled()),
     ),
-    "compiled in a plan for plain ones: not": (
-        MISMATCHED["compiled, in a plan for plain ones"],
+    "compiled in a plan for plain ones: not": (PLAINLY, tried(blocks=False)),
+    "wrapped in a plan for plain ones: not": (
+        tried(model=compiled(wrapped=True), blocks=False),
         tried(blocks=False),
     ),
-    "some: all": (MISMATCHED["some"], tried(model=compiled())),
+    "some: all": (
+        tried(model=replace(CATALOGUE["llama"], change=compile_one)),
+        tried(model=compiled()),
+    ),
     "a copy of compiled blocks: prepare compiles": (
-        MISMATCHED["a copy of blocks that a script has compiled"],
+        tried(model=compiled(), options={"check": "bitwise"}),
         tried(options={"check": "bitwise"}),
     ),
 }
@@ -327,7 +311,10 @@ def test_compiled_blocks_train_when_the_message_is_followed(
     if asked is WHOLE:  # which has other parameters' names
         plan = tried(blocks=False).planned_for(build("llama"))
         asked = replace(asked, plan=lambda _: plan)
-    assert_says(refused(asked))
+    model = asked.subject.build()
+    before = attached(model)
+    assert_says(refused(asked, model))
+    assert attached(model) == before
     run = followed.start(tmp_path)
     found = followed.played(run)
     torch.compiler.reset()
@@ -380,11 +367,10 @@ def test_a_profile_of_compiled_blocks_with_a_form_that_looks_inside_is_refused(
         profile, units=(profile.units[0], replace(block, forms=forms), *profile.units[2:])
     )
     assert loads_profile(dumps_profile(edited)) == edited
-    with pytest.raises(ProtrainError) as caught:
-        loads_profile(
-            dumps_profile(replace(edited, workload=replace(profile.workload, compile="blocks")))
-        )
-    assert_says(caught.value)
+    assert_says.refused(
+        loads_profile,
+        dumps_profile(replace(edited, workload=replace(profile.workload, compile="blocks"))),
+    )
 
 
 PROFILE = ("profile", "tiny-llama", "--batch-size", 2, "--seq-len", 64, "--steps", 1, "--compile")
@@ -461,14 +447,7 @@ class Breaking(nn.Module):
 
 def breaking() -> tuple[nn.Module, list[dict[str, object]]]:
     """A factory: its batches are features [2, 8]."""
-
-    class Stack(nn.Sequential):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            for block in self:
-                hidden = block(hidden)
-            return hidden.sum()
-
-    return Stack(Breaking(), Breaking(), Breaking()), [{"hidden": torch.ones(2, 8)}]
+    return Chain(Breaking(), Breaking(), Breaking()), [{"hidden": torch.ones(2, 8)}]
 
 
 def test_a_graph_break_is_refused_with_its_place(tmp_path: Path) -> None:
@@ -477,7 +456,7 @@ def test_a_graph_break_is_refused_with_its_place(tmp_path: Path) -> None:
     error = refusal(partial(profiled, "breaking", tmp_path, compile="blocks"), ProtrainError)
     assert error.source is not None
     assert (Path(error.source).resolve(), error.line) == (Path(__file__), line)
-    assert error.message.startswith("the block 0 cannot be compiled as one graph: ")
+    assert error.message.startswith("the block layers.0 cannot be compiled as one graph: ")
     assert error.fix == "change that line, or profile without --compile and plan again"
 
 
@@ -488,9 +467,7 @@ def test_a_block_of_pytorchs_own_code_alone_is_refused(
     block: nn.Module, assert_says: Speaker
 ) -> None:
     compile_each({"layers.0": block}, backend="aot_eager")
-    with pytest.raises(ProtrainError) as caught:
-        block(torch.ones(2, 4, 8))
-    assert_says(caught.value)
+    assert_says.refused(block, torch.ones(2, 4, 8))
 
 
 def steady() -> tuple[nn.Module, list[dict[str, object]]]:
@@ -505,23 +482,14 @@ def steady() -> tuple[nn.Module, list[dict[str, object]]]:
             found: torch.Tensor = hidden + self.out(torch.sin(self.norm(hidden)).exp())
             return found
 
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(5))
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                hidden = block(hidden)
-            return hidden.square().mean()
-
-    return Stack(), [{"hidden": torch.linspace(0, 1, 64 * 128).view(64, 128)}]
+    batch: dict[str, object] = {"hidden": torch.linspace(0, 1, 64 * 128).view(64, 128)}
+    return Chain(*(Block() for _ in range(5))), [batch]
 
 
 def steady_compiled() -> tuple[nn.Module, list[dict[str, object]]]:
     """The same, compiled by the script."""
     model, batches = steady()
-    for block in model.get_submodule("blocks").children():
+    for block in model.get_submodule("layers").children():
         block.compile(backend="aot_eager")
     return model, batches
 

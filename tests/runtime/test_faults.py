@@ -134,15 +134,6 @@ def test_training_goes_on_once_a_full_disk_has_room(page_cache_bytes: int, tmp_p
     assert_bitwise(found, plainly(0, 1))
 
 
-def test_a_spill_directory_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
-    with nothing_left(tmp_path):
-        error = refusal(partial(spilling().start, Path("/proc/self")), ProtrainError)
-    assert str(error).startswith("/proc/self: cannot write spill files: ")
-    assert str(error).endswith(
-        "\n  fix: name a directory with spill_directory= (or --spill-directory)"
-    )
-
-
 @every_device
 def test_a_lane_that_fails_says_which_move(page_cache_bytes: int, tmp_path: Path) -> None:
     """The spill file is cut off below the lanes: nothing can be trained, or restored, any more."""

@@ -783,7 +783,10 @@ def test_a_loop_trains_when_the_message_is_followed(
     scripted(fix.loop or fix.refused, updates).assert_like_plain(tmp_path / "trained")
 
 
-LOOP = Scenario(units=lambda units: decided(units, RECOMPUTE, Placement(tier="disk")))
+LOOP = Scenario(
+    units=lambda units: decided(units, RECOMPUTE, Placement(tier="disk")),
+    script=Loop(num_steps=2),
+)
 """The plan of the rows below, which trains once `prepare` takes what it is given."""
 
 

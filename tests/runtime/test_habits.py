@@ -167,19 +167,6 @@ def test_a_copy_between_backward_and_step_is_refused(tmp_path: Path) -> None:
     assert_plain_with(copy.deepcopy(run.model), plain_values(0))
 
 
-def test_averages_of_full_parameters_are_those_of_plain_training(tmp_path: Path) -> None:
-    found = []
-    for run in (tried().start(), planned(tmp_path)):
-        own = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-        average = AveragedModel(run.model, multi_avg_fn=own)
-        for number in range(3):
-            run.step(number)
-            with full(run):
-                average.update_parameters(run.model)
-        found.append(average.state_dict())
-    assert list(differences(found[1], found[0], "average")) == []
-
-
 def test_a_model_that_was_copied_is_freed_with_its_plan(tmp_path: Path) -> None:
     run = planned(tmp_path)
     run.step(0)
@@ -301,11 +288,6 @@ def called(path: str, *, grad: bool) -> Script:
             run.model.get_submodule(path)(torch.ones(4, 40, 32))
 
     return use
-
-
-def a_second_backward(run: Run) -> None:
-    """A loop that never drops gradients."""
-    run.backward(9)
 
 
 def enter(run: Run, **options: Any) -> None:
@@ -664,26 +646,6 @@ def test_a_gradient_that_is_dropped_after_its_update_is_refused(tmp_path: Path) 
 
 
 # --- models and groups ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model_is_refused(in_place: bool, tmp_path: Path) -> None:
-    model: Any = STACK.build()
-    if in_place:
-        model.compile()
-    else:
-        model = torch.compile(model)
-    plan = tried().planned_for(STACK.build())
-    asked = tried(plan=lambda _: plan)
-    refused(partial(asked.prepared, model, tmp_path), r"compiled", ProtrainError)
-
-
-@pytest.mark.parametrize("updates", BOTH)
-def test_offloaded_parameters_in_no_group_are_refused(updates: Updates, tmp_path: Path) -> None:
-    model = STACK.build()
-    asked = tried(updates=updates, groups=lambda model: [{"params": [*model.head.parameters()]}])
-    refused(partial(asked.prepared, model, tmp_path), r"group", ProtrainError)
-    assert "forward" not in model.__dict__
 
 
 def head_and_last_block(model: nn.Module) -> list[dict[str, Any]]:

@@ -3,14 +3,11 @@
 import copy
 import json
 import os
-import random
 import re
 import resource
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,36 +18,22 @@ import pytest
 import torch
 
 from examples.long_context_model import short_factory
-from protrain_plan.commands.training import Run, train
-from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.models.sources import load_source
-from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime import prepare
-from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.memory import device_bytes
-from protrain_runtime.contract.records import read_plan, read_profile, write_plan, write_profile
+from protrain_runtime.contract.records import read_profile, write_plan
 from protrain_runtime.contract.records.plan import (
     PERSISTENT,
     Activations,
-    Budgets,
     Placement,
     Plan,
     TierBytes,
 )
-from protrain_runtime.contract.records.profile import Profile, Workload
+from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import process_memory
-from protrain_runtime.diagnostics.matching import model_fingerprint
-from tests.support.commands import MODEL, PROTRAIN, bash, protrain
-from tests.support.peaks import bytes_of_others, profile_file
-from tests.support.planning_cases import cpu, decoder
+from tests.support.commands import MODEL, bash, protrain
+from tests.support.peaks import profile_file
 from tests.support.runtime_cases import (
     ADAMW,
-    build,
     decided,
-    described,
     described_by,
     plan_for,
     plan_of,
@@ -63,106 +46,6 @@ MIB = 2**20
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and /proc")
 
 # --- killed ---------------------------------------------------------------------------------------
-
-
-def plan_file(folder: Path) -> Path:
-    """A plan that spills everything of a model, which runs in the repository's root."""
-    path = folder / "plan.yaml"
-    plan = plan_of(
-        decided(described("functional"), Activations(tier="disk"), Placement(tier="disk")),
-        fingerprint=model_fingerprint(build("functional")),
-        workload=Workload(
-            model="tests.support.functional_model:factory",
-            model_config="",
-            batch_size=4,
-            seq_len=64,
-            dtype="float32",
-            device="cpu",
-            seed=0,
-        ),
-    )
-    write_plan(plan, path)
-    return path
-
-
-def spill_files(pid: int, folder: Path) -> list[Path]:
-    """The process's open files in the folder, which have no names any more."""
-    found = []
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = str(descriptor.readlink())
-        except OSError:
-            continue  # closed meanwhile
-        if target.startswith(str(folder)) and target.endswith(" (deleted)"):
-            found.append(descriptor)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_killed_run_leaves_no_file(seed: int, tmp_path: Path) -> None:
-    spill = tmp_path / "spill"
-    spill.mkdir()
-    plan = plan_file(tmp_path)
-    process = subprocess.Popen(
-        [PROTRAIN, "run", str(plan), "--steps", "1000000", "--spill-directory", str(spill)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        written = 0  # bytes: how far the spill file reaches when steps swap
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None:
-            for descriptor in spill_files(process.pid, spill):
-                written = descriptor.stat().st_size
-            if written > 4 * 700_000:  # more than the states: steps are running
-                break
-            time.sleep(0.01)
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert written > 0
-        time.sleep(random.Random(seed).random() * 0.3)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
-        assert process.stderr is not None
-        process.stderr.close()
-    assert process.returncode == -signal.SIGKILL
-    assert list(spill.iterdir()) == []
-
-
-STOPS_WHILE_WRITING = """
-import os, sys, time
-def stop(descriptor):
-    print("in the middle", flush=True)
-    time.sleep(60)
-os.fsync = stop
-from protrain_plan.cli import main
-main()
-"""
-
-
-def test_planning_killed_while_it_writes_leaves_the_old_plan(tmp_path: Path) -> None:
-    write_profile(decoder(cpu(), blocks=3), tmp_path / "profile.yaml")
-    assert protrain("plan", "profile.yaml", folder=tmp_path).returncode == 0
-    plan = tmp_path / "plan.yaml"
-    before, read = plan.read_bytes(), read_plan(plan)
-    arguments = ["plan", "profile.yaml", "--solver", "offload-all"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", STOPS_WHILE_WRITING, *arguments],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "in the middle\n"
-    process.kill()
-    process.wait(timeout=30)
-    process.stdout.close()
-    assert plan.read_bytes() == before
-    assert protrain(*arguments, folder=tmp_path).returncode == 0
-    assert read_plan(plan) != read
 
 
 @pytest.mark.slow
@@ -388,50 +271,3 @@ def test_tiles_train_under_a_limit_that_plain_pytorch_cannot_meet(tmp_path: Path
             with pytest.raises(RuntimeError, match="can't allocate memory"):
                 step(copy.deepcopy(model), checkpointing=checkpointing)
         assert step(planned) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_4096_tokens_train_where_nothing_exact_does(tmp_path: Path) -> None:
-    """In this process, which may take so much more than it holds."""
-    model, texts = short_factory()
-    first = model(next(iter(texts)))
-    first.backward()  # makes what a process makes once
-    del first, model
-    held = process_memory().data_bytes
-    machine = load_hardware("cpu")
-    hardware = replace(machine, device=replace(machine.device, context_bytes=held))
-    source = load_source(f"{EXAMPLES / 'long_context_model.py'}:short_factory")
-    profile = estimate(
-        source, hardware=hardware, batch_size=1, seq_len=512, dtype="float32", allow=ROUNDING
-    )
-    budgets = Budgets(device=held + ROOM, host=0, disk=0)
-    problems = [Problem.of(profile, budgets, allow=allow) for allow in ((), ROUNDING)]
-    refused, solved = (solve_problem(problem, budgets) for problem in problems)
-    assert isinstance(refused, Infeasible) and isinstance(solved, Solved)
-    plan = solved.plan
-    assert plan.exactness == "rounding"
-    ample = replace(budgets, device=refused.smallest_budget_bytes)
-    exact = solve_problem(replace(problems[0], device=10**12), ample)
-    assert isinstance(exact, Solved)
-
-    def run(plan: Plan, *, plain: bool) -> Run:
-        return train(plan, num_steps=2, plain=plain, text=None, spill_directory=tmp_path)
-
-    def checkpointing() -> None:
-        model, texts = short_factory()
-        model.checkpointing = True
-        model(next(iter(texts))).backward()
-
-    others = bytes_of_others()
-    with at_most(held + ROOM):
-        found = run(plan, plain=False)
-        with pytest.raises(ProtrainError, match="out of memory"):
-            run(plan, plain=True)
-        with pytest.raises(ProtrainError, match="RLIMIT_DATA"):
-            run(exact.plan, plain=False)
-        with pytest.raises(RuntimeError, match="can't allocate memory"):
-            checkpointing()
-    promised = device_bytes(problems[1].program(plan.units))
-    pairs = zip(promised, found.slot_bytes, strict=True)
-    assert all(measured - others <= slot.total for slot, measured in pairs)
-    assert len(found.losses) == 2

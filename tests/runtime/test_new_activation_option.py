@@ -19,7 +19,7 @@ from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.answers import Objective, Question
 from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.search.improving import Effort
-from protrain_runtime.contract.errors import ProtrainError, RecordError
+from protrain_runtime.contract.errors import RecordError
 from protrain_runtime.contract.records import (
     dumps_plan,
     dumps_profile,
@@ -31,6 +31,7 @@ from protrain_runtime.contract.records.decisions import ACTIVATIONS
 from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Activations, Budgets, Plan
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.half_activations import HALF
+from tests.support.messages import Speaker
 from tests.support.peaks import assert_disk_within, profile_made, trained
 from tests.support.runtime_cases import decided, profiled_here
 from tests.support.scenario import Scenario
@@ -117,24 +118,18 @@ def test_losses_are_close_to_plain_training_and_not_equal_in_every_bit(
     assert not torch.equal(found.losses[-1], expected.losses[-1])
 
 
-def test_without_leave_it_is_no_option(profile: Profile) -> None:
+def test_without_leave_it_is_no_option(profile: Profile, assert_says: Speaker) -> None:
     plan = planned(profile)
     assert plan.exact
     assert all(unit.activations.form != "half" for unit in plan.units)
-    with pytest.raises(ProtrainError) as refused:
-        planned(profile, f"{BLOCKS}: keep half")
-    assert refused.value.message == (
-        "model.layers.0 cannot take 'keep half': it changes what training computes, and is profiled"
-        " and planned with --allow half-activations alone"
-    )
+    assert_says.refused(planned, profile, f"{BLOCKS}: keep half")
 
 
-def test_a_name_of_no_such_option_is_refused(registered: Callable[[], None]) -> None:
+def test_a_name_of_no_such_option_is_refused(
+    registered: Callable[[], None], assert_says: Speaker
+) -> None:
     assert leaves_named(["half-activations"] * 2) == LEAVE
-    with pytest.raises(ProtrainError) as refused:
-        leaves_named(["hall-activations"])
-    assert refused.value.message == "unknown value 'hall-activations'"
-    assert refused.value.fix == "did you mean 'half-activations'?"
+    assert_says.refused(leaves_named, ["hall-activations"])
 
 
 def test_a_plan_that_uses_it_cannot_say_that_it_is_exact(profile: Profile) -> None:

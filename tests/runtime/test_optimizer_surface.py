@@ -392,25 +392,6 @@ def test_one_gradient_at_a_time_is_on_the_device(tmp_path: Path) -> None:
     assert all(one is None for one in lent)
 
 
-@every_device
-def test_a_gradient_of_the_scripts_own_is_used(tmp_path: Path) -> None:
-    """Also of a parameter that has none of backward."""
-
-    def script(run: Run) -> None:
-        for number in range(3):
-            run.backward(number)
-            for index, parameter in enumerate(run.model.parameters()):
-                if index % 4 == 0:
-                    parameter.grad = torch.full_like(parameter, 0.25)
-                elif index % 4 == 1:
-                    parameter.grad = None
-            run.update()
-
-    for tier in ("disk", "host"):
-        scenario = tried(script, "after backward", states=Placement(tier=tier))
-        scenario.assert_like_plain(tmp_path)
-
-
 @pytest.mark.parametrize(
     "name", ["by_value", "by_norm_and_value", "norms_of_each", "past_autograd"]
 )
@@ -452,20 +433,6 @@ def test_an_optimizer_that_is_made_already_follows_the_plan(grouped: bool, tmp_p
     assert optimizer.param_groups is made.param_groups
     run = Run(scenario.subject, model, optimizer, folder=tmp_path)
     assert_bitwise(scenario.played(run), scenario.plain())
-
-
-def test_an_optimizer_of_another_model_or_with_states_is_refused(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    scenario = tried(Loop())
-    model, other = scenario.subject.build(), scenario.subject.build()
-    plan = scenario.planned_for(model)
-    foreign = torch.optim.AdamW(other.parameters())
-    assert_says(refusal(partial(prepare, model, plan, optimizer=foreign), ProtrainError))
-    stepped = scenario.plain_run(other)
-    stepped.step(0)
-    used = partial(prepare, other, plan, optimizer=stepped.optimizer)
-    assert_says(refusal(used, ProtrainError))
 
 
 def test_an_optimizer_that_calls_its_closure_is_refused(

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.cards import every_device
 from tests.support.pairwise import Row, allowed_pairs, covering_rows, pairs_of
 from tests.support.parity_rows import FACTORS, IMPOSSIBLE, ROWS, assert_row
 from tests.support.random_models import Shape
@@ -74,6 +75,7 @@ def test_rows_that_inductor_compiles_match_compiled_torch_bitwise(row: Row, tmp_
 # --- random models, with lanes late at random -----------------------------------------------------
 
 
+@every_device
 @settings(steady, max_examples=20)
 @given(shapes(), st.integers(0, 2**32))
 def test_random_models_train_like_plain(shape: Shape, seed: int) -> None:
@@ -81,9 +83,11 @@ def test_random_models_train_like_plain(shape: Shape, seed: int) -> None:
         assert_trains_like_plain(shape, seed, Path(folder))
 
 
+@every_device
 @pytest.mark.slow
-@settings(steady, max_examples=400, derandomize=False, database=None)
+@pytest.mark.parametrize("hundred", range(4))
+@settings(steady, max_examples=100, derandomize=False, database=None)
 @given(shapes(), st.integers(0, 2**32))
-def test_hundreds_of_random_models_train_like_plain(shape: Shape, seed: int) -> None:
+def test_hundreds_of_random_models_train_like_plain(hundred: int, shape: Shape, seed: int) -> None:
     with TemporaryDirectory() as folder:
         assert_trains_like_plain(shape, seed, Path(folder))

@@ -20,21 +20,20 @@ from torch import nn
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.hardware.speeds import lane_update
-from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.profiling.measured import measure, measure_model
+from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.optimizer_cost import workspace
 from protrain_plan.simulation.wear import wear
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes, evaluation_bytes
 from protrain_runtime.contract.records import read_profile
 from protrain_runtime.contract.records.decisions import activations_text
-from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
     KEEP,
     OPTIMIZER_IN_BACKWARD,
@@ -48,7 +47,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
     Updates,
 )
-from protrain_runtime.contract.records.profile import DType, Precision, Profile, Workload
+from protrain_runtime.contract.records.profile import DType, Precision, Profile
 from protrain_runtime.devices.device import HOST
 from protrain_runtime.devices.memory_meter import MemoryMeter, reachable, storage_bytes
 from protrain_runtime.devices.stores import DiskStore
@@ -76,15 +75,10 @@ from tests.support.programs import compile_units
 from tests.support.runtime_cases import (
     FRACTIONAL,
     Subject,
-    attached,
-    batch,
-    build,
-    copied,
     decided,
     decision_name,
     decisions,
     described_by,
-    differences,
     mixed,
     plan_of,
     profiled_here,
@@ -716,46 +710,11 @@ def test_measured_bytes_of_forms_by_leave_never_exceed_predicted_and_are_near(
 # --- compiled blocks ------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Attention and an MLP over features [batch, tokens, 64]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
-        )
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(hidden)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
-        found: torch.Tensor = hidden + self.mlp(hidden)
-        return found
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.blocks = nn.Linear(64, 64), nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.inner(hidden)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden.square().mean()
-
-
-def stack() -> tuple[nn.Module, list[dict[str, object]]]:
-    """A factory: its batches are features [4, 64, 64]."""
-    return Stack(), [{"hidden": torch.linspace(-1, 1, 4 * 64 * 64).view(4, 64, 64)}]
-
-
 @pytest.fixture(params=["aot_eager", "inductor"])
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: Profiles) -> Iterator[Profile]:
     def make(folder: Path) -> Profile:
         return measure(
-            load_source(f"{__name__}:stack"),
+            load_source("tiny-llama"),
             batch_size=4,
             seq_len=64,
             dtype="float32",
@@ -792,54 +751,6 @@ def test_measured_bytes_of_compiled_blocks_never_exceed_predicted(
 
 
 # --- what profiling leaves behind -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "machine"),
-    [("gpt2", load_hardware("cpu")), pytest.param("llama-tied", None, marks=pytest.mark.slow)],
-    ids=["gpt2", "llama-tied, and the machine is probed"],
-)
-def test_profiling_leaves_the_model_its_gradients_and_the_random_state(
-    name: str, machine: Hardware | None, tmp_path: Path
-) -> None:
-    model = build(name)
-    loss_of(call_model(model, batch(name, 0))).backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    def seen() -> tuple[object, object, object, object]:
-        parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
-        modes = {path: module.training for path, module in model.named_modules()}
-        return attached(model), parameters, modes, random.getstate()
-
-    before, values = seen(), copied(model.state_dict())
-    buffers, kept = copied(dict(model.named_buffers())), copied(gradients)
-    random_state = torch.get_rng_state()
-    profile = measure_model(
-        model,
-        (batch(name, number) for number in itertools.count()),
-        workload=Workload(
-            model=name,
-            model_config="",
-            batch_size=4,
-            seq_len=64,
-            dtype="float32",
-            device="cpu",
-            seed=0,
-        ),
-        num_steps=1,
-        spill_directory=tmp_path,
-        progress=lambda *_: None,
-        machine=machine,
-    )
-    assert len(profile.units) == 6
-    assert seen() == before
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert list(differences(model.state_dict(), values, "parameters")) == []
-    assert list(differences(dict(model.named_buffers()), buffers, "buffers")) == []
-    for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is gradients[parameter_name]
-    assert list(differences(gradients, kept, "gradients")) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_others_let_go_of_is_counted_until_the_next_measurement() -> None:

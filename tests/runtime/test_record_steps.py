@@ -23,7 +23,6 @@ from protrain_runtime import record, restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import Program
 from protrain_runtime.contract.program.recording import Recording, check_recording, read_recording
-from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import (
     KEEP,
     RECOMPUTE,
@@ -183,15 +182,6 @@ def test_run_writes_a_recording_that_lies_over_the_simulated_step(
         assert result.returncode == 0, result.stderr
     found = read_step(tmp_path / "plan.yaml")
     assert_possible(read_recording(tmp_path / "recording.json"), found.plan, found.program)
-
-
-def test_a_plain_run_has_nothing_to_record(tmp_path: Path) -> None:
-    write_plan(Scenario().planned_for(Scenario().subject.build()), tmp_path / "plan.yaml")
-    result = protrain("run", "plan.yaml", "--plain", "--record", "r.json", folder=tmp_path)
-    assert (result.returncode, result.stderr) == (
-        2,
-        "error: --record is of a planned step\n  fix: leave --plain out\n",
-    )
 
 
 # --- watched --------------------------------------------------------------------------------------

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from protrain_runtime import with_master_weights
 from protrain_runtime.activations.recompute import full
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
     KEEP,
     PERSISTENT,
-    RECOMPUTE,
     Activations,
     Placement,
     Schedule,
@@ -27,20 +25,18 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.cards import every_device
-from tests.support.messages import Speaker
 from tests.support.random_models import Shape
 from tests.support.random_training import subject
 from tests.support.runtime_cases import (
     RECOMPUTED,
     Subject,
     assert_bitwise,
-    attached,
     decided,
     decision_name,
     differences,
     tokens,
 )
-from tests.support.scenario import Loop, Scenario, Units, refusal
+from tests.support.scenario import Loop, Scenario, Units
 
 NORMED = Shape(blocks=("batch norm",) * 3, between=("nothing",) * 3)
 
@@ -114,25 +110,7 @@ class WholeNorm(torch.optim.SGD):
         return super().step(closure)
 
 
-FIX = (
-    "\n  fix: an elementwise optimizer, such as AdamW or SGD; or a plan whose states stay on the"
-    " device"
-)
-
-
 OFFLOADED = (KEEP, Placement(tier="disk"))
-
-
-def test_optimizers_that_look_at_whole_parameters_are_refused(tmp_path: Path) -> None:
-    tried = trained(NORMED, *OFFLOADED, factory=torch.optim.Adafactor)
-    model = tried.subject.build()
-    before = attached(model)
-    error = refusal(partial(tried.prepared, model, tmp_path), ProtrainError)
-    assert str(error) == (
-        "optimizer: the optimizer cannot update 'embedding.weight' in pieces: its 'row_var' is of"
-        f" the whole parameter{FIX}"
-    )
-    assert attached(model) == before
 
 
 def test_a_parameter_whose_update_needs_all_of_it_is_never_cut(tmp_path: Path) -> None:
@@ -141,22 +119,6 @@ def test_a_parameter_whose_update_needs_all_of_it_is_never_cut(tmp_path: Path) -
     large = UpdateRules(whole).of(torch.float32, torch.Size([1024, 1024]))
     assert large.reason == "one element's update depends on others"
     trained(NORMED, *OFFLOADED, factory=whole, piece_bytes=256).assert_like_plain(tmp_path)
-
-
-def test_optimizers_that_look_at_whole_parameters_follow_plans_that_offload_no_states(
-    tmp_path: Path,
-) -> None:
-    tried = trained(NORMED, RECOMPUTE, PERSISTENT, factory=torch.optim.Adafactor)
-    assert tried.assert_like_plain(tmp_path).engine is not None
-
-
-def test_offloaded_parameters_of_two_dtypes_are_refused(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    tried = trained(NORMED, *OFFLOADED)
-    model = tried.subject.build()
-    model.get_submodule("blocks.1.norm").to(torch.float64)
-    assert_says(refusal(partial(tried.prepared, model, tmp_path), ProtrainError))
 
 
 class Aside(nn.Module):

@@ -441,8 +441,3 @@ def test_a_recorded_step_ends_with_its_updates(tmp_path: Path) -> None:
     recorded(run)
     run.step(2)
     assert running(run)
-
-
-def test_micro_batches_cannot_overlap(assert_says: Speaker, tmp_path: Path) -> None:
-    asked = overlapping(settings={"micro_batches": 2})
-    assert_says(refusal(partial(asked.start, tmp_path), ProtrainError))

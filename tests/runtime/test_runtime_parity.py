@@ -39,7 +39,6 @@ from protrain_runtime.contract.records.profile import Precision, Unit
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.devices.stores import DiskStore, HostStore, SplitStore
-from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.engine.moves import Moves
 from protrain_runtime.states.chunk_layouts import make_chunk, make_chunks
 from protrain_runtime.states.chunks import read_values
@@ -604,20 +603,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
     assert seen() == before
     assert set(threading.enumerate()) <= threads  # those of a model that was dropped may end
     assert list(differences(model.state_dict(), values, "parameters")) == []
-
-
-def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
-    model, other = build("llama"), build("llama-tied")
-    plan = plan_for(other, described("llama"))
-    with untouched(model):
-        error = refusal(
-            lambda: Scenario(plan=lambda _: plan).prepared(model, tmp_path), ProtrainError
-        )
-    assert str(error) == (
-        "model_fingerprint: the plan was made for another model: its fingerprint is"
-        f" {model_fingerprint(other)}, this model's is {model_fingerprint(model)}\n"
-        "  fix: profile and plan this model (layers, shapes, dtypes and what is trainable count)"
-    )
 
 
 def misnamed(units: Units) -> Units:

@@ -105,55 +105,20 @@ def test_a_backward_that_fails_ends_the_training(assert_says: Speaker) -> None:
     assert all(bool(torch.isfinite(parameter).all()) for parameter in run.model.parameters())
 
 
-class Counting(torch.optim.SGD):
-    """Takes smaller steps each time: with a step on each parameter it is another training."""
-
-    calls = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls += 1
-        for group in self.param_groups:
-            group["lr"] = 0.1 * 0.5**self.calls
-        return super().step(closure)
-
-
-class Normed(torch.optim.SGD):
-    """Scales every gradient by the norm of all: one parameter's step depends on the others'."""
-
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        for gradient in gradients:
-            gradient.div_(norm)
-        return super().step(closure)
-
-
 def one_left_out(model: nn.Module) -> list[dict[str, Any]]:
     """Plain PyTorch leaves its gradient, which this plan would use up."""
     return [{"params": [p for p in model.parameters() if p is not up(model, 1)]}]
 
 
-def of_one_storage(model: nn.Module) -> None:
-    """The update of one would change what the other's backward reads."""
-    weights = [up(model, number) for number in range(2)]
-    together = torch.stack([weight.detach() for weight in weights])
-    for weight, values in zip(weights, together, strict=True):
-        weight.data = values
-
-
 REFUSED: dict[str, Scenario] = {
-    "counts": tried(factory=partial(Counting, lr=0.1)),
-    "norms": tried(factory=partial(Normed, lr=0.1)),
-    "after backward": tried(settings={"updates": "after backward"}),
     "micro-batches": tried(settings={"micro_batches": 2}),
     "no group": tried(groups=one_left_out),
-    "one storage": tried(model=replace(tried().subject, change=of_one_storage)),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_updated_in_backward_is_refused(name: str, assert_says: Speaker) -> None:
-    """Optimizers that look at several parameters, gradients that are needed later."""
+    """Gradients that are needed later; what else is refused is followed by `test_fixes`."""
     asked = REFUSED[name]
     model = asked.subject.build()
     before, values = attached(model), copied(model.state_dict())

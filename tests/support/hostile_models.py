@@ -108,6 +108,19 @@ class Block(nn.Module):
         return hidden + self.computed(hidden)
 
 
+class Chain(nn.Module):
+    """Layers one after the other, and the mean of the squares of what the last one gives."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+
 class Does(Block):
     """Its forward is a function of it and of its arguments; attributes are made with it."""
 

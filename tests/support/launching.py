@@ -1,4 +1,4 @@
-"""The host's work of a planned step beyond plain PyTorch's: calls that are counted, and seconds.
+"""The host's work of a planned step beyond plain PyTorch's, in calls.
 
 Blocks of nine matrices run on the emulated device, whose streams drop their work, so that the
 thread that launches and the threads of lanes are all that takes time. What plain PyTorch does in
@@ -7,7 +7,6 @@ the same step is taken off.
 
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -196,50 +195,3 @@ def _counted(training: Training, counting: _Counting, *, updates: bool = True) -
         counting.on = False
     found, counting.found = counting.found, Counter()
     return found
-
-
-def seconds(plan: str, *, steps: int = 40) -> dict[str, float]:
-    """Processor seconds per block beyond a plain step's: of the launching threads and of updates.
-
-    Updates in host memory wait until backward has ended: they share no interpreter with it.
-    """
-    gate = threading.Event()
-    gate.set()
-    planned, plain = Training.of(plan, lane_delay=lambda: float(not gate.wait())), Training.of()
-    for training in (planned, plain):
-        training.warm()
-    with dropping():
-        base = [_timed(plain, steps, gate, updates=planned.steps_itself) for _ in range(2)]
-        own = _timed(planned, steps, gate)
-        planned.end()
-    launching = own["launching"] - min(each["launching"] for each in base)
-    return {"launching": launching / BLOCKS, "updates": own["updates"] / BLOCKS}
-
-
-def _timed(
-    training: Training, steps: int, gate: threading.Event, *, updates: bool = True
-) -> dict[str, float]:
-    own = {threading.get_ident()}
-    found: dict[str, list[float]] = {"launching": [], "updates": []}
-
-    def now() -> dict[str, float]:
-        lanes = {
-            thread.ident
-            for thread in threading.enumerate()
-            if thread.name.startswith("protrain update") and thread.ident
-        }
-        return {"launching": _processor_seconds(own), "updates": _processor_seconds(lanes)}
-
-    for _ in range(steps):
-        gate.clear()
-        before = now()
-        training.step(lambda _: own.add(threading.get_ident()), gate=gate, updates=updates)
-        after = now()
-        torch.accelerator.synchronize()
-        for what, taken in found.items():
-            taken.append(after[what] - before[what])
-    return {what: sorted(taken)[steps // 4] for what, taken in found.items()}
-
-
-def _processor_seconds(threads: set[int]) -> float:
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(each)) for each in threads)

@@ -546,7 +546,7 @@ GUARDS: tuple[Mutation, ...] = (
         keeps="an update ahead of the norm counts as made of the gradients that are left",
         test=(
             "tests/runtime/test_steps.py"
-            "::test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such[ahead-removed]"
+            "::test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such[ahead-removed-cpu]"
         ),
     ),
     Mutation(

@@ -483,6 +483,17 @@ def mixed(
     )
 
 
+WORKLOAD = Workload(
+    model="",
+    model_config="",
+    batch_size=BATCH,
+    seq_len=SEQUENCE,
+    dtype="float32",
+    device="cpu",
+    seed=0,
+)
+
+
 def plan_of(
     units: Iterable[UnitPlan],
     *,
@@ -493,16 +504,7 @@ def plan_of(
     """A plan that promises nothing: its decisions are what is tested."""
     nothing = TierBytes(device=0, context=0, host=0, disk=0)
     return Plan(
-        workload=workload
-        or Workload(
-            model="",
-            model_config="",
-            batch_size=BATCH,
-            seq_len=SEQUENCE,
-            dtype="float32",
-            device="cpu",
-            seed=0,
-        ),
+        workload=workload or WORKLOAD,
         hardware="",
         optimizer="adamw",
         profile_fingerprint="",

@@ -34,12 +34,11 @@ from tests.support.pairwise import Impossible, Row
 from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
-    BATCH,
     CATALOGUE,
     FRACTIONAL,
     LARGE,
     RECOMPUTED,
-    SEQUENCE,
+    WORKLOAD,
     Factory,
     Subject,
     activation_decisions,
@@ -137,15 +136,10 @@ def uncompiled(row: Row, *, seed: int = 0) -> nn.Module:
 
 def workload(row: Row) -> Workload:
     precision = row["precision"]
-    return Workload(
-        model="",
-        model_config="",
-        batch_size=BATCH,
-        seq_len=SEQUENCE,
+    return replace(
+        WORKLOAD,
         dtype="float32" if precision == "float32" else "bfloat16",
         precision=PRECISIONS[precision],
-        device="cpu",
-        seed=0,
         compile="" if row.get("compiled", "no") == "no" else "blocks",
     )
 
