@@ -29,8 +29,9 @@ from protrain_runtime.contract.records.profile import (
 from protrain_runtime.contract.units import four_digits
 from protrain_runtime.devices.device import HOST
 from protrain_runtime.devices.memory_meter import MemoryMeter, storage_bytes
+from protrain_runtime.states.compositions import tensors_in
 from protrain_runtime.states.stepping import OptimizerFactory
-from protrain_runtime.states.update_rules import UpdateRules, smaller, tensors_in
+from protrain_runtime.states.update_rules import UpdateRules, smaller
 
 
 class Workspace(NamedTuple):
@@ -137,7 +138,7 @@ def _measured(
             optimizer.step()
         taken.append(meter.segments[0].peak_bytes - meter.segments[0].start_bytes)
     first, second = taken
-    return _Steps(first, second, storage_bytes(tensors_in(dict(optimizer.state))))
+    return _Steps(first, second, storage_bytes(tensors_in(optimizer.state)))
 
 
 MANY = 16

@@ -22,13 +22,13 @@ from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.states.chunk_layouts import make_chunk
+from protrain_runtime.states.known_optimizers import KNOWN
 from protrain_runtime.states.master_weights import MasterOptimizer, with_master_weights
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.update_rules import UpdateRules
 from protrain_runtime.states.updates import (
-    BY_LINES,
     ElementRange,
     Piece,
     UpdateTeam,
@@ -156,7 +156,7 @@ def test_helpers_and_lanes_have_one_thread_and_later_threads_have_the_old_number
     assert not [name for name in names if name.startswith("protrain update_")]
 
 
-@pytest.mark.parametrize("kind", BY_LINES)
+@pytest.mark.parametrize("kind", [kind for kind, row in KNOWN.items() if row.by_lines])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fused_steps_have_the_same_bits_with_any_number_of_threads(
     kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype

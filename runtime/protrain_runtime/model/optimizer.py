@@ -31,9 +31,9 @@ from protrain_runtime.states.stand_ins import plainly
 from protrain_runtime.states.stepping import (
     OptimizerFactory,
     attributes_of,
+    groups_of,
     options_of,
     step_alone,
-    worker_on,
 )
 
 ParameterGroups = Sequence[Mapping[str, Any]]
@@ -137,7 +137,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             for chunk, part, (scalars, states) in self._offloaded_states():
                 shadow = nn.Parameter(read_values(chunk, part))
                 vars(shadow).update(attributes_of(part.parameter))
-                worker: Any = worker_on(self.factory, [(shadow, part.name, options[part.name])])
+                worker: Any = self.factory(groups_of([(shadow, part.name, options[part.name])]))
                 worker.state[shadow] = put_together(scalars | states, shadow.shape)
                 getattr(worker, mode)()
                 write_values(chunk, part, shadow)

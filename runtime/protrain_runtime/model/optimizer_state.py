@@ -18,9 +18,13 @@ import torch
 from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_values
-from protrain_runtime.states.compositions import is_composed, put_together, taken_apart
+from protrain_runtime.states.compositions import (
+    is_composed,
+    put_together,
+    taken_apart,
+    tensors_in,
+)
 from protrain_runtime.states.stepping import by_value
-from protrain_runtime.states.update_rules import tensors_in
 
 
 class PlannedStates(MutableMapping[Any, Any]):

@@ -15,15 +15,16 @@ from torch import nn
 
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.chunks import Copy, Slice
+from protrain_runtime.states.known_optimizers import known
 from protrain_runtime.states.stand_ins import GradientInStore, hollow, scaled
 from protrain_runtime.states.stepping import (
     NAMES,
     OF_PLANS,
     OptimizerFactory,
     by_value,
-    is_equal,
-    worker_on,
+    groups_of,
 )
+from protrain_runtime.states.trials import is_equal
 
 Options = Mapping[str, Mapping[str, Any]]
 """Hyperparameters by parameter name; those of one group are one object."""
@@ -131,9 +132,6 @@ class FusedAdam:
 
 _NOTHING, _LENGTH = torch.Size([0]), len(OF_PLANS)
 
-_KERNELS = {torch.optim.Adam: FusedAdam, torch.optim.AdamW: FusedAdam}
-"""The fused steps of classes, and of no class that is made from one."""
-
 
 @dataclass(slots=True)
 class Range:
@@ -155,9 +153,8 @@ class Range:
     @staticmethod
     def of(factory: OptimizerFactory, shadows: Sequence[Shadow], options: Options) -> "Range":
         """Make an optimizer, which has no states yet."""
-        worker = worker_on(
-            factory, [(each.parameter, each.name, options[each.name]) for each in shadows]
-        )
+        members = [(each.parameter, each.name, options[each.name]) for each in shadows]
+        worker = factory(groups_of(members))
         heads: dict[int, str] = {}  # by the options, in the order of their groups
         for each in shadows:
             heads.setdefault(id(options[each.name]), each.name)
@@ -184,15 +181,15 @@ class Range:
 
         `moves`: its parameters are elsewhere in each step.
         """
-        kernel, worker = _KERNELS.get(type(self.worker)), self.worker
-        if kernel is None or not all(kernel.takes(group) for group in worker.param_groups):
+        worker = self.worker
+        if not known(type(worker)).is_kernel or not all(map(FusedAdam.takes, worker.param_groups)):
             return []
         found: list[FusedAdam] = []
         by_parameter = {id(each.parameter): each for each in self.shadows}
         for group in worker.param_groups:
             own = [by_parameter[id(parameter)] for parameter in group["params"]]
             states = [worker.state[each.parameter] for each in own]
-            found.append(kernel(own, states, moves=moves))
+            found.append(FusedAdam(own, states, moves=moves))
         return found
 
     def begin(self, options: Options) -> bool:

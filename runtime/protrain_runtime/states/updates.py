@@ -30,6 +30,7 @@ from protrain_runtime.devices.stores import HostStore, Pairs, Store, copies
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.kept_steps import KeptRanges, Options, Range, Shadow, Span
+from protrain_runtime.states.known_optimizers import known
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory, attributes_of
@@ -64,15 +65,10 @@ class ElementRange(NamedTuple):
     stop: int
 
 
-BY_LINES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Optimizers whose fused kernels share tensors out by whole cache lines
-(aten/src/ATen/native/cpu/FusedAdamKernel.cpp and FusedAdagradKernel.cpp)."""
-
-
 def updates_by_lines(optimizer: torch.optim.Optimizer) -> bool:
     """Whether PyTorch's own threads may share out its steps (see the note above)."""
     kind = optimizer.kind if isinstance(optimizer, MasterOptimizer) else type(optimizer)
-    return kind in BY_LINES and all(group.get("fused") for group in optimizer.param_groups)
+    return known(kind).by_lines and all(group.get("fused") for group in optimizer.param_groups)
 
 
 class UpdateTeam:
