@@ -729,10 +729,12 @@ class Moves:
     def _piece(self, chunk: Chunk, start: int, stop: int, *, together: int, moves: bool) -> Piece:
         """A range of a chunk with the gradients that wait: the same in each step of most chunks.
 
-        `moves`: where its optimizer runs, parameters are elsewhere in each step.
+        `moves`: where its optimizer runs, parameters are elsewhere in each step: nothing is kept.
         """
-        piece = self._kept.get((chunk.unit, start, stop))
-        if piece is None or piece.moves != moves:
+        place = chunk.unit, start, stop
+        piece = None if moves else self._kept.get(place)
+        if piece is None:
+            self._kept.pop(place, None)  # it has views of a buffer that lasted
             states = self.plans[chunk.unit].states
             assert not states.is_persistent
             home = gradient_home(states, self.program.settings, self.program.device)
@@ -743,12 +745,11 @@ class Moves:
                 start,
                 stop,
                 apart=chunk.spare is not None,
-                keeps=chunk.spare is None and not sums,
-                moves=moves,
+                keeps=chunk.spare is None and not sums and not moves,
                 together=together,
             )
             if piece.keeps:
-                self._kept[chunk.unit, start, stop] = piece
+                self._kept[place] = piece
         piece.waiting = dict(chunk.offloaded_gradients)
         return piece
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +114,7 @@ class Training:
         for piece in self._calls.pieces:
             spans = [span for span in piece if rest[span.parameter] is not None]
             if spans:
-                self._on_piece(spans, options, gradients, methodcaller("step"))
+                self._on_piece(spans, options, gradients)
         for span in (span for piece in self._calls.pieces for span in piece):
             rest[span.parameter] = None
         for numbers in self._calls.alone:
@@ -136,42 +135,28 @@ class Training:
         self,
         spans: Sequence[Range],
         options: Sequence[Mapping[str, Any]],
-        gradients: Sequence[torch.Tensor | None] | None,
-        use: Callable[[Any], object],
+        gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Make an optimizer over these ranges, with their states, and use it."""
-        shadows: list[tuple[nn.Parameter, str, Mapping[str, Any]]] = []
+        """Step on these ranges by an optimizer that is made for them."""
+        members: list[tuple[nn.Parameter, str, Mapping[str, Any]]] = []
         for number, first, past in spans:
-            whole = self.parameters[number]
+            whole, gradient = self.parameters[number], gradients[number]
+            assert gradient is not None
             shadow = nn.Parameter(whole.detach().flatten()[first:past])
             vars(shadow).update(self._attributes)
-            gradient = None if gradients is None else gradients[number]
-            if gradient is not None:
-                shadow.grad = gradient.flatten()[first:past].clone()
+            shadow.grad = gradient.flatten()[first:past].clone()
             group = self._groups[whole]
-            members = self.optimizer.param_groups[group]
-            names = dict(zip(members["params"], members.get(NAMES, ()), strict=False))
-            shadows.append((shadow, names.get(whole, ""), options[group]))
-        worker = self._factory(groups_of(shadows))
-        for (shadow, *_), span in zip(shadows, spans, strict=True):
+            own = self.optimizer.param_groups[group]
+            names = dict(zip(own["params"], own.get(NAMES, ()), strict=False))
+            members.append((shadow, names.get(whole, ""), options[group]))
+        worker = self._factory(groups_of(members))
+        for (shadow, *_), span in zip(members, spans, strict=True):
             if span in self._states:
                 worker.state[shadow] = self._states[span]
-        use(worker)
-        for (shadow, *_), span in zip(shadows, spans, strict=True):
-            self._states[span] = worker.state[shadow]
-
-    def switch(self) -> None:
-        """Into the mode of evaluation and back, where it has modes."""
-        optimizer: Any = self.optimizer
-        if not (callable(getattr(optimizer, "eval", None)) and hasattr(optimizer, "train")):
-            return
-        for mode in ("eval", "train"):
-            options = options_of(optimizer)
-            for piece in self._calls.pieces:
-                spans = [span for span in piece if span in self._states]
-                if spans:
-                    self._on_piece(spans, options, None, methodcaller(mode))
-            getattr(optimizer, mode)()
+        worker.step()
+        self._states |= {
+            span: worker.state[shadow] for (shadow, *_), span in zip(members, spans, strict=True)
+        }
 
     def _look(self) -> None:
         """Count the tensors that the optimizer keeps."""
@@ -371,8 +356,6 @@ def _trained(
             training.step(gradients)
             if number in (0, len(steps) - 1):
                 outside.append(_outside(type(training.optimizer)))
-            if number == 1:
-                training.switch()
     first, last = outside
     changed = (key for key, value in last.items() if not is_equal(first.get(key), value))
     return training, next(changed, (0, ""))[1]

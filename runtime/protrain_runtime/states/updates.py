@@ -34,6 +34,7 @@ from protrain_runtime.states.known_optimizers import known
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory, attributes_of
+from protrain_runtime.states.trials import is_equal
 from protrain_runtime.states.update_rules import StateRule
 
 SMALLEST_RANGE = 2**17
@@ -259,18 +260,9 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether scalars are known to be equal, without a wait for a device."""
     if one is other:
         return True  # of parameters that are stepped on as one
-    if one.keys() != other.keys():
-        return False
-    for key, value in one.items():
-        its = other[key]
-        if isinstance(value, torch.Tensor) and isinstance(its, torch.Tensor):
-            if not (value.numel() == its.numel() == 1 and on_host(value.device)):
-                return False
-            if not on_host(its.device) or value.dtype != its.dtype or value.item() != its.item():
-                return False
-        elif type(value) is not type(its) or value != its:
-            return False
-    return True
+    tensors = [v for v in (*one.values(), *other.values()) if isinstance(v, torch.Tensor)]
+    here = all(on_host(value.device) for value in tensors)
+    return here and one.keys() == other.keys() and is_equal(one, other)
 
 
 def _had(stored: GradientInStore) -> bool:
@@ -291,7 +283,6 @@ class _Due:
     states: dict[str, tuple[torch.Tensor, StateRule]] | None
     factors: Sequence[torch.Tensor]  # of the gradients, one after the other
     waits: bool  # the gradients have waited below the device
-    place: tuple[int, int]  # the number of the piece's run, and the first of its elements
 
 
 @dataclass(slots=True)
@@ -310,9 +301,8 @@ class Piece:
 
     It reads the copy of the states that is current when it is made. One that is `apart` writes all
     of its range to the chunk's spare copy, also what it does not change.
-    One that `keeps` is used in every step. Its staging is in the same places each time, and what is
-    not staged, too, but for parameters on the device, which are elsewhere where it `moves`. Then
-    `kept` are its optimizers, as long as these have all they need.
+    One that `keeps` is used in every step: its staging is in the same places each time, and what is
+    not staged, too. Then `kept` are its optimizers, as long as these have all they need.
     """
 
     chunk: Chunk
@@ -328,9 +318,7 @@ class Piece:
     stands: bool = False
     apart: bool = False
     keeps: bool = False
-    moves: bool = False
     together: int = 0
-    rows: list[tuple[int, slice, int]] = field(default_factory=list[tuple[int, slice, int]])
     reads: list[tuple[int, torch.Tensor]] = field(default_factory=list[tuple[int, torch.Tensor]])
     kept: KeptRanges | None = None
     stepped: tuple[list[Range], "UpdateTeam"] | None = None
@@ -411,7 +399,7 @@ class Piece:
 
     def view_device(self) -> None:
         """Use the parameters in place, on the device."""
-        if self.kept is not None and not self.moves:
+        if self.kept is not None:
             return
         for number, run in enumerate(self.runs):
             part, low, _ = run.spans[0]
@@ -448,7 +436,7 @@ class Piece:
         whole would get, and every range starts from the same scalars. Runs are stepped on as one.
         """
         kept = self.kept
-        if kept is not None and kept.begin(options, self.waiting, gradients, self.parameters):
+        if kept is not None and kept.begin(options, self.waiting, gradients):
             if kept.step():
                 return
             stepped = kept.ranges
@@ -457,7 +445,18 @@ class Piece:
             if team is None:
                 # On a device kernels have threads of their own: the larger they are, the better.
                 team = UpdateTeam(longest=sum(one.values.numel() for one in due))
-            stepped = self._ranges(factory, options, due, team)
+            lengths = [one.values.numel() for one in due]
+            cuts = [self.chunk.cut_of(one.run.spans[0].part) for one in due]
+            # Not in their threads: the first optimizer of a class changes the class.
+            stepped = [
+                self._range(factory, options, [(due[i], start, stop) for i, start, stop in share])
+                for share in team.ranges(lengths, cuts)
+            ]
+            for each in stepped:
+                if isinstance(each.worker, MasterOptimizer):
+                    # A piece's workspace is counted for all of its elements: this is no more.
+                    elements = sum(one.parameter.numel() for one in each.shadows)
+                    each.worker.room_elements = min(elements, team.longest)
             team.run([each.step for each in stepped])
             self.stepped = (stepped, team) if self.keeps else None
         self.kept = None
@@ -465,47 +464,41 @@ class Piece:
             states = map(taken_apart, each.states())
             self.made += zip(each.shadows, states, strict=True)
 
-    def _ranges(
-        self, factory: OptimizerFactory, options: Options, due: Sequence[_Due], team: UpdateTeam
-    ) -> list[Range]:
-        """Make an optimizer for each thread of the team, over its share of the elements.
-
-        Not in their threads: the first optimizer of a class changes the class.
-        """
-        lengths = [one.values.numel() for one in due]
-        cuts = [self.chunk.cut_of(one.run.spans[0].part) for one in due]
-        made = [
-            self._range(factory, options, [(due[i], start, stop) for i, start, stop in ranges])
-            for ranges in team.ranges(lengths, cuts)
-        ]
-        for each in made:
-            if isinstance(each.worker, MasterOptimizer):
-                # A piece's workspace is counted for all of its elements: this is no more.
-                elements = sum(one.parameter.numel() for one in each.shadows)
-                each.worker.room_elements = min(elements, team.longest)
-        return made
-
     def _due(self, gradients: Mapping[str, torch.Tensor], options: Options) -> Iterator[_Due]:
-        """The gradients that there are, from where each of them is."""
+        """The gradients that there are, from where each of them is; of runs as one if they may."""
         for number, run in enumerate(self.runs):
-            values, staged = self.parameters[number], self.gradients.get(number)
-            if len(run.spans) > 1 and self._as_one(run, gradients, options):
-                part, low, _ = run.spans[0]
-                first = self.waiting[part.name]
-                elements = first.in_host(low, low + run.numel) if staged is None else staged
-                yield self._due_of(run, values, elements, first.factors, True, (number, 0))
-                continue
-            for span, here in run.placed():
-                part, low, high = span
-                found, factors = gradients.get(part.name), list[torch.Tensor]()
-                stored, waits = self.waiting.get(part.name), found is None
-                if found is None and stored is not None and _had(stored):
-                    found = stored.in_host(low, high) if staged is None else staged[here]
-                    factors = stored.factors
-                if found is not None:
-                    alone = Run((span,), run.start + here.start)
-                    own = number, here.start
-                    yield self._due_of(alone, values[here], found, factors, waits, own)
+            together = len(run.spans) > 1 and self._as_one(run, gradients, options)
+            whole = [(run.spans, slice(0, run.numel))]
+            for spans, here in whole if together else [((s,), at) for s, at in run.placed()]:
+                (part, low, _), count = spans[0], here.stop - here.start
+                elements, factors = gradients.get(part.name), list[torch.Tensor]()
+                stored, waits = self.waiting.get(part.name), elements is None
+                if elements is None and stored is not None and _had(stored):
+                    staged = self.gradients.get(number)
+                    elements = stored.in_host(low, low + count) if staged is None else staged[here]
+                    # Here once, not in every thread: a factor may be on a device.
+                    factors = [factor.to(elements.device) for factor in stored.factors]
+                if elements is not None:
+                    yield _Due(
+                        run=Run(spans, run.start + here.start),
+                        values=self.parameters[number][here],
+                        elements=elements,
+                        states=self._staged_states(part, low, count),
+                        factors=factors,
+                        waits=waits,
+                    )
+
+    def _staged_states(
+        self, part: Slice, low: int, count: int
+    ) -> dict[str, tuple[torch.Tensor, StateRule]] | None:
+        """The staged states of so many elements from one on; None: the parameter has none."""
+        if part.name not in self.source.updated:
+            return None
+        layouts = [layout for layout in self.source.of(part) if layout.kind in self.staging]
+        return {
+            layout.key: (self.staging[layout.kind].of(layout, part, low, count), layout.rule)
+            for layout in layouts
+        }
 
     def _as_one(
         self,
@@ -537,29 +530,6 @@ class Piece:
             place += (high - low) * part.dtype.itemsize
         return True
 
-    def _due_of(
-        self,
-        run: Run,
-        values: torch.Tensor,
-        elements: torch.Tensor,
-        factors: Sequence[torch.Tensor],
-        waits: bool,
-        place: tuple[int, int],
-    ) -> _Due:
-        """These elements with their states, and factors where they are."""
-        part, low, _ = run.spans[0]
-        states = None
-        if part.name in self.source.updated:
-            found = ((layout, self.staging.get(layout.kind)) for layout in self.source.of(part))
-            states = {
-                layout.key: (staged.of(layout, part, low, run.numel), layout.rule)
-                for layout, staged in found
-                if staged is not None
-            }
-        # Here once, not in every thread: a factor may be on a device.
-        here = [factor.to(elements.device) for factor in factors]
-        return _Due(run, values, elements, states, here, waits, place)
-
     def _range(
         self,
         factory: OptimizerFactory,
@@ -570,26 +540,21 @@ class Piece:
         shadows: list[Shadow] = []
         for due, start, stop in ranges:
             spans = due.run.between(start, stop)
-            part = spans[0].part
-            shadow = nn.Parameter(due.values[start:stop])
-            vars(shadow).update(attributes_of(part.parameter))
-            shadow.grad = due.elements[start:stop]
-            staged = (
-                None
-                if due.states is None
-                else {
+            parameter = nn.Parameter(due.values[start:stop])
+            vars(parameter).update(attributes_of(spans[0].part.parameter))
+            parameter.grad = due.elements[start:stop]
+            staged: dict[str, torch.Tensor] | None = None
+            if due.states is not None:
+                staged = {
                     key: values[start // rule.per :][: rule.count(stop - start)]
                     for key, (values, rule) in due.states.items()
                 }
-            )
-            ends = any(high == one.numel for one, _, high in spans)
             shadows.append(
                 Shadow(
-                    parameter=shadow,
-                    name=part.name,
+                    parameter=parameter,
+                    name=spans[0].part.name,
                     spans=spans,
-                    where=(due.place[0], slice(due.place[1] + start, due.place[1] + stop)),
-                    ends=ends,
+                    ends=any(high == one.numel for one, _, high in spans),
                     staged=staged,
                     waits=due.waits,
                 )
@@ -642,12 +607,9 @@ class Piece:
             self._write_made(store, parameters=parameters)
         else:
             self.kept.write()
-            for number, here, place in self.rows:
-                store.start_write(place, self.parameters[number][here].view(torch.uint8))
         self.waiting = {}
-        if self.moves or not self.keeps:
-            self.parameters.clear()
         if not self.keeps:
+            self.parameters.clear()
             self.staging.clear()
             self.gradients.clear()
 
@@ -656,11 +618,7 @@ class Piece:
         stepped = {span.part.name for shadow, _ in self.made for span in shadow.spans}
         # By region of the store: one write of many parameters' values, where they are neighbours.
         writes = defaultdict[StateKind, list[tuple[int, torch.Tensor]]](list)
-        self.rows = self._rows(stepped) if parameters else []
-        parameters_written = _joined(
-            (place, self.parameters[number][here].view(torch.uint8))
-            for number, here, place in self.rows
-        )
+        parameters_written = _joined(self._rows(stepped)) if parameters else []
         for part, low, high in self.parts if self.apart else ():
             if part.name not in stepped:
                 self._copy(part, low, high, store)
@@ -682,24 +640,16 @@ class Piece:
                     self.target.updated.add(part.name)
         self.made.clear()
         if self.stepped is not None:
-            if not self.moves:  # else they are written from where each step has them
-                self.rows, states_written = [], parameters_written + states_written
-            self._keep(store, *self.stepped, states_written)
+            self._keep(store, *self.stepped, parameters_written + states_written)
             self.stepped = None
 
-    def _rows(self, stepped: Set[str]) -> list[tuple[int, slice, int]]:
-        """The parameters to write: a run's number, elements of it, and where they go."""
-        rows: list[tuple[int, slice, int]] = []
+    def _rows(self, stepped: Set[str]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameters to write, and where they go."""
         for number, run in enumerate(self.runs):
             for (part, low, _), here in run.placed():
-                if part.name not in stepped and not self.apart:
-                    continue
-                place = self.target.place(part) + low * part.dtype.itemsize
-                if rows and rows[-1][0] == number and rows[-1][1].stop == here.start:
-                    rows[-1] = number, slice(rows[-1][1].start, here.stop), rows[-1][2]
-                else:
-                    rows.append((number, here, place))
-        return rows
+                if part.name in stepped or self.apart:
+                    place = self.target.place(part) + low * part.dtype.itemsize
+                    yield place, self.parameters[number][here].view(torch.uint8)
 
     def _keep(self, store: Store, ranges: list[Range], team: UpdateTeam, writes: Pairs) -> None:
         """Keep these optimizers for the next step, if it finds their tensors in place."""
@@ -716,7 +666,6 @@ class Piece:
                 parts=self.parts,
                 copy=self.source,
                 waiting=self.waiting,
-                moves=self.moves,
                 read=copies(store, self.reads, writes=False),
                 write=copies(store, writes, writes=True),
             )
