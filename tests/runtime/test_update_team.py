@@ -40,7 +40,6 @@ from tests.support.runtime_cases import differences
 
 CPU = torch.device("cpu")
 SHAPES = ((37, 61), (64,), (1000,), (3,), (128, 33), (1,), (700,), (65, 2))
-NEIGHBOURS = ((64, 3), (128,), (1000,), (128, 33), (64,), (700,), (65, 2))  # cut at 64 elements
 FROZEN = 2  # these of the shapes, by number
 SOMETIMES = 4  # has a gradient in some steps only
 FACTORIES: dict[str, OptimizerFactory] = {
@@ -223,16 +222,13 @@ class Rig:
         *,
         masters: bool,
         absent: int = 0,
-        together: bool = False,
     ) -> None:
-        self.absent, self.together = absent, together
-        self.most = 0  # parameters that were stepped on as one
+        self.absent = absent
         self.pieces: dict[tuple[int, int], Piece] = {}  # that are used in every step
         self.kept = 0  # steps whose optimizers went on to the next
         random_numbers = torch.Generator().manual_seed(1)
         own = [
-            nn.Parameter(torch.randn(shape, generator=random_numbers).to(dtype))
-            for shape in (NEIGHBOURS if together else SHAPES)
+            nn.Parameter(torch.randn(shape, generator=random_numbers).to(dtype)) for shape in SHAPES
         ]
         for number, parameter in enumerate(own):
             parameter.requires_grad_(number != FROZEN)
@@ -243,11 +239,9 @@ class Rig:
             for name, parameter in self.plain.items()
         }
         self.copies = copies
-        # Two groups, with options of their own: they alternate among the parameters, or the first
-        # has all of them but the last.
+        # Two groups, with options of their own: they alternate among the parameters.
         trainable = [name for name in copies if name != str(FROZEN)]
-        own_names = trainable[:-1] if together else trainable[::2]
-        others = trainable[-1:] if together else trainable[1::2]
+        own_names, others = trainable[::2], trainable[1::2]
         groups = [
             {"params": [copies[name] for name in own_names], "lr": 2e-3},
             {"params": [copies[name] for name in others], "weight_decay": 0.0},
@@ -303,10 +297,9 @@ class Rig:
         total = self.chunk.num_trainable
         cuts = [self.chunk.cut(total * n // num_pieces) for n in range(num_pieces)] + [total]
         for start, stop in itertools.pairwise(cuts):
-            together = total if self.together else 0
             waiting = self.chunk.offloaded_gradients
             piece = self.pieces.setdefault(
-                (start, stop), Piece(self.chunk, start, stop, keeps=True, together=together)
+                (start, stop), Piece(self.chunk, start, stop, keeps=True)
             )
             piece.waiting = dict(waiting)
             if piece.kept is None:
@@ -317,7 +310,6 @@ class Rig:
                 if part.name in at_hand
             }
             piece.update(self.factory, self.options, covered, team)
-            self.most = max([self.most, *(len(shadow.spans) for shadow, _ in piece.made)])
             piece.write(parameters=False)
             self.kept += piece.kept is not None
         self.chunk.offloaded_gradients.clear()
@@ -395,22 +387,6 @@ def test_pieces_of_clipped_gradients_by_threads_are_plain_pytorchs_bitwise(
     assert rig.differences() == []
 
 
-@pytest.mark.parametrize("name", FACTORIES)
-@pytest.mark.parametrize("masters", [False, True], ids=["pure", "masters"])
-@pytest.mark.parametrize("num_pieces", [1, 4])
-def test_neighbours_that_are_stepped_on_as_one_are_plain_pytorchs_bitwise(
-    name: str, masters: bool, num_pieces: int, team: UpdateTeam
-) -> None:
-    """Where one has no gradient in some steps, its counters lag, and it is stepped on by itself."""
-    dtype = torch.bfloat16 if masters else torch.float32
-    absent = first_absent(name)
-    rig = Rig(FACTORIES[name], dtype, masters=masters, absent=absent, together=True)
-    for number in range(5):
-        rig.step(number, team, num_pieces=num_pieces, clips=True)
-    assert rig.differences() == []
-    assert rig.most > 1
-
-
 @pytest.mark.parametrize("masters", [False, True], ids=["pure", "masters"])
 def test_without_a_team_a_piece_is_one_range(masters: bool) -> None:
     """As on a device, whose kernels are cut by nobody else."""
@@ -429,7 +405,7 @@ def test_optimizers_that_are_kept_see_what_changes_between_steps(
 ) -> None:
     """Learning rates, counters that code replaces, and a gradient that is missing once."""
     dtype = torch.bfloat16 if masters else torch.float32
-    rig = Rig(FACTORIES[name], dtype, masters=masters, absent=2, together=clips)
+    rig = Rig(FACTORIES[name], dtype, masters=masters, absent=2)
     with closing(UpdateTeam(2, smallest=64)) as team:
         for number in range(8):
             for chosen in {id(one): one for one in rig.options.values()}.values():

@@ -42,15 +42,15 @@ class Span(NamedTuple):
 class Shadow:
     """Elements that an optimizer steps on as one tensor.
 
-    name     the first parameter, whose options, factors and scalars are those of all
-    ends     some of them are a parameter's last: its scalars are this optimizer's
+    name     the parameter's
+    ends     they are the parameter's last: its scalars are this optimizer's
     staged   the states that it was given, by key: none before the first step
     waits    the gradient has waited below the device
     """
 
     parameter: nn.Parameter  # [elements]
     name: str
-    spans: Sequence[Span]
+    span: Span
     ends: bool
     staged: Mapping[str, torch.Tensor] | None
     waits: bool
@@ -131,6 +131,7 @@ class Range:
     """Elements that one optimizer steps on, perhaps in a thread of its own.
 
     heads    a parameter of each group, which has the group's options
+    leads    by shadow, the one of its group
     usual    the groups have these options, and no others
     factors  by which gradients are multiplied in this step
     kernels  what takes the place of its step, by group
@@ -139,6 +140,7 @@ class Range:
     worker: torch.optim.Optimizer
     shadows: Sequence[Shadow]
     heads: Sequence[str]
+    leads: Sequence[str]
     usual: bool
     factors: list[tuple[torch.Tensor, Sequence[torch.Tensor]]]
     kernels: Sequence[FusedAdam] = ()
@@ -149,8 +151,7 @@ class Range:
         members = [(each.parameter, each.name, options[each.name]) for each in shadows]
         worker = factory(groups_of(members))
         heads: dict[int, str] = {}  # by the options, in the order of their groups
-        for each in shadows:
-            heads.setdefault(id(options[each.name]), each.name)
+        leads = [heads.setdefault(id(options[each.name]), each.name) for each in shadows]
         usual = len(heads) == len(worker.param_groups) and all(
             group.keys() - {"params"} == options[name].keys()
             and all(
@@ -158,7 +159,7 @@ class Range:
             )
             for group, name in zip(worker.param_groups, heads.values(), strict=True)
         )
-        return Range(worker, shadows, [*heads.values()], usual, [])
+        return Range(worker, shadows, [*heads.values()], leads, usual, [])
 
     def step(self) -> None:
         """Step the optimizer once."""
@@ -228,9 +229,9 @@ class KeptRanges:
         self._run, self._copy = run, copy
         self._steps = [each.step for each in ranges]
         shadows = [shadow for each in ranges for shadow in each.shadows]
-        waits = {span.part.name: one.waits for one in shadows for span in one.spans}
+        waits = {shadow.name: shadow.waits for shadow in shadows}
         self._sources: list[_Source] = []
-        for part in dict.fromkeys(span.part for span in parts):
+        for part, _, _ in parts:
             name = part.name
             base = copy.scalars[name] if name in waits else None
             stored = waiting[name] if waits.get(name) else None
@@ -279,23 +280,15 @@ class KeptRanges:
         gradients: Mapping[str, torch.Tensor],
     ) -> bool:
         each.factors = []
-        for shadow in each.shadows:
-            chosen = options[shadow.name]
-            first = waiting[shadow.name].factors if shadow.waits else []
-            for span in shadow.spans:
-                name = span.part.name
-                if options[name] is not chosen:
-                    return False
-                if shadow.waits and (waiting[name].factors or first):
-                    factors = waiting[name].factors
-                    if [*map(id, factors)] != [*map(id, first)]:
-                        return False
+        for shadow, head in zip(each.shadows, each.leads, strict=True):
+            if options[shadow.name] is not options[head]:
+                return False  # a parameter is in another group
             if not shadow.waits:
                 shadow.parameter.grad = gradients[shadow.name]
-            if first:
+            elif factors := waiting[shadow.name].factors:
                 elements = shadow.parameter.grad
                 assert elements is not None
-                each.factors.append((elements, [f.to(elements.device) for f in first]))
+                each.factors.append((elements, [f.to(elements.device) for f in factors]))
             if not shadow.ends:
                 own = by_value(self._copy.scalars[shadow.name])
                 each.worker.state[shadow.parameter].update(own)
