@@ -205,14 +205,11 @@ class PlannedStates(MutableMapping[Any, Any]):
             for group in self._inner.param_groups
             if any(one is part.parameter for one in group["params"])
         )
-        there = {
-            key: value
-            for key, value in scalars.items()
-            if torch.is_tensor(value) and (counts_there or value.numel() > 1)
-        }
-        return put_together(
-            {**scalars, **moved(there, device), **moved(states, device)}, part.shape
-        )
+        home = {**scalars, **states}
+        for key, value in home.items():
+            if torch.is_tensor(value) and (key in states or counts_there or value.numel() > 1):
+                home[key] = value.to(device)
+        return put_together(home, part.shape)
 
     def _settle(self) -> None:
         if self._engine is None:
@@ -267,11 +264,6 @@ def unwrapped(state: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
         wraps = isinstance(value, Mapping) and bool(keys & value.keys())
         found |= value if wraps else {key: value}
     return found
-
-
-def moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The same states, tensors on the device."""
-    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in state.items()}
 
 
 def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:

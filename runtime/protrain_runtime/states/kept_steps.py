@@ -177,17 +177,6 @@ class Range:
             states = self.worker.state
             self.kernels = [FusedAdam(each["params"], states) for each in groups]
 
-    def begin(self, options: Options) -> bool:
-        """Take this step's options; False where they ask for another optimizer."""
-        for kernel, name in zip(self.kernels, self.heads, strict=True) if self.kernels else ():
-            if not kernel.takes(options[name]):
-                return False
-            kernel.begin(options[name])
-        if not self.kernels:
-            for group, name in zip(self.worker.param_groups, self.heads, strict=True):
-                group.update({k: v for k, v in by_value(options[name]).items() if k != NAMES})
-        return True
-
     def states(self) -> list[dict[str, Any]]:
         """Return the optimizer's states, by shadow."""
         return [self.worker.state[shadow.parameter] for shadow in self.shadows]
@@ -292,7 +281,14 @@ class KeptRanges:
             if not shadow.ends:
                 own = by_value(self._copy.scalars[shadow.name])
                 each.worker.state[shadow.parameter].update(own)
-        return each.begin(options)
+        for kernel, name in zip(each.kernels, each.heads, strict=True) if each.kernels else ():
+            if not kernel.takes(options[name]):
+                return False
+            kernel.begin(options[name])
+        if not each.kernels:
+            for group, name in zip(each.worker.param_groups, each.heads, strict=True):
+                group.update({k: v for k, v in by_value(options[name]).items() if k != NAMES})
+        return True
 
     def step(self) -> bool:
         """Step once; False where an optimizer has put other tensors in the place of its states."""

@@ -10,7 +10,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -52,28 +51,14 @@ class Range(NamedTuple):
     past: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
-    """A plan's calls of the optimizer in a step; plain PyTorch calls it once, for all parameters.
-
-    pieces  ranges on each of which an optimizer steps that is made for it: offloaded chunks
-    alone   parameters on which the optimizer itself steps, and on no others: updates in backward
-
-    These come one after the other, then a step of the optimizer on the rest, which may be nothing.
-    """
-
-    pieces: Sequence[Sequence[Range]] = ()
-    alone: Sequence[Sequence[int]] = ()
-
-
-PLAIN = Calls()
-
-
 class Training:
     """Steps of an optimizer on parameters of its own, called as by PyTorch or as by a plan.
 
     `groups` are options, whose groups have the parameters by turns. All parameters have the
-    `attributes`, which an optimizer may read.
+    `attributes`, which an optimizer may read. Plain PyTorch calls the optimizer once in a step. A
+    plan calls one that is made for each of `pieces`, ranges of parameters (of offloaded chunks);
+    then the optimizer itself for each of `alone`, parameters by number (updates in backward), and
+    for the rest, which may be nothing.
     """
 
     def __init__(
@@ -82,9 +67,12 @@ class Training:
         attributes: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]],
         values: Sequence[torch.Tensor],
-        calls: Calls = PLAIN,
+        *,
+        pieces: Sequence[Sequence[Range]] = (),
+        alone: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._factory, self._attributes, self._calls = factory, attributes, calls
+        self._factory, self._attributes = factory, attributes
+        self._pieces, self._alone = pieces, alone
         self.parameters = [nn.Parameter(one.clone()) for one in values]
         for parameter in self.parameters:
             vars(parameter).update(attributes)
@@ -111,13 +99,13 @@ class Training:
         """One step; None for a parameter that has no gradient."""
         options = options_of(self.optimizer)
         rest = dict(enumerate(gradients))
-        for piece in self._calls.pieces:
+        for piece in self._pieces:
             spans = [span for span in piece if rest[span.parameter] is not None]
             if spans:
                 self._on_piece(spans, options, gradients)
-        for span in (span for piece in self._calls.pieces for span in piece):
+        for span in (span for piece in self._pieces for span in piece):
             rest[span.parameter] = None
-        for numbers in self._calls.alone:
+        for numbers in self._alone:
             own = {number: rest.pop(number) for number in numbers}
             self._give(own)
             step_alone(self.optimizer, {self.parameters[number] for number in own}, options)
@@ -293,20 +281,20 @@ def why_together(
     """
     alike = [values_of(shape, dtype) * (number + 1) for number in range(3)]
     others = [values_of(torch.Size(size), dtype) for size in ([48, 64], [64])]
-    in_backward = [Calls(alone=[[2], [1], [0]])]
+    in_backward: list[dict[str, Any]] = [{"alone": [[2], [1], [0]]}]
     if pieces:
         every = [Range(number, 0, shape.numel()) for number in range(3)]
-        in_backward.append(Calls(pieces=[every[2:], every[:2]]))
+        in_backward.append({"pieces": [every[2:], every[:2]]})
     usual = list(range(len(_SCALES)))
     # A parameter without a gradient, and one with a gradient that is no number.
     missing, infinite = [0, 1, -1, 2, 3], [0, 2, -2, 1]
     trials = [(alike, usual, in_backward), (alike, missing, in_backward)]
     trials.append((alike, infinite, in_backward))
-    trials.append((alike + others, usual, [Calls(alone=[[4, 3], [2], [1]])]))
+    trials.append((alike + others, usual, [{"alone": [[4, 3], [2], [1]]}]))
     writes, most_beside = False, _LARGE_STATE
     for values, steps, plans in trials:
         try:
-            whole, counts = _trained(train, groups, values, steps, PLAIN)
+            whole, counts = _trained(train, groups, values, steps, {})
         except Exception as error:  # noqa: BLE001 (the user's class)
             if values is not alike or steps is not usual:
                 continue  # such steps are not for this optimizer
@@ -328,7 +316,7 @@ def why_together(
                 raised = f"{kind_of(error)}: {cut(str(error))}"
                 return f"a step on some parameters alone is refused: {raised}", writes
             if not parts.same_as(whole):
-                again, _ = _trained(train, groups, values, steps, PLAIN)
+                again, _ = _trained(train, groups, values, steps, {})
                 return TOGETHER if again.same_as(whole) else CHANGES, writes
     return "", writes
 
@@ -338,15 +326,15 @@ def _trained(
     groups: Sequence[Mapping[str, Any]],
     values: Sequence[torch.Tensor],
     steps: Sequence[int],
-    calls: Calls,
+    calls: Mapping[str, Any],
 ) -> tuple[Training, str]:
     """Take steps (-1: no gradient, -2: infinite); and a name outside of the optimizer that counts.
 
     Operator by operator, also where steps are compiled: what is looked at stays the same.
     """
     with torch.compiler.set_stance("force_eager"):
-        training = train(groups, values, calls)
-        outside: list[Mapping[tuple[int, str], Any]] = []
+        training = train(groups, values, **calls)
+        outside: list[Mapping[tuple[Any, str], Any]] = []
         for number, step in enumerate(steps):
             gradients: list[torch.Tensor | None] = [*gradients_of(values, max(step, 0))]
             if step == -1:
@@ -358,7 +346,7 @@ def _trained(
                 outside.append(_outside(type(training.optimizer)))
     first, last = outside
     changed = (key for key, value in last.items() if not is_equal(first.get(key), value))
-    return training, next(changed, (0, ""))[1]
+    return training, next(changed, (None, ""))[1]
 
 
 def gradients_of(values: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
@@ -383,19 +371,14 @@ _OF_NOBODY = ("torch", "builtins", "abc", "typing")
 """Packages whose classes count nothing that a step depends on."""
 
 
-def _places(kind: type) -> list[Any]:
-    """The classes of an optimizer, and their modules."""
+def _outside(kind: type) -> dict[tuple[Any, str], Any]:
+    """Copies of plain values in an optimizer's classes and their modules, by place and name."""
     own = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _OF_NOBODY]
-    modules = dict.fromkeys(each.__module__ for each in own)
-    return [*own, *(sys.modules[name] for name in modules if name in sys.modules)]
-
-
-def _outside(kind: type) -> dict[tuple[int, str], Any]:
-    """Copies of the plain values there that a step might count in, by place and name."""
+    modules = [sys.modules.get(name) for name in dict.fromkeys(each.__module__ for each in own)]
     return {
-        (number, name): copy.deepcopy(value)
-        for number, place in enumerate(_places(kind))
-        for name, value in [*vars(place).items()]
+        (place, name): copy.deepcopy(value)
+        for place in (*own, *modules)
+        for name, value in [*getattr(place, "__dict__", {}).items()]
         if not name.startswith("__") and _counts(value)
     }
 
@@ -420,9 +403,9 @@ def trying(kind: type) -> Iterator[None]:
             yield
         finally:
             now = _outside(kind)
-            for (number, name), value in before.items():
-                if not is_equal(now.get((number, name)), value):
-                    _put_back(_places(kind)[number], name, value)
+            for place, value in before.items():
+                if not is_equal(now.get(place), value):
+                    _put_back(*place, value)
 
 
 def _put_back(place: Any, name: str, value: Any) -> None:

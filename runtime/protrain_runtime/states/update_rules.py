@@ -38,7 +38,6 @@ from protrain_runtime.states.stepping import (
 )
 from protrain_runtime.states.trials import (
     DRAWS,
-    Calls,
     Range,
     Training,
     gradients_of,
@@ -390,9 +389,9 @@ class _Trial:
         last = (count - least) // first * first
         ends = sorted({0, first, last, count}) if cuts and last >= first else [0, count]
         values = [values_of(shape, self._dtype)]
-        plan = Calls(pieces=[[Range(0, *span)] for span in pairwise(ends)])
+        pieces = [[Range(0, *span)] for span in pairwise(ends)]
         try:
-            whole, parts = self._train(values), self._train(values, plan)
+            whole, parts = self._train(values), self._train(values, pieces=pieces)
             for step in range(_FEW_STEPS):
                 for training in (whole, parts):
                     training.step(gradients_of(values, step))

@@ -26,7 +26,7 @@ from protrain_runtime.contract.program.program import LONGEST_SPAN
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_threads
 from protrain_runtime.devices.preflight import ranks_here
-from protrain_runtime.devices.stores import HostStore, Pairs, Store, copies
+from protrain_runtime.devices.stores import HostStore, Store, copies
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.kept_steps import KeptRanges, Options, Range, Shadow, Span
@@ -500,34 +500,31 @@ class Piece:
                 self.target.scalars[shadow.name] = state
                 self.target.updated.add(shadow.name)
         self.made.clear()
-        if self.stepped is not None:
-            self._keep(store, *self.stepped, parameters_written + states_written)
-            self.stepped = None
+        if self.stepped is None:
+            return
+        ranges, team = self.stepped
+        self.stepped = None
+        for each in ranges:
+            for shadow, state in zip(each.shadows, each.states(), strict=True):
+                if not (each.usual and shadow.in_place(state)):
+                    return
+                if not (shadow.waits or shadow.span in self.parts):
+                    return  # its gradient is another tensor each time: all of it is taken
+        self.kept = KeptRanges(
+            ranges,
+            team.run,
+            parts=self.parts,
+            copy=self.source,
+            waiting=self.waiting,
+            read=copies(store, self.reads, writes=False),
+            write=copies(store, parameters_written + states_written, writes=True),
+        )
 
     def _placed(self, copy: Copy, parts: Sequence[Span]) -> Iterator[tuple[int, torch.Tensor]]:
         """The bytes of these parameters, and where they are in a copy."""
         for part, low, _ in parts:
             place = copy.place(part) + low * part.dtype.itemsize
             yield place, self.parameters[part.name].view(torch.uint8)
-
-    def _keep(self, store: Store, ranges: list[Range], team: UpdateTeam, writes: Pairs) -> None:
-        """Keep these optimizers for the next step, if it finds their tensors in place."""
-        keeps = True
-        for each in ranges:
-            for shadow, state in zip(each.shadows, each.states(), strict=True):
-                keeps &= each.usual and shadow.in_place(state)
-                if not shadow.waits:  # another tensor each time: all of it is taken
-                    keeps &= shadow.span in self.parts
-        if keeps:
-            self.kept = KeptRanges(
-                ranges,
-                team.run,
-                parts=self.parts,
-                copy=self.source,
-                waiting=self.waiting,
-                read=copies(store, self.reads, writes=False),
-                write=copies(store, writes, writes=True),
-            )
 
     def _copy(self, part: Slice, low: int, high: int, store: Store) -> None:
         """Bring the states of a parameter that had no gradient to the other copy as they are."""
