@@ -113,21 +113,16 @@ def told_of_steps(
 # --- steps that are measured ----------------------------------------------------------------------
 
 
-class _Steps(NamedTuple):
-    """Bytes that a first step and a second one take at most, and those of the states they make."""
-
-    first: int
-    second: int
-    states: int
-
-
 def _measured(
     make: OptimizerFactory,
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[torch.Tensor],
     device: torch.device,
-) -> _Steps:
-    """Two steps on the parameters, of which the first ones have these gradients."""
+) -> tuple[int, int, int]:
+    """Bytes that a first step and a second one take at most, and those of the states they make.
+
+    The first of the parameters have these gradients.
+    """
     optimizer = make([{"params": list(parameters)}])
     for parameter, gradient in zip(parameters, gradients, strict=False):
         parameter.grad = gradient
@@ -138,7 +133,7 @@ def _measured(
             optimizer.step()
         taken.append(meter.segments[0].peak_bytes - meter.segments[0].start_bytes)
     first, second = taken
-    return _Steps(first, second, storage_bytes(tensors_in(optimizer.state)))
+    return first, second, storage_bytes(tensors_in(optimizer.state))
 
 
 MANY = 16
@@ -187,7 +182,7 @@ def workspace(
             small = [torch.zeros(64, dtype=one) for one in dtypes if one != each]
             every = [nn.Parameter(values.to(device)) for values in (*large, *small)]
             gradients = [_gradient_of(parameter, sparse=is_sparse) for parameter in every[:count]]
-            taken = _measured(make, every, gradients, device).second
+            _, taken, _ = _measured(make, every, gradients, device)
             extra.append(taken / storage_bytes(gradients[:1]))
         together = extra[3] - extra[2] > _GROWTH
         most = max(most, extra[0] if together else max(extra[:2]))
@@ -320,8 +315,8 @@ def _of_kind(
         parameters = [
             nn.Parameter(torch.zeros(shape, dtype=dtype, device=where)) for _ in range(count)
         ]
-        steps = _measured(make, parameters, _by_chance(parameters), where)
-        return (steps.first, steps.states) if slow else (steps.second, 0)
+        first, second, states = _measured(make, parameters, _by_chance(parameters), where)
+        return (first, states) if slow else (second, 0)
 
     large, small = smaller(shape, _LARGE), smaller(shape, _SMALL)
     (one, of_one), (two, of_two) = taken(large, 1), taken(large, 2)

@@ -108,7 +108,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         inner = self.__dict__.get("inner")
         ready = isinstance(self.__dict__.get("state"), PlannedStates)
         if ready and name == "state":
-            self._states.become(value)
+            given = dict(value)  # it may be of these states
+            self._states.clear()
+            self._states.update(given)
         elif ready and name not in self.__dict__ and name in vars(inner):
             if self._chunks:
                 raise RuntimeError(

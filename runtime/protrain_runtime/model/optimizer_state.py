@@ -127,12 +127,6 @@ class PlannedStates(MutableMapping[Any, Any]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self)})"
 
-    def become(self, other: Mapping[Any, Any]) -> None:
-        """Hold what another mapping holds, and nothing else: `optimizer.state = other`."""
-        given = dict(other)
-        self.clear()
-        self.update(given)
-
     def forget(self) -> None:
         """End all loans as they are: other states have been loaded."""
         self._loans.clear()

@@ -256,38 +256,27 @@ class KeptRanges:
             for key in part.parameter.__dict__:
                 if key[:_LENGTH] != OF_PLANS:
                     return False
-        for each in self.ranges:  # noqa: SIM110 (a generator costs as much as what it asks)
-            if not self._begin(each, options, waiting, gradients):
-                return False
-        return True
-
-    def _begin(
-        self,
-        each: Range,
-        options: Options,
-        waiting: Mapping[str, GradientInStore],
-        gradients: Mapping[str, torch.Tensor],
-    ) -> bool:
-        each.factors = []
-        for shadow, head in zip(each.shadows, each.leads, strict=True):
-            if options[shadow.name] is not options[head]:
-                return False  # a parameter is in another group
-            if not shadow.waits:
-                shadow.parameter.grad = gradients[shadow.name]
-            elif factors := waiting[shadow.name].factors:
-                elements = shadow.parameter.grad
-                assert elements is not None
-                each.factors.append((elements, [f.to(elements.device) for f in factors]))
-            if not shadow.ends:
-                own = by_value(self._copy.scalars[shadow.name])
-                each.worker.state[shadow.parameter].update(own)
-        for kernel, name in zip(each.kernels, each.heads, strict=True) if each.kernels else ():
-            if not kernel.takes(options[name]):
-                return False
-            kernel.begin(options[name])
-        if not each.kernels:
-            for group, name in zip(each.worker.param_groups, each.heads, strict=True):
-                group.update({k: v for k, v in by_value(options[name]).items() if k != NAMES})
+        for each in self.ranges:
+            each.factors = []
+            for shadow, head in zip(each.shadows, each.leads, strict=True):
+                if options[shadow.name] is not options[head]:
+                    return False  # a parameter is in another group
+                if not shadow.waits:
+                    shadow.parameter.grad = gradients[shadow.name]
+                elif factors := waiting[shadow.name].factors:
+                    elements = shadow.parameter.grad
+                    assert elements is not None
+                    each.factors.append((elements, [f.to(elements.device) for f in factors]))
+                if not shadow.ends:
+                    own = by_value(scalars[shadow.name])
+                    each.worker.state[shadow.parameter].update(own)
+            for kernel, name in zip(each.kernels, each.heads, strict=True) if each.kernels else ():
+                if not kernel.takes(options[name]):
+                    return False
+                kernel.begin(options[name])
+            if not each.kernels:
+                for group, name in zip(each.worker.param_groups, each.heads, strict=True):
+                    group.update({k: v for k, v in by_value(options[name]).items() if k != NAMES})
         return True
 
     def step(self) -> bool:
@@ -296,7 +285,15 @@ class KeptRanges:
         in_place = True
         for each in self.ranges:
             for shadow in () if each.kernels else each.shadows:
-                in_place &= self._note(each.worker.state[shadow.parameter], shadow)
+                state, scalars = (
+                    each.worker.state[shadow.parameter],
+                    self._copy.scalars[shadow.name],
+                )
+                known_keys = {*scalars, *(shadow.staged or ())}
+                if not shadow.in_place(state) or state.keys() != known_keys:
+                    in_place = False
+                elif shadow.ends:  # scalars that are no tensors are not written in place
+                    scalars.update({key: state[key] for key in scalars})
         self._end()
         return in_place
 
@@ -308,17 +305,3 @@ class KeptRanges:
                     shadow.parameter.grad = None
             for kernel in each.kernels:
                 kernel.end()
-
-    def _note(self, state: Mapping[str, Any], shadow: Shadow) -> bool:
-        """Note scalars that are no tensors written in place; whether all else is where it was."""
-        scalars, staged = self._copy.scalars[shadow.name], shadow.staged
-        if staged is None or not shadow.in_place(state):
-            return False
-        if len(state) != len(scalars) + len(staged):
-            return False
-        if shadow.ends:
-            for key in scalars:
-                if key not in state:
-                    return False
-                scalars[key] = state[key]
-        return True

@@ -34,7 +34,6 @@ from protrain_runtime.states.known_optimizers import known
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory, attributes_of
-from protrain_runtime.states.update_rules import StateRule
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -179,18 +178,12 @@ class _Staged(NamedTuple):
         return self.values[begin : begin + layout.rule.count(count)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """Elements of a parameter that have gradients.
-
-    `states` are the staged ones by key; None before the first step.
-    """
+class _Due(NamedTuple):
+    """Elements of a parameter that have gradients, by which factors these are multiplied."""
 
     span: Span
-    values: torch.Tensor  # [elements]
     elements: torch.Tensor  # of gradients  # [elements]
-    states: dict[str, tuple[torch.Tensor, StateRule]] | None
-    factors: Sequence[torch.Tensor]  # of the gradients, one after the other
+    factors: Sequence[torch.Tensor]
     waits: bool  # the gradients have waited below the device
 
 
@@ -347,8 +340,8 @@ class Piece:
             due = list(self._due(gradients))
             if team is None:
                 # On a device kernels have threads of their own: the larger they are, the better.
-                team = UpdateTeam(longest=sum(one.values.numel() for one in due))
-            lengths = [one.values.numel() for one in due]
+                team = UpdateTeam(longest=sum(one.elements.numel() for one in due))
+            lengths = [one.elements.numel() for one in due]
             cuts = [self.chunk.cut_of(one.span.part) for one in due]
             # Not in their threads: the first optimizer of a class changes the class.
             stepped = [
@@ -379,17 +372,8 @@ class Piece:
                     elements = stored.in_host(low, high)
                 # Here once, not in every thread: a factor may be on a device.
                 factors = [factor.to(elements.device) for factor in stored.factors]
-            if elements is None:
-                continue
-            states: dict[str, tuple[torch.Tensor, StateRule]] | None = None
-            if part.name in self.source.updated:
-                layouts = [one for one in self.source.of(part) if one.kind in self.staging]
-                states = {
-                    one.key: (self.staging[one.kind].of(one, part, low, high - low), one.rule)
-                    for one in layouts
-                }
-            values = self.parameters[part.name]
-            yield _Due(Span(part, low, high), values, elements, states, factors, waits)
+            if elements is not None:
+                yield _Due(Span(part, low, high), elements, factors, waits)
 
     def _range(
         self,
@@ -401,14 +385,15 @@ class Piece:
         shadows: list[Shadow] = []
         for due, start, stop in ranges:
             part, low, _ = due.span
-            parameter = nn.Parameter(due.values[start:stop])
+            parameter = nn.Parameter(self.parameters[part.name][start:stop])
             vars(parameter).update(attributes_of(part.parameter))
             parameter.grad = due.elements[start:stop]
             staged: dict[str, torch.Tensor] | None = None
-            if due.states is not None:
+            if part.name in self.source.updated:
                 staged = {
-                    key: values[start // rule.per :][: rule.count(stop - start)]
-                    for key, (values, rule) in due.states.items()
+                    one.key: self.staging[one.kind].of(one, part, low + start, stop - start)
+                    for one in self.source.of(part)
+                    if one.kind in self.staging
                 }
             shadows.append(
                 Shadow(
