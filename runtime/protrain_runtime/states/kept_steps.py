@@ -285,10 +285,8 @@ class KeptRanges:
         in_place = True
         for each in self.ranges:
             for shadow in () if each.kernels else each.shadows:
-                state, scalars = (
-                    each.worker.state[shadow.parameter],
-                    self._copy.scalars[shadow.name],
-                )
+                state = each.worker.state[shadow.parameter]
+                scalars = self._copy.scalars[shadow.name]
                 known_keys = {*scalars, *(shadow.staged or ())}
                 if not shadow.in_place(state) or state.keys() != known_keys:
                     in_place = False

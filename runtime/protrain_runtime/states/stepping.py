@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import cycle, islice, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -45,12 +45,6 @@ OF_PLANS = "_protrain"
 
 NAMES = "param_names"
 """The option in which PyTorch has the names of a group's parameters."""
-
-
-def group_of(options: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """A group of parameters that are tried, with these options, and some of its names."""
-    names = {NAMES: [*islice(cycle(options[NAMES]), len(parameters))]} if NAMES in options else {}
-    return {**options, **names, "params": parameters}
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:

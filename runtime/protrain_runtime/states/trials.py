@@ -10,6 +10,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from protrain_runtime.states.compositions import Composition, taken_apart, tenso
 from protrain_runtime.states.stepping import (
     NAMES,
     OptimizerFactory,
-    group_of,
     groups_of,
     in_train_mode,
     is_plain,
@@ -74,19 +74,20 @@ class Training:
         self._factory, self._attributes = factory, attributes
         self._pieces, self._alone = pieces, alone
         self.parameters = [nn.Parameter(one.clone()) for one in values]
-        for parameter in self.parameters:
+        members: list[tuple[nn.Parameter, str, Mapping[str, Any]]] = []
+        for number, parameter in enumerate(self.parameters):
             vars(parameter).update(attributes)
-        self.optimizer = in_train_mode(
-            factory(
-                group_of(options, self.parameters[number :: len(groups)])
-                for number, options in enumerate(groups)
-            )
-        )
+            turn, group = divmod(number, len(groups))
+            names = groups[group].get(NAMES) or [""]
+            members.append((parameter, names[turn % len(names)], groups[group]))
+        self.optimizer = in_train_mode(factory(groups_of(members)))
         # The constructor may have put them in groups of its own.
-        self._groups = {
-            one: number
+        self._places = {
+            parameter: (number, name)
             for number, group in enumerate(self.optimizer.param_groups)
-            for one in group["params"]
+            for parameter, name in zip(
+                group["params"], group.get(NAMES) or repeat(""), strict=False
+            )
         }
         self._states: dict[Range, dict[str, Any]] = {}
         self._begun = options_of(self.optimizer)
@@ -133,10 +134,8 @@ class Training:
             shadow = nn.Parameter(whole.detach().flatten()[first:past])
             vars(shadow).update(self._attributes)
             shadow.grad = gradient.flatten()[first:past].clone()
-            group = self._groups[whole]
-            own = self.optimizer.param_groups[group]
-            names = dict(zip(own["params"], own.get(NAMES, ()), strict=False))
-            members.append((shadow, names.get(whole, ""), options[group]))
+            group, name = self._places[whole]
+            members.append((shadow, name, options[group]))
         worker = self._factory(groups_of(members))
         for (shadow, *_), span in zip(members, spans, strict=True):
             if span in self._states:

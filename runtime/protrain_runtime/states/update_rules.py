@@ -30,9 +30,10 @@ from protrain_runtime.states.compositions import Composition, is_composed, tenso
 from protrain_runtime.states.known_optimizers import known
 from protrain_runtime.states.stepping import (
     MASTERS_OF,
+    NAMES,
     OptimizerFactory,
     attributes_of,
-    group_of,
+    groups_of,
     kind_of,
     refuse_closures,
 )
@@ -268,9 +269,10 @@ class UpdateRules:
     @cached_property
     def _example(self) -> torch.optim.Optimizer | None:
         """One optimizer of the user's class; None where it takes no such matrix."""
-        matrix = nn.Parameter(torch.zeros(2, 2))
+        options = self._groups[0]
+        matrix, (name, *_) = nn.Parameter(torch.zeros(2, 2)), options.get(NAMES) or [""]
         with suppress(Exception):  # the user's class; a trial says what it does not take
-            return (self._masters_of or self.factory)([group_of(self._groups[0], [matrix])])
+            return (self._masters_of or self.factory)(groups_of([(matrix, name, options)]))
         return None
 
     def compiled(self, dtype: torch.dtype) -> bool:
