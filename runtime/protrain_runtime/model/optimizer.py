@@ -275,7 +275,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
             for parameter in added:
                 del self.inner.state[parameter]
         for after in self._optimizer_state_dict_post_hooks.values():
-            found = _or(after(self, found), found)
+            changed = after(self, found)
+            found = found if changed is None else changed
         return found
 
     @in_turn("optimizer.load_state_dict()", lambda optimizer: optimizer._turns)
@@ -283,7 +284,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Load what `state_dict` gave under any plan; ValueError for other groups."""
         self._settle("optimizer.load_state_dict() was called")
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = _or(hook(self, state_dict), state_dict)
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
@@ -331,8 +333,3 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _settle(self, what: str) -> None:
         if self._engine is not None:
             self._engine.settle(what)
-
-
-def _or(answer: Any, otherwise: Any) -> Any:
-    """A hook's answer; what it was given, where it has none."""
-    return otherwise if answer is None else answer

@@ -196,11 +196,11 @@ class UpdateRules:
             own, attributes = self._members.get(parameter, 0), attributes_of(parameter)
             key = repr(sorted(attributes.items()))
             # Attributes that are all different, such as names, are not for the optimizer.
-            known_or_new = key in self._others or len(self._others) < _MOST_ATTRIBUTES
-            if self._attributes is None and attributes and known_or_new:
+            tried = key in self._others or len(self._others) < _MOST_ATTRIBUTES
+            if self._attributes is None and attributes and tried:
                 if key not in self._others:
-                    parts = self.factory, self._groups, self._members, attributes
-                    self._others[key] = UpdateRules(*parts)
+                    options = self.factory, self._groups, self._members
+                    self._others[key] = UpdateRules(*options, attributes)
                 return self._others[key].of(dtype, shape, in_order=in_order, parameter=parameter)
         place = dtype, shape, in_order, own
         if place not in self._rules:
@@ -217,7 +217,8 @@ class UpdateRules:
         if self._example is not None:
             refuse_closures(self._example)
         rule = self._trial(dtype, own).rule(shape)
-        for number in range(len(self._groups)) if not rule.reason else ():
+        others = [number for number in range(len(self._groups)) if number != own]
+        for number in others if not rule.reason else ():
             try:
                 other = self._trial(dtype, number).rule(shape)
             except ProtrainError:  # its options may be for other shapes alone
@@ -269,10 +270,10 @@ class UpdateRules:
     @cached_property
     def _example(self) -> torch.optim.Optimizer | None:
         """One optimizer of the user's class; None where it takes no such matrix."""
-        options = self._groups[0]
-        matrix, (name, *_) = nn.Parameter(torch.zeros(2, 2)), options.get(NAMES) or [""]
-        with suppress(Exception):  # the user's class; a trial says what it does not take
-            return (self._masters_of or self.factory)(groups_of([(matrix, name, options)]))
+        name, *_ = self._groups[0].get(NAMES) or [""]
+        with trying(object), suppress(Exception):  # a trial says what it does not take
+            members = [(nn.Parameter(torch.zeros(2, 2)), name, self._groups[0])]
+            return (self._masters_of or self.factory)(groups_of(members))
         return None
 
     def compiled(self, dtype: torch.dtype) -> bool:
