@@ -45,10 +45,11 @@ from protrain_runtime.devices.lanes import Backend, take_threads
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.chunk_layouts import make_chunk
+from protrain_runtime.states.known_optimizers import in_turn
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.stepping import options_of
-from protrain_runtime.states.update_rules import UpdateRules, in_turn, smaller
+from protrain_runtime.states.update_rules import UpdateRules, smaller
 from protrain_runtime.states.updates import Piece, UpdateTeam, spare_threads, updates_by_lines
 
 Result = TypeVar("Result")

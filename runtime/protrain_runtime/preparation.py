@@ -94,6 +94,7 @@ from protrain_runtime.states.absent import (
 )
 from protrain_runtime.states.chunk_layouts import make_chunks, unit_parameters
 from protrain_runtime.states.chunks import Chunk, read_values
+from protrain_runtime.states.known_optimizers import in_turn
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.quantized import (
@@ -105,7 +106,7 @@ from protrain_runtime.states.quantized import (
 from protrain_runtime.states.stand_ins import AwayParameter, come_back
 from protrain_runtime.states.stepping import OptimizerFactory, like, refuse_closures
 from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
-from protrain_runtime.states.update_rules import UpdateRules, in_turn
+from protrain_runtime.states.update_rules import UpdateRules
 from protrain_runtime.states.updates import UpdateTeam, spare_threads, updates_by_lines
 
 Check = Literal["bitwise"]

@@ -12,7 +12,7 @@ import torch
 
 from protrain_plan.commands.training import train
 from protrain_plan.models.optimizers import optimizer_factory
-from protrain_plan.profiling.first_steps import first_steps
+from protrain_plan.profiling.optimizer_cost import workspace_by_rule
 from protrain_runtime.contract.program.memory import promised_bytes
 from protrain_runtime.contract.records.plan import (
     OPTIMIZER_IN_BACKWARD,
@@ -48,7 +48,7 @@ def test_a_first_step_that_only_makes_states_is_not_counted(optimizer: str) -> N
         meter.mark("second step")
         made.step()
     taken = meter.segments[0].peak_bytes - meter.segments[0].start_bytes
-    assert first_steps(UpdateRules(factory), SHAPES).workspace_bytes == taken
+    assert workspace_by_rule(UpdateRules(factory), SHAPES).workspace_bytes == taken
 
 
 def second_step_bytes(kind: Any, shapes: Iterable[tuple[int, ...]]) -> int:
@@ -122,7 +122,7 @@ def test_what_a_rule_leaves_beside_another_one_is_counted_in_every_order(
 ) -> None:
     kind = type("TwoRules", (TwoRules,), flags)
     counts = Counter((torch.float32, torch.Size(shape)) for shape in shapes)
-    predicted = first_steps(UpdateRules(kind), counts).workspace_bytes
+    predicted = workspace_by_rule(UpdateRules(kind), counts).workspace_bytes
     taken = [second_step_bytes(kind, order) for order in itertools.permutations(shapes)]
     assert max(taken) <= predicted <= 2 * max(taken)
 
@@ -158,11 +158,9 @@ class LooksAtAll(torch.optim.AdamW):
 def test_what_a_step_takes_of_all_gradients_is_counted() -> None:
     shapes = [(128, 128)] * 9 + [(64, 256)] * 3 + [(512,)] * 2
     counts = Counter((torch.float32, torch.Size(shape)) for shape in shapes)
-    predicted, taken = (
-        first_steps(UpdateRules(LooksAtAll), counts),
-        second_step_bytes(LooksAtAll, shapes),
-    )
-    assert predicted.together
+    rules = UpdateRules(LooksAtAll)
+    predicted, taken = workspace_by_rule(rules, counts), second_step_bytes(LooksAtAll, shapes)
+    assert all(rules.of(*kind).together for kind in counts)
     assert taken <= predicted.workspace_bytes <= 1.1 * taken
 
 
@@ -170,7 +168,7 @@ def test_what_a_step_takes_of_all_gradients_is_counted() -> None:
 def test_what_a_step_piles_up_is_counted(numbers: tuple[int, int]) -> None:
     shapes = [(128, 128)] * numbers[0] + [(512,)] * numbers[1]
     counts = Counter((torch.float32, torch.Size(shape)) for shape in shapes)
-    predicted = first_steps(UpdateRules(Piles), counts)
+    predicted = workspace_by_rule(UpdateRules(Piles), counts)
     taken = second_step_bytes(Piles, shapes)
     if predicted.workspace_bytes:  # else the fraction of one shape is measured
         assert taken <= predicted.workspace_bytes <= 1.5 * taken

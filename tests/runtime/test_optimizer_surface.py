@@ -38,7 +38,14 @@ from tests.support.optimizer_habits import (
     gradients,
     parameters,
 )
-from tests.support.runtime_cases import ahead, assert_bitwise, decided, decision_name, device
+from tests.support.runtime_cases import (
+    ahead,
+    assert_bitwise,
+    decided,
+    decision_name,
+    device,
+    weight_decay_groups,
+)
 from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal
 
 BOTH: tuple[Updates, ...] = ("in backward", "after backward")
@@ -344,6 +351,19 @@ def test_the_rest_of_an_optimizer_is_as_in_plain_pytorch(
     name: str, updates: Updates, tmp_path: Path
 ) -> None:
     tried(SCRIPTS[name], updates).assert_like_plain(tmp_path)
+
+
+@pytest.mark.parametrize("updates", BOTH)
+def test_a_parameter_that_changes_its_group_has_the_options_of_the_new_one(
+    updates: Updates, tmp_path: Path
+) -> None:
+    def after(run: Run, number: int) -> None:
+        if number == 3:  # optimizers of pieces are kept by then
+            first, last = run.optimizer.param_groups
+            last["params"] += [first["params"].pop(n) for n in (5, 2)]
+
+    script = Loop(num_steps=6, after=after)
+    tried(script, updates, groups=weight_decay_groups).assert_like_plain(tmp_path)
 
 
 # --- gradients ------------------------------------------------------------------------------------

@@ -22,13 +22,13 @@ from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.states.chunk_layouts import make_chunk
+from protrain_runtime.states.known_optimizers import KNOWN
 from protrain_runtime.states.master_weights import MasterOptimizer, with_master_weights
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.update_rules import UpdateRules
 from protrain_runtime.states.updates import (
-    BY_LINES,
     ElementRange,
     Piece,
     UpdateTeam,
@@ -41,7 +41,6 @@ from tests.support.thinning import thinned
 
 CPU = torch.device("cpu")
 SHAPES = ((37, 61), (64,), (1000,), (3,), (128, 33), (1,), (700,), (65, 2))
-NEIGHBOURS = ((64, 3), (128,), (1000,), (128, 33), (64,), (700,), (65, 2))  # cut at 64 elements
 FROZEN = 2  # these of the shapes, by number
 SOMETIMES = 4  # has a gradient in some steps only
 FACTORIES: dict[str, OptimizerFactory] = {
@@ -160,7 +159,7 @@ def test_helpers_and_lanes_have_one_thread_and_later_threads_have_the_old_number
     assert not [name for name in names if name.startswith("protrain update_")]
 
 
-@pytest.mark.parametrize("kind", BY_LINES)
+@pytest.mark.parametrize("kind", [kind for kind, row in KNOWN.items() if row.by_lines])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fused_steps_have_the_same_bits_with_any_number_of_threads(
     kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype
@@ -227,16 +226,13 @@ class Rig:
         *,
         masters: bool,
         absent: int = 0,
-        together: bool = False,
     ) -> None:
-        self.absent, self.together = absent, together
-        self.most = 0  # parameters that were stepped on as one
+        self.absent = absent
         self.pieces: dict[tuple[int, int], Piece] = {}  # that are used in every step
         self.kept = 0  # steps whose optimizers went on to the next
         random_numbers = torch.Generator().manual_seed(1)
         own = [
-            nn.Parameter(torch.randn(shape, generator=random_numbers).to(dtype))
-            for shape in (NEIGHBOURS if together else SHAPES)
+            nn.Parameter(torch.randn(shape, generator=random_numbers).to(dtype)) for shape in SHAPES
         ]
         for number, parameter in enumerate(own):
             parameter.requires_grad_(number != FROZEN)
@@ -247,11 +243,9 @@ class Rig:
             for name, parameter in self.plain.items()
         }
         self.copies = copies
-        # Two groups, with options of their own: they alternate among the parameters, or the first
-        # has all of them but the last.
+        # Two groups, with options of their own: they alternate among the parameters.
         trainable = [name for name in copies if name != str(FROZEN)]
-        own_names = trainable[:-1] if together else trainable[::2]
-        others = trainable[-1:] if together else trainable[1::2]
+        own_names, others = trainable[::2], trainable[1::2]
         groups = [
             {"params": [copies[name] for name in own_names], "lr": 2e-3},
             {"params": [copies[name] for name in others], "weight_decay": 0.0},
@@ -307,10 +301,9 @@ class Rig:
         total = self.chunk.num_trainable
         cuts = [self.chunk.cut(total * n // num_pieces) for n in range(num_pieces)] + [total]
         for start, stop in itertools.pairwise(cuts):
-            together = total if self.together else 0
             waiting = self.chunk.offloaded_gradients
             piece = self.pieces.setdefault(
-                (start, stop), Piece(self.chunk, start, stop, keeps=True, together=together)
+                (start, stop), Piece(self.chunk, start, stop, keeps=True)
             )
             piece.waiting = dict(waiting)
             if piece.kept is None:
@@ -321,7 +314,6 @@ class Rig:
                 if part.name in at_hand
             }
             piece.update(self.factory, self.options, covered, team)
-            self.most = max([self.most, *(len(shadow.spans) for shadow, _ in piece.made)])
             piece.write(parameters=False)
             self.kept += piece.kept is not None
         self.chunk.offloaded_gradients.clear()
@@ -364,11 +356,7 @@ def first_absent(name: str) -> int:
     return 1 if name == "sgd-momentum" else 0
 
 
-WAYS = {
-    "at hand": {"clips": False, "together": False},
-    "waiting": {"clips": True, "together": False},
-    "neighbours": {"clips": True, "together": True},
-}
+WAYS = {"at hand": False, "waiting": True}  # clipped
 
 
 @pytest.mark.parametrize(
@@ -380,27 +368,22 @@ def test_updates_in_pieces_by_threads_are_plain_pytorchs_bitwise(
 ) -> None:
     """Oracle: the user's optimizer on whole parameters, or on float32 copies of them.
 
-    Pieces cut parameters, and threads cut pieces. Rates change in every step and counters in one. A
-    neighbour that has no gradient in some steps lags, and is stepped on by itself.
+    Pieces cut parameters, and threads cut pieces. Rates change in every step and counters in one,
+    and a gradient is missing in some.
     """
     if (name, precision) == ("sgd-momentum", "bfloat16"):
         return  # PyTorch's own first step reads memory that nobody wrote (2.13, on a CPU)
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    clips, together = WAYS[way].values()
-    absent = first_absent(name)
-    rig = Rig(
-        FACTORIES[name], dtype, masters=precision == "master", absent=absent, together=together
-    )
+    rig = Rig(FACTORIES[name], dtype, masters=precision == "master", absent=first_absent(name))
     for number in range(7):
         for options in (*rig.options.values(), *rig.optimizer.param_groups):
             options["lr"] = 1e-3 / (1 + number)
         if number == 5:
             rig.count_on()
-        rig.step(number, team, num_pieces=num_pieces, clips=clips)
-        assert (
-            number == 0 or rig.differences() == []
-        )  # Adagrad makes states before it has a gradient
-    assert not together or (rig.most > 1 and rig.kept > 0)
+        rig.step(number, team, num_pieces=num_pieces, clips=WAYS[way])
+        # Adagrad makes states before it has a gradient.
+        assert number == 0 or rig.differences() == []
+    assert rig.kept > 0 or way == "at hand"  # which is not cut in the same places
 
 
 def test_one_optimizer_is_made_per_thread() -> None:

@@ -712,7 +712,7 @@ class Moves:
         parameters, gradients = self._read_with_states(chunk)
         cuts = chunk.cut(move.start), chunk.cut(move.stop)
         moves = not parameters and not chunk.lasts
-        piece = self._piece(chunk, *cuts, together=self._together(move), moves=moves)
+        piece = self._piece(chunk, *cuts, moves=moves)
         if chunk.spare is not None:
             # A factor that comes later may be seen or not: the update is done again then, with
             # gradients that are read anew.
@@ -726,13 +726,15 @@ class Moves:
         buffer = ring[self._places[number]]
         return lambda: piece.read(buffer, parameters=parameters, gradients=gradients)
 
-    def _piece(self, chunk: Chunk, start: int, stop: int, *, together: int, moves: bool) -> Piece:
+    def _piece(self, chunk: Chunk, start: int, stop: int, *, moves: bool) -> Piece:
         """A range of a chunk with the gradients that wait: the same in each step of most chunks.
 
-        `moves`: where its optimizer runs, parameters are elsewhere in each step.
+        `moves`: where its optimizer runs, parameters are elsewhere in each step: nothing is kept.
         """
-        piece = self._kept.get((chunk.unit, start, stop))
-        if piece is None or piece.moves != moves:
+        place = chunk.unit, start, stop
+        piece = None if moves else self._kept.get(place)
+        if piece is None:
+            self._kept.pop(place, None)  # it has views of a buffer that lasted
             states = self.plans[chunk.unit].states
             assert not states.is_persistent
             home = gradient_home(states, self.program.settings, self.program.device)
@@ -743,30 +745,18 @@ class Moves:
                 start,
                 stop,
                 apart=chunk.spare is not None,
-                keeps=chunk.spare is None and not sums,
-                moves=moves,
-                together=together,
+                keeps=chunk.spare is None and not sums and not moves,
             )
             if piece.keeps:
-                self._kept[chunk.unit, start, stop] = piece
+                self._kept[place] = piece
         piece.waiting = dict(chunk.offloaded_gradients)
         return piece
-
-    def _together(self, move: Move) -> int:
-        """Elements that an update may step on as one tensor, besides those of one parameter.
-
-        Beside an accelerator the workspace of a whole piece is counted, elsewhere that of its
-        largest parameter (see `implications`).
-        """
-        beside = not self.backend.on_host and not self.plans[move.unit].states.update_on_device
-        return move.stop - move.start if beside else 0
 
     def _update(self, move: Move, chunk: Chunk) -> Work:
         states = self.plans[move.unit].states
         on_device, stands = states.update_on_device, not states.staged
         if stands:
-            together = self._together(move)
-            piece = self._piece(chunk, move.start, move.stop, together=together, moves=False)
+            piece = self._piece(chunk, move.start, move.stop, moves=False)
         else:
             piece = self._pieces[move.unit, move.start]
         if self._chosen is None:

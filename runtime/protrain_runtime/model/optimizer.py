@@ -31,9 +31,9 @@ from protrain_runtime.states.stand_ins import plainly
 from protrain_runtime.states.stepping import (
     OptimizerFactory,
     attributes_of,
+    groups_of,
     options_of,
     step_alone,
-    worker_on,
 )
 
 ParameterGroups = Sequence[Mapping[str, Any]]
@@ -81,8 +81,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._chunks = [chunk for chunk in chunks if chunk.store is not None]
         self._persistent = [chunk for chunk in chunks if chunk.store is None]
         self._consumed, self._engine = engine.consuming, engine
-        places = {part.parameter: (c, part) for c in self._chunks for part in c.slices}
-        self._states.attach(places, engine)
+        self._states.attach(self._chunks, engine)
 
     @property
     def _states(self) -> PlannedStates:
@@ -109,7 +108,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         inner = self.__dict__.get("inner")
         ready = isinstance(self.__dict__.get("state"), PlannedStates)
         if ready and name == "state":
-            self._states.become(value)
+            given = dict(value)  # it may be of these states
+            self._states.clear()
+            self._states.update(given)
         elif ready and name not in self.__dict__ and name in vars(inner):
             if self._chunks:
                 raise RuntimeError(
@@ -133,11 +134,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
         what = f"optimizer.{mode}()"
         with self._turns.taken(f"{what} was called", what) if self._turns else nullcontext():
             self._settle(f"{what} was called")
-            options = self._by_name(options_of(self))
+            groups = zip(self.param_groups, options_of(self), strict=True)
+            options = {p: chosen for group, chosen in groups for p in group["params"]}
             for chunk, part, (scalars, states) in self._offloaded_states():
                 shadow = nn.Parameter(read_values(chunk, part))
                 vars(shadow).update(attributes_of(part.parameter))
-                worker: Any = worker_on(self.factory, [(shadow, part.name, options[part.name])])
+                worker: Any = self.factory(
+                    groups_of([(shadow, part.name, options[part.parameter])])
+                )
                 worker.state[shadow] = put_together(scalars | states, shadow.shape)
                 getattr(worker, mode)()
                 write_values(chunk, part, shadow)
@@ -146,9 +150,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._states.renew()
             for tell in self._mode_listeners:
                 tell(mode)
-            for part in (part for chunk in self._chunks for part in chunk.slices):
-                if not self.inner.state.get(part.parameter, True):  # it was looked for there
-                    del self.inner.state[part.parameter]
+            for parameter in self._states.places:
+                if not self.inner.state.get(parameter, True):  # it was looked for there
+                    del self.inner.state[parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """RuntimeError once prepared: a plan is made for the parameters that there were."""
@@ -159,11 +163,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def options(self) -> dict[str, dict[str, Any]]:
         """The options that hold now, by parameter name; called when backward updates a chunk."""
         self._used = options_of(self)
-        return self._by_name(self._used)
-
-    def _by_name(self, used: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         options: dict[str, dict[str, Any]] = {}
-        for group, chosen in zip(self.param_groups, used, strict=True):
+        for group, chosen in zip(self.param_groups, self._used, strict=True):
             for parameter in group["params"]:
                 # Others are the inner optimizer's own affair.
                 if (name := self._by_id.get(id(parameter))) is not None:
@@ -274,7 +275,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
             for parameter in added:
                 del self.inner.state[parameter]
         for after in self._optimizer_state_dict_post_hooks.values():
-            found = _or(after(self, found), found)
+            changed = after(self, found)
+            found = found if changed is None else changed
         return found
 
     @in_turn("optimizer.load_state_dict()", lambda optimizer: optimizer._turns)
@@ -282,37 +284,31 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Load what `state_dict` gave under any plan; ValueError for other groups."""
         self._settle("optimizer.load_state_dict() was called")
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = _or(hook(self, state_dict), state_dict)
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
                 "the state dict has parameter groups of other sizes than the optimizer"
             )
-        # The numbers under which it has offloaded parameters' states, with their names.
+        # The numbers under which it has offloaded parameters' states.
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
-        offloaded = {part.name for chunk in self._chunks for part in chunk.slices}
-        names = ((n, self.names.get(p, "")) for n, p in zip(saved, own, strict=True))
-        below = {number: name for number, name in names if name in offloaded}
+        places, states = self._states.places, state_dict["state"]
+        below = {n: places[p] for n, p in zip(saved, own, strict=True) if p in places}
         # The inner optimizer brings what it loads to the parameters' device: not these.
-        others = {k: v for k, v in state_dict["state"].items() if k not in below}
+        others = {number: state for number, state in states.items() if number not in below}
         self.inner.load_state_dict({**state_dict, "state": others})
-        states = {
-            name: state_dict["state"][number]
-            for number, name in below.items()
-            if number in state_dict["state"]
-        }
         # Loading replaced the inner optimizer's groups and states by new objects. The list of
         # groups stays the same one: an optimizer that was adopted (and its schedulers) has it too.
         self.param_groups[:] = self.inner.param_groups
         self.inner.param_groups = self.param_groups
         self._states.forget()
-        for chunk in self._chunks:
-            for part in chunk.slices:
-                if part.name not in states:
-                    chunk.current.updated.discard(part.name)
-                    continue
-                load_state(chunk, part, states[part.name])
+        for number, (chunk, part) in below.items():
+            if number in states:
+                load_state(chunk, part, states[number])
+            else:
+                chunk.current.updated.discard(part.name)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -337,8 +333,3 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _settle(self, what: str) -> None:
         if self._engine is not None:
             self._engine.settle(what)
-
-
-def _or(answer: Any, otherwise: Any) -> Any:
-    """A hook's answer; what it was given, where it has none."""
-    return otherwise if answer is None else answer

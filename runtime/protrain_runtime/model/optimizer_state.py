@@ -10,7 +10,7 @@ that they are.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Set
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -18,9 +18,13 @@ import torch
 from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_values
-from protrain_runtime.states.compositions import is_composed, put_together, taken_apart
+from protrain_runtime.states.compositions import (
+    is_composed,
+    put_together,
+    taken_apart,
+    tensors_in,
+)
 from protrain_runtime.states.stepping import by_value
-from protrain_runtime.states.update_rules import tensors_in
 
 
 class PlannedStates(MutableMapping[Any, Any]):
@@ -33,60 +37,64 @@ class PlannedStates(MutableMapping[Any, Any]):
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = inner
-        self._places: dict[Any, tuple[Chunk, Slice]] = {}
+        self.places: dict[Any, tuple[Chunk, Slice]] = {}  # of offloaded parameters
         self._engine: Engine | None = None
         self._loans: dict[Any, dict[str, Any]] = {}
         # By parameter, what its loan held when a forward began whose backward updates it.
         self._noted: dict[Any, list[torch.Tensor]] = {}
         self._shared = False  # ranks may hold loans: they are asked after each step
 
-    def attach(self, places: Mapping[Any, tuple[Chunk, Slice]], engine: Engine) -> None:
-        """Answer for offloaded parameters, between the engine's steps."""
-        self._places, self._engine = dict(places), engine
+    def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
+        """Answer for parameters of offloaded chunks, between the engine's steps."""
+        self.places = {part.parameter: (c, part) for c in chunks for part in c.slices}
+        self._engine = engine
         engine.before_states_move = self.write_back
 
     def detach(self) -> dict[Any, dict[str, Any]]:
         """Answer for the inner optimizer alone from now on; returns the loans that there are."""
         self.write_back()
-        loans, self._loans, self._places, self._engine = self._loans, {}, {}, None
+        loans, self._loans, self.places, self._engine = self._loans, {}, {}, None
         return loans
 
     def __getitem__(self, key: Any) -> Any:
-        if key not in self._places:
+        if key not in self.places:
             return self._inner.state[key]
         self._settle()
         if key not in self._loans:
-            chunk, part = self._places[key]
-            found = dict(offloaded_states(chunk, {part.name}))
-            self._shared |= chunk.sharding is not None
-            self._loans[key] = self.at_home(part, *found[part]) if part in found else {}
+            self._loans[key] = self._read(*self.places[key])
         return self._loans[key]
 
+    def _read(self, chunk: Chunk, part: Slice) -> dict[str, Any]:
+        """An offloaded parameter's states, copied to its device; all ranks call."""
+        self._shared |= chunk.sharding is not None
+        found = dict(offloaded_states(chunk, {part.name}))
+        return self.at_home(part, *found[part]) if part in found else {}
+
     def __setitem__(self, key: Any, value: Any) -> None:
-        if key not in self._places:
+        if key not in self.places:
             self._inner.state[key] = value
             return
         if not isinstance(value, dict):
-            name = self._places[key][1].name
+            name = self.places[key][1].name
             raise TypeError(f"the state of {name!r} is a dict, not a {type(value).__name__}")
         self._loans.pop(key, None)  # also one that does not fit
         self._settle()
-        self._shared |= self._places[key][0].sharding is not None
+        self._shared |= self.places[key][0].sharding is not None
         self._loans[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        if key not in self._places:
+        if key not in self.places:
             del self._inner.state[key]
             return
         if self._loans.pop(key, None) is None and key not in self:
-            raise KeyError(self._places[key][1].name)
-        _drop(*self._places[key])
+            raise KeyError(self.places[key][1].name)
+        _drop(*self.places[key])
 
     def __contains__(self, key: object) -> bool:
-        if key not in self._places:
+        if key not in self.places:
             return key in self._inner.state
         self._settle()
-        return key in self._loans or self._places[key][1].name in _scalars(self._places[key][0])
+        return key in self._loans or self.places[key][1].name in _scalars(self.places[key][0])
 
     # As a defaultdict has them, these make no state where there is none.
 
@@ -119,12 +127,6 @@ class PlannedStates(MutableMapping[Any, Any]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self)})"
 
-    def become(self, other: Mapping[Any, Any]) -> None:
-        """Hold what another mapping holds, and nothing else: `optimizer.state = other`."""
-        given = dict(other)
-        self.clear()
-        self.update(given)
-
     def forget(self) -> None:
         """End all loans as they are: other states have been loaded."""
         self._loans.clear()
@@ -139,7 +141,7 @@ class PlannedStates(MutableMapping[Any, Any]):
             return
         self._engine.end_updates()
         for key in list(self._loans):
-            chunk, part = self._places[key]
+            chunk, part = self.places[key]
             state = self._loans[key]
             if state:
                 _refuse_misfits(chunk, part, state)
@@ -163,7 +165,7 @@ class PlannedStates(MutableMapping[Any, Any]):
             now = tensors_in(self._loans.get(key, {}))
             if len(now) != len(before) or not all(map(torch.equal, now, before)):
                 raise RuntimeError(
-                    f"the optimizer's state of {self._places[key][1].name!r} was written between"
+                    f"the optimizer's state of {self.places[key][1].name!r} was written between"
                     " the forward and optimizer.step(): this plan has updated it in backward with"
                     " the old values. Write it before the forward or after the step, or plan with"
                     " --clip: updates then come after backward"
@@ -172,22 +174,20 @@ class PlannedStates(MutableMapping[Any, Any]):
     def renew(self) -> None:
         """Show the values after a step in what is still held of loans; the others end."""
         self._noted = {}
-        held = {self._places[key][1].name for key in self._loans if _is_held(self._loans, key)}
+        held = {self.places[key][1].name for key in self._loans if _is_held(self._loans, key)}
         if self._shared and self._engine is not None:
             # Reading is for all ranks: what one of them holds, all read.
-            ranks = next(c.sharding.ranks for c, _ in self._places.values() if c.sharding)
+            ranks = next(c.sharding.ranks for c, _ in self.places.values() if c.sharding)
             held = held.union(*ranks.all_objects(held, "optimizer.step()"))
             self._shared = bool(held)
         if held and self._engine is not None:
             self._engine.end_updates()
-        for key, (chunk, part) in self._places.items() if held else ():
-            if part.name not in held:
-                continue
-            found = dict(offloaded_states(chunk, {part.name}))
-            if key in self._loans:
-                now = self.at_home(part, *found[part]) if part in found else {}
-                _fill(self._loans[key], now)
-        self._loans = {k: v for k, v in self._loans.items() if self._places[k][1].name in held}
+        for key, (chunk, part) in self.places.items() if held else ():
+            if part.name in held:
+                now = self._read(chunk, part)  # also where another rank holds it
+                if key in self._loans:
+                    _fill(self._loans[key], now)
+        self._loans = {k: v for k, v in self._loans.items() if self.places[k][1].name in held}
 
     def at_home(
         self, part: Slice, scalars: Mapping[str, Any], states: Mapping[str, torch.Tensor]
@@ -199,14 +199,11 @@ class PlannedStates(MutableMapping[Any, Any]):
             for group in self._inner.param_groups
             if any(one is part.parameter for one in group["params"])
         )
-        there = {
-            key: value
-            for key, value in scalars.items()
-            if torch.is_tensor(value) and (counts_there or value.numel() > 1)
-        }
-        return put_together(
-            {**scalars, **moved(there, device), **moved(states, device)}, part.shape
-        )
+        home = {**scalars, **states}
+        for key, value in home.items():
+            if torch.is_tensor(value) and (key in states or counts_there or value.numel() > 1):
+                home[key] = value.to(device)
+        return put_together(home, part.shape)
 
     def _settle(self) -> None:
         if self._engine is None:
@@ -263,11 +260,6 @@ def unwrapped(state: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
     return found
 
 
-def moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The same states, tensors on the device."""
-    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in state.items()}
-
-
 def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
     """States by parameter that are not elementwise; all ranks call, for their parts."""
     own = {
@@ -303,19 +295,14 @@ def _refuse_misfits(chunk: Chunk, part: Slice, state: Mapping[str, Any]) -> None
         elif not isinstance(value, torch.Tensor):
             problem = f"lacks {key!r}"
         elif value.dtype != layout.dtype or value.numel() != layout.rule.count(part.numel):
-            given, needs = (f"{v.dtype} {list(v.shape)}" for v in (value, _expected(part, layout)))
+            given, count = f"{value.dtype} {list(value.shape)}", layout.rule.count(part.numel)
+            needs = f"{layout.dtype} {list(part.shape) if count == part.numel else [count]}"
             problem = f"has {key!r} as {given}, and the plan has room for {needs}"
         if problem:
             raise RuntimeError(
                 f"optimizer.state[{part.name!r}] {problem}: keep the keys, shapes and dtypes that"
                 " the optimizer made, or remove the whole state (optimizer.state[parameter] = {})"
             )
-
-
-def _expected(part: Slice, layout: Any) -> torch.Tensor:
-    count = layout.rule.count(part.numel)
-    shape = part.shape if count == part.numel else torch.Size([count])
-    return torch.empty(shape, dtype=layout.dtype, device="meta")
 
 
 def _fill(state: dict[str, Any], now: Mapping[str, Any]) -> None:

@@ -275,10 +275,6 @@ class Chunk:
     element_bytes: int = 0  # of trainable elements, where ranks share them
     # Where the optimizer allows cuts of parameters, if not at any PIECE_ALIGNMENT elements.
     rules: dict[str, UpdateRule] = field(default_factory=dict[str, UpdateRule])
-    # The runs of ranges that were updated (see `updates.runs_in`), by first and past element.
-    runs: dict[tuple[int, int, int], tuple[Any, ...]] = field(
-        default_factory=dict[tuple[int, int, int], tuple[Any, ...]]
-    )
     # Called where code reads a parameter that is away: it brings the chunk, or raises.
     bring: "Callable[[Chunk, str], None]" = field(default=lambda _, name: refuse_reading(name))
     # Called before values are read for a copy: it raises where they are not those of one step.

@@ -8,9 +8,11 @@ the whole parameter or for a range of it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MARK = ":"
@@ -121,3 +123,25 @@ def put_together(flat: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
             parts = {part: state.pop(f"{key}{part}") for part in how.parts}
             state[key.removesuffix(_MARK)] = how.reshaped(shape).make(parts)
     return state
+
+
+def tensors_in(value: Any, *, modules: bool = True) -> list[torch.Tensor]:
+    """The plain tensors in containers, in objects, also `modules`, and in composed tensors."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    inside: list[Any] = [value]
+    for one in inside:
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if is_composed(one):
+            inside += [getattr(one, part) for part in Composition.of(one).parts]
+        elif isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, Mapping):
+            inside += one.values()
+        elif isinstance(one, list | tuple | set):
+            inside += one
+        elif not isinstance(one, type | ModuleType) and (modules or not isinstance(one, nn.Module)):
+            inside += getattr(one, "__dict__", {}).values()
+    return found

@@ -4,7 +4,8 @@ The host's kernels of an optimizer round otherwise than an accelerator's. A run 
 with a plan's, bit by bit, updates the same parameters on the host.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -25,26 +26,23 @@ class HostSteps(torch.optim.Optimizer):
         on_host: Collection[nn.Parameter],
     ) -> None:
         super().__init__(parameters, {})
-        self._copies: dict[nn.Parameter, nn.Parameter] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in on_host:
-                    copy = nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
-                    self._copies[parameter] = copy
-        here = self._part(factory, lambda p: None if p in self._copies else p)
-        there = self._part(factory, self._copies.get)
-        self._parts = [part for part in (here, there) if part is not None]
+        self._copies = {
+            parameter: nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter in on_host
+        }
+        here = [p for group in self.param_groups for p in group["params"] if p not in on_host]
+        self._parts: list[torch.optim.Optimizer] = []
+        for stepped in (dict(zip(here, here, strict=True)), self._copies):
+            groups = [
+                {**group, "params": [stepped[p] for p in group["params"] if p in stepped]}
+                for group in self.param_groups
+            ]
+            if stepped:
+                self._parts.append(factory(groups))
         for part in self._parts:
             self._take_options(part)
-
-    def _part(
-        self, factory: OptimizerFactory, of: Callable[[nn.Parameter], nn.Parameter | None]
-    ) -> torch.optim.Optimizer | None:
-        groups = [
-            {**group, "params": [p for p in map(of, group["params"]) if p is not None]}
-            for group in self.param_groups
-        ]
-        return factory(groups) if any(group["params"] for group in groups) else None
 
     def _take_options(self, part: torch.optim.Optimizer) -> None:
         for mine, theirs in zip(self.param_groups, part.param_groups, strict=True):
@@ -69,20 +67,15 @@ class HostSteps(torch.optim.Optimizer):
             parameter.copy_(copy)
             copy.grad = None
 
-    def train(self) -> None:
-        """For optimizers with modes."""
-        self._switch("train")
-
-    def eval(self) -> None:
-        """For optimizers with modes."""
-        self._switch("eval")
-
     @torch.no_grad()
     def _switch(self, mode: str) -> None:
         for part in self._parts:
             getattr(part, mode)()
         for parameter, copy in self._copies.items():
             parameter.copy_(copy)
+
+    # For optimizers with modes.
+    train, eval = partialmethod(_switch, "train"), partialmethod(_switch, "eval")
 
 
 def stepping_as(plan: Plan, model: nn.Module, factory: OptimizerFactory) -> OptimizerFactory:

@@ -15,15 +15,16 @@ from torch import nn
 
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.chunks import Copy, Slice
-from protrain_runtime.states.stand_ins import GradientInStore, hollow, scaled
+from protrain_runtime.states.known_optimizers import known
+from protrain_runtime.states.stand_ins import GradientInStore, scaled
 from protrain_runtime.states.stepping import (
     NAMES,
     OF_PLANS,
     OptimizerFactory,
     by_value,
-    is_equal,
-    worker_on,
+    groups_of,
 )
+from protrain_runtime.states.trials import is_equal
 
 Options = Mapping[str, Mapping[str, Any]]
 """Hyperparameters by parameter name; those of one group are one object."""
@@ -41,17 +42,15 @@ class Span(NamedTuple):
 class Shadow:
     """Elements that an optimizer steps on as one tensor.
 
-    name     the first parameter, whose options, factors and scalars are those of all
-    where    the number of the run that they are of, and which elements of it
-    ends     some of them are a parameter's last: its scalars are this optimizer's
+    name     the parameter's
+    ends     they are the parameter's last: its scalars are this optimizer's
     staged   the states that it was given, by key: none before the first step
     waits    the gradient has waited below the device
     """
 
     parameter: nn.Parameter  # [elements]
     name: str
-    spans: Sequence[Span]
-    where: tuple[int, slice]
+    span: Span
     ends: bool
     staged: Mapping[str, torch.Tensor] | None
     waits: bool
@@ -70,32 +69,29 @@ class FusedAdam:
     """PyTorch's fused step of a group of Adam or AdamW, on lists that are made once."""
 
     def __init__(
-        self, shadows: Sequence[Shadow], states: Sequence[dict[str, Any]], *, moves: bool
+        self, parameters: Sequence[nn.Parameter], states: Mapping[Any, dict[str, Any]]
     ) -> None:
-        self.shadows, self.states, self._moves = shadows, states, moves
-        self._values: list[torch.Tensor] = []
+        self._parameters = parameters
+        self._states = [states[parameter] for parameter in parameters]
+        self._values = [parameter.detach() for parameter in parameters]
         self._averages = [
-            [state[key] for state in states if key in state]
+            [state[key] for state in self._states if key in state]
             for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         ]
 
     def begin(self, options: Mapping[str, Any]) -> None:
-        """Take this step's options, parameters, gradients and counters."""
+        """Take this step's options, gradients and counters."""
         self._options = options
-        if self._moves or not self._values:
-            self._values = [shadow.parameter.detach() for shadow in self.shadows]
-        self._gradients: Any = [shadow.parameter.grad for shadow in self.shadows]
-        self._counters = [state["step"] for state in self.states]
+        self._gradients: Any = [parameter.grad for parameter in self._parameters]
+        self._counters = [state["step"] for state in self._states]
 
     def step(self) -> None:
+        """Step once, as the optimizer's own `step` does."""
         options = self._options
         beta1, beta2 = options["betas"]
         firsts, seconds, largest = self._averages
+        torch._foreach_add_(self._counters, 1)
         decoupled = options["decoupled_weight_decay"]
-        counters = self._counters
-        if len(counters) > 1:  # which may be one
-            counters = [*{id(each): each for each in counters}.values()]
-        torch._foreach_add_(counters, 1)
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         kernel(
             self._values,
@@ -114,10 +110,8 @@ class FusedAdam:
         )
 
     def end(self) -> None:
-        """Hold nothing that is another one in the next step."""
+        """Hold no gradients: they are others in the next step."""
         self._gradients = []
-        if self._moves:
-            self._values = []
 
     @staticmethod
     def takes(options: Mapping[str, Any]) -> bool:
@@ -129,10 +123,7 @@ class FusedAdam:
         return options["fused"] is True and not options["differentiable"]
 
 
-_NOTHING, _LENGTH = torch.Size([0]), len(OF_PLANS)
-
-_KERNELS = {torch.optim.Adam: FusedAdam, torch.optim.AdamW: FusedAdam}
-"""The fused steps of classes, and of no class that is made from one."""
+_LENGTH = len(OF_PLANS)
 
 
 @dataclass(slots=True)
@@ -140,6 +131,7 @@ class Range:
     """Elements that one optimizer steps on, perhaps in a thread of its own.
 
     heads    a parameter of each group, which has the group's options
+    leads    by shadow, the one of its group
     usual    the groups have these options, and no others
     factors  by which gradients are multiplied in this step
     kernels  what takes the place of its step, by group
@@ -148,6 +140,7 @@ class Range:
     worker: torch.optim.Optimizer
     shadows: Sequence[Shadow]
     heads: Sequence[str]
+    leads: Sequence[str]
     usual: bool
     factors: list[tuple[torch.Tensor, Sequence[torch.Tensor]]]
     kernels: Sequence[FusedAdam] = ()
@@ -155,12 +148,10 @@ class Range:
     @staticmethod
     def of(factory: OptimizerFactory, shadows: Sequence[Shadow], options: Options) -> "Range":
         """Make an optimizer, which has no states yet."""
-        worker = worker_on(
-            factory, [(each.parameter, each.name, options[each.name]) for each in shadows]
-        )
+        members = [(each.parameter, each.name, options[each.name]) for each in shadows]
+        worker = factory(groups_of(members))
         heads: dict[int, str] = {}  # by the options, in the order of their groups
-        for each in shadows:
-            heads.setdefault(id(options[each.name]), each.name)
+        leads = [heads.setdefault(id(options[each.name]), each.name) for each in shadows]
         usual = len(heads) == len(worker.param_groups) and all(
             group.keys() - {"params"} == options[name].keys()
             and all(
@@ -168,7 +159,7 @@ class Range:
             )
             for group, name in zip(worker.param_groups, heads.values(), strict=True)
         )
-        return Range(worker, shadows, [*heads.values()], usual, [])
+        return Range(worker, shadows, [*heads.values()], leads, usual, [])
 
     def step(self) -> None:
         """Step the optimizer once."""
@@ -179,32 +170,12 @@ class Range:
         if not self.kernels:
             self.worker.step()
 
-    def made_kernels(self, *, moves: bool) -> list[FusedAdam]:
-        """Make the kernels that may take the place of its next steps, if it has any.
-
-        `moves`: its parameters are elsewhere in each step.
-        """
-        kernel, worker = _KERNELS.get(type(self.worker)), self.worker
-        if kernel is None or not all(kernel.takes(group) for group in worker.param_groups):
-            return []
-        found: list[FusedAdam] = []
-        by_parameter = {id(each.parameter): each for each in self.shadows}
-        for group in worker.param_groups:
-            own = [by_parameter[id(parameter)] for parameter in group["params"]]
-            states = [worker.state[each.parameter] for each in own]
-            found.append(kernel(own, states, moves=moves))
-        return found
-
-    def begin(self, options: Options) -> bool:
-        """Take this step's options; False where they ask for another optimizer."""
-        for kernel, name in zip(self.kernels, self.heads, strict=True) if self.kernels else ():
-            if not kernel.takes(options[name]):
-                return False
-            kernel.begin(options[name])
-        if not self.kernels:
-            for group, name in zip(self.worker.param_groups, self.heads, strict=True):
-                group.update({k: v for k, v in by_value(options[name]).items() if k != NAMES})
-        return True
+    def take_kernels(self) -> None:
+        """Step by kernels from now on, where these do all that the optimizer does."""
+        groups = self.worker.param_groups
+        if known(type(self.worker)).is_kernel and all(map(FusedAdam.takes, groups)):
+            states = self.worker.state
+            self.kernels = [FusedAdam(each["params"], states) for each in groups]
 
     def states(self) -> list[dict[str, Any]]:
         """Return the optimizer's states, by shadow."""
@@ -212,9 +183,14 @@ class Range:
 
 
 class _Source(NamedTuple):
-    """Where a part of a piece has its gradient: at hand, in a store at an offset, or nowhere."""
+    """A part of a piece, as each step has to find it for the optimizers that are kept.
+
+    base     its scalars; None: it had no gradient
+    at_hand  its gradient is there; else it is in the `store` at an offset, or nowhere
+    """
 
     part: Slice
+    base: Mapping[str, Any] | None
     at_hand: bool
     store: Store | None
     offset: int
@@ -224,8 +200,7 @@ class KeptRanges:
     """The optimizers of a piece, for steps in which all is where it was.
 
     `parts` are those of the piece, and `copy` has their states; `run` does a task for each of the
-    `ranges`. Where `moves` says so, parameters are elsewhere in each step. `read` and `write` bring
-    all else that a step finds in place, and take it back.
+    `ranges`. `read` and `write` bring all else that a step finds in place, and take it back.
     """
 
     def __init__(
@@ -236,59 +211,40 @@ class KeptRanges:
         parts: Sequence[Span],
         copy: Copy,
         waiting: Mapping[str, GradientInStore],
-        moves: bool,
         read: Callable[[], None],
         write: Callable[[], None],
     ) -> None:
         self.ranges, self.read, self.write = ranges, read, write
-        self._moves = moves
         self._run, self._copy = run, copy
         self._steps = [each.step for each in ranges]
         shadows = [shadow for each in ranges for shadow in each.shadows]
-        waits = {span.part.name: one.waits for one in shadows for span in one.spans}
+        waits = {shadow.name: shadow.waits for shadow in shadows}
         self._sources: list[_Source] = []
-        for part in dict.fromkeys(span.part for span in parts):
-            stored = waiting[part.name] if waits.get(part.name) else None
+        for part, _, _ in parts:
+            name = part.name
+            base = copy.scalars[name] if name in waits else None
+            stored = waiting[name] if waits.get(name) else None
             place = (None, 0) if stored is None else (stored.store, stored.offset)
-            self._sources.append(_Source(part, waits.get(part.name) is False, *place))
-        self._names = frozenset(waits)
-        self._bases = [(name, copy.scalars[name]) for name in waits]
+            self._sources.append(_Source(part, base, waits.get(name) is False, *place))
         for each in ranges:
-            each.kernels = each.made_kernels(moves=moves)
-            for kernel in each.kernels:
-                self._share_counters(kernel)
+            each.take_kernels()
         self._end()
-
-    def _share_counters(self, kernel: FusedAdam) -> None:
-        """Share one counter among parameters at the same step: it is counted once."""
-        counters = [state["step"] for state in kernel.states]
-        alike = all(high == part.numel for one in kernel.shadows for part, _, high in one.spans)
-        if alike and len(counters) > 1 and len(set(torch.stack(counters).tolist())) == 1:
-            for shadow, state in zip(kernel.shadows, kernel.states, strict=True):
-                state["step"] = counters[0]
-                for span in shadow.spans:
-                    self._copy.scalars[span.part.name]["step"] = counters[0]
 
     def begin(
         self,
         options: Options,
         waiting: Mapping[str, GradientInStore],
         gradients: Mapping[str, torch.Tensor],
-        values: Mapping[int, torch.Tensor],
     ) -> bool:
         """Take what is this step's own; False where it asks for other optimizers.
 
-        `values` are the parameters by number of the run. It is called in every step of every piece,
-        and calls next to nothing.
+        It is called in every step of every piece, and calls next to nothing.
         """
-        scalars = self._copy.scalars
-        if not self._names <= self._copy.updated:
-            return False
-        for name, base in self._bases:
-            if scalars[name] is not base:
-                return False  # code has loaded or changed them
-        for part, at_hand, store, offset in self._sources:
+        scalars, updated = self._copy.scalars, self._copy.updated
+        for part, base, at_hand, store, offset in self._sources:
             name = part.name
+            if base is not None and (name not in updated or scalars[name] is not base):
+                return False  # code has loaded or changed them
             if (name in gradients) is not at_hand or (
                 not at_hand and (name in waiting) is (store is None)
             ):
@@ -300,44 +256,28 @@ class KeptRanges:
             for key in part.parameter.__dict__:
                 if key[:_LENGTH] != OF_PLANS:
                     return False
-        for each in self.ranges:  # noqa: SIM110 (a generator costs as much as what it asks)
-            if not self._begin(each, options, waiting, gradients, values):
-                return False
-        return True
-
-    def _begin(
-        self,
-        each: Range,
-        options: Options,
-        waiting: Mapping[str, GradientInStore],
-        gradients: Mapping[str, torch.Tensor],
-        values: Mapping[int, torch.Tensor],
-    ) -> bool:
-        each.factors = []
-        for shadow in each.shadows:
-            chosen = options[shadow.name]
-            first = waiting[shadow.name].factors if shadow.waits else []
-            for span in shadow.spans:
-                name = span.part.name
-                if options[name] is not chosen:
+        for each in self.ranges:
+            each.factors = []
+            for shadow, head in zip(each.shadows, each.leads, strict=True):
+                if options[shadow.name] is not options[head]:
+                    return False  # a parameter is in another group
+                if not shadow.waits:
+                    shadow.parameter.grad = gradients[shadow.name]
+                elif factors := waiting[shadow.name].factors:
+                    elements = shadow.parameter.grad
+                    assert elements is not None
+                    each.factors.append((elements, [f.to(elements.device) for f in factors]))
+                if not shadow.ends:
+                    own = by_value(scalars[shadow.name])
+                    each.worker.state[shadow.parameter].update(own)
+            for kernel, name in zip(each.kernels, each.heads, strict=True) if each.kernels else ():
+                if not kernel.takes(options[name]):
                     return False
-                if shadow.waits and (waiting[name].factors or first):
-                    factors = waiting[name].factors
-                    if [*map(id, factors)] != [*map(id, first)]:
-                        return False
-            if self._moves:
-                number, here = shadow.where
-                shadow.parameter.data = values[number][here]
-            if not shadow.waits:
-                shadow.parameter.grad = gradients[shadow.name]
-            if first:
-                elements = shadow.parameter.grad
-                assert elements is not None
-                each.factors.append((elements, [f.to(elements.device) for f in first]))
-            if not shadow.ends:
-                own = by_value(self._copy.scalars[shadow.name])
-                each.worker.state[shadow.parameter].update(own)
-        return each.begin(options)
+                kernel.begin(options[name])
+            if not each.kernels:
+                for group, name in zip(each.worker.param_groups, each.heads, strict=True):
+                    group.update({k: v for k, v in by_value(options[name]).items() if k != NAMES})
+        return True
 
     def step(self) -> bool:
         """Step once; False where an optimizer has put other tensors in the place of its states."""
@@ -345,7 +285,13 @@ class KeptRanges:
         in_place = True
         for each in self.ranges:
             for shadow in () if each.kernels else each.shadows:
-                in_place &= self._note(each.worker.state[shadow.parameter], shadow)
+                state = each.worker.state[shadow.parameter]
+                scalars = self._copy.scalars[shadow.name]
+                known_keys = {*scalars, *(shadow.staged or ())}
+                if not shadow.in_place(state) or state.keys() != known_keys:
+                    in_place = False
+                elif shadow.ends:  # scalars that are no tensors are not written in place
+                    scalars.update({key: state[key] for key in scalars})
         self._end()
         return in_place
 
@@ -355,22 +301,5 @@ class KeptRanges:
             for shadow in each.shadows:
                 if not shadow.waits:
                     shadow.parameter.grad = None
-                if self._moves:
-                    values = shadow.parameter
-                    values.data = hollow(values.dtype, values.device, _NOTHING)
             for kernel in each.kernels:
                 kernel.end()
-
-    def _note(self, state: Mapping[str, Any], shadow: Shadow) -> bool:
-        """Note scalars that are no tensors written in place; whether all else is where it was."""
-        scalars, staged = self._copy.scalars[shadow.name], shadow.staged
-        if staged is None or not shadow.in_place(state):
-            return False
-        if len(state) != len(scalars) + len(staged):
-            return False
-        if shadow.ends:
-            for key in scalars:
-                if key not in state:
-                    return False
-                scalars[key] = state[key]
-        return True

@@ -8,7 +8,7 @@ The master is one of the parameter's optimizer states, "master", beside those of
 optimizer, which are float32 with it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, overload
@@ -77,13 +77,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        due = (
-            (number, parameter)
-            for number, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-            if parameter.grad is not None
-        )
-        batches = _batches(list(due), self.room_elements)
+        batches = _batches(self.param_groups, self.room_elements)
         # One room for all: memory that goes back to the system has to have its pages cleared anew.
         every = (one for batch in batches for one in batch)
         largest = max((one.stop for one in every if _is_narrow(one.parameter.grad)), default=0)
@@ -98,12 +92,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Step on the masters of a batch; `room` holds their gradients.  # float32 [elements]"""
         groups: dict[int, dict[str, Any]] = {}
         masters: list[nn.Parameter] = []
-        states: list[dict[str, Any]] = []
         narrow: list[torch.Tensor] = []
         wide: list[torch.Tensor] = []
         for one in batch:
-            state: dict[str, Any] = dict(self.state.get(one.parameter, {}))
-            values = state.pop(MASTER, None)
+            values = self.state.get(one.parameter, {}).get(MASTER)
             if values is None:
                 # The same tensor, if it is its own master.
                 values = one.parameter.detach().to(_master_dtype(one.parameter.dtype))
@@ -117,7 +109,6 @@ class MasterOptimizer(torch.optim.Optimizer):
             else:
                 master.grad = gradient.to(master.dtype)
             masters.append(master)
-            states.append(state)
             if one.group not in groups:
                 options = self.param_groups[one.group].items()
                 groups[one.group] = {k: v for k, v in options if k != "params"} | {"params": []}
@@ -125,7 +116,9 @@ class MasterOptimizer(torch.optim.Optimizer):
         if narrow:
             torch._foreach_copy_(wide, narrow)
         worker = self._factory(groups.values())
-        for master, state in zip(masters, states, strict=True):
+        for one, master in zip(batch, masters, strict=True):
+            state = dict(self.state.get(one.parameter, {}))
+            state.pop(MASTER, None)
             if state:
                 worker.state[master] = state
         worker.step()
@@ -179,8 +172,10 @@ def _is_narrow(gradient: torch.Tensor | None) -> bool:
     return gradient.dtype != _master_dtype(gradient.dtype) and gradient.layout == torch.strided
 
 
-def _batches(due: Sequence[tuple[int, nn.Parameter]], room_elements: int) -> list[list[_Due]]:
-    """Cut into batches of one device, of at most `room_elements` or one parameter."""
+def _batches(groups: Sequence[Mapping[str, Any]], room_elements: int) -> list[list[_Due]]:
+    """Batches of one device, of at most `room_elements` or one parameter."""
+    every = ((number, p) for number, group in enumerate(groups) for p in group["params"])
+    due = [(number, parameter) for number, parameter in every if parameter.grad is not None]
     limit = max([room_elements, *(parameter.numel() for _, parameter in due)])
     batches: list[list[_Due]] = []
     for group, parameter in due:

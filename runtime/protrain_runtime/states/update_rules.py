@@ -1,45 +1,50 @@
 """Update rules: what an optimizer's step on a parameter keeps, and where the parameter may be cut.
 
-An entry for an optimizer is one line in `protrain_plan.models.optimizers.OPTIMIZERS`: what it keeps
-is not written down, but seen in a step on a small parameter, which tells it of any class of
-`torch.optim` and of a user's.
+An optimizer is of one of four kinds for a parameter, each a value of `UpdateRule`:
+
+    elementwise   block 1: every element's update depends on that element alone
+    of blocks     block N: it depends on the N elements of its block, such as states of 8 bits
+    of the whole  block 0: the parameter and its states stay together, as Adafactor's
+    of all        `together`: a step has to have all parameters, as with a norm of all gradients
+
+`UpdateRules.of` decides, from steps on small parameters (`trials`): so it knows any class of
+`torch.optim` and of a user's. What steps do not show is in the table `known_optimizers.KNOWN`.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from math import lcm, prod
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, in_blocks
 from protrain_runtime.devices.fake import FakeMode
-from protrain_runtime.states.compositions import Composition, is_composed, taken_apart
+from protrain_runtime.states.compositions import Composition, is_composed, tensors_in
+from protrain_runtime.states.known_optimizers import known
 from protrain_runtime.states.stepping import (
-    DRAWS,
-    FEW_STEPS,
     MASTERS_OF,
-    Calls,
-    NoStepError,
+    NAMES,
     OptimizerFactory,
-    Outside,
-    Range,
-    Training,
     attributes_of,
-    gradients_of,
-    group_of,
-    in_train_mode,
+    groups_of,
     kind_of,
     refuse_closures,
+)
+from protrain_runtime.states.trials import (
+    DRAWS,
+    Range,
+    Training,
+    gradients_of,
+    trying,
     values_of,
     why_together,
-    with_attributes,
 )
 
 
@@ -84,6 +89,16 @@ class UpdateRule:
     whole: tuple[int, ...] = ()
     compiled: bool = False
 
+    def staying(self, reason: str, elements: int, *, together: bool = False) -> "UpdateRule":
+        """The rule of a parameter of so many elements that is not cut, with the same states."""
+        return UpdateRule(
+            scalars=self.scalars,
+            block=0,
+            reason=reason,
+            together=together,
+            whole=self.state_sizes(elements),
+        )
+
     @property
     def unit(self) -> int:
         """Ranges begin at multiples of so many elements: none is too small."""
@@ -116,8 +131,24 @@ COMPILED_SPAN = 2**20
 """Elements of a range that a compiled step works on, so that few lengths are compiled: this one for
 all parameters, and what is left of each at its end (docs/decisions/optimizer.md)."""
 
+DEPENDS = "one element's update depends on others"
+
 _ANY = torch.Size([64, 256])
 """A matrix that is large enough for whatever an optimizer does with large ones."""
+
+_SMALL = 2**14
+"""Elements of a parameter in a trial, about: a larger one is tried in a smaller shape. Of so few,
+operators compute all in one thread, whose vectors a cut at a multiple of PIECE_ALIGNMENT leaves as
+they are."""
+
+_MOST_ATTRIBUTES = 8
+"""Different attributes of parameters that are tried."""
+
+_MOST_GROUPS = 3
+"""Groups of options in one trial of several parameters."""
+
+_FEW_STEPS = 4
+"""Steps of a trial that only looks at ranges of a parameter."""
 
 
 class UpdateRules:
@@ -125,10 +156,10 @@ class UpdateRules:
 
     Each is seen in steps that the optimizer does on a parameter of that shape, or of a smaller one
     with as many dimensions: a parameter may be cut where steps on ranges give the bits of steps on
-    the whole. Ranges are of whole blocks, which optimizers of 8 bits declare (`_BLOCKS`). `factory`
-    makes the optimizer. `groups` are the options of the groups that a parameter may be in, and
-    `members` says in which one it is, where that is known. What may be cut has to have the same
-    states in all of them.
+    the whole. `factory` makes the optimizer. `groups` are the options of the groups that a
+    parameter may be in, and `members` says in which one it is; otherwise it is in the first. What
+    may be cut has to have the same states in all of them. Parameters in trials have `attributes`;
+    None: those of each parameter.
     """
 
     def __init__(
@@ -136,17 +167,17 @@ class UpdateRules:
         factory: OptimizerFactory,
         groups: Sequence[Mapping[str, Any]] = ({},),
         members: Mapping[nn.Parameter, int] | None = None,
+        attributes: Mapping[str, Any] | None = None,
     ) -> None:
         self.factory, self._groups, self._members = factory, groups, members or {}
-        self._known: dict[tuple[torch.dtype, torch.Size, bool, int | None], UpdateRule] = {}
-        self._tried_of: list[_Tried] = [{} for _ in groups]
-        self._apart: dict[tuple[torch.dtype, int, bool], str] = {}
-        self._outside = Outside(factory)
+        self._attributes = attributes
         self._others: dict[str, UpdateRules] = {}  # by attributes of parameters
-        self._marked = False  # whether attributes are known
         self._masters_of: OptimizerFactory | None = getattr(factory, MASTERS_OF, None)
+        # Answers of trials; those of several parameters are for all shapes of as many dimensions.
+        self._rules: dict[tuple[torch.dtype, torch.Size, bool, int], UpdateRule] = {}
+        self._of_group: dict[tuple[torch.dtype, int], _Trial] = {}
+        self._apart: dict[tuple[torch.dtype, int, bool], str] = {}
         self._compiles: bool | None = None
-        self._declared: tuple[int, int] | None = None
 
     def of(
         self,
@@ -160,208 +191,150 @@ class UpdateRules:
 
         ProtrainError where groups differ in it, or the optimizer takes no such parameter.
         """
-        attributes = {} if parameter is None else attributes_of(parameter)
-        if attributes and not self._marked:
-            return self._with(attributes).of(dtype, shape, in_order=in_order, parameter=parameter)
-        own = None if parameter is None else self._members.get(parameter)
-        place = (dtype, shape, in_order, own)
-        if place in self._known:
-            return self._known[place]
-        with self._trying():
-            reason = self._reason(dtype, shape, own, cut=False) if self._masters_of else ""
-            found = self._found(dtype, shape, own)
-        kept = [dict(rule.states) for rule in found if not rule.reason]
-        if any(states != kept[0] for states in kept):
-            raise ProtrainError(
-                "the parameter groups' options give them different optimizer states",
-                fix="give all groups the same options of this kind, such as amsgrad",
-            )
-        rule = max(found, key=lambda one: (bool(one.reason), one.block, one.least))
+        own = 0
+        if parameter is not None:
+            own, attributes = self._members.get(parameter, 0), attributes_of(parameter)
+            key = repr(sorted(attributes.items()))
+            # Attributes that are all different, such as names, are not for the optimizer.
+            tried = key in self._others or len(self._others) < _MOST_ATTRIBUTES
+            if self._attributes is None and attributes and tried:
+                if key not in self._others:
+                    options = self.factory, self._groups, self._members
+                    self._others[key] = UpdateRules(*options, attributes)
+                return self._others[key].of(dtype, shape, in_order=in_order, parameter=parameter)
+        place = dtype, shape, in_order, own
+        if place not in self._rules:
+            with trying(type(self._example)):
+                rule = self._decided(dtype, shape, own)
+            if not in_order and any(state.per > 1 for state in rule.states.values()):
+                reason = "its blocks are of other elements than lie beside each other"
+                rule = rule.staying(reason, shape.numel())
+            self._rules[place] = rule
+        return self._rules[place]
+
+    def _decided(self, dtype: torch.dtype, shape: torch.Size, own: int) -> UpdateRule:
+        """Decide by steps on one parameter of this group, then by steps on several."""
+        if self._example is not None:
+            refuse_closures(self._example)
+        rule = self._trial(dtype, own).rule(shape)
+        others = [number for number in range(len(self._groups)) if number != own]
+        for number in others if not rule.reason else ():
+            try:
+                other = self._trial(dtype, number).rule(shape)
+            except ProtrainError:  # its options may be for other shapes alone
+                continue
+            if not other.reason and other.states != rule.states:
+                raise ProtrainError(
+                    "the parameter groups' options give them different optimizer states",
+                    fix="give all groups the same options of this kind, such as amsgrad",
+                )
+        reason = self._why_together(dtype, smaller(shape, _SMALL), own, cuts=not rule.reason)
         if rule.reason == DRAWS:
             reason = DRAWS  # in another order it would draw others
-        with self._trying():
-            reason = reason or self._reason(dtype, shape, own, cut=not rule.reason)
-        if reason:
-            whole = rule.whole or rule.state_sizes(shape.numel())
-            rule = UpdateRule(
-                scalars=rule.scalars, block=0, reason=reason, together=True, whole=whole
-            )
-        elif not in_order and any(state.per > 1 for state in rule.states.values()):
-            rule = UpdateRule(
-                scalars=rule.scalars,
-                block=0,
-                reason="its blocks are of other elements than lie beside each other",
-                whole=rule.state_sizes(shape.numel()),
-            )
-        self._known[place] = rule
-        return rule
+        return rule.staying(reason, shape.numel(), together=True) if reason else rule
 
-    def _with(self, attributes: Mapping[str, Any]) -> "UpdateRules":
-        """The rules of parameters that have these attributes, which the optimizer may read."""
-        key = repr(sorted(attributes.items()))
-        if key not in self._others:
-            last = len(self._others) >= _MOST_ATTRIBUTES  # names, say, which are all different
-            factory = self.factory if last else with_attributes(self.factory, attributes)
-            key = "" if last else key
-        if key not in self._others:
-            self._others[key] = UpdateRules(factory, self._groups, self._members)
-            self._others[key]._marked = True
-        return self._others[key]
+    def _why_together(self, dtype: torch.dtype, shape: torch.Size, own: int, *, cuts: bool) -> str:
+        """Why a step has to have all parameters; empty: it does not.
 
-    @contextmanager
-    def _trying(self) -> Iterator[None]:
-        """Trials are on tensors of their own, whatever is around, and leave nothing behind."""
-        # Random numbers are drawn again, and what a step counts outside of its optimizer (in its
-        # class, in its module) begins where it was.
-        with _disable_current_modes(), torch.random.fork_rng(devices=[]), self._outside:
-            yield
-
-    def _reason(self, dtype: torch.dtype, shape: torch.Size, own: int | None, *, cut: bool) -> str:
-        """Why parameters of a kind cannot be updated apart, or be `cut`; empty: they can."""
-        place = (dtype, len(shape), cut)
-        if place not in self._apart:
-            first = self._groups[own or 0]
-            groups = [first, *(one for one in self._groups if one is not first)][:_MOST_GROUPS]
-            self._apart[place] = self._tried(dtype, smaller(shape, _SMALL), groups, cut=cut)
-        return self._apart[place]
-
-    def _tried(
-        self,
-        dtype: torch.dtype,
-        shape: torch.Size,
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        cut: bool,
-    ) -> str:
-        """Why steps of a plan are others than plain PyTorch's, on parameters of several shapes."""
+        ProtrainError where masters cannot be stepped on in batches, by an optimizer for each.
+        """
         masters = self._masters_of
-        factory = masters or self.factory
-        if masters:
-            dtype = torch.promote_types(dtype, torch.float32)
-        try:
-            try:
-                reason, writes = why_together(
-                    factory, groups, dtype, shape, self._outside, pieces=cut and not masters
+        if masters is not None:
+            dtype, cuts = torch.promote_types(dtype, torch.float32), False
+        if (dtype, len(shape), cuts) not in self._apart:
+            groups = [self._groups[own], *self._groups[:own], *self._groups[own + 1 :]]
+            train = partial(Training, masters or self.factory, self._attributes or {})
+            reason, writes = why_together(train, groups[:_MOST_GROUPS], dtype, shape, pieces=cuts)
+            if masters is not None and (reason or writes):
+                kept = "its step keeps values in its groups"
+                raise ProtrainError(
+                    "the optimizer cannot step on master weights, some parameters at a time:"
+                    f" {reason or kept}",
+                    key="optimizer",
+                    fix="--precision pure or autocast; or an optimizer that looks at one parameter"
+                    " at a time, such as AdamW or SGD",
                 )
-            except NoStepError:  # other groups' options may be for other shapes alone
-                reason, writes = why_together(
-                    factory, groups[:1], dtype, shape, self._outside, pieces=cut and not masters
-                )
-        except NoStepError as error:
-            return f"it takes no step on several parameters: {error}"
-        if masters and (reason or writes):
-            kept = "its step keeps values in its groups"
-            raise ProtrainError(
-                "the optimizer cannot step on master weights, some parameters at a time:"
-                f" {reason or kept}",
-                key="optimizer",
-                fix="--precision pure or autocast; or an optimizer that looks at one parameter at a"
-                " time, such as AdamW or SGD",
+            self._apart[dtype, len(shape), cuts] = reason
+        return self._apart[dtype, len(shape), cuts]
+
+    def _trial(self, dtype: torch.dtype, number: int) -> "_Trial":
+        """Trials on a parameter of the group of this number."""
+        if (dtype, number) not in self._of_group:
+            train = partial(Training, self.factory, self._attributes or {}, [self._groups[number]])
+            block, least = known(type(self._example)).blocks(self._example)
+            self._of_group[dtype, number] = _Trial(
+                train, dtype, (int(block), int(least)), compiled=self.compiled(dtype)
             )
-        return reason
+        return self._of_group[dtype, number]
+
+    @cached_property
+    def _example(self) -> torch.optim.Optimizer | None:
+        """One optimizer of the user's class; None where it takes no such matrix."""
+        name, *_ = self._groups[0].get(NAMES) or [""]
+        with trying(object), suppress(Exception):  # a trial says what it does not take
+            members = [(nn.Parameter(torch.zeros(2, 2)), name, self._groups[0])]
+            return (self._masters_of or self.factory)(groups_of(members))
+        return None
 
     def compiled(self, dtype: torch.dtype) -> bool:
-        """Whether a step goes through `torch.compile`."""
+        """Whether a step calls what `torch.compile` made."""
         if self._compiles is None:
-            with self._trying():
-                trial = _Trial(self.factory, dtype, self._groups[0], {}, (1, 1), compiled=False)
-                self._compiles = trial.calls_compiler()
+            calls: list[object] = []
+
+            def backend(graph: Any, _: object) -> Any:
+                calls.append(graph)
+                return graph.forward
+
+            values = [values_of(torch.Size([2, 2]), dtype)]
+            with (
+                trying(type(self._example)),
+                suppress(Exception),  # the user's class; a trial says what it does not take
+                torch.compiler.set_stance("default", force_backend=backend),
+            ):
+                training = Training(self.factory, self._attributes or {}, [self._groups[0]], values)
+                training.step(gradients_of(values, 0))
+            self._compiles = bool(calls)
         return self._compiles
-
-    def _found(self, dtype: torch.dtype, shape: torch.Size, own: int | None) -> list[UpdateRule]:
-        """The rules of the groups that a parameter may be in: its own one first, if it is known."""
-        if self._declared is None:
-            self._declared = _blocks_of(self._masters_of or self.factory, self._groups[0])
-        compiled = self.compiled(dtype)
-        trials = [
-            _Trial(self.factory, dtype, one, tried, self._declared, compiled=compiled)
-            for one, tried in zip(self._groups, self._tried_of, strict=True)
-        ]
-        if own is None:
-            return [trial.rule(shape) for trial in trials]
-        found = [trials.pop(own).rule(shape)]
-        for trial in trials if not found[0].reason else ():
-            with suppress(ProtrainError):  # another group's options may be for other shapes alone
-                rule = trial.rule(shape)
-                found += [] if rule.reason else [rule]
-        return found
-
-
-_MOST_ATTRIBUTES = 8
-"""Different attributes of parameters that are tried."""
-
-_MOST_GROUPS = 3
-"""Groups of options in one trial of several parameters."""
-
-_SMALL = 2**14
-"""Elements of a parameter in a trial, about: a larger one is tried in a smaller shape. Of so few,
-operators compute all in one thread, whose vectors a cut at a multiple of PIECE_ALIGNMENT leaves as
-they are."""
-
-DEPENDS = "one element's update depends on others"
-
-_Tried = dict[tuple[torch.dtype, torch.Size, bool], str]
-"""By dtype, shape, and whether there are cuts: why steps on ranges are others; empty: they are not.
-"""
 
 
 class _Trial:
-    """Steps of an optimizer on parameters of a dtype, in a group with these options.
+    """Steps of an optimizer on one parameter of a dtype, in one group.
 
     What it keeps is seen in steps that run operator by operator, also where it compiles them; where
     a parameter may be cut, in steps as they are in training. Compiling takes seconds for each
     length, so that of a `compiled` step a matrix of the same kind stands for all large ones.
+    `blocks` are the elements of a block, and of the smallest parameter whose states are of blocks.
     """
 
     def __init__(
         self,
-        factory: OptimizerFactory,
+        train: Callable[..., Training],
         dtype: torch.dtype,
-        options: Mapping[str, Any],
-        tried: _Tried,
         blocks: tuple[int, int],
         *,
         compiled: bool,
     ) -> None:
-        self._factory, self._dtype, self._options = factory, dtype, options
-        self._tried, self._blocks, self._compiled = tried, blocks, compiled
-        self._states: dict[torch.Size, Mapping[str, Any]] = {}
-        self._draws = False
-
-    def calls_compiler(self) -> bool:
-        """Whether a step calls what `torch.compile` made."""
-        calls: list[object] = []
-
-        def backend(graph: Any, _: object) -> Any:
-            calls.append(graph)
-            return graph.forward
-
-        try:
-            with torch.compiler.set_stance("default", force_backend=backend):
-                stepped = self._optimizer([values_of(torch.Size([2, 2]), self._dtype)])
-                self._step(stepped, [values_of(torch.Size([2, 2]), self._dtype).flip(-1)])
-        except Exception:  # noqa: BLE001 (the user's; `_state` says what it does not take)
-            pass
-        return bool(calls)
+        self._train, self._dtype, self._blocks, self._compiled = train, dtype, blocks, compiled
+        # By shape, and whether there are cuts: why steps on ranges are others, if they are.
+        self._known: dict[tuple[torch.Size, bool], str] = {}
 
     def rule(self, shape: torch.Size) -> UpdateRule:
         """The rule of parameters of a shape."""
         block, least = self._blocks_for(shape)
         tried = smaller(shape, max(_SMALL, 6 * _unit(block, least)))
         found = self._kept(tried)
-        if found.reason:
-            return self._whole(shape, found.reason)
+        reason = found.reason
         if any(block % state.per for state in found.states.values()):
-            return self._whole(shape, "it keeps values of blocks that it does not declare")
+            reason = "it keeps values of blocks that it does not declare"
         cuts = not self._compiled or shape.numel() >= 2 * COMPILED_SPAN
-        if cuts or len(shape) > 1:  # else it is stepped on as it is
+        if not reason and (cuts or len(shape) > 1):  # else it is stepped on as it is
             if self._compiled and len(shape) == 2 and self._kept(_ANY).states == found.states:
                 tried = _ANY
             reason = self._differs(tried, cuts=cuts)
             if reason and tried == shape and not self._differs(tried, cuts=False):
                 reason, least = "", shape.numel()  # a small one may go as it is, in one range
-            if reason:
-                return self._whole(shape, reason)
+        if reason:
+            return self._whole(shape, reason)
         least = max(least, COMPILED_SPAN) if self._compiled else least
         return replace(found, block=block, least=least, compiled=self._compiled)
 
@@ -371,8 +344,8 @@ class _Trial:
 
     def _kept(self, shape: torch.Size) -> UpdateRule:
         """See what it keeps of a parameter of this shape: with a reason, if that has no order."""
-        kept = self._state(shape)
-        if self._draws:
+        kept, draws = self._state(shape)
+        if draws:
             return UpdateRule(reason=DRAWS)
         states: dict[str, StateRule] = {}
         scalars: list[int] = []
@@ -401,7 +374,7 @@ class _Trial:
         unit, counts = _unit(*self._blocks_for(shape)), list[int]()
         with suppress(ProtrainError):  # it may take no flat parameter
             for size in (torch.Size([unit]), torch.Size([2 * unit]), shape):
-                value = self._state(size).get(key)
+                value = self._state(size)[0].get(key)
                 counts.append(value.numel() if isinstance(value, torch.Tensor) else 0)
         if len(set(counts)) == 1 and len(counts) == 3:
             return 0
@@ -411,41 +384,40 @@ class _Trial:
         return per if -(-shape.numel() // per) == counts[2] else None
 
     def _differs(self, shape: torch.Size, *, cuts: bool) -> str:
-        """The answer of `_compared`, asked once."""
-        place = (self._dtype, shape, cuts)
-        if place not in self._tried:
-            self._tried[place] = self._compared(shape, cuts=cuts)
-        return self._tried[place]
-
-    def _compared(self, shape: torch.Size, *, cuts: bool) -> str:
         """Why steps on ranges give other bits than steps on the whole; empty: they do not."""
+        if (shape, cuts) in self._known:
+            return self._known[shape, cuts]
         count, (block, least) = shape.numel(), self._blocks_for(shape)
         first = _unit(block, least)
         last = (count - least) // first * first
         ends = sorted({0, first, last, count}) if cuts and last >= first else [0, count]
-        spans = [*pairwise(ends)]
+        values = [values_of(shape, self._dtype)]
+        pieces = [[Range(0, *span)] for span in pairwise(ends)]
         try:
-            ranges = self._trained(shape, spans)
-            alike = ranges.same_as(self._trained(shape))
-            for length in [torch.Size([past - start]) for start, past in spans] if alike else ():
-                # States made of others are of one shape as they are of another.
-                found, others = self._state(shape), self._state(length)
-                composed = [one for one in found.items() if isinstance(one[1], Composition)]
-                alike = alike and all(
-                    how.reshaped(length) == others.get(key) for key, how in composed
-                )
+            whole, parts = self._train(values), self._train(values, pieces=pieces)
+            for step in range(_FEW_STEPS):
+                for training in (whole, parts):
+                    training.step(gradients_of(values, step))
+            alike = parts.same_as(whole)
+            # States made of others are of one shape as they are of another.
+            for key, how in self._state(shape)[0].items() if alike else ():
+                for start, past in pairwise(ends) if isinstance(how, Composition) else ():
+                    length = torch.Size([past - start])
+                    alike = alike and how.reshaped(length) == self._state(length)[0].get(key)
+            reason = "" if alike else DEPENDS
         except Exception as error:  # noqa: BLE001 (the user's class meets a flat parameter)
             of_step = error.__cause__ or error
-            return f"of a range of it, {kind_of(of_step)}: {cut(str(of_step))}"
-        return "" if alike else DEPENDS
+            reason = f"of a range of it, {kind_of(of_step)}: {cut(str(of_step))}"
+        self._known[shape, cuts] = reason
+        return reason
 
     def _whole(self, shape: torch.Size, reason: str) -> UpdateRule:
         """The rule of parameters that cannot be cut, with the bytes of all states."""
         tried = smaller(shape, _SMALL)
-        sizes = _sizes(self._state(tried))
+        sizes = _sizes(self._state(tried)[0])
         if tried != shape:
             alike = self._without_values(tried) == sizes
-            sizes = (alike and self._without_values(shape)) or _sizes(self._state(shape))
+            sizes = (alike and self._without_values(shape)) or _sizes(self._state(shape)[0])
         return UpdateRule(
             scalars=tuple(size for number, size in sizes if number <= 1),
             block=0,
@@ -464,26 +436,20 @@ class _Trial:
             # Operator by operator, as `_state` has it.
             eager = torch.compiler.set_stance("force_eager")
             with eager, FakeMode(), _Ones():  # type: ignore[no-untyped-call]
-                stepped = self._optimizer([torch.empty(shape, dtype=self._dtype)])
-                (parameter,) = _parameters(stepped)
-                self._step(stepped, [torch.empty(shape, dtype=self._dtype)])
-                return _sizes(taken_apart(stepped.state[parameter]))
+                values = [torch.empty(shape, dtype=self._dtype)]
+                training = self._train(values)
+                training.step(values)
+                return _sizes(training.states_of(0))
         except Exception:  # noqa: BLE001 (the user's class meets tensors without values)
             return None
 
-    def _state(self, shape: torch.Size) -> Mapping[str, Any]:
-        """Take a step on a parameter of a shape, for its states; ProtrainError if it takes none."""
-        if shape in self._states:
-            return self._states[shape]
+    def _state(self, shape: torch.Size) -> tuple[Mapping[str, Any], bool]:
+        """The states that a step makes, and whether it draws; ProtrainError if it takes none."""
+        values = [values_of(shape, self._dtype)]
         try:
             with torch.compiler.set_stance("force_eager"):
-                stepped = self._optimizer([values_of(shape, self._dtype)])
-                (parameter,) = _parameters(stepped)
-                # Itself: where tensors are fake, the functions that ask it say nothing.
-                generator = torch.default_generator
-                before = generator.get_state()
-                self._step(stepped, [values_of(shape, self._dtype).flip(-1)])
-            self._draws = self._draws or not torch.equal(before, generator.get_state())
+                training = self._train(values)
+                training.step(gradients_of(values, 0))
         except ProtrainError:
             raise
         except Exception as error:
@@ -492,26 +458,7 @@ class _Trial:
                 f" {kind_of(error)}: {cut(str(error))}",
                 key="optimizer",
             ) from error
-        self._states[shape] = taken_apart(stepped.state[parameter])
-        return self._states[shape]
-
-    def _trained(self, shape: torch.Size, spans: Sequence[tuple[int, int]] = ()) -> "Training":
-        """A parameter after a few steps on all of it, or on each of its ranges."""
-        calls = Calls(pieces=[[Range(0, *span)] for span in spans])
-        training = Training(self._factory, [self._options], [values_of(shape, self._dtype)], calls)
-        for step in range(FEW_STEPS):
-            training.step(gradients_of(training.parameters, step))
-        return training
-
-    def _optimizer(self, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-        parameters = [nn.Parameter(one) for one in values]
-        return in_train_mode(self._factory([group_of(self._options, parameters)]))
-
-    @staticmethod
-    def _step(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor]) -> None:
-        for parameter, gradient in zip(_parameters(optimizer), gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
+        return training.states_of(0), training.draws
 
 
 class _Ones(TorchDispatchMode):
@@ -560,102 +507,3 @@ def smaller(shape: torch.Size, most: int) -> torch.Size:
             break  # of many dimensions none is large
         sizes[place] = halved
     return torch.Size(sizes)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The plain tensors in containers, objects, and tensors that are made of others."""
-    if is_composed(value):
-        return [
-            one for part in Composition.of(value).parts for one in tensors_in(getattr(value, part))
-        ]
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        inside: Iterable[object] = value.values()
-    elif isinstance(value, list | tuple | set):
-        inside = value
-    else:
-        inside = getattr(value, "__dict__", {}).values()
-    return [one for each in inside for one in tensors_in(each)]
-
-
-def _blocks_of(factory: OptimizerFactory, options: Mapping[str, Any]) -> tuple[int, int]:
-    """Elements of a block that an optimizer declares, and of the smallest parameter with blocks."""
-    try:
-        made = factory([group_of(options, [nn.Parameter(torch.zeros(2, 2))])])
-    except Exception:  # noqa: BLE001 (the user's class; a trial says what it does not take)
-        return 1, 1
-    refuse_closures(made)
-    for kind in type(made).__mro__:
-        blocks = _BLOCKS.get(kind.__module__.partition(".")[0])
-        if blocks is not None:
-            block, least = blocks(made)
-            return int(block), int(least)
-    return 1, 1
-
-
-_BLOCKS: Mapping[str, Callable[[Any], tuple[float, float]]] = {
-    "bitsandbytes": lambda made: (256, made.args.min_8bit_size if made.args.optim_bits == 8 else 1),
-    "torchao": lambda made: (made.block_size, 4096),
-}
-"""By package: elements of a block, and of the smallest parameter whose states are of blocks."""
-
-_TURN = threading.RLock()
-_ALONE = ("bitsandbytes", "torchao")
-"""Packages whose optimizers may not be made or step beside each other: of torchao's each changes a
-setting of the compiler while it steps, and sets it back."""
-
-
-def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
-    """The same optimizers; those that may not step beside others wait for their turn.
-
-    ProtrainError if bitsandbytes has options for single parameters: it finds them by a parameter's
-    identity and by its place among the others, which a piece of it does not have.
-
-    Lanes and the thread that computes step on parameters of their own at the same time. Of 180
-    short runs of bitsandbytes' AdamW8bit in three threads, 11 gave other bits; of as many that took
-    turns, none.
-    """
-
-    def make(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-        with _TURN:
-            made = factory(groups)
-        if any(kind.__module__.partition(".")[0] in _ALONE for kind in type(made).__mro__):
-            _refuse_overrides(made)
-            step = made.step
-
-            def alone(*arguments: Any, **options: Any) -> Any:
-                with _TURN:
-                    return step(*arguments, **options)
-
-            made.step = alone  # type: ignore[method-assign]
-        return made
-
-    return make
-
-
-def _refuse_overrides(optimizer: Any) -> None:
-    """ProtrainError where bitsandbytes' manager, one for all of a process, has overrides."""
-    manager = getattr(optimizer, "mng", None)
-    if manager is None or not (
-        manager.module_weight_config_triple or manager.pid2config or manager.index2config
-    ):
-        return
-    named = {
-        f"{kind_of(module)}.{name}: {', '.join(f'{k}={v}' for k, v in options.items())}"
-        for module, name, options in manager.module_weight_config_triple
-    }
-    raise ProtrainError(
-        "bitsandbytes has overrides for states of single parameters"
-        f" ({'; '.join(sorted(named)) or 'GlobalOptimManager.override_config'}): a plan does not"
-        " count them, and a piece of a parameter would not have them",
-        key="optimizer",
-        fix="remove the overrides: Trainer(..., optimizers=(AdamW8bit(...), None)) instead of"
-        " optim='adamw_bnb_8bit'; bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()"
-        " drops those that an earlier training has left",
-    )
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All parameters of an optimizer, whose constructor may put them in groups of its own."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

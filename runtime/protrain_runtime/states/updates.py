@@ -14,7 +14,7 @@ are updated each by an optimizer of the user's class, on a thread with one intra
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,18 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from protrain_runtime.contract.program.program import LONGEST_SPAN, PIECE_ALIGNMENT
+from protrain_runtime.contract.program.program import LONGEST_SPAN
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import STACK_BYTES, take_threads
 from protrain_runtime.devices.preflight import ranks_here
-from protrain_runtime.devices.stores import HostStore, Pairs, Store, copies
+from protrain_runtime.devices.stores import HostStore, Store, copies
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
 from protrain_runtime.states.compositions import put_together, taken_apart
 from protrain_runtime.states.kept_steps import KeptRanges, Options, Range, Shadow, Span
+from protrain_runtime.states.known_optimizers import known
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory, attributes_of
-from protrain_runtime.states.update_rules import StateRule
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -64,15 +64,10 @@ class ElementRange(NamedTuple):
     stop: int
 
 
-BY_LINES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Optimizers whose fused kernels share tensors out by whole cache lines
-(aten/src/ATen/native/cpu/FusedAdamKernel.cpp and FusedAdagradKernel.cpp)."""
-
-
 def updates_by_lines(optimizer: torch.optim.Optimizer) -> bool:
     """Whether PyTorch's own threads may share out its steps (see the note above)."""
     kind = optimizer.kind if isinstance(optimizer, MasterOptimizer) else type(optimizer)
-    return kind in BY_LINES and all(group.get("fused") for group in optimizer.param_groups)
+    return known(kind).by_lines and all(group.get("fused") for group in optimizer.param_groups)
 
 
 class UpdateTeam:
@@ -183,119 +178,13 @@ class _Staged(NamedTuple):
         return self.values[begin : begin + layout.rule.count(count)]
 
 
-class Run(NamedTuple):
-    """Spans that lie one after the other, in memory and in the store, and so do their states.
+class _Due(NamedTuple):
+    """Elements of a parameter that have gradients, by which factors these are multiplied."""
 
-    An elementwise step on all of them as one tensor has the bits of steps on each: it could be cut
-    where each ends. `start` is the first element, of the chunk's trainable ones.
-    """
-
-    spans: tuple[Span, ...]
-    start: int
-
-    @property
-    def numel(self) -> int:
-        return sum(span.high - span.low for span in self.spans)
-
-    def placed(self) -> Iterator[tuple[Span, slice]]:
-        """The spans, each with its elements among those of the run."""
-        begin = 0
-        for span in self.spans:
-            here = slice(begin, begin + span.high - span.low)
-            yield span, here
-            begin = here.stop
-
-    def between(self, start: int, stop: int) -> list[Span]:
-        """The spans of a range of the elements."""
-        found: list[Span] = []
-        for (part, low, _), here in self.placed():
-            first, past = max(start, here.start), min(stop, here.stop)
-            if first < past:
-                found.append(Span(part, low + first - here.start, low + past - here.start))
-        return found
-
-
-def runs_in(chunk: Chunk, start: int, stop: int, together: int) -> tuple[Run, ...]:
-    """The trainable elements of a range of a chunk, in runs (see `Piece.together`)."""
-    if (known := chunk.runs.get((start, stop, together))) is not None:
-        return known
-    most = max([together, *(part.numel for part in chunk.slices)])
-    runs: list[Run] = []
-    for part in chunk.slices:
-        low = max(start, part.start) - part.start
-        high = min(stop, part.start + part.numel) - part.start
-        if not part.trainable or low >= high:
-            continue
-        span = Span(part, low, high)
-        last = runs[-1] if runs else None
-        if (
-            last
-            and last.numel + high - low <= most
-            and _follows(chunk, last.spans[-1], span, grouped=not together)
-        ):
-            runs[-1] = Run((*last.spans, span), last.start)
-        else:
-            runs.append(Run((span,), part.start + low))
-    found = chunk.runs[start, stop, together] = tuple(runs)
-    return found
-
-
-def _follows(chunk: Chunk, one: Span, other: Span, *, grouped: bool) -> bool:
-    """Whether two neighbours may be of one run; `grouped`: in one buffer of the device's, too."""
-    mine, its = one.part, other.part
-    layouts = chunk.current.of(mine)
-    return (
-        (one.high - one.low) % PIECE_ALIGNMENT == 0
-        and chunk.cut_of(mine) == chunk.cut_of(its) == Cut()
-        and mine.dtype == its.dtype
-        and mine.offset + mine.num_bytes == its.offset
-        and (not grouped or (mine.group, mine.inside + mine.num_bytes) == (its.group, its.inside))
-        and mine.start + mine.numel == its.start
-        and [layout.kind for layout in layouts] == [own.kind for own in chunk.current.of(its)]
-        and all(
-            layout.rule.per == 1 and layout.value(mine.name, one.high) == layout.value(its.name, 0)
-            for layout in layouts
-        )
-    )
-
-
-def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether scalars are known to be equal, without a wait for a device."""
-    if one is other:
-        return True  # of parameters that are stepped on as one
-    if one.keys() != other.keys():
-        return False
-    for key, value in one.items():
-        its = other[key]
-        if isinstance(value, torch.Tensor) and isinstance(its, torch.Tensor):
-            if not (value.numel() == its.numel() == 1 and on_host(value.device)):
-                return False
-            if not on_host(its.device) or value.dtype != its.dtype or value.item() != its.item():
-                return False
-        elif type(value) is not type(its) or value != its:
-            return False
-    return True
-
-
-def _had(stored: GradientInStore) -> bool:
-    """Whether some rank had this gradient."""
-    return stored.count is None or bool(stored.count.item())
-
-
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """Elements of a run that have gradients: all of them, or those of one span.
-
-    `states` are the staged ones by key; None before the first step.
-    """
-
-    run: Run
-    values: torch.Tensor  # [elements]
+    span: Span
     elements: torch.Tensor  # of gradients  # [elements]
-    states: dict[str, tuple[torch.Tensor, StateRule]] | None
-    factors: Sequence[torch.Tensor]  # of the gradients, one after the other
+    factors: Sequence[torch.Tensor]
     waits: bool  # the gradients have waited below the device
-    place: tuple[int, int]  # the number of the piece's run, and the first of its elements
 
 
 @dataclass(slots=True)
@@ -305,18 +194,15 @@ class Piece:
     `staging` holds one tensor per kind of states, filled by "read states" and written back by
     "write states"; before the first step there is nothing to read, and the optimizer makes them.
     With `stands` they are the store's own bytes.
-    `waiting` are the chunk's gradients that wait below the device, by the name of the parameter.
-    `parameters` are, by number of the run, the elements that the piece covers, where the optimizer
-    runs, and `gradients` those of gradients that waited on disk. A piece refers to nothing
-    outside its range:
-    what other pieces need may leave the device before it. Runs have at most `together` elements,
-    or those of the largest parameter; with 0 they lie in one of the device's buffers.
+    By the name of the parameter, `waiting` are the chunk's gradients that wait below the device,
+    `parameters` the elements that the piece covers, where the optimizer runs, and `gradients` those
+    of gradients that waited on disk. A piece refers to nothing outside its range: what other pieces
+    need may leave the device before it.
 
     It reads the copy of the states that is current when it is made. One that is `apart` writes all
     of its range to the chunk's spare copy, also what it does not change.
-    One that `keeps` is used in every step. Its staging is in the same places each time, and what is
-    not staged, too, but for parameters on the device, which are elsewhere where it `moves`. Then
-    `kept` are its optimizers, as long as these have all they need.
+    One that `keeps` is used in every step: its staging is in the same places each time, and what is
+    not staged, too. Then `kept` are its optimizers, as long as these have all they need.
     """
 
     chunk: Chunk
@@ -324,28 +210,28 @@ class Piece:
     stop: int
     waiting: Mapping[str, GradientInStore] = field(default_factory=dict[str, GradientInStore])
     staging: dict[StateKind, _Staged] = field(default_factory=dict[StateKind, _Staged])
-    parameters: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     made: list[tuple[Shadow, dict[str, Any]]] = field(
         default_factory=list[tuple[Shadow, dict[str, Any]]]
     )
     stands: bool = False
     apart: bool = False
     keeps: bool = False
-    moves: bool = False
-    together: int = 0
-    rows: list[tuple[int, slice, int]] = field(default_factory=list[tuple[int, slice, int]])
     reads: list[tuple[int, torch.Tensor]] = field(default_factory=list[tuple[int, torch.Tensor]])
     kept: KeptRanges | None = None
     stepped: tuple[list[Range], "UpdateTeam"] | None = None
     source: Copy = field(init=False)
     target: Copy = field(init=False)
-    runs: tuple[Run, ...] = field(init=False)
     parts: list[Span] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runs = runs_in(self.chunk, self.start, self.stop, self.together)
-        self.parts = [span for run in self.runs for span in run.spans]
+        trainable = [part for part in self.chunk.slices if part.trainable]
+        covered = [
+            Span(part, max(self.start - part.start, 0), min(self.stop - part.start, part.numel))
+            for part in trainable
+        ]
+        self.parts = [span for span in covered if span.low < span.high]
         self.source = self.target = self.chunk.current
         if self.apart:
             assert self.chunk.spare is not None
@@ -376,12 +262,10 @@ class Piece:
             self._place(ring, parameters=parameters, gradients=gradients)
             for place, target in self.reads:
                 self.chunk.store.start_read(place, target)
-        for number, run in enumerate(self.runs) if gradients else ():
-            for (part, low, _), here in run.placed():
-                if (stored := self.waiting.get(part.name)) is not None:
-                    target = self.gradients[number][here]
-                    place = stored.offset + low * part.dtype.itemsize
-                    stored.store.start_read(place, target.view(torch.uint8))
+        for part, low, _ in self.parts if gradients else ():
+            if (stored := self.waiting.get(part.name)) is not None:
+                place = stored.offset + low * part.dtype.itemsize
+                stored.store.start_read(place, self.gradients[part.name].view(torch.uint8))
 
     def _place(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
         """Give what is read its room in `ring`."""
@@ -403,36 +287,32 @@ class Piece:
         for layout, first, place, _ in states if self.source.updated else ():
             self.staging[layout.kind] = _Staged(regions[layout.kind], first)
             self.reads.append((place, regions[layout.kind].view(torch.uint8)))
-        for number, run in enumerate(self.runs):
-            part, low, _ = run.spans[0]
-            here = slice(run.start - self.start, run.start - self.start + run.numel)
+        for part, low, high in self.parts:
+            here = slice(part.start + low - self.start, part.start + high - self.start)
             if parameters:
-                target = self.parameters[number] = regions[_PARAMETERS][here]
-                place = self.source.place(part) + low * part.dtype.itemsize
-                self.reads.append((place, target.view(torch.uint8)))
+                self.parameters[part.name] = regions[_PARAMETERS][here]
             if gradients:
-                self.gradients[number] = regions[_GRADIENTS][here]
+                self.gradients[part.name] = regions[_GRADIENTS][here]
+        if parameters:
+            self.reads += _joined(self._placed(self.source, self.parts))
 
     def view_device(self) -> None:
         """Use the parameters in place, on the device."""
-        if self.kept is not None and not self.moves:
+        if self.kept is not None:
             return
-        for number, run in enumerate(self.runs):
-            part, low, _ = run.spans[0]
-            begin = part.inside + low * part.dtype.itemsize
-            end = begin + run.numel * part.dtype.itemsize
-            self.parameters[number] = self.chunk.buffers[part.group][begin:end].view(part.dtype)
+        for part, low, high in self.parts:
+            own = part.flat(self.chunk.buffers[part.group])
+            self.parameters[part.name] = own if high - low == part.numel else own[low:high]
 
     def view_store(self) -> None:
         """Use the parameters and their states in place, where the store is host memory."""
         store = self.chunk.store
         assert isinstance(store, HostStore)
         self.stands = True
-        for number, run in enumerate(self.runs):
-            part, low, _ = run.spans[0]
+        for part, low, high in self.parts:
             size = part.dtype.itemsize
-            own = store.view(self.source.place(part) + low * size, run.numel * size)
-            self.parameters[number] = own.view(part.dtype)
+            own = store.view(self.source.place(part) + low * size, (high - low) * size)
+            self.parameters[part.name] = own.view(part.dtype)
         for layout, first, place, size in self._states() if self.source.updated else ():
             values = store.view(place, size).view(layout.dtype)
             self.staging[layout.kind] = _Staged(values, first)
@@ -449,19 +329,30 @@ class Piece:
         `options` are the hyperparameters by parameter name, `gradients` those of the elements that
         the piece covers and that did not wait below the device, flat in storage order. Elementwise
         optimizers compute every element by itself, so a range of a parameter gets the bits that the
-        whole would get, and every range starts from the same scalars. Runs are stepped on as one.
+        whole would get, and every range starts from the same scalars.
         """
         kept = self.kept
-        if kept is not None and kept.begin(options, self.waiting, gradients, self.parameters):
+        if kept is not None and kept.begin(options, self.waiting, gradients):
             if kept.step():
                 return
             stepped = kept.ranges
         else:
-            due = list(self._due(gradients, options))
+            due = list(self._due(gradients))
             if team is None:
                 # On a device kernels have threads of their own: the larger they are, the better.
-                team = UpdateTeam(longest=sum(one.values.numel() for one in due))
-            stepped = self._ranges(factory, options, due, team)
+                team = UpdateTeam(longest=sum(one.elements.numel() for one in due))
+            lengths = [one.elements.numel() for one in due]
+            cuts = [self.chunk.cut_of(one.span.part) for one in due]
+            # Not in their threads: the first optimizer of a class changes the class.
+            stepped = [
+                self._range(factory, options, [(due[i], start, stop) for i, start, stop in share])
+                for share in team.ranges(lengths, cuts)
+            ]
+            for each in stepped:
+                if isinstance(each.worker, MasterOptimizer):
+                    # A piece's workspace is counted for all of its elements: this is no more.
+                    elements = sum(one.parameter.numel() for one in each.shadows)
+                    each.worker.room_elements = min(elements, team.longest)
             team.run([each.step for each in stepped])
             self.stepped = (stepped, team) if self.keeps else None
         self.kept = None
@@ -469,100 +360,20 @@ class Piece:
             states = map(taken_apart, each.states())
             self.made += zip(each.shadows, states, strict=True)
 
-    def _ranges(
-        self, factory: OptimizerFactory, options: Options, due: Sequence[_Due], team: UpdateTeam
-    ) -> list[Range]:
-        """Make an optimizer for each thread of the team, over its share of the elements.
-
-        Not in their threads: the first optimizer of a class changes the class.
-        """
-        lengths = [one.values.numel() for one in due]
-        cuts = [self.chunk.cut_of(one.run.spans[0].part) for one in due]
-        made = [
-            self._range(factory, options, [(due[i], start, stop) for i, start, stop in ranges])
-            for ranges in team.ranges(lengths, cuts)
-        ]
-        for each in made:
-            if isinstance(each.worker, MasterOptimizer):
-                # A piece's workspace is counted for all of its elements: this is no more.
-                elements = sum(one.parameter.numel() for one in each.shadows)
-                each.worker.room_elements = min(elements, team.longest)
-        return made
-
-    def _due(self, gradients: Mapping[str, torch.Tensor], options: Options) -> Iterator[_Due]:
+    def _due(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[_Due]:
         """The gradients that there are, from where each of them is."""
-        for number, run in enumerate(self.runs):
-            values, staged = self.parameters[number], self.gradients.get(number)
-            if len(run.spans) > 1 and self._as_one(run, gradients, options):
-                part, low, _ = run.spans[0]
-                first = self.waiting[part.name]
-                elements = first.in_host(low, low + run.numel) if staged is None else staged
-                yield self._due_of(run, values, elements, first.factors, True, (number, 0))
-                continue
-            for span, here in run.placed():
-                part, low, high = span
-                found, factors = gradients.get(part.name), list[torch.Tensor]()
-                stored, waits = self.waiting.get(part.name), found is None
-                if found is None and stored is not None and _had(stored):
-                    found = stored.in_host(low, high) if staged is None else staged[here]
-                    factors = stored.factors
-                if found is not None:
-                    alone = Run((span,), run.start + here.start)
-                    own = number, here.start
-                    yield self._due_of(alone, values[here], found, factors, waits, own)
-
-    def _as_one(
-        self,
-        run: Run,
-        gradients: Mapping[str, torch.Tensor],
-        options: Options,
-    ) -> bool:
-        """Whether this step treats all of a run's parameters alike, and their gradients wait."""
-        (head, low, _), source = run.spans[0], self.source
-        first, updated = self.waiting.get(head.name), head.name in source.updated
-        if first is None:
-            return False
-        place = first.offset + low * head.dtype.itemsize
-        for part, low, high in run.spans:
-            stored = self.waiting.get(part.name)
-            if (
-                stored is None
-                or part.name in gradients
-                or not _had(stored)
-                or (stored.store, stored.offset + low * part.dtype.itemsize) != (first.store, place)
-                or options[part.name] is not options[head.name]
-                or attributes_of(part.parameter)
-                or len(stored.factors) != len(first.factors)
-                or any(a is not b for a, b in zip(stored.factors, first.factors, strict=True))
-                or (part.name in source.updated) is not updated
-                or (updated and not _equal(source.scalars[part.name], source.scalars[head.name]))
-            ):
-                return False
-            place += (high - low) * part.dtype.itemsize
-        return True
-
-    def _due_of(
-        self,
-        run: Run,
-        values: torch.Tensor,
-        elements: torch.Tensor,
-        factors: Sequence[torch.Tensor],
-        waits: bool,
-        place: tuple[int, int],
-    ) -> _Due:
-        """These elements with their states, and factors where they are."""
-        part, low, _ = run.spans[0]
-        states = None
-        if part.name in self.source.updated:
-            found = ((layout, self.staging.get(layout.kind)) for layout in self.source.of(part))
-            states = {
-                layout.key: (staged.of(layout, part, low, run.numel), layout.rule)
-                for layout, staged in found
-                if staged is not None
-            }
-        # Here once, not in every thread: a factor may be on a device.
-        here = [factor.to(elements.device) for factor in factors]
-        return _Due(run, values, elements, states, here, waits, place)
+        for part, low, high in self.parts:
+            elements, factors = gradients.get(part.name), list[torch.Tensor]()
+            stored, waits = self.waiting.get(part.name), elements is None
+            # Of one that waits some rank may have had it, or none.
+            if waits and stored is not None and (stored.count is None or stored.count.item()):
+                elements = self.gradients.get(part.name)
+                if elements is None:
+                    elements = stored.in_host(low, high)
+                # Here once, not in every thread: a factor may be on a device.
+                factors = [factor.to(elements.device) for factor in stored.factors]
+            if elements is not None:
+                yield _Due(Span(part, low, high), elements, factors, waits)
 
     def _range(
         self,
@@ -573,27 +384,23 @@ class Piece:
         """An optimizer over these elements of gradients and of the parameters that have them."""
         shadows: list[Shadow] = []
         for due, start, stop in ranges:
-            spans = due.run.between(start, stop)
-            part = spans[0].part
-            shadow = nn.Parameter(due.values[start:stop])
-            vars(shadow).update(attributes_of(part.parameter))
-            shadow.grad = due.elements[start:stop]
-            staged = (
-                None
-                if due.states is None
-                else {
-                    key: values[start // rule.per :][: rule.count(stop - start)]
-                    for key, (values, rule) in due.states.items()
+            part, low, _ = due.span
+            parameter = nn.Parameter(self.parameters[part.name][start:stop])
+            vars(parameter).update(attributes_of(part.parameter))
+            parameter.grad = due.elements[start:stop]
+            staged: dict[str, torch.Tensor] | None = None
+            if part.name in self.source.updated:
+                staged = {
+                    one.key: self.staging[one.kind].of(one, part, low + start, stop - start)
+                    for one in self.source.of(part)
+                    if one.kind in self.staging
                 }
-            )
-            ends = any(high == one.numel for one, _, high in spans)
             shadows.append(
                 Shadow(
-                    parameter=shadow,
+                    parameter=parameter,
                     name=part.name,
-                    spans=spans,
-                    where=(due.place[0], slice(due.place[1] + start, due.place[1] + stop)),
-                    ends=ends,
+                    span=Span(part, low + start, low + stop),
+                    ends=low + stop == part.numel,
                     staged=staged,
                     waits=due.waits,
                 )
@@ -623,7 +430,7 @@ class Piece:
         store = self.chunk.store
         assert store is not None
         for shadow, state in self.made:
-            part, low, _ = shadow.spans[0]
+            part, low, _ = shadow.span
             for layout in self.target.of(part):
                 values = state[layout.key]
                 if not self._staged(layout, part, low, values):
@@ -646,30 +453,24 @@ class Piece:
             self._write_made(store, parameters=parameters)
         else:
             self.kept.write()
-            for number, here, place in self.rows:
-                store.start_write(place, self.parameters[number][here].view(torch.uint8))
         self.waiting = {}
-        if self.moves or not self.keeps:
-            self.parameters.clear()
         if not self.keeps:
+            self.parameters.clear()
             self.staging.clear()
             self.gradients.clear()
 
     def _write_made(self, store: Store, *, parameters: bool) -> None:
         """Write what new optimizers have made, and keep them if the next step can use them."""
-        stepped = {span.part.name for shadow, _ in self.made for span in shadow.spans}
+        stepped = {shadow.name for shadow, _ in self.made}
         # By region of the store: one write of many parameters' values, where they are neighbours.
         writes = defaultdict[StateKind, list[tuple[int, torch.Tensor]]](list)
-        self.rows = self._rows(stepped) if parameters else []
-        parameters_written = _joined(
-            (place, self.parameters[number][here].view(torch.uint8))
-            for number, here, place in self.rows
-        )
+        changed = [span for span in self.parts if span.part.name in stepped or self.apart]
+        parameters_written = _joined(self._placed(self.target, changed)) if parameters else []
         for part, low, high in self.parts if self.apart else ():
             if part.name not in stepped:
                 self._copy(part, low, high, store)
         for shadow, state in self.made:
-            part, low, _ = shadow.spans[0]
+            part, low, _ = shadow.span
             for layout in self.target.of(part):
                 values = state.pop(layout.key, None)
                 if values is None or (self.stands and self._staged(layout, part, low, values)):
@@ -680,50 +481,35 @@ class Piece:
         for place, values in (*parameters_written, *states_written):
             store.start_write(place, values)
         for shadow, state in self.made:
-            for part, _, high in shadow.spans:
-                if high == part.numel:
-                    self.target.scalars[part.name] = state
-                    self.target.updated.add(part.name)
+            if shadow.ends:
+                self.target.scalars[shadow.name] = state
+                self.target.updated.add(shadow.name)
         self.made.clear()
-        if self.stepped is not None:
-            if not self.moves:  # else they are written from where each step has them
-                self.rows, states_written = [], parameters_written + states_written
-            self._keep(store, *self.stepped, states_written)
-            self.stepped = None
-
-    def _rows(self, stepped: Set[str]) -> list[tuple[int, slice, int]]:
-        """The parameters to write: a run's number, elements of it, and where they go."""
-        rows: list[tuple[int, slice, int]] = []
-        for number, run in enumerate(self.runs):
-            for (part, low, _), here in run.placed():
-                if part.name not in stepped and not self.apart:
-                    continue
-                place = self.target.place(part) + low * part.dtype.itemsize
-                if rows and rows[-1][0] == number and rows[-1][1].stop == here.start:
-                    rows[-1] = number, slice(rows[-1][1].start, here.stop), rows[-1][2]
-                else:
-                    rows.append((number, here, place))
-        return rows
-
-    def _keep(self, store: Store, ranges: list[Range], team: UpdateTeam, writes: Pairs) -> None:
-        """Keep these optimizers for the next step, if it finds their tensors in place."""
-        keeps = True
+        if self.stepped is None:
+            return
+        ranges, team = self.stepped
+        self.stepped = None
         for each in ranges:
             for shadow, state in zip(each.shadows, each.states(), strict=True):
-                keeps &= each.usual and shadow.in_place(state)
-                if not shadow.waits:  # another tensor each time: all of it is taken
-                    keeps &= len(shadow.spans) == 1 and shadow.spans[0] in self.parts
-        if keeps:
-            self.kept = KeptRanges(
-                ranges,
-                team.run,
-                parts=self.parts,
-                copy=self.source,
-                waiting=self.waiting,
-                moves=self.moves,
-                read=copies(store, self.reads, writes=False),
-                write=copies(store, writes, writes=True),
-            )
+                if not (each.usual and shadow.in_place(state)):
+                    return
+                if not (shadow.waits or shadow.span in self.parts):
+                    return  # its gradient is another tensor each time: all of it is taken
+        self.kept = KeptRanges(
+            ranges,
+            team.run,
+            parts=self.parts,
+            copy=self.source,
+            waiting=self.waiting,
+            read=copies(store, self.reads, writes=False),
+            write=copies(store, parameters_written + states_written, writes=True),
+        )
+
+    def _placed(self, copy: Copy, parts: Sequence[Span]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The bytes of these parameters, and where they are in a copy."""
+        for part, low, _ in parts:
+            place = copy.place(part) + low * part.dtype.itemsize
+            yield place, self.parameters[part.name].view(torch.uint8)
 
     def _copy(self, part: Slice, low: int, high: int, store: Store) -> None:
         """Bring the states of a parameter that had no gradient to the other copy as they are."""
