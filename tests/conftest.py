@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from hypothesis import settings
 # when it is imported, and processes that tests start would not find the tests' own modules.
 import protrain_plan.cli  # noqa: F401
 from tests.emulated import building
-from tests.support import long_tests
+from tests.support import mutations
 from tests.support.messages import Speaker
 
 # The same examples in every run, and none that fails for being slow on a busy machine.
@@ -39,13 +40,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before some are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests on the list as slow, and leave out those of other shards."""
-    nightly = long_tests.read()
+    """Mark what runs at night as slow, but for what kills a fault; leave out other shards."""
+    kills, places = {one.test for one in mutations.ALL}, Counter[str]()
     for item in items:
-        if item.nodeid in nightly:
+        test, _, case = item.nodeid.partition("[")
+        mark = item.get_closest_marker("nightly")
+        if mark and item.nodeid not in kills and _at_night(mark, case[:-1], places[test]):
             item.add_marker(pytest.mark.slow)
+        places[test] += 1
     number, count = map(int, config.getoption("--shard").split("/"))
     items[:] = items[number - 1 :: count]
+
+
+def _at_night(mark: pytest.Mark, case: str, place: int) -> bool:
+    """Whether the marker is for this case, the `place`-th of its test (see pyproject.toml)."""
+    match mark.kwargs:
+        case {"but": names}:
+            return case not in names
+        case {"by_day": step}:
+            return bool(place % step)
+        case {"every": step}:
+            return bool(place % step == step - 1)
+        case _:
+            return not mark.args or case in mark.args
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

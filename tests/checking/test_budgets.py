@@ -153,6 +153,7 @@ def test_every_pattern_is_one_or_is_refused(written: str, tmp_path: Path) -> Non
     assert not {"*", "**", "/", "[", "?", "a//b"} & refused
 
 
+@pytest.mark.nightly("6")
 @pytest.mark.parametrize("flood", range(len(FLOODS)))
 def test_what_takes_long_to_read_is_no_budget(flood: int, tmp_path: Path) -> None:
     """As a whole file, as a part of ours and as a key's; pytest's own time limit ends all else."""

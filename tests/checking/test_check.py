@@ -72,6 +72,7 @@ def test_a_plan_beside_its_profile_passes(tmp_path: Path) -> None:
     assert codes == [code for code in RULES if code not in ("BUD001", "NUM001")]
 
 
+@pytest.mark.nightly
 def test_the_committed_plans_pass() -> None:
     assert failures(checked(*find_plans([ROOT / "plans"]))) == {}
 
@@ -204,6 +205,7 @@ def test_exa001_tells_a_plan_that_the_repository_gives_no_leave_for(
             assert_says([found.verdict.problem, found.verdict.fix or ""])
 
 
+@pytest.mark.nightly
 def test_mem001_says_how_to_plan_again(tmp_path: Path) -> None:
     plan, budgets = commit(tmp_path / "a"), f"box: {{device: {ON_DEVICE - 1}}}"
     report = checked(plan, budgets=budgets)
@@ -218,6 +220,7 @@ def test_mem001_says_how_to_plan_again(tmp_path: Path) -> None:
     assert failures(checked(plan, budgets=budgets)) == {}
 
 
+@pytest.mark.nightly
 def test_what_a_rule_says_to_do_makes_the_same_plan(tmp_path: Path) -> None:
     """With all that the plan was asked for."""
     commit(tmp_path / "a plan")
@@ -290,6 +293,7 @@ def test_seconds_of_another_machine_are_not_guessed(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_the_devices_of_a_node_share_what_is_below_them(tmp_path: Path) -> None:
     """On a machine that has it once, and by a budget, which is a node's."""
     apart = joined(PROFILE.hardware, below="of each device", devices_per_node=2)
@@ -320,6 +324,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("output_format", ["text", "json", "github"])
 def test_every_format_says_the_same(
     output_format: str, repository: Path, assert_golden: AssertGolden
@@ -329,6 +334,7 @@ def test_every_format_says_the_same(
     assert_golden(f"check.{output_format}", result.stdout)
 
 
+@pytest.mark.nightly
 def test_text_is_right_at_80_columns_and_without_colours(repository: Path) -> None:
     piped = protrain(*RECORDS, folder=repository, COLUMNS="80", TERM="xterm-256color")
     assert "\x1b" not in piped.stdout
@@ -344,6 +350,7 @@ def test_json_is_read_by_programs() -> None:
     assert (data["exit_code"], data["passed"], data["failed"], data["skipped"]) == (1, 21, 1, 2)
 
 
+@pytest.mark.nightly
 def test_code_hosts_find_the_files_from_the_repository_s_root(repository: Path) -> None:
     """Wherever in it the check runs, and whatever the folders are called."""
     folder = repository / "all plans"

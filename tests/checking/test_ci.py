@@ -49,6 +49,7 @@ def report_on(example: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
     return check(find_plans([Path("plans")]), look=look, budgets=find_limits(None).budgets)
 
 
+@pytest.mark.nightly
 def test_the_example_holds(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = report_on(example, monkeypatch)
     assert report.with_verdict(Failed) == report.with_verdict(Skipped) == []
@@ -197,6 +198,7 @@ def test_what_runs_nightly_are_targets_of_the_makefile() -> None:
     assert len(used) == len({name for name, _ in used}) == 2
 
 
+@pytest.mark.nightly(but=("environment3-1",))
 @pytest.mark.parametrize(
     ("environment", "code"),
     [
@@ -252,6 +254,7 @@ def test_the_comparison_of_the_action(example: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "none.md").exists()
 
 
+@pytest.mark.nightly
 def test_a_plan_that_cannot_be_read_is_told_in_the_summary(tmp_path: Path) -> None:
     """The comparison goes on: that it cannot be read is for the check to fail."""
     newer, changed = commit(tmp_path / "plans/a b"), commit(tmp_path / "plans/c")
@@ -276,6 +279,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.nightly
 def test_plans_of_any_name_are_compared_in_the_summary(tmp_path: Path) -> None:
     """Also such as other readers of YAML see them; files that are no plans are not told."""
     work = tmp_path / "work"
@@ -412,6 +416,7 @@ def test_pre_commit_runs_the_hook_as_the_example_says(example: Path, tmp_path: P
     assert "15 passed, 2 failed in 1 plan" in second.stderr
 
 
+@pytest.mark.nightly
 def test_the_hooks_run_our_commands(tmp_path: Path) -> None:
     commit(tmp_path / "plans")
     hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))

@@ -139,6 +139,7 @@ def write(folder: Path, *names: str) -> None:
         commit(folder / "plans" / name, offloading(profile), profile)
 
 
+@pytest.mark.nightly
 def test_however_a_model_s_process_ends_its_plan_fails(tmp_path: Path) -> None:
     write(tmp_path, *WORDS)
     (tmp_path / "plans/good").mkdir()

@@ -80,6 +80,7 @@ FORMS: dict[str, Callable[[str], str | bytes]] = {
 }
 
 
+@pytest.mark.nightly("deep nesting")
 @pytest.mark.parametrize("form", FORMS)
 def test_no_form_hides_a_plan(form: str, tmp_path: Path) -> None:
     commit(tmp_path / "plans/good")
@@ -378,6 +379,7 @@ def test_a_mistake_of_ours_is_no_reason_to_pass(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("redirection", [">&-", "> /dev/full"])
 def test_a_verdict_that_cannot_be_printed_is_none(redirection: str, tmp_path: Path) -> None:
     commit(tmp_path / "plans/a")
@@ -405,6 +407,7 @@ def shadowed(tmp_path: Path) -> Iterator[Path]:
     assert not (tmp_path / "imported").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("searched", SEARCHED)
 def test_modules_in_the_repository_are_not_ours(searched: str, shadowed: Path) -> None:
     """Neither by the command nor by `python -m`, where the package is installed.
@@ -422,6 +425,7 @@ def test_modules_in_the_repository_are_not_ours(searched: str, shadowed: Path) -
     assert (result.returncode, result.stderr) == (0, ""), result
 
 
+@pytest.mark.nightly("Check")
 @pytest.mark.parametrize("step", ["Check", "Compare"])
 def test_the_action_s_python_imports_nothing_of_the_repository(step: str, shadowed: Path) -> None:
     """At its own start neither, and of ours neither."""

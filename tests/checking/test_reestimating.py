@@ -139,12 +139,14 @@ def failed(report: Report, code: str) -> Failed:
     return verdict
 
 
+@pytest.mark.nightly
 def test_a_model_as_it_was_passes(repository: Repository) -> None:
     report = repository.check()
     assert isinstance(finding(report, "FPR001").verdict, Passed)
     assert report.exit_code == 0
 
 
+@pytest.mark.nightly
 def test_one_wider_layer_is_named_with_its_bytes(repository: Repository, peak: int) -> None:
     repository.settings(widths=(512, 512, 1024, 512))
     report = repository.check(device=peak)
@@ -166,6 +168,7 @@ def test_one_wider_layer_is_named_with_its_bytes(repository: Repository, peak: i
     assert over.problem.endswith("; since it was profiled: " + str(growth[0]))
 
 
+@pytest.mark.nightly
 def test_code_that_keeps_more_is_found_without_a_new_parameter(repository: Repository) -> None:
     repository.settings(repeats=2)
     verdict = failed(repository.check(), "FPR001")
@@ -187,6 +190,7 @@ def test_peaks_of_an_estimate_that_was_made_with_other_kernels_hold(
     assert repository.check(device=peak).exit_code == 0
 
 
+@pytest.mark.nightly
 def test_new_layers_are_not_decided_about(repository: Repository) -> None:
     repository.settings(widths=(512,) * 5)
     report = repository.check()
@@ -200,6 +204,7 @@ def test_new_layers_are_not_decided_about(repository: Repository) -> None:
     assert report.exit_code == 3
 
 
+@pytest.mark.nightly
 def test_a_measured_model_that_changed_is_estimated(repository: Repository) -> None:
     profile = read_profile(repository.profile_path)
     machine = replace(profile.hardware, rates=None)
@@ -227,6 +232,7 @@ def test_a_model_that_cannot_be_imported_is_skipped(
     assert report.exit_code == 0
 
 
+@pytest.mark.nightly("./own_model.py")
 @pytest.mark.parametrize(
     "path", ["./own_model.py", pytest.param("{folder}/own_model.py", marks=pytest.mark.slow)]
 )
@@ -252,6 +258,7 @@ def test_a_model_that_can_no_longer_be_built_fails(repository: Repository) -> No
     assert report.exit_code == 1
 
 
+@pytest.mark.nightly
 def test_a_configuration_that_is_gone_is_the_recorded_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

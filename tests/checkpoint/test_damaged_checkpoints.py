@@ -264,6 +264,7 @@ def test_a_whole_one_loads(checkpoint: Path, training: Training) -> None:
     assert list(differences(again.state(), training.state(), "")) == []
 
 
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize("stride", [61, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_refused_before_anything_changes(
     stride: int, training: Training, checkpoint: Path
@@ -318,6 +319,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.nightly(but=("plain-of one",))
 def test_a_damaged_file_is_refused_before_anything_changes(
     training: Training, whole: Path, tmp_path: Path
 ) -> None:
@@ -478,6 +480,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly("of one-plain-150", "of one-disk-150", "of two-disk-150")
 @pytest.mark.parametrize("num_cases", [150, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_any_other_list_of_files_is_refused(
     checkpoint: Path, training: Training, num_cases: int

@@ -60,6 +60,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.nightly("llama", "gpt2")
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_transformers_reads_what_is_saved_and_saved_again(name: str, tmp_path: Path) -> None:
     model, saved = trained(name, tmp_path), tmp_path / "saved"

@@ -55,6 +55,7 @@ def resuming(
     return extra, state_of(model, optimizer)
 
 
+@pytest.mark.nightly("cpu")
 @ranks_on_every_device_at_night
 def test_two_ranks_save_and_as_many_go_on_under_other_plans_bitwise(tmp_path: Path) -> None:
     saved = run_ranks(saving, 2, tmp_path, tmp_path)
@@ -143,6 +144,7 @@ def saving_with_little_room(rank: int, count: int, folder: Path) -> tuple[str, i
     return "nothing was raised", 0
 
 
+@pytest.mark.nightly
 def test_where_one_rank_cannot_write_all_are_told_and_the_last_checkpoint_stands(
     tmp_path: Path,
 ) -> None:

@@ -80,6 +80,9 @@ def loading(
     return read, copied(model.state_dict())
 
 
+@pytest.mark.nightly(
+    "cpu-a checkpoint of ours-4", "cpu-one of transformers-2", "cpu-one of transformers-4"
+)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("ours", [True, False], ids=["a checkpoint of ours", "one of transformers"])
 @ranks_on_every_device_at_night
@@ -105,6 +108,7 @@ def test_ranks_have_the_numbers_that_rank_0_draws(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes")
 def test_ranks_pack_layers_in_turn(tmp_path: Path) -> None:
     plain = base(torch.float32)
@@ -129,6 +133,7 @@ def test_damage_that_one_rank_reads_is_told_to_all(tmp_path: Path) -> None:
     assert all(told in end.error for end in ended)
 
 
+@pytest.mark.nightly("4")
 @pytest.mark.parametrize("count", [2, 4])
 def test_together_they_read_each_byte_once(count: int, tmp_path: Path) -> None:
     values = CATALOGUE["wide"].build(7)

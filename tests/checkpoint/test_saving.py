@@ -137,6 +137,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 QUICK = ("adamw-master",)
 
 
+@pytest.mark.nightly("adamw-master")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -171,6 +172,7 @@ def test_training_continues_bitwise_from_anywhere_to_anywhere(kind: Kind, tmp_pa
     assert files[0] == files[1] == files[2]
 
 
+@pytest.mark.nightly
 def test_a_restored_model_saves_and_an_unused_optimizer_too(tmp_path: Path) -> None:
     kind = KINDS["adamw-float32"]
     torch.manual_seed(1)
@@ -250,6 +252,7 @@ def transposed(model: nn.Module) -> None:
             parameter.data = parameter.detach().t().contiguous().t()
 
 
+@pytest.mark.nightly
 def test_an_offloaded_parameter_need_not_be_row_major(tmp_path: Path) -> None:
     made = Scenario(
         model=replace(CATALOGUE["functional"], change=transposed),
@@ -295,6 +298,12 @@ def test_hugging_face_and_safetensors_read_what_is_saved(tied: bool, tmp_path: P
     assert set(index["weight_map"]) == set(tensors)
 
 
+@pytest.mark.nightly(
+    but=(
+        "several files-plain",
+        "one file-plain",
+    )
+)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("size", ["100KB", "1GB"], ids=["several files", "one file"])
 def test_parameters_of_hugging_face_load_into_a_plan(
@@ -335,6 +344,7 @@ def test_every_dtype_is_written_as_the_package_writes_it(tmp_path: Path) -> None
 # --- memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly("on disk")
 @pytest.mark.parametrize("states", [PERSISTENT, Placement(tier="disk")], ids=["kept", "on disk"])
 def test_saving_and_loading_take_one_buffer(states: Any, tmp_path: Path) -> None:
     model = llama(tied=False)
@@ -431,6 +441,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
     assert list(differences(other.state_dict(), before, "")) == []
 
 
+@pytest.mark.nightly("master", "groups")
 @pytest.mark.parametrize(
     "make",
     [
@@ -538,6 +549,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None
     assert read_extra(directory)["step"] == done + 3
 
 
+@pytest.mark.nightly
 def test_a_run_refuses_what_it_cannot_resume(tmp_path: Path, assert_says: Speaker) -> None:
     def trained(plan: Plan, num_steps: int, **given: Any) -> Run:
         return train(
@@ -627,6 +639,7 @@ def saving(how: str, number: int, directory: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_FSIZE")
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, assert_says: Speaker) -> None:
     saved_functional(tmp_path)
@@ -636,6 +649,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, assert_says: Spea
     assert state_of(tmp_path) == before
 
 
+@pytest.mark.nightly(but=("second file",))
 @pytest.mark.parametrize(
     ("place", "left"),
     [

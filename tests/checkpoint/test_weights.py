@@ -86,6 +86,7 @@ def assert_like_the_whole(
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("number", range(3))
 def test_every_placement_has_the_bits_of_the_whole_model(
@@ -117,6 +118,7 @@ def test_a_plan_that_keeps_all_and_one_that_keeps_nothing(
     assert_like_the_whole(subject, plan, tmp_path, tmp_path / "saved", given, values)
 
 
+@pytest.mark.nightly(but=("to0-dtypes1",))
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16,) * 2])
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
 def test_numbers_are_cast_as_load_state_dict_casts(
@@ -136,6 +138,7 @@ def test_numbers_are_cast_as_load_state_dict_casts(
     assert_like_the_whole(subject, plan, tmp_path, tmp_path / "saved", given, values)
 
 
+@pytest.mark.nightly
 def test_a_plain_copy_is_trained_beside_a_model_from_files(tmp_path: Path) -> None:
     subject, values = CATALOGUE["gpt2"], CATALOGUE["gpt2"].build(7)
     save(values, None, tmp_path / "saved")
@@ -150,6 +153,12 @@ def test_a_plain_copy_is_trained_beside_a_model_from_files(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.nightly(
+    but=(
+        "from files-cuda",
+        "drawn-cuda",
+    )
+)
 @every_device
 @pytest.mark.parametrize("reads", [True, False], ids=["from files", "drawn"])
 def test_every_device_has_the_bits_of_the_whole_model(reads: bool, tmp_path: Path) -> None:
@@ -394,6 +403,7 @@ def test_adapters_are_there_and_the_base_is_not(kept_in: str) -> None:
         assert parameter.is_meta != parameter.requires_grad
 
 
+@pytest.mark.nightly
 @needs_bitsandbytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kinds", PACKINGS)
@@ -427,6 +437,7 @@ def test_layers_are_packed_as_they_are_read(kinds: str, dtype: torch.dtype, tmp_
 # --- without a checkpoint -------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_a_new_model_has_the_numbers_of_its_constructor(

@@ -95,6 +95,7 @@ def as_planned(answer: Any) -> Any:
     return answer
 
 
+@pytest.mark.nightly("least")
 @pytest.mark.parametrize(
     ("question", "objective"),
     [
@@ -153,6 +154,7 @@ def test_the_best_of_some_batches_is_known() -> None:
     assert best.known(questions[::-1]) is None
 
 
+@pytest.mark.nightly
 def test_another_question_is_planned() -> None:
     assert not asked()[1]
     budgets, settings, machine = ASKED.budgets, ASKED.settings, PROFILE.hardware
@@ -301,6 +303,7 @@ def test_a_folder_that_cannot_be_made_is_no_reason_to_fail(
 PLAN = ("plan", "profile.yaml", "--device-memory", "2500MB")
 
 
+@pytest.mark.nightly
 def test_a_command_that_is_repeated_says_the_same(folder: Path) -> None:
     here = Path.cwd()
     write_profile(PROFILE, here / "profile.yaml")
@@ -322,6 +325,7 @@ def test_a_command_that_is_repeated_says_the_same(folder: Path) -> None:
     assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.nightly
 def test_two_processes_at_once_keep_one_answer(folder: Path) -> None:
     here = Path.cwd()
     write_profile(PROFILE, here / "profile.yaml")

@@ -32,6 +32,7 @@ def synthetic(tmp_path: Path) -> Path:
 TIERS = {"device", "context", "host", "disk", "allocator"}
 
 
+@pytest.mark.nightly
 def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path, assert_says: Speaker) -> None:
     profiled = json.loads(tiny_llama.with_suffix(".json").read_text())
     assert_says(sorted(profiled))
@@ -77,6 +78,7 @@ def test_profile_plan_run_verify(tiny_llama: Path, tmp_path: Path, assert_says: 
     assert measured["context"] <= 1.005 * ran["predicted_peak_bytes"]["context"]
 
 
+@pytest.mark.nightly
 def test_infeasible_names_what_is_missing_and_the_smallest_budget_works(
     synthetic: Path, tmp_path: Path, assert_says: Speaker
 ) -> None:
@@ -115,6 +117,7 @@ def test_infeasible_names_what_is_missing_and_the_smallest_budget_works(
     assert less.returncode == 3
 
 
+@pytest.mark.nightly
 def test_a_run_begins_with_a_folders_weights(tiny_llama: Path, tmp_path: Path) -> None:
     command = partial(forked.protrain, folder=tmp_path)
     printed(command("plan", tiny_llama, "--device-memory", "1GiB", "--json"))
@@ -126,6 +129,7 @@ def test_a_run_begins_with_a_folders_weights(tiny_llama: Path, tmp_path: Path) -
     assert ran["losses"] != drawn["losses"]
 
 
+@pytest.mark.nightly
 def test_a_plan_for_another_model_is_one_message(tmp_path: Path, assert_says: Speaker) -> None:
     size = ("--seq-len", 16, "-o", "mine", "--json")
     printed(forked.protrain("plan", "tiny-llama", "--on", "cpu", *size, folder=tmp_path))
@@ -205,6 +209,7 @@ def made(file: Path, name: str, link: Callable[[Path, Path], None]) -> str:
     return name
 
 
+@pytest.mark.nightly("plan --on-by its name")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("command", WRITING)
 def test_no_command_writes_over_what_it_reads(command: str, way: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.support.forked import protrain
 from tests.support.messages import Speaker
 
 
+@pytest.mark.nightly("machines0")
 @pytest.mark.parametrize(
     "machines", [["rtx-4090"], pytest.param(["cpu", "rtx-4090"], marks=pytest.mark.slow)]
 )
@@ -46,6 +47,7 @@ def printed_list(folder: Path, *arguments: object) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.nightly
 def test_a_cell_is_printed_before_the_last_one_is_planned(tmp_path: Path) -> None:
     command = [str(PROTRAIN), "fit", "tiny-llama", "--on", "l4,rtx-3090,a10g,rtx-4090,h200"]
     sizes = ["--batch-size", "120", "--seq-len", "256", "--dtype", "float32"]
@@ -92,6 +94,7 @@ def test_fit_counts_the_tokens_of_all_devices(tmp_path: Path) -> None:
     assert "16 x h100-sxm in 2 nodes 1 x 64: limited by " in text
 
 
+@pytest.mark.nightly
 def test_fit_says_what_is_missing_where_nothing_fits(tmp_path: Path) -> None:
     result = protrain(
         *("fit", "tiny-llama", "--on", "cpu", "--seq-len", 64, "--device-memory", "412MiB"),
@@ -104,6 +107,7 @@ def test_fit_says_what_is_missing_where_nothing_fits(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in result.stdout.splitlines()[:2])
 
 
+@pytest.mark.nightly
 def test_a_model_is_planned_by_its_name_with_the_best_batch(tmp_path: Path) -> None:
     asked = ("tiny-llama", "--on", "rtx-4090", "--seq-len", 64, "--global-batch", 4)
     answer = printed(protrain("plan", *asked, "-o", "plans/mine", "--json", folder=tmp_path))
@@ -119,6 +123,7 @@ def test_a_model_is_planned_by_its_name_with_the_best_batch(tmp_path: Path) -> N
     assert answer["step_seconds"] == made.prediction.step_seconds
 
 
+@pytest.mark.nightly
 def test_a_page_of_answers_has_every_way_to_train_and_no_script(tmp_path: Path) -> None:
     asked = ("tiny-llama", "--on", "rtx-4090,h100-sxm", "--seq-len", 64, "--batch-size", 2)
     more = ("--compare", "--price", "0.4,2.5", "--columns", "mfu,energy")
@@ -158,6 +163,7 @@ def test_one_cell_and_an_explained_plan_name_the_change_that_gains_most(tmp_path
     assert gained in " ".join(said.split())
 
 
+@pytest.mark.nightly
 def test_a_bill_is_that_of_the_plan_and_of_each_alternative(tmp_path: Path) -> None:
     asked = ("tiny-llama", "--on", "rtx-4090", "--seq-len", 64, "--compare", "--price", 2.5)
     (cell,) = printed_list(tmp_path, *asked)
@@ -171,6 +177,7 @@ def test_a_bill_is_that_of_the_plan_and_of_each_alternative(tmp_path: Path) -> N
         assert 0 < one["model_flops_utilisation"] < 1
 
 
+@pytest.mark.nightly
 def test_fit_and_profile_with_leave_know_compressed_copies(tmp_path: Path) -> None:
     allow = ("--allow", "int8-activations", "--allow", "low-rank-activations")
     asked = ("tiny-llama", "--on", "rtx-3090", "--dtype", "bfloat16", *allow)
@@ -226,6 +233,7 @@ def test_a_wrong_setting_is_one_error(text: str, assert_says: Speaker) -> None:
     assert error.key == "--set"
 
 
+@pytest.mark.nightly
 def test_a_sweep_is_a_line_of_answers(tmp_path: Path) -> None:
     small, large = answered(
         *("fit", *SMALL, "--on", "rtx-4090", "--sweep", "device=600MiB..1200MiB"), folder=tmp_path
@@ -283,6 +291,7 @@ def searched(folder: Path) -> tuple[object, ...]:
     return ("hardware", "search", "tiny-llama", "--seq-len", 64, "--among", "prices.yaml")
 
 
+@pytest.mark.nightly
 def test_a_search_names_the_cheapest(tmp_path: Path) -> None:
     arguments = searched(tmp_path)
     first, slow = answered(*arguments, "--speed", 1000, folder=tmp_path)
@@ -304,6 +313,7 @@ def test_a_search_says_where_nothing_is_as_fast(tmp_path: Path) -> None:
     assert "the fastest: l4 1 x 64 at 0.10 an hour, " in text
 
 
+@pytest.mark.nightly
 def test_settings_are_a_product_in_an_order(tmp_path: Path) -> None:
     asked = ("fit", "tiny-llama", "--seq-len", 64, "--on", "rtx-4090", "--jobs", 1)
     grid = ("--set", "optimizer=adamw,sgd", "--set", "link=pcie-3,pcie-4")
@@ -341,6 +351,7 @@ def test_each_combination_of_values_is_a_row_or_a_cell_of_a_line() -> None:
     assert grid.filled(CellOptions(on="cpu")).seq_len == "64,128,256"
 
 
+@pytest.mark.nightly
 def test_a_price_sorts_cells_by_the_cost_of_a_token(tmp_path: Path) -> None:
     asked = ("fit", "tiny-llama", "--on", "rtx-4090,l4", "--seq-len", "64,128", "--price", "2,0.1")
     rows = answered(*asked, "--sort", "cost", "--jobs", 1, folder=tmp_path)
@@ -349,6 +360,7 @@ def test_a_price_sorts_cells_by_the_cost_of_a_token(tmp_path: Path) -> None:
     assert [row["hardware"] for row in rows] == ["l4", "l4", "rtx-4090", "rtx-4090"]
 
 
+@pytest.mark.nightly
 def test_a_search_among_machines_of_fit_has_a_page(tmp_path: Path) -> None:
     asked = (
         "fit",

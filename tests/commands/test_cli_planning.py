@@ -39,6 +39,7 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_pins_are_kept_and_their_cost_is_told(profile: Path, tmp_path: Path) -> None:
     pins = tmp_path / "pins.yaml"
     pins.write_text("protrain: pins\nversion: 2\npins:\n  layers.0-1: recompute\n")
@@ -53,6 +54,7 @@ def test_pins_are_kept_and_their_cost_is_told(profile: Path, tmp_path: Path) -> 
     assert re.search(r"the pins cost \d+\.\d\d% of the step", text.stdout)
 
 
+@pytest.mark.nightly
 def test_where_everything_may_stay_the_plan_says_what_it_saves(
     tmp_path: Path,
 ) -> None:
@@ -74,6 +76,7 @@ def test_where_everything_may_stay_the_plan_says_what_it_saves(
     assert printed(protrain(*less, "--json", folder=tmp_path))["kept_seconds"] is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "allocator_bytes", "options", "free"),
     [
@@ -105,6 +108,7 @@ def test_an_estimate_leaves_headroom(
     assert ("of the device stay free" in text) == bool(free)
 
 
+@pytest.mark.nightly
 def test_where_nothing_fits_the_headroom_is_said(tmp_path: Path) -> None:
     """The leanest plan leaves 10 MB of the card free, which is less than a plan leaves."""
     model = decoder(gpu(), blocks=4)
@@ -119,6 +123,7 @@ def test_where_nothing_fits_the_headroom_is_said(tmp_path: Path) -> None:
     assert protrain("plan", path, "--tight", folder=tmp_path).returncode == 0
 
 
+@pytest.mark.nightly
 def test_a_disk_that_gains_little_is_spared_and_that_is_said(tmp_path: Path) -> None:
     machine = gpu(disk_gb=1000)
     endurance = replace(machine.tier("disk"), endurance_bytes=600 * 10**12)
@@ -162,6 +167,7 @@ def test_a_gain_is_a_part(text: str, assert_says: Speaker) -> None:
     assert_says(caught.value)
 
 
+@pytest.mark.nightly
 def test_the_front_is_a_table_and_no_plan(small: Path, tmp_path: Path) -> None:
     answer = printed(protrain("plan", small, "--pareto", "--points", 4, "--json", folder=tmp_path))
     sizes = [point["device_bytes"] for point in answer["front"]]
@@ -177,6 +183,7 @@ def test_the_front_is_a_table_and_no_plan(small: Path, tmp_path: Path) -> None:
     assert all(size in result.stdout for size in told)
 
 
+@pytest.mark.nightly
 def test_least_memory_for_a_speed(small: Path, tmp_path: Path) -> None:
     answer = printed(protrain("plan", small, "--max-slowdown", 1.3, "--json", folder=tmp_path))
     assert answer["step_seconds"] <= answer["limit_seconds"]
@@ -185,6 +192,7 @@ def test_least_memory_for_a_speed(small: Path, tmp_path: Path) -> None:
     assert answer["lower_bound_bytes"] <= peak["device"] + peak["context"]
 
 
+@pytest.mark.nightly
 def test_the_largest_that_fits_is_estimated_at_its_size(tmp_path: Path) -> None:
     """One more does not fit, and a plan is for an estimate of its own size."""
     asked = (
@@ -202,6 +210,7 @@ def test_the_largest_that_fits_is_estimated_at_its_size(tmp_path: Path) -> None:
     assert more.returncode == 3
 
 
+@pytest.mark.nightly
 def test_a_profile_has_one_size_and_says_how_to_get_another(tmp_path: Path) -> None:
     """The fix, followed until a profile is of the largest size, is a plan."""
     asked = ("profile", "tiny-llama", "--on", "rtx-4090", "--seq-len", 128, "-o", "profile.yaml")
@@ -220,6 +229,7 @@ def test_a_profile_has_one_size_and_says_how_to_get_another(tmp_path: Path) -> N
     assert found.stdout.startswith(f"the largest that fits: {size} sequences of 128 tokens")
 
 
+@pytest.mark.nightly
 def test_an_explanation_is_in_words(profile: Path, tmp_path: Path) -> None:
     arguments = ("plan", profile, "--device-memory", "8GiB", "--explain")
     text = " ".join(protrain(*arguments, folder=tmp_path).stdout.split())
@@ -229,6 +239,7 @@ def test_an_explanation_is_in_words(profile: Path, tmp_path: Path) -> None:
     assert answer["explanation"]["groups"]
 
 
+@pytest.mark.nightly
 def test_clipping_and_micro_batches_stand_in_the_plan(profile: Path, tmp_path: Path) -> None:
     later = ("--updates", "after-backward")
     arguments = ("--device-memory", "8GiB", *later, "--accumulate", 4, "--json")
@@ -238,6 +249,7 @@ def test_clipping_and_micro_batches_stand_in_the_plan(profile: Path, tmp_path: P
     assert "updates: after backward, micro_batches: 4" in (tmp_path / "plan.yaml").read_text()
 
 
+@pytest.mark.nightly
 def test_the_share_of_clipped_steps_stands_in_the_plan_and_in_what_is_said_of_it(
     tmp_path: Path,
 ) -> None:
@@ -254,6 +266,7 @@ def test_the_share_of_clipped_steps_stands_in_the_plan_and_in_what_is_said_of_it
     assert "as 25 % of all are taken to" in text
 
 
+@pytest.mark.nightly
 def test_several_devices_stand_in_the_plan_and_in_what_is_said_of_it(tmp_path: Path) -> None:
     hardware = joined(gpu(), devices_per_node=4, below="of the node")
     write_profile(decoder(hardware, blocks=6, pieces=4), tmp_path / "profile.yaml")
@@ -321,6 +334,7 @@ def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
     assert read_plan(tmp_path / "plan.yaml").prediction.step_seconds == answer["step_seconds"]
 
 
+@pytest.mark.nightly
 def test_no_colours_and_no_bar_where_nobody_looks(profile: Path, tmp_path: Path) -> None:
     environment = {"TERM": "xterm-256color", "COLUMNS": "80"}
     assert os.environ.get("FORCE_COLOR") is None
@@ -346,6 +360,7 @@ def with_int8(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_a_plan_with_leave_says_what_it_is_for(with_int8: Path, tmp_path: Path) -> None:
     allow = ("--allow", "int8-activations")
     asked = ("plan", with_int8, "--device-memory", "60GB", "--pin", "layers.*: keep int8")

@@ -36,18 +36,21 @@ def went_well(result: Result) -> str:
     return result.stdout
 
 
+@pytest.mark.nightly
 def test_show_in_a_pipe_is_the_golden_screen(plan: Path, tmp_path: Path) -> None:
     assert went_well(protrain("show", plan, folder=tmp_path)) == golden("show.txt")
     plain = protrain("show", plan, folder=tmp_path, PYTHONIOENCODING="ascii")
     assert went_well(plain) == golden("show-ascii.txt")
 
 
+@pytest.mark.nightly
 def test_show_as_json_has_what_the_page_draws(plan: Path, tmp_path: Path) -> None:
     data = printed(protrain("show", plan, "--json", folder=tmp_path))
     page = page_text(read_step(plan))
     assert data == json.loads(page.split('id="data">')[1].split("</script>")[0])
 
 
+@pytest.mark.nightly
 def test_simulate_prints_the_golden_summary_and_writes_the_golden_trace(
     plan: Path, tmp_path: Path
 ) -> None:
@@ -59,6 +62,7 @@ def test_simulate_prints_the_golden_summary_and_writes_the_golden_trace(
     assert data == json.loads(golden("simulate.json"))
 
 
+@pytest.mark.nightly
 def test_report_writes_the_page(plan: Path, tmp_path: Path) -> None:
     write_recording(recorded(small_step()), tmp_path / "recording.json")
     arguments = ("report", plan, "-o", "page.html", "--recording", "recording.json")
@@ -80,6 +84,7 @@ def test_report_with_the_front(plan: Path, tmp_path: Path) -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.nightly
 def test_the_documented_screen_is_what_is_printed() -> None:
     text = went_well(protrain("show", COMMITTED.relative_to(ROOT), folder=ROOT))
     documented = (ROOT / "docs/looking.md").read_text(encoding="utf-8")

@@ -46,6 +46,7 @@ def asked(profile: str, *options: str) -> tuple[int, str]:
     return found.returncode, " ".join((found.stdout + found.stderr).split())
 
 
+@pytest.mark.nightly
 def test_slow_networks_ask_for_stages(tmp_path: Path) -> None:
     profile = written(tmp_path, near=100e9, far=0.3e9)
     out = str(tmp_path / "plan.yaml")
@@ -85,6 +86,7 @@ def said(*arguments: object, folder: Path) -> str:
     return found.stdout
 
 
+@pytest.mark.nightly
 def test_stages_are_shown_over_time_and_one_by_one(tmp_path: Path) -> None:
     plan = stages_files(tmp_path)
     whole = said("show", plan, folder=tmp_path)
@@ -140,6 +142,7 @@ def test_plans_of_stages_are_compared(tmp_path: Path) -> None:
     assert not [amount for amount in single.amounts if "of stage" in amount.name]
 
 
+@pytest.mark.nightly
 def test_checks_of_stages(tmp_path: Path) -> None:
     plan = stages_files(tmp_path)
 
@@ -169,6 +172,7 @@ def test_checks_of_stages(tmp_path: Path) -> None:
     assert edited.startswith("SIM001: the recorded values of stage 0 differ from the computed")
 
 
+@pytest.mark.nightly
 def test_fast_networks_ask_for_one(tmp_path: Path) -> None:
     profile = written(tmp_path, near=400e9, far=400e9)
     out = str(tmp_path / "plan.yaml")
@@ -178,6 +182,7 @@ def test_fast_networks_ask_for_one(tmp_path: Path) -> None:
     assert read_plan(Path(out)).group.num_devices == 4
 
 
+@pytest.mark.nightly
 def test_tied_embeddings_cannot_be_cut(tmp_path: Path) -> None:
     profile = written(tmp_path, near=100e9, far=0.3e9, tied=True)
     out = str(tmp_path / "plan.yaml")

@@ -47,6 +47,7 @@ in axolotl.yaml, for h200 4 of 2 x 256:
     )
 
 
+@pytest.mark.nightly
 def test_a_sweep_has_the_lists_of_the_file_in_each_line(tmp_path: Path) -> None:
     (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
     asked = ("fit", "axolotl.yaml", "--on", "h200", "--sweep", "link=pcie-3,pcie-4", "--json")
@@ -84,6 +85,7 @@ def test_plan_takes_the_command_line_before_the_file(tmp_path: Path) -> None:
     } == expected
 
 
+@pytest.mark.nightly
 def test_a_frozen_model_stands_beside_the_trained_one(tmp_path: Path) -> None:
     asked = ("tiny-llama", "--on", "h200", "--seq-len", 256)
     alone = json.loads(protrain("fit", *asked, "--json", folder=tmp_path).stdout)
@@ -109,6 +111,7 @@ def test_a_frozen_model_stands_beside_the_trained_one(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.nightly
 def test_a_file_with_a_teacher_has_it_beside(tmp_path: Path) -> None:
     (tmp_path / "distilled.yaml").write_text(
         "model_name_or_path: gpt2\nmax_length: 128\nbf16: true\n"
@@ -118,6 +121,7 @@ def test_a_file_with_a_teacher_has_it_beside(tmp_path: Path) -> None:
     assert json.loads(found.stdout)["beside"]["model"] == "tiny-llama"
 
 
+@pytest.mark.nightly
 def test_num_devices_is_not_asked_for_where_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "axolotl.yaml").write_text(AXOLOTL + "deepspeed: zero3.json\n")
     asked = ("fit", "axolotl.yaml", "--on", "h200")

@@ -85,6 +85,7 @@ ENDS = {
 AT_NIGHT = ("SIGKILL", "_exit", "exception", "memory")
 
 
+@pytest.mark.nightly("SIGSEGV", "exception, in process")
 @pytest.mark.parametrize(
     "end",
     [pytest.param(e, marks=[pytest.mark.slow] if e in AT_NIGHT else []) for e in ENDS],

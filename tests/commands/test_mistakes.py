@@ -184,6 +184,9 @@ check shown --on rtx-409
 """
 
 
+@pytest.mark.nightly(
+    "profile tiny-llama --device tpu", "fit tiny-gpt2 --on h200 --seq-len 64 --beside gpt3"
+)
 @pytest.mark.parametrize("command", MISTAKES.strip().splitlines())
 def test_mistakes_are_one_message(command: str, folder: Path, assert_says: Speaker) -> None:
     with chdir(folder):

@@ -48,6 +48,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", TO_A_FILE)
 def test_every_file_can_be_standard_output(what: str, folder: Path) -> None:
     """It holds the file and nothing else; what people read goes to standard error."""
@@ -71,6 +72,7 @@ def test_with_json_the_file_has_standard_output_for_itself(folder: Path) -> None
     assert read_plan(folder / "found.yaml").units
 
 
+@pytest.mark.nightly
 def test_where_no_plan_fits_standard_output_is_empty(folder: Path) -> None:
     arguments = ("plan", "profile.yaml", "--device-memory", "1MB", "-o", "-")
     found = protrain(*arguments, folder=folder)
@@ -137,6 +139,7 @@ def run(*arguments: str, folder: Path, stdout: int = subprocess.PIPE, **environm
     return result
 
 
+@pytest.mark.nightly(but=("hardware list --json",))
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
 @pytest.mark.parametrize("arguments", ["show plan.yaml", "plan --help", "hardware list --json"])
 def test_a_full_disk_is_an_error(arguments: str, folder: Path) -> None:
@@ -147,6 +150,7 @@ def test_a_full_disk_is_an_error(arguments: str, folder: Path) -> None:
     assert (found.returncode, found.stderr) == (2, problem)
 
 
+@pytest.mark.nightly("show plan.yaml-141")
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [("show plan.yaml", 141), ("export plan.yaml --to trl -o -", 141), ("plan --help", 1)],
@@ -159,6 +163,7 @@ def test_a_reader_that_has_gone_ends_it_quietly(arguments: str, code: int, folde
     assert (found.returncode, found.stderr) == (code, "")
 
 
+@pytest.mark.nightly
 def test_characters_that_an_encoding_lacks_are_shown_as_escapes(tmp_path: Path) -> None:
     commit(tmp_path / "pl\u00e4ne")
     arguments = ("check", "--records-only", "pl\u00e4ne")

@@ -57,6 +57,7 @@ def check_rates(hardware: Hardware) -> None:
     assert hardware.sources == (f"measured on the machine itself, with torch {torch.__version__}",)
 
 
+@pytest.mark.nightly
 def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
     num_threads = torch.get_num_threads()
     torch.manual_seed(5)

@@ -60,6 +60,7 @@ def is_public(module: str, name: str) -> bool:
     )
 
 
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize("file", sorted(ROOT.glob("examples/**/*.py")), ids=lambda file: file.stem)
 def test_an_example_imports_what_is_public(file: Path) -> None:
     found = imports(ast.parse(file.read_text(encoding="utf-8")))
@@ -92,6 +93,7 @@ def saved_names(folder: Path) -> set[str]:
     return set(load_file(file) if file.suffix == ".safetensors" else torch.load(file))
 
 
+@pytest.mark.nightly(but=("accelerate",))
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_trains_under_a_plan(example: Path, planned: Path, tmp_path: Path) -> None:
     source = load_source(f"{example}:factory")

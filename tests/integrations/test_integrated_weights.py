@@ -100,6 +100,7 @@ def in_lightning(model: nn.Module, weights: Path | None, folder: Path) -> nn.Mod
     return module.model
 
 
+@pytest.mark.nightly("in_a_trainer")
 @pytest.mark.parametrize("train", [in_a_trainer, in_a_loop, in_lightning])
 def test_weights_go_straight_into_the_plan_in_one_line(
     train: Callable[[nn.Module, Path | None, Path], nn.Module], folder: Path, tmp_path: Path

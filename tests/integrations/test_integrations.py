@@ -233,6 +233,12 @@ CASES: dict[str, Case] = {
 AT_NIGHT = ("again", "model_init")
 
 
+@pytest.mark.nightly(
+    but=(
+        "again",
+        "model_init",
+    )
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in AT_NIGHT else ()) for n in CASES]
 )
@@ -255,6 +261,7 @@ def test_the_trainer_under_a_plan_equals_the_trainer_bitwise(name: str, tmp_path
         assert_same_training(found, expected)
 
 
+@pytest.mark.nightly(but=("adafactor",))
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "adamw_8bit", "adafactor", "adagrad"])
 def test_the_trainer_trains_when_the_message_on_its_optimizer_is_followed(
     optim: str, tmp_path: Path, assert_says: Speaker
@@ -277,6 +284,7 @@ def test_the_trainer_trains_when_the_message_on_its_optimizer_is_followed(
         assert engine_of(made.model) is not None
 
 
+@pytest.mark.nightly
 def test_the_trainer_evaluates_and_generates_under_a_plan(tmp_path: Path) -> None:
     def run(planned: bool) -> list[Any]:
         made = trainer("llama-tied", tmp_path)
@@ -295,6 +303,7 @@ def test_the_trainer_evaluates_and_generates_under_a_plan(tmp_path: Path) -> Non
     assert list(differences(run(planned=True), run(planned=False), "answers")) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("first", "second"), [("plan", "plain"), ("plain", "plan")])
 def test_the_trainers_checkpoints_resume_bitwise_with_and_without_a_plan(
     first: str, second: str, tmp_path: Path
@@ -311,6 +320,7 @@ def test_the_trainers_checkpoints_resume_bitwise_with_and_without_a_plan(
         )
 
 
+@pytest.mark.nightly
 def test_the_trainer_saves_the_models_own_names_and_shapes(tmp_path: Path) -> None:
     found, expected = trainer("llama-tied", tmp_path), trainer("llama-tied", tmp_path)
     in_transformers.use_plan(found, plan("llama-tied"), spill_directory=tmp_path, check="bitwise")
@@ -344,6 +354,7 @@ WRONG: dict[str, tuple[Given, Given]] = {
 }
 
 
+@pytest.mark.nightly("accumulates: plan", "casts: profile", "does not cast: set")
 @pytest.mark.parametrize(("wrong", "followed"), WRONG.values(), ids=WRONG)
 def test_the_trainer_trains_when_the_message_is_followed(
     wrong: Given, followed: Given, tmp_path: Path, assert_says: Speaker
@@ -436,6 +447,7 @@ def assert_same_loop(found: Loop, expected: Loop) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("precision", "micro_batches", "clips"),
     [("pure", 1, False), ("pure", 2, True), ("autocast", 1, True), ("autocast", 2, False)],
@@ -453,6 +465,7 @@ def test_an_accelerated_loop_under_a_plan_equals_the_loop_bitwise(
     assert_same_loop(found, expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [FUSED, eight_bits], ids=["float32 states", "8 bits"])
 def test_accelerates_checkpoints_resume_bitwise(
     make: Callable[..., torch.optim.Optimizer], tmp_path: Path
@@ -499,6 +512,7 @@ WRONG_LOOPS: dict[str, tuple[Given, Given]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("wrong", "followed"), WRONG_LOOPS.values(), ids=WRONG_LOOPS)
 def test_an_accelerated_loop_trains_when_the_message_is_followed(
     wrong: Given, followed: Given, tmp_path: Path, assert_says: Speaker
@@ -529,6 +543,7 @@ def test_optimizers_that_are_not_of_the_model_or_were_used_are_refused(
 # --- optimizers that are adopted ------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_schedule_made_before_the_plan_holds_with_master_weights_and_after_loading(
     tmp_path: Path,
 ) -> None:

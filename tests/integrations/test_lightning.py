@@ -127,6 +127,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_lightning_under_a_plan_equals_lightning_bitwise(name: str, tmp_path: Path) -> None:
     settings, planned = CASES[name]
@@ -156,6 +157,7 @@ def resumed(first: Plan | None, second: Plan | None, folder: Path) -> tuple[Modu
     return fit(second, folder, epochs=2, checkpoint=file, module=module)
 
 
+@pytest.mark.nightly
 def test_lightnings_checkpoints_resume_bitwise_with_and_without_a_plan(tmp_path: Path) -> None:
     made = plan("llama-tied")
     expected = resumed(None, None, tmp_path)
@@ -163,6 +165,7 @@ def test_lightnings_checkpoints_resume_bitwise_with_and_without_a_plan(tmp_path:
     assert_same_fit(resumed(None, made, tmp_path), expected)
 
 
+@pytest.mark.nightly
 def test_gradients_are_gone_when_a_batch_has_ended(tmp_path: Path) -> None:
     """Lightning itself holds the last update's through the next forward."""
     seen: list[int] = []
@@ -204,6 +207,7 @@ WRONG: dict[str, tuple[Given, Given]] = {
 }
 
 
+@pytest.mark.nightly(but=("does not cast: set",))
 @pytest.mark.parametrize(("wrong", "followed"), WRONG.values(), ids=WRONG)
 def test_lightning_trains_when_the_message_is_followed(
     wrong: Given, followed: Given, tmp_path: Path, assert_says: Speaker

@@ -92,6 +92,7 @@ def test_an_error_of_the_listener_is_raised(runs: Callable[..., Any]) -> None:
         runs(partial(answers, 1), hear=hear)
 
 
+@pytest.mark.nightly
 def test_a_process_has_no_more_time_than_it_is_given() -> None:
     with pytest.raises(EndedError, match="its process was not done after 2 s") as caught:
         run(sleeps, limits=LIMITS)
@@ -102,6 +103,7 @@ def test_a_process_has_no_more_time_than_it_is_given() -> None:
     assert run(partial(answers, 0), limits=LIMITS)[0]  # others do as before
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits no memory")
 def test_a_process_has_no_more_memory_than_it_is_given() -> None:
     with pytest.raises(EndedError, match="ended with exit code 1"):

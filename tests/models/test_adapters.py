@@ -20,6 +20,7 @@ from tests.support.messages import Speaker
 # --- texts ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(every=2)
 @pytest.mark.parametrize(
     ("text", "lora", "option", "recorded"),
     [
@@ -82,6 +83,7 @@ def test_a_record_of_before_says_adapters_in_the_dtype_of_their_layers() -> None
     assert "--lora r=16,dtype=base" in command
 
 
+@pytest.mark.nightly(by_day=3)
 @pytest.mark.parametrize(
     "text",
     [
@@ -130,6 +132,12 @@ def seen(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
     return {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
 
 
+@pytest.mark.nightly(
+    but=(
+        "llama",
+        "mixtral",
+    )
+)
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "t5", "mixtral", "bert", "vit"])
 def test_all_linear_is_what_peft_takes_it_to_be(name: str) -> None:
     source = ZOO[name].source
@@ -156,6 +164,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize("text", OPTIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_with_adapters_is_the_one_that_peft_makes(text: str, dtype: DType) -> None:
@@ -196,6 +205,12 @@ def test_adapters_fit_models_of_other_classes() -> None:
     assert all(torch.equal(value, again[key]) for key, value in first.items())
 
 
+@pytest.mark.nightly(
+    but=(
+        "lora r=4 targets=qproj",
+        "lora r=4 targets=embed_tokens dropout=0.1 dora modules_to_save=embed_tokens",
+    )
+)
 @pytest.mark.parametrize(
     "adapter",
     [

@@ -65,6 +65,13 @@ def is_right(model: Hostile, verdict: Verdict) -> bool:
     return trains and not verdict.gave_up
 
 
+@pytest.mark.nightly(
+    but=(
+        "flow: turned",
+        "checkpoints: hooks, attribute 'calls'",
+        "checkpoints: reentrant, parameter is shared",
+    )
+)
 @pytest.mark.parametrize("name", tuple(HOSTILE)[::9])  # at night all of them
 def test_trains_like_plain_or_is_refused_under_mixed_decisions(name: str) -> None:
     assert_right(name, ["mixed"])
@@ -76,6 +83,7 @@ def test_trains_like_plain_or_is_refused_under_every_plan(name: str) -> None:
     assert_right(name, PLANS)
 
 
+@pytest.mark.nightly("0")
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 100))]
 )
@@ -116,6 +124,7 @@ def planned(what: str) -> Hostile:
     return Unseeded(Stack) if what == "unseeded" else Hostile(lambda: Planned(what))
 
 
+@pytest.mark.nightly(but=("unseeded-discarded-not the same twice",))
 @pytest.mark.parametrize(
     ("what", "kind", "told"),
     [
@@ -137,6 +146,7 @@ def block_of(name: str, folder: Path) -> Unit:
     return profiled(HOSTILE[name], folder).units[2]
 
 
+@pytest.mark.nightly
 def test_what_a_context_or_an_attribute_holds_does_not_swap(tmp_path: Path) -> None:
     """The inner activations are 40 KiB, and a hidden state half of that."""
     ordinary = profiled(Hostile(Stack), tmp_path).units[2].cost("keep").swappable_bytes
@@ -148,6 +158,7 @@ def test_what_a_context_or_an_attribute_holds_does_not_swap(tmp_path: Path) -> N
     assert found == {"peaks: kept on ctx": -40_960, "peaks: inner kept": -40_960}
 
 
+@pytest.mark.nightly
 def test_a_block_that_draws_may_be_recomputed_and_one_that_differs_not(
     assert_says: Speaker, tmp_path: Path
 ) -> None:
@@ -185,6 +196,7 @@ def with_one_batch() -> tuple[nn.Module, list[Batch]]:
     return Stack(), [batch_of(0)]
 
 
+@pytest.mark.nightly
 def test_data_in_memory_stands_in_every_slot(tmp_path: Path) -> None:
     one, some = tokens_of(0).nbytes, 40
     estimates = [estimated(f"{__name__}:{name}") for name in ("with_data", "with_one_batch")]
@@ -223,6 +235,7 @@ ESTIMATED = {
 }
 
 
+@pytest.mark.nightly("complex_alone", "objects")
 @pytest.mark.parametrize("name", thinned(tuple(ESTIMATED), every=3))
 def test_estimates_are_what_is_measured(name: str, tmp_path: Path) -> None:
     subject = HOSTILE[ESTIMATED[name]]

@@ -115,6 +115,7 @@ def solved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Plan]:
     return profile, answer.plan
 
 
+@pytest.mark.nightly("list", "iterable", "loader of a stream")
 @pytest.mark.parametrize("kind", thinned(list(KINDS), every=4))
 def test_a_profile_needs_one_batch_of_any_iterable(
     kind: str, solved: tuple[Profile, Plan], tmp_path: Path
@@ -127,6 +128,7 @@ def test_a_profile_needs_one_batch_of_any_iterable(
     assert bytes_of(found) == bytes_of(expected)
 
 
+@pytest.mark.nightly(but=("generator",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_begins_a_loader_again_and_says_what_an_iterator_lacks(
     kind: str, solved: tuple[Profile, Plan], assert_says: Speaker, tmp_path: Path
@@ -147,6 +149,7 @@ def test_training_begins_a_loader_again_and_says_what_an_iterator_lacks(
     assert_says.refused(losses, 8)
 
 
+@pytest.mark.nightly(but=("list",))
 @pytest.mark.parametrize("kind", ["list", "generator", "loader of a stream"])
 def test_no_batches_are_an_error(kind: str, solved: tuple[Profile, Plan], tmp_path: Path) -> None:
     source = source_of(kind, 0)

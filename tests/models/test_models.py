@@ -55,6 +55,7 @@ def asked(name: str) -> ProfileRequest:
     return request
 
 
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
 def test_presets_have_the_published_number_of_parameters(preset: Preset) -> None:
     model = load_source(preset.name).build(dtype="bfloat16", device="meta")
@@ -140,6 +141,7 @@ print(transformers.models._class_to_module == by_itself._class_to_module)
 """
 
 
+@pytest.mark.nightly
 def test_transformers_reads_its_models_once_and_knows_all_of_them() -> None:
     assert python(FOLDERS).split() == ["True", "True"]
 
@@ -339,6 +341,12 @@ def test_batches_of_images_alone_have_no_sequence(name: str, length: int) -> Non
     assert sized == replace(workload, seq_len=length)
 
 
+@pytest.mark.nightly(
+    but=(
+        "bert-shapes0",
+        "clip-shapes3",
+    )
+)
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [
@@ -428,6 +436,7 @@ def test_dtypes_of_every_precision(assert_says: Speaker) -> None:
     assert_says.refused(parameter_dtype, "float32", "autocast")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("asked", ["float32", "bfloat16"])
 def test_a_model_of_several_dtypes_keeps_them(asked: DType, tmp_path: Path) -> None:
     """Measured and estimated, the profile is of the model that a script builds by itself."""
@@ -440,6 +449,7 @@ def test_a_model_of_several_dtypes_keeps_them(asked: DType, tmp_path: Path) -> N
         assert (profile.model_fingerprint, profile.workload.dtype) == expected
 
 
+@pytest.mark.nightly
 def test_master_weights_are_counted() -> None:
     model = load_source("tiny-llama").build(dtype="bfloat16", precision="master")
     batch = next(load_source("tiny-llama").batches(batch_size=1, seq_len=16))
@@ -452,6 +462,7 @@ def test_master_weights_are_counted() -> None:
 # --- optimizers -----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_states_of_the_optimizers() -> None:
     found = {
         name: (rule.element_bytes, rule.scalar_bytes())

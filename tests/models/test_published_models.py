@@ -73,6 +73,7 @@ def small_one(name: str) -> Hostile:
     return Hostile(source.build, batch=lambda step: made[step % 8])
 
 
+@pytest.mark.nightly("gemma3")
 @pytest.mark.parametrize("name", thinned(list(PUBLISHED), every=5))
 def test_a_small_one_trains_on_text_as_plain_pytorch_does(name: str) -> None:
     profile = estimated(small(PUBLISHED[name]))
@@ -102,6 +103,7 @@ def test_one_that_says_its_name_alone_is_estimated(name: str) -> None:
 ROUTED = small(PUBLISHED["llama4"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("quantize", ["", "nf4"])
 def test_routers_get_no_adapters_and_experts_stay_unpacked(quantize: Quantize) -> None:
     profile = estimated(ROUTED, adapter="lora r=4", quantize=quantize)
@@ -182,6 +184,7 @@ def test_adapters_of_a_published_model_are_estimated(name: str) -> None:
     assert 0 < gradients < 0.05 * sum(unit.parameter_bytes for unit in profile.units)
 
 
+@pytest.mark.nightly("phi-2")
 @pytest.mark.parametrize("name", thinned(["phi-2", "gemma-3-1b", "pythia-1.4b"]))
 def test_four_layers_of_architectures_that_no_other_test_has(name: str) -> None:
     config = {**preset_config(name), "num_hidden_layers": 4}

@@ -143,6 +143,7 @@ def test_a_checkpoint_has_the_names_of_the_librarys_own_state_dict(kind: Quantiz
             assert torch.equal(saved, tensor.contiguous().view(-1).view(torch.uint8)), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_model_is_packed_as_it_is_drawn(kind: Quantize) -> None:
     """So that all weights never stand together: what a build takes beside the packed model."""

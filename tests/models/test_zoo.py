@@ -47,6 +47,7 @@ def assert_like_plain(name: str, *plans: PlanName, optimizer: str = "adamw") -> 
     assert [(one.kind, one.text) for one in found] == [("like plain", "")] * len(plans)
 
 
+@pytest.mark.nightly(by_day=3)
 @pytest.mark.parametrize("name", ZOO)
 def test_every_parameter_is_in_one_unit(name: str) -> None:
     model, batches = ZOO[name].make()
@@ -60,6 +61,7 @@ def test_every_parameter_is_in_one_unit(name: str) -> None:
     assert inside > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", tuple(ZOO)[::8])
 def test_recomputed_and_offloaded_like_plain(name: str) -> None:
     assert_like_plain(name, "recomputed")
@@ -71,6 +73,7 @@ def test_every_plan_like_plain(name: str) -> None:
     assert_like_plain(name, *PLANS)
 
 
+@pytest.mark.nightly
 def test_a_block_that_the_loss_does_not_depend_on_keeps_what_it_saves(tmp_path: Path) -> None:
     """LLaVA's last image layer, which is dropped when the forward has ended."""
     units = profiled(of_zoo("llava"), tmp_path).units
@@ -78,6 +81,7 @@ def test_a_block_that_the_loss_does_not_depend_on_keeps_what_it_saves(tmp_path: 
     assert kept == ["model.vision_tower.encoder.layers.2"]
 
 
+@pytest.mark.nightly(every=2)
 @pytest.mark.parametrize("optimizer", thinned(tuple(OPTIMIZERS)))
 def test_every_optimizer_like_plain(optimizer: str) -> None:
     assert_like_plain("pyramid", "recomputed", optimizer=optimizer)

@@ -81,6 +81,7 @@ def bound(found: Solved) -> float:
     return found.plan.prediction.lower_bound_seconds
 
 
+@pytest.mark.nightly
 def test_a_disk_that_gains_little_is_spared() -> None:
     wet, dry = freely(SPARED, disk=True), freely(SPARED, disk=False)
     assert solved(wet).uses_disk
@@ -95,6 +96,7 @@ def test_a_disk_that_gains_little_is_spared() -> None:
     assert planned(with_gain(SPARED, 0.0)).uses_disk
 
 
+@pytest.mark.nightly
 def test_a_disk_that_gains_enough_is_used_and_what_it_gains_is_said() -> None:
     found, dry = planned(WORTH), seconds(freely(WORTH, disk=False))
     assert found.uses_disk
@@ -103,6 +105,7 @@ def test_a_disk_that_gains_enough_is_used_and_what_it_gains_is_said() -> None:
     assert not planned(with_gain(WORTH, 0.25)).uses_disk
 
 
+@pytest.mark.nightly
 def test_a_bound_on_plans_without_the_disk_is_none_on_those_with_it() -> None:
     dry, wet = freely(GREAT, disk=False), planned(GREAT)
     assert bound(wet) <= seconds(wet) < bound(solved(dry))
@@ -121,6 +124,7 @@ def test_a_bound_on_plans_without_the_disk_is_none_on_those_with_it() -> None:
     assert bound(solved(early)) <= seconds(wet)
 
 
+@pytest.mark.nightly
 def test_a_disk_without_which_nothing_fits_is_used_as_any_tier() -> None:
     assert freely(NEEDED, disk=False) is None
     found = planned(with_gain(NEEDED, 100.0))
@@ -128,6 +132,7 @@ def test_a_disk_without_which_nothing_fits_is_used_as_any_tier() -> None:
     assert found.seconds_without_disk is None
 
 
+@pytest.mark.nightly
 def test_without_an_open_disk_there_is_one_search() -> None:
     closed = with_resource(SPARED, "disk", 0)
     stages: list[str] = []
@@ -154,6 +159,7 @@ def test_a_disk_that_cannot_be_worth_it_is_not_searched_for() -> None:
     assert seconds(freely(ample, disk=True)) > seconds(solved(found)) / (1 + DISK_GAIN)
 
 
+@pytest.mark.nightly("0", "1")
 @pytest.mark.parametrize("number", range(5))
 def test_the_bound_is_one_on_all_that_the_rule_admits(number: int) -> None:
     """No faster plan without the disk is known, nor one with it that is faster by so much."""
@@ -182,6 +188,7 @@ def test_the_bound_is_one_on_all_that_the_rule_admits(number: int) -> None:
         assert bound(found) <= seconds(wet)
 
 
+@pytest.mark.nightly
 def test_a_search_that_ends_early_has_a_plan() -> None:
     looks = 0
 
@@ -195,6 +202,7 @@ def test_a_search_that_ends_early_has_a_plan() -> None:
     assert bound(found) <= seconds(planned(WORTH))
 
 
+@pytest.mark.nightly
 def test_a_given_up_search_without_the_disk_lets_none_in_that_gains_less() -> None:
     """No plan takes 0.45 s: the search without the disk ends before it has found its fastest."""
     effort = replace(EFFORT, enough_s=0.45)
@@ -204,6 +212,7 @@ def test_a_given_up_search_without_the_disk_lets_none_in_that_gains_less() -> No
     assert not planned(SPARED, effort).uses_disk
 
 
+@pytest.mark.nightly
 def test_more_host_memory_spares_the_disk() -> None:
     """The plan for less memory needs the disk, and is only 19 % faster than any without it."""
     more = with_gain(WORTH, 0.25)
@@ -214,6 +223,7 @@ def test_more_host_memory_spares_the_disk() -> None:
     assert seconds(before.solved) < seconds(after.solved)
 
 
+@pytest.mark.nightly
 def test_plans_keep_the_question() -> None:
     usual = ask(SPARED, Objective(), effort=EFFORT)
     assert "disk_gain" not in dumps_plan(solved(usual.solved).plan)

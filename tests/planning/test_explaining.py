@@ -142,6 +142,7 @@ def updating() -> tuple[Profile, Plan]:
     return profile, with_blocks(profile, [(RECOMPUTE, OFFLOAD)] * 6, spare=400 * MB)
 
 
+@pytest.mark.nightly
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_every_plan_is_explained(seed: int) -> None:
@@ -190,6 +191,7 @@ def random_plan(rng: random.Random) -> tuple[Profile, Plan]:
     return profile, made(replace(asked, budgets=budgets).problem(), budgets, choice)
 
 
+@pytest.mark.nightly
 def test_large_groups_come_first_and_small_ones_are_counted(assert_says: Speaker) -> None:
     profile = model(blocks=20)
     decisions = [KEPT] * 20
@@ -253,6 +255,7 @@ def slower(form: FormCost, factor: float) -> FormCost:
     return replace(form, forward_s=form.forward_s * factor, backward_s=form.backward_s * factor)
 
 
+@pytest.mark.nightly("spill host", "update")
 @pytest.mark.parametrize("lane", ["fetch host", "spill host", "update", "compute"])
 def test_share_is_what_another_speed_of_the_lane_changes(lane: str) -> None:
     profile, planned = moving()
@@ -274,6 +277,7 @@ def worth(explanation: Explanation) -> float:
     return next(limit.seconds_per_gib for limit in found if not limit.where) / GIB
 
 
+@pytest.mark.nightly
 def test_worth_of_memory_is_what_planning_with_more_saves() -> None:
     profile = model(host_speed=5e8)
     budgets = [within(profile, device) for device in (1400 * MB, 1600 * MB)]

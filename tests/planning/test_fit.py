@@ -94,6 +94,7 @@ def test_offloaded_states_are_updated_after_backward_on_the_host() -> None:
     assert told.step_seconds > parameters / asked.profile.optimizer.host_parameters_per_s
 
 
+@pytest.mark.nightly("3000000000")
 @pytest.mark.parametrize("device", [100 * GB, 3 * GB])
 def test_the_fastest_micro_batch_is_that_of_planning_all(device: int) -> None:
     questions = [

@@ -121,6 +121,12 @@ def budgets(profile: Profile, device: int, *, host: int = 10**12) -> Budgets:
     return replace(inside(profile, device), host=host)
 
 
+@pytest.mark.nightly(
+    but=(
+        "0",
+        "3",
+    )
+)
 @pytest.mark.parametrize("seed", range(6))
 def test_one_more_than_the_largest_does_not_fit(seed: int) -> None:
     rng = random.Random(seed)

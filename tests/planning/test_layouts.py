@@ -68,6 +68,7 @@ def test_a_layout_beyond_the_budgets_is_repaired(device: int, host: int) -> None
     assert any(descent.repaired(one) for one in layouts_near(problem, amounts_of(problem)))
 
 
+@pytest.mark.nightly
 def test_steps_downhill_find_a_plan_within_the_budgets_that_is_no_slower() -> None:
     problem = problem_of()
     counting = Counting(problem, window=2)

@@ -103,6 +103,7 @@ def test_a_plan_that_updates_on_the_host_says_so_and_its_reader_knows(tmp_path: 
     assert read_plan(tmp_path / "told.yaml") == plan
 
 
+@pytest.mark.nightly
 def test_exact_updates_stay_on_the_device_or_stream_to_it() -> None:
     plan = planned(gpu(), EXACT_UPDATES)
     assert not plan.host_updated
@@ -118,6 +119,7 @@ def test_a_cpu_machines_updates_are_its_own() -> None:
     assert usual.options == exact.options
 
 
+@pytest.mark.nightly
 def test_what_is_frozen_is_not_updated() -> None:
     plan = planned(gpu())
     name = next(unit.name for unit in plan.host_updated if unit.kind == "block")

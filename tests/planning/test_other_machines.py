@@ -63,6 +63,7 @@ def speed_of(reached: Answer) -> float:
 # --- sweeps ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("resource", ["host", "device", "disk"])
 def test_more_memory_is_never_slower(resource: Resource) -> None:
     """Exactly, and with searches that end far from the best: by construction, not by luck."""
@@ -103,6 +104,7 @@ def test_of_two_resources_each_cell_is_as_fast_as_all_that_have_less() -> None:
                 assert seconds_of(more) <= seconds_of(less)
 
 
+@pytest.mark.nightly
 def test_the_plan_for_less_is_kept_where_no_faster_one_is_found() -> None:
     """A search that ends at once, after one that went on."""
     asked = question(gpu())
@@ -145,6 +147,7 @@ def helps(base: Answer) -> dict[str, tuple[Cell, float | None, bool]]:
     return found
 
 
+@pytest.mark.nightly
 def test_what_helps_is_what_planning_says() -> None:
     """Changes that a bound leaves out are planned here, and are worth less than was said."""
     asked = question(gpu())
@@ -250,6 +253,7 @@ def speeds(known: dict[str, float]) -> Sequence[float]:
     return [found[0] / 2, *((a + b) / 2 for a, b in pairwise(found)), found[-1] * 2]
 
 
+@pytest.mark.nightly
 def test_the_cheapest_is_what_planning_all_of_them_finds(exhaustive: dict[str, float]) -> None:
     prices = {one.name: one.price_per_hour for one in offers()}
     bounds: set[str] = set()

@@ -30,6 +30,7 @@ def random_pace(rng: random.Random) -> Pace:
     )
 
 
+@pytest.mark.nightly
 @settings(max_examples=500, deadline=None)
 @given(seed=st.integers(0, 10**9), several=st.booleans())
 def test_a_paced_step_stays_within_the_budget(seed: int, *, several: bool) -> None:
@@ -102,6 +103,12 @@ def every_other(problem: Problem, policy: Activations) -> Choice:
     return tuple(choice)
 
 
+@pytest.mark.nightly(
+    but=(
+        "policy0-1",
+        "policy1-4",
+    )
+)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_walk_takes_about_what_the_simulator_finds(

@@ -46,6 +46,7 @@ def asked(profile: Profile, page_cache_bytes: int) -> Solved | Infeasible:
     return outcome
 
 
+@pytest.mark.nightly
 def test_a_plan_says_it_and_is_simulated_as_it_runs() -> None:
     """The same plan without the cache takes the disk's own time."""
     profile = model(caching(cpu()))
@@ -61,6 +62,7 @@ def test_a_plan_says_it_and_is_simulated_as_it_runs() -> None:
     assert direct.prediction.lower_bound_seconds > plan.prediction.lower_bound_seconds
 
 
+@pytest.mark.nightly
 def test_no_more_is_on_disk_than_the_cache_may_take() -> None:
     profile = model(caching(cpu()))
     needed = solved(asked(profile, 10**10)).plan.prediction.peak_bytes.disk

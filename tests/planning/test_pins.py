@@ -91,6 +91,13 @@ def test_a_pin_is_units_and_one_or_two_decisions(
     assert parse_pin(text) == pin(units, activations, states, "--pin")
 
 
+@pytest.mark.nightly(
+    but=(
+        "layers.0",
+        "layers.0: keep, ofload to host",
+        "layers.0: keep, recompute",
+    )
+)
 @pytest.mark.parametrize(
     "text",
     [

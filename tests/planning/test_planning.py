@@ -110,6 +110,7 @@ ON_TWO = {
 }
 
 
+@pytest.mark.nightly("gpu, tied-1100000000", "gpu, contention-700000000", "cpu, tied-1100000000")
 @pytest.mark.parametrize(
     ("name", "device"),
     [
@@ -144,6 +145,7 @@ def test_planner_matches_exhaustive_search(name: str, device: int) -> None:
 # --- what a plan promises -------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(every=4)
 @pytest.mark.parametrize(
     ("seed", "several"),
     [*thinned(range(12), [False], every=3), *thinned(range(3, 8), [True], every=5)],
@@ -221,6 +223,7 @@ def on_links(hardware: Hardware, factor: float) -> Profile:
     return model(replace(hardware, tiers=tuple(tiers)))
 
 
+@pytest.mark.nightly("links", "network")
 @pytest.mark.parametrize(
     "what", ["links", "network", *(pytest.param(w, marks=pytest.mark.slow) for w in SLOW_LAWS)]
 )
@@ -244,6 +247,7 @@ def test_more_is_never_slower(what: str) -> None:
     assert all(more <= less * 1.001 for less, more in pairwise(seconds))
 
 
+@pytest.mark.nightly("gpu", "cpu")
 @pytest.mark.parametrize("name", thinned(tuple(CASES)))
 def test_larger_budget_is_never_slower(name: str) -> None:
     """But where everything fits: moving, as with less, would not be worth it."""
@@ -260,6 +264,7 @@ def test_larger_budget_is_never_slower(name: str) -> None:
         before = answer.plan.prediction.step_seconds
 
 
+@pytest.mark.nightly
 def test_more_forms_are_never_slower() -> None:
     """A form that keeps less than everything for little time is taken where memory binds."""
     profile = model(gpu())
@@ -308,6 +313,7 @@ def test_everything_kept_and_persistent_where_it_fits() -> None:
         assert decided == (KEEP, PERSISTENT, Schedule())
 
 
+@pytest.mark.nightly("5000000000.0-True")
 @pytest.mark.parametrize(("device_speed", "moved"), [(30e9, False), (5e9, True)])
 def test_nothing_moves_for_less_than_a_tenth_of_the_step(device_speed: float, moved: bool) -> None:
     """The host would save 3 % of the step that keeps everything, or 14 %."""
@@ -334,12 +340,14 @@ def test_recomputation_that_is_faster_needs_no_tenth_of_the_step(hardware: Hardw
         assert (unit.activations, unit.states) == (recomputed, PERSISTENT)
 
 
+@pytest.mark.nightly
 def test_updates_that_wait_for_the_norm_forfeit_their_overlap_with_backward() -> None:
     modes: tuple[Updates, ...] = ("in backward", "after backward")
     early, late = (seconds_of(model(gpu()), 700 * MB, clip_share=1.0, updates=u) for u in modes)
     assert late > early * 1.05
 
 
+@pytest.mark.nightly
 def test_updates_run_ahead_of_the_norm_where_few_steps_are_clipped() -> None:
     profile = model(gpu(), blocks=4)
     never, always = (
@@ -356,6 +364,7 @@ def test_updates_run_ahead_of_the_norm_where_few_steps_are_clipped() -> None:
     assert always.prediction.clipped_step_seconds == 0
 
 
+@pytest.mark.nightly
 def test_micro_batches_share_one_update() -> None:
     """Each micro-batch moves and computes all but the update, and adds its gradients."""
     one, two, four = (seconds_of(model(gpu()), 900 * MB, micro_batches=n) for n in (1, 2, 4))
@@ -369,6 +378,7 @@ def test_what_fits_a_device_is_replicated_for_many_micro_batches() -> None:
     assert {(unit.activations, unit.states) for unit in found.units} == {(KEEP, PERSISTENT)}
 
 
+@pytest.mark.nightly
 def test_a_fast_network_shards_what_one_device_would_offload() -> None:
     hardware = joined(gpu(pcie=5e9), network=3e11, devices_per_node=8)
     profile = small(hardware, device_speed=1e15)
@@ -381,6 +391,7 @@ def test_a_fast_network_shards_what_one_device_would_offload() -> None:
     assert eight.prediction.step_seconds < alone.prediction.step_seconds
 
 
+@pytest.mark.nightly
 def test_one_device_gets_the_same_plan_whatever_would_join_it() -> None:
     plain = small(gpu())
     beside = replace(plain, hardware=joined(plain.hardware))
@@ -391,6 +402,7 @@ def test_one_device_gets_the_same_plan_whatever_would_join_it() -> None:
 # --- baselines ------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_baseline_can_be_asked_for(name: Baseline) -> None:
     profile = model(gpu())
@@ -455,6 +467,7 @@ def random_pins(problem: Problem, rng: random.Random) -> tuple[Pin, ...]:
     return tuple(map(parse_pin, texts))
 
 
+@pytest.mark.nightly(every=9)
 @pytest.mark.parametrize("seed", thinned(range(60), every=6))
 def test_any_pins_give_a_plan_that_keeps_them_or_one_answer(seed: int) -> None:
     """Pins may leave one decision of every unit, or none that fits."""
@@ -490,6 +503,7 @@ def test_any_pins_give_a_plan_that_keeps_them_or_one_answer(seed: int) -> None:
 # --- other questions ------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_least_memory_is_as_fast_as_asked_and_above_its_bound() -> None:
     profile = model(gpu())
     peaks = []
@@ -505,6 +519,7 @@ def test_least_memory_is_as_fast_as_asked_and_above_its_bound() -> None:
     assert peaks[1] < peaks[0]
 
 
+@pytest.mark.nightly
 def test_front_falls_in_time_as_memory_grows() -> None:
     profile = model(gpu())
     asked = question(profile, within(profile, 10**11))
@@ -517,6 +532,7 @@ def test_front_falls_in_time_as_memory_grows() -> None:
         assert less.solved.plan.prediction.step_seconds > more.solved.plan.prediction.step_seconds
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("several", [False, True])
 def test_the_largest_batch_is_planned(several: bool) -> None:
     machine, group = (joined(gpu(), library_bytes=50 * MB), TWO) if several else (cpu(), ALONE)
@@ -540,6 +556,12 @@ def test_the_largest_batch_is_planned(several: bool) -> None:
     assert (found.group, found.prediction.peak_bytes.context) == (group, context)
 
 
+@pytest.mark.nightly(
+    but=(
+        "0",
+        "300",
+    )
+)
 @pytest.mark.parametrize("asked_before", [0, 3, 30, 300, 3000, 10_000])
 def test_an_interrupted_search_gives_the_best_plan_so_far(asked_before: int) -> None:
     profile = model(gpu(disk_gb=1000), blocks=12)
@@ -563,6 +585,7 @@ def test_a_search_for_less_memory_ends_when_it_is_asked_to() -> None:
     assert answer.least_memory is not None
 
 
+@pytest.mark.nightly
 def test_budgets_above_what_an_estimate_assumes_are_the_users_to_say() -> None:
     profile = model(gpu(host_gb=1))
     budgets = replace(within(profile, 800 * MB), disk=0)
@@ -585,6 +608,7 @@ def test_budgets_above_what_was_measured_are_refused_with_both_numbers(tier: str
 # --- no ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(but=("gpu",))
 @pytest.mark.parametrize("name", CASES)
 def test_smallest_budget_works_and_one_byte_less_does_not(name: str) -> None:
     profile = CASES[name]
@@ -608,6 +632,7 @@ def test_infeasible_names_the_largest_sizes_that_fit() -> None:
     assert 0 < no.largest_seq_len < profile.workload.seq_len
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("disk_gb", "host", "disk"),
     [
@@ -645,6 +670,7 @@ def test_written_model_names_what_it_limits(tmp_path: Path) -> None:
         assert name in text
 
 
+@pytest.mark.nightly
 def test_two_processes_make_the_same_plan() -> None:
     code = (
         "from tests.planning.test_planning import *\n"

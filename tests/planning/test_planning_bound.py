@@ -44,6 +44,7 @@ from tests.support.schedule_rules import ScheduleRule
 from tests.support.thinning import thinned
 
 
+@pytest.mark.nightly
 @settings(max_examples=400, deadline=None)
 @given(seed=st.integers(0, 10**9), several=st.booleans())
 def test_schedule_holds_what_device_bytes_counts(seed: int, *, several: bool) -> None:
@@ -65,6 +66,7 @@ def test_schedule_holds_what_device_bytes_counts(seed: int, *, several: bool) ->
         assert problem.tier_use(tier, choice) == program.tier_bytes(tier)
 
 
+@pytest.mark.nightly
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 10**9), several=st.booleans())
 def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int, *, several: bool) -> None:
@@ -81,6 +83,7 @@ def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int, *, severa
     assert max(slots) == max(least)
 
 
+@pytest.mark.nightly(every=7)
 @pytest.mark.parametrize(("seed", "several"), thinned(range(40), [False, True], every=6))
 def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, several: bool) -> None:
     rng = random.Random(seed)
@@ -111,6 +114,7 @@ def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, severa
     assert evaluation
 
 
+@pytest.mark.nightly(by_day=3)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 13])
 def test_windows_hold_every_slot_once_in_order(count: int, size: int) -> None:
@@ -173,6 +177,7 @@ def proved(problem: Problem, *, rounds: int = 60, window: int = 1) -> tuple[floa
     return before, counting.bound_seconds
 
 
+@pytest.mark.nightly("2")
 @pytest.mark.parametrize("seed", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1))])
 def test_the_bound_over_whole_numbers_is_that_of_the_best_choice(seed: int) -> None:
     rng = random.Random(seed)
@@ -198,11 +203,13 @@ def test_the_bound_over_whole_numbers_is_that_of_the_best_choice(seed: int) -> N
     assert bound == pytest.approx(answer.bound * fluid.second_unit, rel=1e-3)
 
 
+@pytest.mark.nightly
 def test_whole_numbers_raise_the_bound_and_plans_stay_above_it() -> None:
     before, bound = proved(Problem.of(*on_two_tiers(24_000 * MB)), rounds=8)
     assert before * 1.02 < bound <= planned().plan.prediction.step_seconds
 
 
+@pytest.mark.nightly(every=9)
 @pytest.mark.parametrize(("seed", "several"), thinned(range(60), [False, True], every=6))
 def test_no_plan_is_faster_than_the_bound_over_whole_numbers(seed: int, *, several: bool) -> None:
     """Ranks, clipping, micro-batches, both tiers; budgets are those that a random plan takes."""
@@ -226,6 +233,7 @@ def test_no_plan_is_faster_than_the_bound_over_whole_numbers(seed: int, *, sever
             assert bound <= step_seconds(problem, others)[0]
 
 
+@pytest.mark.nightly
 def test_a_host_for_some_chunks_is_filled_with_whole_ones() -> None:
     problem = Problem.of(*on_two_tiers(24_000 * MB))
     below = [one.states for one in planned().plan.units if not one.states.is_persistent]
@@ -239,6 +247,13 @@ def test_a_host_for_some_chunks_is_filled_with_whole_ones() -> None:
 # --- where the solver finds no leanest choice in its nodes, plain policies are known --------------
 
 
+@pytest.mark.nightly(
+    but=(
+        "0",
+        "3",
+        "6",
+    )
+)
 @pytest.mark.parametrize("seed", range(8))
 def test_plain_policies_meet_the_other_tiers_and_are_no_leaner(seed: int) -> None:
     rng = random.Random(seed)
@@ -267,6 +282,7 @@ def test_of_a_tier_plain_policies_meet_the_device_or_there_are_none() -> None:
     assert leanest_plain(none, "disk") is None
 
 
+@pytest.mark.nightly
 def test_a_full_tier_is_asked_for_what_staging_takes_of_it() -> None:
     """The first whole numbers of units overstep it; the next ones meet it, under the same bound."""
     profile = decoder(gpu(disk_gb=4000), blocks=12)

@@ -348,6 +348,7 @@ def test_groups_have_whole_nodes_or_equal_parts_of_one(
     assert group.replica_counts == counts
 
 
+@pytest.mark.nightly("weights that are gathered and never summed")
 @pytest.mark.parametrize("name", thinned(tuple(CASES)))
 def test_no_number_of_replicas_is_faster_than_the_chosen_one(name: str) -> None:
     asked, best = asked_of(name), chosen(name)
@@ -388,6 +389,7 @@ def test_where_nothing_fits_the_fewest_replicas_say_what_is_missing() -> None:
     assert found == solve_problem(asked.problem(), asked.budgets)
 
 
+@pytest.mark.nightly
 def test_other_questions_choose_replicas_too() -> None:
     """A given number is kept; the least memory and a front may have any."""
     asked, fastest = asked_of("slow across nodes"), chosen("slow across nodes").plan.prediction
@@ -408,6 +410,7 @@ def test_other_questions_choose_replicas_too() -> None:
     assert seconds and seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.nightly
 def test_the_largest_batch_is_that_of_the_fewest_replicas() -> None:
     asked = asked_of("little memory")
     few = replace(asked, replicas=(1,))
@@ -416,6 +419,13 @@ def test_the_largest_batch_is_that_of_the_fewest_replicas() -> None:
     assert None not in found
 
 
+@pytest.mark.nightly(
+    but=(
+        "0",
+        "3",
+        "6",
+    )
+)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_schedule_is_faster_than_the_lanes(seed: int) -> None:
     rng = random.Random(seed)
@@ -433,6 +443,7 @@ def test_no_schedule_is_faster_than_the_lanes(seed: int) -> None:
 # --- reductions -----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("updates", get_args(Updates))
 def test_by_leave_every_micro_batch_is_reduced_where_whole_gradients_do_not_fit(
     updates: Updates,
@@ -491,6 +502,7 @@ def test_a_shard_is_added_at_the_speed_of_the_device_s_memory(micro_batches: int
     assert 0.9 < longer / (micro_batches * each) <= 1  # a little is beside compute
 
 
+@pytest.mark.nightly
 def test_others_that_add_shards_are_compared_with_plans_that_may_do_so() -> None:
     profile = small(joined(gpu()), blocks=8)
     whole = question(profile, within(profile, 10**12), group=FOUR, micro_batches=3)
@@ -525,6 +537,7 @@ def test_the_largest_batch_is_that_with_sums_in_shards_by_leave() -> None:
     assert solved(answer.solved).plan.settings.adds_shards
 
 
+@pytest.mark.nightly
 def test_a_plan_holds_the_same_bytes_by_a_profile_with_forms_that_it_has_no_leave_for() -> None:
     """`check` computes them anew from the profile as it was recorded."""
     profile = small(joined(gpu()), blocks=4)

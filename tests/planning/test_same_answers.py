@@ -94,6 +94,7 @@ def answer(number: int) -> dict[str, Any]:
             }
 
 
+@pytest.mark.nightly("0")
 @pytest.mark.parametrize("ten", thinned(range(NUM_CASES // 10)))
 def test_answers_are_those_written_down(
     ten: int, assert_golden: Callable[[str, str], None]

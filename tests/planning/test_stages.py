@@ -136,6 +136,7 @@ def few_decisions(problem: Problem) -> Problem:
     return problem.with_options(left)
 
 
+@pytest.mark.nightly(every=3)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("devices", "p", "chunks", "num_units", "host"),
@@ -552,6 +553,7 @@ def test_numbers_of_stages_divide_the_devices() -> None:
         stages_of(replace(question, stages=(4,)))
 
 
+@pytest.mark.nightly
 def test_stages_reduce_every_micro_batch_by_leave() -> None:
     """Both one stage on all devices and several stages may have sums in shards."""
     question = StagesQuestion(

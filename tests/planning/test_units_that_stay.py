@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from protrain_plan.checking.plan_on_machine import misfit
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
@@ -38,6 +40,7 @@ def least() -> int:
     return least_bytes(Problem.of(profile(), budgets(10**13))) + besides
 
 
+@pytest.mark.nightly
 def test_states_that_stay_are_persistent_where_all_others_leave() -> None:
     assert loads_profile(dumps_profile(profile()), source="p.yaml") == profile()
     found = solved(plan(profile(), budgets(int(least() * 1.05))))
@@ -75,6 +78,7 @@ def test_where_no_plan_fits_the_reason_is_among_the_advice() -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_a_plan_that_moves_them_does_not_fit_its_profile() -> None:
     made = solved(plan(profile(""), budgets(least())))
     units = tuple(replace(unit, states=Placement(tier="host")) for unit in made.plan.units)

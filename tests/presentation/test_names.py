@@ -121,6 +121,7 @@ def test_nothing_steers_a_terminal_or_a_job(
         assert ("\x1b[" in printed) >= colours or screen in ("machines", "infeasible")
 
 
+@pytest.mark.nightly("check")
 @pytest.mark.parametrize("screen", SCREENS)
 def test_a_terminal_is_afterwards_as_it_was(
     screen: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -180,6 +181,7 @@ def test_errors_and_warnings_are_lines_that_are_only_read(
         assert_safe(warnings.formatwarning(name, UserWarning, name, 1))
 
 
+@pytest.mark.nightly
 def test_long_work_is_told_in_lines_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -426,6 +428,7 @@ IN_FILES = [
 ]
 
 
+@pytest.mark.nightly
 def test_arguments_of_any_text_are_one_message(command_line: Command) -> None:
     for name in NAMES:
         for arguments in (("show", f"x{name}"), ("run", "p", "--steps", name), (f"--x{name}",)):
@@ -458,6 +461,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@pytest.mark.nightly
 def test_text_for_people_is_made_and_printed_in_two_places() -> None:
     """Others lay lines out; nobody else prints, and nobody reads markup."""
     layout = {

@@ -145,6 +145,7 @@ def lines_of_text(page: Page) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.nightly("390-light-fits_file")
 @pytest.mark.parametrize("name", ["file", "fits_file", "stages_file"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
@@ -297,6 +298,7 @@ def test_pointing_says_what_stands_on_the_device(page: Page) -> None:
     assert page.locator("#tip").is_hidden()
 
 
+@pytest.mark.nightly
 def test_pointing_at_a_lane_says_what_moves(page: Page) -> None:
     step = small_step()
     span = max(step.timeline.spans, key=lambda one: one.end_s - one.start_s)
@@ -315,6 +317,7 @@ def test_a_wait_is_told_with_its_cause(page: Page) -> None:
     assert "for the last optimizer states (write states 4 @7" in page.locator("#tip").inner_text()
 
 
+@pytest.mark.nightly
 def test_zoom_by_buttons_keys_wheel_and_dragging(page: Page) -> None:
     whole = shown(page)
     assert whole == f"0 s to {format_seconds(1.25 * small_step().report.step_seconds)}"

@@ -86,6 +86,7 @@ def printed(
 # --- Bytes and seconds against the simulator ------------------------------------------------------
 
 
+@pytest.mark.nightly
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10**9))
 def test_every_tier_sums_to_its_peak(seed: int) -> None:
@@ -105,6 +106,7 @@ def test_every_tier_sums_to_its_peak(seed: int) -> None:
         assert all(one <= other for one, other in pairwise(tier.times_s))
 
 
+@pytest.mark.nightly
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10**9))
 def test_a_slot_begins_between_the_compute_before_it_and_its_own(seed: int) -> None:
@@ -127,6 +129,7 @@ def test_waits_fill_what_compute_leaves_of_the_step(seed: int) -> None:
     assert starts == pytest.approx(ends, abs=1e-9)
 
 
+@pytest.mark.nightly
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10**9))
 def test_bars_are_the_moves_of_their_lanes(seed: int) -> None:
@@ -229,6 +232,7 @@ def test_a_plan_of_many_blocks_is_one_screen(encoding: str) -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.nightly("make2-40", "make2-60", "make2-80")
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 @pytest.mark.parametrize("make", [small_step, deep_step, partial(deep_step, 500)])
 def test_lines_keep_to_the_width(make: Callable[[], Step], width: int) -> None:

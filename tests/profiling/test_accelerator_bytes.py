@@ -125,6 +125,7 @@ def test_sharded_parameters_leave_gaps_of_blocks_on_an_accelerator() -> None:
     assert gap_bytes(lines, "cuda") == 30 * (3 * (1024 - 800) + 4 * BLOCK) + 4 * BLOCK
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("machine", "mebibytes"), [("h100-sxm", 2 * 32), ("mi300x", 2 * (128 + 76)), ("cpu", 0)]
 )
@@ -160,6 +161,7 @@ def planned(profile: Profile, device: int) -> Plan:
     return solved(solve(profile, Budgets(device=device, host=10**12, disk=0))).plan
 
 
+@pytest.mark.nightly
 def test_plans_hold_back_what_the_allocator_held_beyond_tensors() -> None:
     """The same decisions as with a budget that is smaller by as much."""
     ample = planned(with_holes(0), 10**12).prediction.peak_bytes
@@ -233,6 +235,7 @@ def test_what_is_zero_or_usual_is_not_written() -> None:
 # --- kernels --------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_other_kernels_than_the_profiled_ones_are_refused_on_an_accelerator(
     assert_says: Speaker,
 ) -> None:

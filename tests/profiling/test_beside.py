@@ -25,6 +25,7 @@ def estimated(name: str) -> Profile:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_no_measured_forward_takes_more_than_is_counted(name: str) -> None:
     trained = estimated("llama")

@@ -42,6 +42,7 @@ def measured(
     return whole, filled(some, classes), classes.representatives
 
 
+@pytest.mark.nightly("llama")
 @pytest.mark.parametrize("name", thinned(tuple(REPRESENTATIVES), every=4))
 def test_units_are_equal_to_the_byte_with_fake_tensors(name: str) -> None:
     source = small_source(name)
@@ -53,6 +54,7 @@ def test_units_are_equal_to_the_byte_with_fake_tensors(name: str) -> None:
     assert some == whole
 
 
+@pytest.mark.nightly
 def test_units_are_equal_to_the_byte_with_real_tensors() -> None:
     source = small_source("llama")
     batch = next(iter(source.batches(batch_size=2, seq_len=32)))
@@ -91,6 +93,7 @@ class Loop(nn.Module):
         return x.square().sum()
 
 
+@pytest.mark.nightly(by_day=4)
 @pytest.mark.parametrize("outside", OUTSIDE)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_units_in_a_loop_with_residuals_are_equal_to_the_byte(block: str, outside: str) -> None:

@@ -158,6 +158,7 @@ def test_what_is_switched_off_neither_reads_nor_writes(
         assert cache.tally(question) is None
 
 
+@pytest.mark.nightly("above", "relative")
 @pytest.mark.parametrize("place", ["here", "above", "relative", "writable by others"])
 def test_a_folder_that_a_repository_brings_is_not_used(
     place: str, folder: Path, monkeypatch: pytest.MonkeyPatch

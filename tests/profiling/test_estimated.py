@@ -54,6 +54,7 @@ def tiny_llama() -> Profile:
     return estimated(load_source("tiny-llama"), machine())
 
 
+@pytest.mark.nightly("llama-tied")
 @pytest.mark.parametrize(
     "name",
     [
@@ -72,6 +73,7 @@ def test_bytes_are_those_of_real_tensors(name: str) -> None:
     assert profile.model_fingerprint == model_fingerprint(model)
 
 
+@pytest.mark.nightly
 def test_model_flops_are_those_of_palm_s_formula() -> None:
     """6 N + 12 L H Q T for each token (arXiv 2204.02311, appendix B); N as far as it multiplies."""
     profile, source = tiny_llama(), load_source("tiny-llama")
@@ -87,6 +89,7 @@ def test_model_flops_are_those_of_palm_s_formula() -> None:
     assert profile.model_flops == 2 * 32 * each
 
 
+@pytest.mark.nightly
 def test_frozen_weights_have_gradients_of_inputs_alone() -> None:
     source, whole = load_source("tiny-llama"), tiny_llama()
     adapted = estimate(
@@ -127,6 +130,7 @@ def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
     assert "estimated for b200: no run of this device was compared with its estimate" in lines
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -145,6 +149,7 @@ def test_the_last_unit_is_named_with_what_it_holds(name: str, words: str) -> Non
         assert [unit_words(units, at) for at in range(last)] == [u.name for u in units[:last]]
 
 
+@pytest.mark.nightly
 def test_modules_below_an_adapter_are_named_by_their_own_names() -> None:
     names = ("base.model.norm.weight", "base.lm_head.base_layer.weight", "base.lm_head.lora_A.d.w")
     part = replace(tiny_llama().units[-1], name="base.model.norm", parameters=names)
@@ -161,6 +166,7 @@ def test_recomputing_takes_longer_and_keeps_less() -> None:
             assert full.kept_bytes < keep.kept_bytes
 
 
+@pytest.mark.nightly
 def test_the_devices_step_moves_parameters_gradients_and_states() -> None:
     hardware = machine()
     assert hardware.rates is not None

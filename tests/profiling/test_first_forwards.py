@@ -77,6 +77,7 @@ def made(how: str) -> tuple[nn.Module, list[Tensor]]:
     return Chain(*(Observed(how) for _ in range(3))), [torch.ones(2, 4, WIDTH)]
 
 
+@pytest.mark.nightly("flagged")
 @pytest.mark.parametrize("how", OBSERVE)
 def test_a_buffer_of_the_first_forward_is_profiled_and_taken_back(how: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(

@@ -113,6 +113,7 @@ TWO_RULES = [
 ]
 
 
+@pytest.mark.nightly(every=3)
 @pytest.mark.parametrize("shapes", TWO_RULES, ids=str)
 @pytest.mark.parametrize(
     "flags", RULES, ids=lambda flags: "-".join(k for k, v in flags.items() if v)
@@ -186,6 +187,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return replace(found, base_bytes=found.base_bytes - others)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "states", [PERSISTENT, OPTIMIZER_IN_BACKWARD], ids=["after", "in backward"]
 )

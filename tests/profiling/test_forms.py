@@ -403,6 +403,7 @@ def test_a_function_of_a_block_in_parts_reads_what_it_saved_once(assert_says: Sp
 # --- compiled blocks, and what profiles say -------------------------------------------------------
 
 
+@pytest.mark.nightly("adapted-aot_eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("block", ["with a kernel", "adapted"])
 def test_forms_of_a_compiled_block_match_it_bitwise(block: str, backend: str) -> None:
@@ -417,6 +418,7 @@ def forms(name: str) -> list[tuple[str, ...]]:
     return [tuple(cost.form for cost in unit.forms) for unit in units]
 
 
+@pytest.mark.nightly
 def test_profiles_have_the_forms_that_a_block_can_take() -> None:
     part, last = ("keep",), ("keep", "in place")
     exact = allowed_forms(())

@@ -79,6 +79,7 @@ def guarded(code: str, guard: Path, folder: Path) -> "subprocess.CompletedProces
     )
 
 
+@pytest.mark.nightly("code0-words0")
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -94,6 +95,7 @@ def test_what_the_allocator_finds(
     assert any(f"heap_guard: {word}" in told.stderr for word in words)
 
 
+@pytest.mark.nightly
 def test_profiles_of_models_and_optimizers_that_copy_tensors_write_only_to_their_memory(
     guard: Path, tmp_path: Path
 ) -> None:

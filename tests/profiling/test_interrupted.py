@@ -183,6 +183,7 @@ NUM_CALLS = 43
 """Calls of the model's forward, in a whole profile of one step per form."""
 
 
+@pytest.mark.nightly
 def test_the_calls_that_the_other_tests_end_in_are_those_of_a_profile(tmp_path: Path) -> None:
     model = model_with_gradients()
     counting = At(0, fail)
@@ -191,6 +192,7 @@ def test_the_calls_that_the_other_tests_end_in_are_those_of_a_profile(tmp_path: 
     assert counting.count == NUM_CALLS
 
 
+@pytest.mark.nightly("9", "26", "31")
 @pytest.mark.parametrize(
     "call",
     [
@@ -204,6 +206,7 @@ def test_an_exception_in_a_forward_leaves_the_model_as_it_was(call: int, tmp_pat
     measured(model, ZeroDivisionError, tmp_path)
 
 
+@pytest.mark.nightly("4", "9")
 @pytest.mark.parametrize(
     "call",
     [
@@ -217,6 +220,7 @@ def test_an_exception_in_a_backward_leaves_the_model_as_it_was(call: int, tmp_pa
     measured(model, ZeroDivisionError, tmp_path)
 
 
+@pytest.mark.nightly("1-failing0")
 @pytest.mark.parametrize(
     ("call", "failing"),
     thinned(
@@ -243,6 +247,7 @@ def make():
 """
 
 
+@pytest.mark.nightly(but=("exhaust-4-error: out of memory: ",))
 @pytest.mark.parametrize(("act", "code", "said"), [
     ("interrupt", 130, ""),
     pytest.param("exhaust", 4, "error: out of memory: ", marks=pytest.mark.slow),

@@ -114,6 +114,7 @@ def case(name: str) -> Hostile:
     return Hostile(make, batch=batch)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_trains_like_plain_below_the_predicted_peak(name: str) -> None:
     plans: tuple[PlanName, ...] = ("kept", "recomputed", "mixed")

@@ -56,6 +56,7 @@ def estimated(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("adapter", ["lora r=4", "lora r=4 dora"])
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", "nf4"), ("float32", "int8")])
 def test_bytes_are_those_of_real_tensors(dtype: DType, kind: Quantize, adapter: str) -> None:
@@ -70,6 +71,7 @@ def test_bytes_are_those_of_real_tensors(dtype: DType, kind: Quantize, adapter: 
     assert profile.model_fingerprint == model_fingerprint(model)
 
 
+@pytest.mark.nightly
 def test_an_estimate_for_a_card_has_packed_bytes_and_the_workspace_of_both_passes() -> None:
     """By hand: half a byte of each weight, and a layer as numbers while it is multiplied with."""
     packed = estimated("rtx-4090", sizes=(WIDTH, INNER, FEW))
@@ -103,6 +105,7 @@ def test_an_estimate_for_a_card_has_packed_bytes_and_the_workspace_of_both_passe
         assert full.backward_s > before.backward_s
 
 
+@pytest.mark.nightly
 def test_an_estimate_for_a_card_has_int8_bytes_and_numbers_in_backward_alone() -> None:
     """By hand: forward multiplies int8 with int8, and backward a layer as numbers."""
     packed = estimated("rtx-4090", quantize="int8", sizes=(WIDTH, INNER, FEW))

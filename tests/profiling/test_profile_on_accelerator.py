@@ -88,6 +88,7 @@ def measured_model(where: torch.device, dtype: DType) -> Profile:
         )
 
 
+@pytest.mark.nightly
 def test_a_profile_counts_workspaces_and_context_and_the_other_device_has_nothing(
     card: torch.device,
 ) -> None:
@@ -141,6 +142,7 @@ class Kernels(TorchDispatchMode):
         return result
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_clipping_and_unscaling_load_no_kernel_after_the_context_was_measured(
     card: torch.device, dtype: DType, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +174,7 @@ def test_clipping_and_unscaling_load_no_kernel_after_the_context_was_measured(
     assert between.seen <= measured[-1]
 
 
+@pytest.mark.nightly("0.0")
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     card: torch.device, share: float, tmp_path: Path
@@ -217,6 +220,7 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     assert max(measured) >= 0.9 * max(staying)
 
 
+@pytest.mark.nightly
 def test_launching_is_measured_beside_what_the_device_takes(
     card: torch.device, tmp_path: Path
 ) -> None:

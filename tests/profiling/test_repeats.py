@@ -23,6 +23,7 @@ from tests.support.messages import Speaker
 from tests.support.repeating_models import REPEATING, before_core, repeating
 
 
+@pytest.mark.nightly("depth")
 @pytest.mark.parametrize("name", REPEATING)
 def test_it_is_said_which_layers_run_several_times(
     name: str, tmp_path: Path, assert_says: Speaker
@@ -40,6 +41,7 @@ def test_it_is_said_which_layers_run_several_times(
     assert said[0].partition(": ")[0] in told
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", ["profile", "fit"])
 def test_commands_say_it_in_text_and_in_json(command: str, tmp_path: Path) -> None:
     call = (command, f"{repeating_models.__file__}:depth", "--on", "rtx-4090")
@@ -69,6 +71,7 @@ def test_blocks_that_run_once_stay_blocks_beside_them(
     assert [u.repeats for u in units if u.repeats] == said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("advised", [False, True])
 @pytest.mark.parametrize("name", REPEATING)
 def test_trains_like_plain(name: str, advised: bool) -> None:
@@ -76,6 +79,7 @@ def test_trains_like_plain(name: str, advised: bool) -> None:
     assert [(one.kind, one.text) for one in found] == [("like plain", "")] * len(PLANS)
 
 
+@pytest.mark.nightly(but=("captions",))
 @pytest.mark.parametrize("name", REPEATING)
 def test_the_advice_gives_each_call_a_block_with_options(name: str, tmp_path: Path) -> None:
     profile = profiled(repeating(name, True), tmp_path)

@@ -45,6 +45,7 @@ def told(tally: Tally) -> tuple[object, ...]:
     return tally.work, tally.steps, tally.ran, tally.update, machines
 
 
+@pytest.mark.nightly("smollm2-135m-2048")
 @pytest.mark.parametrize(
     ("name", "length"),
     [

@@ -27,6 +27,7 @@ def tally() -> Tally:
     return made
 
 
+@pytest.mark.nightly
 def test_a_tally_is_the_estimate_of_every_card() -> None:
     """MI300X's libraries keep other bytes, and the catalogue's machines have other rates."""
     found: list[Profile] = []

@@ -55,6 +55,7 @@ SLOTS: dict[str, tuple[str, Form, DType, int, int]] = {
 }
 
 
+@pytest.mark.nightly("bert, keep", "gemma2, full", "looking for packed sequences")
 @pytest.mark.parametrize("case", thinned(tuple(SLOTS)))
 def test_every_slot_of_a_step_has_the_bytes_of_real_tensors(case: str) -> None:
     """In 16 bits, those of the machine at hand."""
@@ -136,6 +137,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly(by_day=3)
 @pytest.mark.parametrize("name", EXACT)
 def test_operators_take_the_workspace_that_the_table_says(name: str) -> None:
     operator, *args = EXACT[name]
@@ -173,6 +175,7 @@ BOUNDED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_kernels_that_choose_their_scratch_memory_stay_below_the_bound(name: str) -> None:
     operator, *args = BOUNDED[name]
@@ -181,6 +184,7 @@ def test_kernels_that_choose_their_scratch_memory_stay_below_the_bound(name: str
     assert fake.peak_bytes >= real.peak_bytes
 
 
+@pytest.mark.nightly(by_day=3)
 @pytest.mark.parametrize("name", [*EXACT, *BOUNDED])
 def test_operators_take_what_they_take_on_the_machine_at_hand(name: str) -> None:
     operator, *args = {**EXACT, **BOUNDED}[name]
@@ -315,6 +319,12 @@ def test_what_fake_tensors_cannot_say_is_refused(
     assert_says(refused.value)
 
 
+@pytest.mark.nightly(
+    but=(
+        "cpu-dtype0-False-False-True",
+        "cuda-dtype3-False-False-False",
+    )
+)
 @pytest.mark.parametrize(
     ("kind", "dtype", "grouped", "cast", "keeps_scores"),
     [

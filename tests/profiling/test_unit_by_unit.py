@@ -69,6 +69,7 @@ def whole(source: ModelSource, workload: Workload) -> tuple[list[Unit], int, str
     return units, anatomy.base_bytes, model_fingerprint(model)
 
 
+@pytest.mark.nightly("tied", "packed")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 )
@@ -91,6 +92,7 @@ def test_bytes_are_those_of_the_whole_model(name: str) -> None:
     ) == whole(source, workload)
 
 
+@pytest.mark.nightly
 def test_only_what_runs_has_memory_and_the_seed_says_its_values() -> None:
     source, workload = source_and_workload("tied")
     sketch = sketched(source, workload, text=None)
@@ -142,6 +144,7 @@ def test_a_sketch_counts_what_a_step_takes() -> None:
     assert sketch.block_classes.stubbed
 
 
+@pytest.mark.nightly
 def test_a_small_model_is_measured_unit_by_unit_where_that_is_asked_for(tmp_path: Path) -> None:
     """With a rehearsal of the units that run, beside those whose parameters are nowhere."""
 
@@ -164,6 +167,7 @@ def test_a_small_model_is_measured_unit_by_unit_where_that_is_asked_for(tmp_path
     assert sizes(unit_by_unit=True) == sizes(unit_by_unit=False)
 
 
+@pytest.mark.nightly
 def test_a_unit_that_is_too_large_by_itself_is_refused() -> None:
     source, workload = source_and_workload("llama")
     huge = {**SMALL, **CONFIGS["llama"], "vocab_size": 2**31, "hidden_size": 2**11}

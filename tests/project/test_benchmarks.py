@@ -154,6 +154,7 @@ def test_the_error_band_of_estimates_is_the_measured_one() -> None:
     assert [rates.error_low, rates.error_high] == measured
 
 
+@pytest.mark.nightly
 def test_the_errors_of_published_runs_are_those_of_the_benchmark() -> None:
     document = json.loads((RESULTS / "published.json").read_text())
     for architecture, names in ARCHITECTURES.items():

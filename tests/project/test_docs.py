@@ -153,6 +153,11 @@ def test_every_script_is_in_the_table() -> None:
     assert found().keys() == SCRIPTS.keys()
 
 
+@pytest.mark.nightly(
+    "docs/how-to/ci.md#the-budget",
+    "docs/how-to/ci.md#in-a-workflow",
+    "docs/looking.md#looking-at-a-plan",
+)
 @pytest.mark.parametrize(
     "place",
     [

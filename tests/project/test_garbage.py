@@ -32,6 +32,7 @@ def test_thresholds_are_put_back_whatever_happens() -> None:
     assert gc.get_threshold() == USUAL
 
 
+@pytest.mark.nightly
 def test_bytes_are_counted_as_usual_and_plans_are_made_seldom() -> None:
     seen: dict[str, tuple[int, ...]] = {}
 

@@ -174,6 +174,7 @@ def test_every_folder_says_what_it_is_for(name: str) -> None:
             assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 
 
+@pytest.mark.nightly("protrain_plan.presentation.checks.reports")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: module_name(file))
 def test_imports_run_one_way(file: Path) -> None:
     here = room(module_name(file))
@@ -209,6 +210,7 @@ def run_without_torch(script: str, *args: str) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
+@pytest.mark.nightly
 def test_modules_without_torch_import_none_that_has_it() -> None:
     modules = [name for name in map(module_name, FILES) if not may_use_torch(name)]
     script = f"""
@@ -261,20 +263,29 @@ COMMANDS = (
 )
 
 
+@pytest.mark.nightly
 def test_help_waits_for_nothing_that_a_command_needs() -> None:
     assert run_without_torch(HELP, "", *COMMANDS) == (0, "")
 
 
+@pytest.mark.nightly("list")
 @pytest.mark.parametrize("args", [("list",), ("show", "h100-sxm")], ids=" ".join)
 def test_the_catalogue_of_machines_does_not_wait_for_torch(args: tuple[str, ...]) -> None:
     assert run_without_torch(CLI, "hardware", *args) == (0, "")
 
 
+@pytest.mark.nightly
 def test_checking_records_does_not_wait_for_torch(tmp_path: Path) -> None:
     commit(tmp_path / "plans")
     assert run_without_torch(CLI, "check", "--records-only", str(tmp_path / "plans")) == (0, "")
 
 
+@pytest.mark.nightly(
+    but=(
+        "diff plan.yaml",
+        "export --to trl -o trl.yaml",
+    )
+)
 @pytest.mark.parametrize(
     "command",
     ["show", "simulate", "report -o page.html", "diff plan.yaml", "export --to trl -o trl.yaml"],
@@ -289,6 +300,7 @@ def test_models_are_listed_without_torch() -> None:
     assert run_without_torch(CLI, "models") == (0, "")
 
 
+@pytest.mark.nightly
 def test_planning_does_not_wait_for_torch(tmp_path: Path) -> None:
     profile, plan = tmp_path / "profile.yaml", tmp_path / "plan.yaml"
     write_profile(decoder(blocks=2, hardware=cpu()), profile)
@@ -311,6 +323,7 @@ EstimateCache().keep_tally(question, tally)
 """
 
 
+@pytest.mark.nightly
 def test_answers_from_known_estimates_do_not_wait_for_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +348,7 @@ def test_answers_from_known_estimates_do_not_wait_for_torch(
         assert not TORCH & modules
 
 
+@pytest.mark.nightly
 def test_a_preset_that_is_shipped_does_not_wait_for_torch() -> None:
     (request,) = WorkloadOptions().requests("smollm2-135m", [2048], [1])
     question = request.question()
@@ -344,6 +358,7 @@ def test_a_preset_that_is_shipped_does_not_wait_for_torch() -> None:
     assert run_without_torch(CLI, *command) == (0, "")
 
 
+@pytest.mark.nightly
 def test_no_test_imports_another() -> None:
     """Shared parts are in `tests/support`: a question has one home, and a file may be moved."""
     wrong = [

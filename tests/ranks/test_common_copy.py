@@ -115,6 +115,7 @@ def in_turn(*places: Placement) -> tuple[UnitPlan, ...]:
     return tuple(replace(u, states=places[n % len(places)]) for n, u in enumerate(units))
 
 
+@pytest.mark.nightly("cpu")
 @ranks_on_every_device_at_night
 def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
     plans = [
@@ -262,6 +263,7 @@ def writing(rank: int, count: int, plan: Plan, folder: Path) -> list[list[str]]:
     return found
 
 
+@pytest.mark.nightly
 def test_frozen_values_are_written_for_all_ranks_and_saved_once(tmp_path: Path) -> None:
     plan = plan_on(3, decided(SUBJECT.units(), KEEP, COMMON))
     for found in run_ranks(writing, 3, tmp_path, plan, tmp_path):

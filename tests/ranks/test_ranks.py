@@ -140,6 +140,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.nightly(every=4)
 @ranks_on_every_device_at_night
 @pytest.mark.parametrize(
     "name",
@@ -154,6 +155,7 @@ def test_ranks_match_ddp(name: str, tmp_path: Path, request: pytest.FixtureReque
     assert_as_ddp(2, found.loop, found.plans(), tmp_path)
 
 
+@pytest.mark.nightly
 def test_five_steps_of_two_rows_match_ddp_bitwise(tmp_path: Path) -> None:
     """Rows that have all of a training run in few units."""
     rows = [
@@ -202,6 +204,7 @@ def graphs_in_ddp(rank: int, count: int) -> list[int]:
     return found
 
 
+@pytest.mark.nightly
 def test_blocks_inside_ddp_are_compiled_whole(tmp_path: Path) -> None:
     """PyTorch would cut them where DDP's buckets end: other graphs, perhaps with other bits."""
     for cut, whole in run_ranks(graphs_in_ddp, 2, tmp_path):

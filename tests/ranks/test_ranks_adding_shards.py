@@ -125,6 +125,7 @@ CASES: dict[str, tuple[Loop, float, bool]] = {
 }
 
 
+@pytest.mark.nightly("tied-cpu")
 @ranks_on_every_device_at_night
 @pytest.mark.parametrize(
     "name",
@@ -190,6 +191,7 @@ def differs_from_ddp(rank: int, count: int, loop: Loop, plan: Plan, spill: Path)
     return bool(list(differing(found, ddp(rank, count, loop), 0.0)))
 
 
+@pytest.mark.nightly
 def test_sums_are_not_those_of_whole_gradients(tmp_path: Path) -> None:
     """So a plan says that it is not exact, and asks for leave."""
     loop = Loop("llama", micro_batches=3)

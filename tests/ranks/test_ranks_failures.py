@@ -248,6 +248,7 @@ def failing_to_prepare(rank: int, count: int, folder: Path) -> list[tuple[str, l
     return found
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_prepare_tells_the_others_and_models_are_as_before(
     tmp_path: Path,
 ) -> None:
@@ -347,6 +348,7 @@ def failing_between_steps(rank: int, count: int, folder: Path) -> list[tuple[str
     return found
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_load_or_save_tells_the_others_and_all_may_go_on(tmp_path: Path) -> None:
     by_rank = run_ranks(failing_between_steps, 2, tmp_path, tmp_path)
     for (name, _, _, told), *found in zip(CALLS, *by_rank, strict=True):
@@ -491,6 +493,7 @@ def assert_told(by_rank: Sequence[Sequence[str]], numbers: Sequence[int] = ALL) 
             assert f"rank 1 failed {told}" in text, text
 
 
+@pytest.mark.nightly("numbers0")
 @pytest.mark.parametrize(
     "numbers", [[0, 4, 6], pytest.param([1, 2, 3, 5, 7, 8, 9], marks=pytest.mark.slow)]
 )
@@ -524,6 +527,7 @@ def test_what_is_refused_before_it_began_may_be_mended_on_one_rank(tmp_path: Pat
 # --- protrain run ---------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_ranks_run_the_same_command(tmp_path: Path) -> None:
     write_plan(plan_of(built(), 2, PLACES), tmp_path / "plan.yaml")
     for told in started(tmp_path, ["plan.yaml"], ["plan.yaml", "--steps", 4]):

@@ -52,6 +52,7 @@ from tests.support.runtime_cases import ADAMW, LARGE, device
 # --- what only some ranks do ------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @ranks_on_every_device
 def test_gradients_that_some_ranks_have_and_running_statistics_match_ddp_bitwise(
     tmp_path: Path,
@@ -107,6 +108,7 @@ def scaled(rank: int, count: int, places: Sequence[tuple[Placement, ...]]) -> li
     return against_ddp(plans, play, overflowing)
 
 
+@pytest.mark.nightly("cpu")
 @ranks_on_every_device_at_night
 def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     """Whichever rank has the part in which it overflows; bitwise what DDP and its scaler do."""
@@ -140,6 +142,7 @@ def evaluated_between(rank: int, count: int, lead: int) -> list[list[str]]:
     return against_ddp([plan], play)
 
 
+@pytest.mark.nightly("1-cpu", "1-emulated")
 @ranks_on_every_device
 @pytest.mark.parametrize(
     "lead", [1, *(pytest.param(lead, marks=pytest.mark.slow) for lead in (0, LARGE))]
@@ -156,6 +159,7 @@ def without_one(rank: int, count: int) -> None:
         made(rank, count, SHARED, limit_s=2)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_does_not_come_is_told_by_its_number(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
@@ -177,6 +181,7 @@ def late(rank: int, count: int) -> str:
     return refused
 
 
+@pytest.mark.nightly
 def test_a_rank_that_comes_too_late_is_told_so_and_all_may_come_again(tmp_path: Path) -> None:
     first, second = run_ranks(late, 2, tmp_path)
     assert first.startswith("rank 1 of 2 did not come to prepare() within 2 s")
@@ -198,6 +203,7 @@ def in_tensor_parallel(rank: int, count: int) -> None:
     prepare(model, replace(plan, model_fingerprint=model_fingerprint(model)), optimizer=ADAMW)
 
 
+@pytest.mark.nightly
 def test_tensor_parallel_parameters_are_refused(tmp_path: Path) -> None:
     for end in end_ranks(in_tensor_parallel, 2, tmp_path):
         assert end.error.startswith(
@@ -217,6 +223,7 @@ def dying(rank: int, count: int) -> None:
         step(model, optimizer, number, rank)
 
 
+@pytest.mark.nightly("2")
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_others_end_when_a_rank_dies(count: int, tmp_path: Path) -> None:
     for rank, end in enumerate(end_ranks(dying, count, tmp_path)):
@@ -247,6 +254,7 @@ def hanging(rank: int, count: int) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.nightly
 def test_a_rank_that_takes_another_path_is_waited_for_and_no_longer(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
@@ -279,6 +287,7 @@ MISUSES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("misuse", MISUSES)
 def test_loops_that_would_compute_something_else_are_refused(misuse: str, tmp_path: Path) -> None:
     for told in run_ranks(refusing, 2, tmp_path, misuse):
@@ -388,6 +397,7 @@ def mending(rank: int, count: int, name: str) -> tuple[str, list[list[str]]]:
     return said, following(rank, count, "replace: clip")
 
 
+@pytest.mark.nightly(but=("the same plan",))
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_train_as_ddp_when_all_do_what_the_message_says(
     name: str, tmp_path: Path, assert_says: Speaker

@@ -232,6 +232,7 @@ CASES: dict[str, tuple[str, Callable[..., list[tuple[UnitPlan, ...]]], dict[str,
 }
 
 
+@pytest.mark.nightly("two ranks", "two, in shards")
 @pytest.mark.parametrize(
     "name",
     [

@@ -87,6 +87,7 @@ def test_an_interrupted_writer_leaves_the_old_file_alone(tmp_path: Path) -> None
     assert read_text(path) == "old\n"
 
 
+@pytest.mark.nightly
 def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("b" * 3_000_000)

@@ -219,6 +219,7 @@ def test_characters_that_are_not_seen_are_refused(character: str) -> None:
 EDGES = (math.inf, -math.inf, math.nan, 5e-324, 1e300, -1.0, 1e22)
 
 
+@pytest.mark.nightly("profile")
 @pytest.mark.parametrize("kind", TEXT)
 def test_every_number_has_limits(kind: str) -> None:
     """Each number of each record in turn, with the key in the message."""

@@ -28,6 +28,7 @@ def told(folder: Path, *arguments: str) -> str:
     return message.removeprefix("error: ").strip()
 
 
+@pytest.mark.nightly("0")
 @pytest.mark.parametrize(
     "number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 3))]
 )
@@ -37,6 +38,7 @@ def test_hostile_records_are_one_error_each(number: int, tmp_path: Path) -> None
         assert judged(seed, tmp_path, OFTEN) is None, f"seed {seed}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", range(2))
 def test_the_planner_and_the_page_take_hostile_records(number: int, tmp_path: Path) -> None:
     for seed in range(10_000 + number * 1000, 10_000 + number * 1000 + 5):
@@ -73,6 +75,7 @@ FLOODS = {
 }
 
 
+@pytest.mark.nightly("keys")
 @pytest.mark.parametrize("name", FLOODS)
 def test_what_would_fill_the_memory_is_refused(
     name: str, tmp_path: Path, assert_says: Speaker

@@ -334,6 +334,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "drawn"), [(Hardware, HARDWARES), (Profile, profiles()), (Plan, plans())]
 )

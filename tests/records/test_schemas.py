@@ -115,6 +115,7 @@ PARTS = 4  # of all changes; each kind of record has one in every run
 WRONG: tuple[Json, ...] = (None, True, "strange", "1.5GiB", -1, 0, 1.5, 2**70, [], {}, [[]])
 
 
+@pytest.mark.nightly("profile-3", "plan-2")
 @pytest.mark.parametrize(("name", "part"), thinned(tuple(SCHEMAS), range(PARTS), every=PARTS))
 def test_schema_and_reader_agree_on_every_change(
     name: str, part: int, reads: Callable[[str, Json], bool]

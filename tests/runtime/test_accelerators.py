@@ -111,6 +111,7 @@ def on_host(
 # --- everything that a training run may combine ---------------------------------------------------
 
 
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])
 def test_rows_of_the_parity_matrix_match_plain_torch_bitwise(row: Row, tmp_path: Path) -> None:
     """Decisions, tiers, micro-batches, clipping, scaling, precisions, adapters, resuming."""
@@ -127,6 +128,7 @@ def test_compiled_rows_match_compiled_torch_bitwise(row: Row, tmp_path: Path) ->
     assert_row({**row, "compiled": "inductor"}, tmp_path)
 
 
+@pytest.mark.nightly("emulated")
 def test_a_half_precision_model_is_scaled_like_plain_torch(tmp_path: Path) -> None:
     """float16 under autocast with torch.amp.GradScaler, from a scale that overflows at first."""
 
@@ -206,6 +208,7 @@ def changes_between_steps(run: Run) -> None:
     run.step(9)
 
 
+@pytest.mark.nightly(every=6)
 @pytest.mark.parametrize(
     ("activations", "states"),
     thinned(
@@ -222,6 +225,7 @@ def test_buffers_that_last_have_what_is_changed_between_steps(
     assert all(chunk.lasts for chunk in run.engine._offloaded)
 
 
+@pytest.mark.nightly("emulated")
 def test_buffers_of_weights_that_are_read_elsewhere_do_not_last(tmp_path: Path) -> None:
     """A penalty on weights is backwarded before the block that it is of."""
     held: list[Tensor] = []
@@ -283,6 +287,7 @@ def views_held(
     return change
 
 
+@pytest.mark.nightly(every=27)
 @pytest.mark.parametrize(
     ("activations", "states", "lead", "reader", "first", "in_graph"),
     thinned(
@@ -323,11 +328,13 @@ def unfreezes(run: Run) -> None:
         run.step(number)
 
 
+@pytest.mark.nightly("emulated")
 def test_buffers_last_again_when_others_are_trained(tmp_path: Path) -> None:
     run = on_host(model="llama", script=unfreezes).assert_like_plain(tmp_path)
     assert all(chunk.lasts for chunk in run.engine._offloaded)
 
 
+@pytest.mark.nightly("emulated-3", "emulated-5")
 @pytest.mark.parametrize("first", [3, 5])
 def test_views_that_are_held_where_autograd_saves_less_have_the_values(
     first: int, tmp_path: Path
@@ -339,6 +346,7 @@ def test_views_that_are_held_where_autograd_saves_less_have_the_values(
     on_host(model=model, script=Loop(num_steps=6)).assert_like_plain(tmp_path / "instead")
 
 
+@pytest.mark.nightly("emulated")
 def test_views_that_are_held_as_an_older_graph_goes_have_the_values(tmp_path: Path) -> None:
     """The graph of a forward without a backward is freed in the next one."""
     graphs: list[Tensor] = []
@@ -370,6 +378,7 @@ ACTS: dict[str, Callable[[Run, tuple[Any, Any]], object]] = {
 }
 
 
+@pytest.mark.nightly("emulated-disk-read-load optimizer-step-load model")
 @pytest.mark.parametrize(
     ("tier", "order"),
     thinned(["host", "disk"], [*permutations(ACTS)][::5]),
@@ -430,6 +439,7 @@ class Rounding(torch.optim.SGD):
                     parameter.mul_(1 + 2**-20)
 
 
+@pytest.mark.nightly("emulated-pure")
 @pytest.mark.parametrize("precision", ["pure", "master"])
 def test_a_checked_run_updates_on_the_host_what_its_plan_updates_there(
     precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -480,6 +490,9 @@ DECISIONS: list[tuple[Activations, Placement]] = [
 AHEAD = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
 
 
+@pytest.mark.nightly(
+    "emulated-SwapInput_full-Offload", "emulated-Recompute_lite-Offload", "emulated-Keep-Offload"
+)
 @pytest.mark.parametrize("decision", DECISIONS, ids=decision_name)
 def test_steps_wait_for_the_card_no_more_often_than_plain_ones(
     decision: tuple[Activations, Placement], tmp_path: Path
@@ -576,6 +589,7 @@ sys.exit(extension().has_context(0) or not extension().has_context(1))
 """
 
 
+@pytest.mark.nightly("emulated")
 def test_no_thread_takes_memory_of_another_device() -> None:
     """A thread's current device is the first one, until it is told."""
     if device().type != "emulated":
@@ -714,12 +728,14 @@ def planned(profile: Profile, units: Units, **settings: Any) -> Plan:
     return with_settings(plan, **settings)
 
 
+@pytest.mark.nightly("emulated-0")
 @pytest.mark.parametrize("seed", thinned(range(6), every=6))
 def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_path: Path) -> None:
     units = mixed(described_by(profile), random.Random(seed), "host", "disk")
     assert_kept(planned(profile, units), profile, tmp_path)
 
 
+@pytest.mark.nightly("emulated-apart", "emulated-overlapping", "emulated-ahead of the norm")
 @pytest.mark.parametrize("how", ["apart", "overlapping", "ahead of the norm"])
 def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
     profile: Profile, how: str, tmp_path: Path
@@ -759,6 +775,7 @@ def test_frozen_parameters_come_from_host_memory_and_disk(
     assert measured >= 0.9 * predicted
 
 
+@pytest.mark.nightly("emulated")
 def test_a_solved_plan_keeps_its_promise(profile: Profile, tmp_path: Path) -> None:
     """Between the least and what keeping everything takes."""
     ample = Budgets(device=10**12, host=10**12, disk=10**12)
@@ -782,6 +799,7 @@ def filling(num_bytes: int) -> Iterator[Tensor]:
         yield torch.empty(num_bytes, dtype=torch.uint8, device=device())
 
 
+@pytest.mark.nightly("emulated")
 def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) -> None:
     """A cap below what is planned, set by the allocator."""
     source = load_source("tiny-llama")

@@ -64,6 +64,7 @@ def all_on_disk(units: Units) -> Units:
     return decided(units, RECOMPUTE, Placement(tier="disk"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "functional"])
 def test_a_checked_run_is_the_plain_run(name: str, tmp_path: Path) -> None:
     """gpt2 has dropout: the copy's random numbers are the model's, and cost it none."""
@@ -76,6 +77,7 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("updates", ["in backward", "after backward"])
 def test_micro_batches_clipping_groups_and_schedules_are_checked_too(
     updates: Updates, tmp_path: Path
@@ -125,6 +127,7 @@ def scaled_in_place(run: Run) -> None:
         run.update()
 
 
+@pytest.mark.nightly(but=("scaled_in_place",))
 @pytest.mark.parametrize("script", [with_closures, in_autocast, scaled_in_place])
 def test_the_copy_does_what_the_loop_does(script: Callable[[Run], None], tmp_path: Path) -> None:
     copied_beside("functional", script=script).assert_like_plain(tmp_path)
@@ -181,6 +184,7 @@ def loading_checkpoints(run: Run, folder: Path) -> None:
     run.step(2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_copy_loads_what_the_model_loads(whole: bool, tmp_path: Path) -> None:
     script = partial(loading_checkpoints, folder=tmp_path / "saved")
@@ -200,6 +204,7 @@ def test_parameters_that_somebody_else_changes_are_a_difference(tmp_path: Path) 
     )
 
 
+@pytest.mark.nightly
 def test_the_copy_is_gone_when_the_check_has_ended(tmp_path: Path) -> None:
     run = copied_beside("functional").start(tmp_path)
     prepared = prepared_of(run.model)

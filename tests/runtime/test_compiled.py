@@ -131,6 +131,7 @@ def refused(asked: Scenario, model: nn.Module | None = None) -> ProtrainError:
     return found
 
 
+@pytest.mark.nightly("keep-aot_eager", "swap-aot_eager")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("decision", thinned(tuple(DECISIONS)))
 def test_plans_of_compiled_blocks_compute_the_bits_of_the_compiled_model(
@@ -139,6 +140,7 @@ def test_plans_of_compiled_blocks_compute_the_bits_of_the_compiled_model(
     tried(DECISIONS[decision], model=compiled(backend)).assert_like_plain(tmp_path, restored)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("form", ["full", "fused"])
 def test_what_is_recomputed_in_the_graph_is_one_run_of_compiled_code(
@@ -214,6 +216,7 @@ WARNING = (
 )
 
 
+@pytest.mark.nightly
 def test_a_models_own_checkpointing_is_switched_off_under_a_plan(tmp_path: Path) -> None:
     asked = tried(blocks=False)
     model: Any = build("llama")
@@ -243,6 +246,7 @@ def quick_compiler() -> Iterator[None]:
         yield
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("quick_compiler")
 def test_prepare_compiles_equal_blocks_once_and_restore_takes_it_back(tmp_path: Path) -> None:
     asked = tried()
@@ -262,6 +266,7 @@ def test_prepare_compiles_equal_blocks_once_and_restore_takes_it_back(tmp_path: 
     restored(run)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("quick_compiler")
 def test_a_plain_copy_is_compiled_like_the_model(tmp_path: Path) -> None:
     run = tried(options={"check": "bitwise"}).start(tmp_path)
@@ -302,6 +307,9 @@ FOLLOWED: dict[str, tuple[Scenario, Scenario]] = {
 }
 
 
+@pytest.mark.nightly(
+    "compiled as a whole: each block", "compiled in a plan for plain ones: profile with --compile"
+)
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_compiled_blocks_train_when_the_message_is_followed(
@@ -450,6 +458,7 @@ def breaking() -> tuple[nn.Module, list[dict[str, object]]]:
     return Chain(Breaking(), Breaking(), Breaking()), [{"hidden": torch.ones(2, 8)}]
 
 
+@pytest.mark.nightly
 def test_a_graph_break_is_refused_with_its_place(tmp_path: Path) -> None:
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.endswith("# HERE"))
@@ -559,6 +568,7 @@ def test_compiled_blocks_measured_unit_by_unit_have_the_bytes_of_the_whole_model
     assert bytes_of(unit_by_unit=True) == bytes_of(unit_by_unit=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("quick_compiler")
 def test_an_estimate_of_compiled_blocks_is_that_of_plain_ones_with_fewer_forms() -> None:
     def estimated(name: str, compile: Compile) -> Profile:  # noqa: A002

@@ -95,6 +95,13 @@ def elements(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return values.clamp(-60000, 60000).to(dtype)
 
 
+@pytest.mark.nightly(
+    but=(
+        "256-dtype0",
+        "5121-dtype0",
+        "5000-dtype0",
+    )
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [GROUP, 20 * GROUP + 1, 5000])
 def test_an_int8_error_is_below_one_scale_and_zero_stays(count: int, dtype: torch.dtype) -> None:
@@ -509,6 +516,7 @@ PLACES: list[tuple[str, Placement]] = [
 ]
 
 
+@pytest.mark.nightly("str-str-str-Offload4", "str-str-str-Offload7", "str-str-str-Offload11")
 @pytest.mark.parametrize(
     ("form", "name", "place"), thinned(FORMS, ["llama", "gpt2"], PLACES), ids=decision_name
 )
@@ -522,6 +530,7 @@ def test_training_is_that_of_plain_pytorch_which_packs_alike_wherever_things_are
     assert_packs_alike(Scenario(model=name, units=units, script=THREE), form, tmp_path)
 
 
+@pytest.mark.nightly("int8-t5")
 @pytest.mark.parametrize(("form", "name"), thinned(FORMS, ["llama", "gpt2", "t5"], every=2))
 def test_the_first_loss_is_exact_and_later_ones_are_near(name: str, form: Form) -> None:
     exact = Scenario(model=name)
@@ -569,6 +578,7 @@ def test_gradients_of_mixtures_are_those_of_plain_pytorch_but_for_what_is_packed
             assert error == 0, name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("precision", "trained"),
     [("autocast", "all"), ("master", "all"), ("bfloat16", "lora"), ("autocast", "lora")],
@@ -588,6 +598,7 @@ def test_precisions_and_adapters_are_those_of_plain_pytorch_which_packs_alike(
     assert_packs_alike(asked, form, tmp_path)
 
 
+@pytest.mark.nightly
 @FORM
 def test_micro_batches_add_up_and_training_resumes_as_in_plain_pytorch(
     form: Form, tmp_path: Path
@@ -637,6 +648,7 @@ DECISIONS: list[Activations] = [
 ]
 
 
+@pytest.mark.nightly("tiny-llama-Keep-Offload1", "tiny-llama-Swap-Offload1")
 @pytest.mark.parametrize(
     ("activations", "states"),
     thinned(DECISIONS, [PERSISTENT, Placement(tier="disk")], every=2),
@@ -664,6 +676,7 @@ def with_copies(units: Units, rng: random.Random, *others: Activations) -> Units
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", thinned(range(3)))
 def test_measured_bytes_of_mixtures_with_copies_never_exceed_predicted(
     profile: Profile, seed: int, tmp_path: Path
@@ -672,6 +685,7 @@ def test_measured_bytes_of_mixtures_with_copies_never_exceed_predicted(
     assert_within_the_promise(peaks(profile, tuple(units), tmp_path))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [4, 9])
 def test_measured_bytes_of_mixtures_hold_where_a_block_saves_what_it_hands_on(
     seed: int, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
@@ -703,6 +717,7 @@ def solved(profile: Profile, device: int, *pins: str, allow: tuple[str, ...] = (
     return answer.solved.plan if isinstance(answer.solved, Solved) else None
 
 
+@pytest.mark.nightly
 def test_a_planner_takes_copies_where_they_are_faster_or_fit_at_all(profile: Profile) -> None:
     # Seconds as an idle machine has them: more for a copy than for what is kept, less than what
     # runs the forward again.

@@ -118,6 +118,9 @@ def test_a_disk_that_is_full_at_the_start_leaves_the_model_as_it_was(
         assert_as_it_was(model)
 
 
+@pytest.mark.nightly(
+    "past the page cache-cpu", "past the page cache-emulated", "through it-emulated"
+)
 @every_device
 def test_training_goes_on_once_a_full_disk_has_room(page_cache_bytes: int, tmp_path: Path) -> None:
     """The first step's swaps find no room; after that step is given up, all is as before."""
@@ -134,6 +137,7 @@ def test_training_goes_on_once_a_full_disk_has_room(page_cache_bytes: int, tmp_p
     assert_bitwise(found, plainly(0, 1))
 
 
+@pytest.mark.nightly("past the page cache-emulated", "through it-emulated")
 @every_device
 def test_a_lane_that_fails_says_which_move(page_cache_bytes: int, tmp_path: Path) -> None:
     """The spill file is cut off below the lanes: nothing can be trained, or restored, any more."""
@@ -168,6 +172,7 @@ SYSTEM = {
 """Calls of stores and files to the system, and where."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL, errno.ENOMEM])
 @pytest.mark.parametrize("name", SYSTEM)
 def test_whatever_the_system_refuses_is_one_error(
@@ -203,6 +208,7 @@ def test_whatever_the_system_refuses_is_one_error(
         assert_as_it_was(model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
 def test_prepare_that_fails_anywhere_leaves_the_model_as_it_was(
     seed: int, page_cache_bytes: int, tmp_path: Path
@@ -252,6 +258,7 @@ FAULTS = [
 """The system's call that fails, its error, and what cannot be done then."""
 
 
+@pytest.mark.nightly(but=("through it-pwrite-28-No space left on device-written",))
 @pytest.mark.parametrize(("name", "code", "words", "what"), FAULTS)
 def test_a_disk_that_fails_in_a_step_is_one_error_and_leaves_nothing(
     name: str, code: int, words: str, what: str, page_cache_bytes: int, tmp_path: Path
@@ -338,6 +345,7 @@ def interrupted_at(slot: int, folder: Path, *, clipped: bool) -> Run:
     return run
 
 
+@pytest.mark.nightly(every=3)
 @every_device
 @pytest.mark.parametrize(
     ("slot", "clipped"),
@@ -375,6 +383,7 @@ def test_an_interrupted_step_is_given_up(slot: int, clipped: bool, tmp_path: Pat
         assert_bitwise(found, plainly(0, 2, 3))
 
 
+@pytest.mark.nightly(but=("cuda",))
 @every_device
 def test_an_interrupted_update_ends_in_a_clear_error(tmp_path: Path, assert_says: Speaker) -> None:
     """The signal comes while `step()` waits for a lane that works on states."""
@@ -445,6 +454,7 @@ def signalled(folder: Path, place: str, number: signal.Signals) -> tuple[int, st
     return process.returncode, errors
 
 
+@pytest.mark.nightly
 def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     code, _ = signalled(tmp_path, f"slot {2 * UNITS - 2}", signal.SIGKILL)
     assert code == -signal.SIGKILL

@@ -248,6 +248,7 @@ def loads(folder: Path) -> None:
     assert_trained(run, 0, 1, 2, 3, 4)
 
 
+@pytest.mark.nightly
 @linux
 @pytest.mark.parametrize("work", [forks, resident, loads], ids=lambda work: work.__name__)
 def test_a_fork_is_refused_what_needs_threads_and_the_parent_goes_on(
@@ -292,6 +293,12 @@ def refused_all(run: Run, doing: str) -> None:
 PLACES = (0, UNITS - 1, UNITS, 2 * UNITS - 2)
 
 
+@pytest.mark.nightly(
+    but=(
+        "False-cuda",
+        "True-cuda",
+    )
+)
 @every_device
 @pytest.mark.parametrize("clipped", [False, True])
 def test_a_second_thread_is_refused_and_the_first_goes_on(clipped: bool, tmp_path: Path) -> None:
@@ -336,6 +343,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(clipped: bool, tmp_pat
     assert_trained(run, 0, 1, 2)
 
 
+@pytest.mark.nightly(but=("cuda",))
 @every_device
 def test_threads_that_take_turns_train_as_one(tmp_path: Path) -> None:
     """Whole steps, evaluations and checkpoints, one after the other, from any thread."""
@@ -351,6 +359,7 @@ def test_threads_that_take_turns_train_as_one(tmp_path: Path) -> None:
     assert_trained(run, 0, 1, 2, 3)
 
 
+@pytest.mark.nightly
 def test_a_step_that_was_dropped_is_in_nobody_s_way(tmp_path: Path) -> None:
     """Its loss is gone; or its gradients are; or its thread has ended."""
     run = tried(clipped=True).start(tmp_path)
@@ -374,6 +383,7 @@ def test_a_step_that_was_dropped_is_in_nobody_s_way(tmp_path: Path) -> None:
     assert_trained(run, 0, 1, 2, 3)
 
 
+@pytest.mark.nightly(but=("cuda",))
 @every_device
 def test_threads_that_race_train_the_steps_that_were_let_in(tmp_path: Path) -> None:
     """Each step is whole or refused at its first line, and there is no third way."""
@@ -464,6 +474,7 @@ def collected_on(place: int, folder: Path) -> None:
             assert not thread.is_alive()
 
 
+@pytest.mark.nightly("1", "2")
 @linux
 @pytest.mark.parametrize("place", range(4))
 def test_a_model_may_be_collected_on_any_thread(place: int, tmp_path: Path) -> None:
@@ -472,6 +483,7 @@ def test_a_model_may_be_collected_on_any_thread(place: int, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["stderr"]
 
 
+@pytest.mark.nightly
 def test_a_step_waits_for_no_checkpoint_and_is_refused_meanwhile(tmp_path: Path) -> None:
     run = tried().start(tmp_path)
     run.step(0)

@@ -167,6 +167,7 @@ def test_a_copy_between_backward_and_step_is_refused(tmp_path: Path) -> None:
     assert_plain_with(copy.deepcopy(run.model), plain_values(0))
 
 
+@pytest.mark.nightly
 def test_a_model_that_was_copied_is_freed_with_its_plan(tmp_path: Path) -> None:
     run = planned(tmp_path)
     run.step(0)
@@ -621,6 +622,7 @@ SCRIPTS: dict[str, Row] = {
 }
 
 
+@pytest.mark.nightly("a gradient replaced-after backward")
 @pytest.mark.parametrize(
     ("name", "updates"),
     [(name, updates) for name, row in SCRIPTS.items() for updates in row.updates],
@@ -672,6 +674,7 @@ def scaled(run: Run) -> None:
     run.seen.append(scale.detach())
 
 
+@pytest.mark.nightly("states0-after backward", "states1-in backward")
 @pytest.mark.parametrize("updates", BOTH)
 @pytest.mark.parametrize("states", [DISK, PERSISTENT])
 def test_parameters_of_another_module_are_trained_as_plain(

@@ -178,6 +178,7 @@ TABLE = rf"""
     in all +{SIZE} +{SIZE}"""
 
 
+@pytest.mark.nightly
 def test_more_than_planned(profile_path: Path, tmp_path: Path) -> None:
     plan = offloading(read_profile(profile_path), context_bytes=MIB)
     said = message(tmp_path, plan, profile_path, slot="slot 2", hog=10_000_000)

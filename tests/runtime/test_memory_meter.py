@@ -168,6 +168,7 @@ def test_an_exception_inside_comes_out_and_the_next_meter_works() -> None:
     assert meter.segments[0].end_bytes == kept.nbytes
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_resident_memory_follows_a_tensor_once_freed_memory_is_returned() -> None:
     # In a process of its own: the setting cannot be taken back, and it slows what comes after.

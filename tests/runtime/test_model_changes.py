@@ -98,6 +98,13 @@ def test_plans_without_tensors_name_fingerprints(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly(
+    but=(
+        "llama",
+        "t5",
+        "functional-no-attention",
+    )
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_lines_name_every_tensor_and_travel_with_the_plan(name: str) -> None:
     model = build(name)
@@ -131,6 +138,7 @@ def test_lines_that_somebody_edited_do_not_fill_the_memory() -> None:
 # --- larger batches than those that were profiled -------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_factorys_larger_batch_is_refused_and_a_smaller_one_trains(
     tmp_path: Path, assert_says: Speaker
 ) -> None:

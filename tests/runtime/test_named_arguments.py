@@ -30,6 +30,12 @@ def passed(values: dict[str, Any], keyword_only: set[str], rng: random.Random) -
     return args, {name: values[name] for name in rest}
 
 
+@pytest.mark.nightly(
+    but=(
+        "0",
+        "3",
+    )
+)
 @pytest.mark.parametrize("seed", range(5))
 def test_an_inspected_operators_arguments_have_the_names_of_its_schema(seed: int) -> None:
     rng = random.Random(seed)
@@ -46,6 +52,7 @@ def test_an_inspected_operators_arguments_have_the_names_of_its_schema(seed: int
         assert named(operator, args, kwargs) == defaults | given
 
 
+@pytest.mark.nightly("addmm", "mm")
 @pytest.mark.parametrize("function", _WEIGHTS, ids=lambda one: one.__name__)
 def test_a_functions_weight_is_found_however_it_is_passed(function: Any) -> None:
     weight, rows = torch.ones(3, 3), torch.zeros(2, 3)
@@ -82,6 +89,7 @@ def attention_of(args: Any, kwargs: Any) -> list[str]:
     return seen
 
 
+@pytest.mark.nightly(every=6)
 @pytest.mark.parametrize("seed", thinned(range(24), every=4))
 def test_attention_is_replaced_however_it_is_called(seed: int) -> None:
     rng = random.Random(seed)

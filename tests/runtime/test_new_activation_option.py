@@ -71,6 +71,7 @@ def planned(profile: Profile, *pins: str, allow: tuple[str, ...] = ()) -> Plan:
 BLOCKS = "model.layers.*"
 
 
+@pytest.mark.nightly
 def test_a_block_keeps_fewer_bytes_in_it_than_all_that_autograd_saves(profile: Profile) -> None:
     blocks = [unit for unit in profile.units if unit.kind == "block"]
     assert [cost.form for cost in blocks[0].forms][:2] == ["keep", "half"]
@@ -81,6 +82,7 @@ def test_a_block_keeps_fewer_bytes_in_it_than_all_that_autograd_saves(profile: P
         assert unit.cost("half").backward_s > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("decision", ["keep half", "swap half to disk"])
 def test_a_plan_with_it_stays_below_its_predicted_peak(
     profile: Profile, decision: str, tmp_path: Path

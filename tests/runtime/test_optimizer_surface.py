@@ -75,6 +75,7 @@ def tried(script: Script, updates: Updates = "in backward", **options: Any) -> S
 # --- states ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("updates", BOTH)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("name", EDITS)
@@ -85,6 +86,7 @@ def test_states_that_are_edited_between_steps_are_those_of_plain_pytorch(
     tried(script, updates, overlap=overlap, factory=AMSGRAD).assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly(by_day=2)
 @every_device
 @pytest.mark.parametrize("name", ["replaced", "zeroed", "exchanged", "looked_at"])
 def test_states_are_edited_alike_on_every_device(name: str, tmp_path: Path) -> None:
@@ -93,6 +95,7 @@ def test_states_are_edited_alike_on_every_device(name: str, tmp_path: Path) -> N
         tried(script, updates, states=Placement(tier="host")).assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["emptied", "zeroed", "exchanged"])
 def test_states_that_are_edited_before_the_step_are_those_of_plain_pytorch(
     name: str, tmp_path: Path
@@ -102,6 +105,7 @@ def test_states_that_are_edited_before_the_step_are_those_of_plain_pytorch(
     tried(script, "after backward").assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("updates", BOTH)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_states_that_a_script_holds_show_and_take_every_step(
@@ -147,6 +151,7 @@ def test_held_states_outlive_the_plan(tmp_path: Path) -> None:
         assert not state["exp_avg"].any()
 
 
+@pytest.mark.nightly
 def test_edits_are_in_checkpoints_and_end_with_loading(tmp_path: Path) -> None:
     def script(run: Run) -> None:
         run.step(0, 1)
@@ -238,6 +243,7 @@ class Sophia(torch.optim.Optimizer):
                 p.addcdiv_(state["exp_avg"], state["hessian"] + 1e-8, value=-group["lr"])
 
 
+@pytest.mark.nightly(but=("cuda",))
 @every_device
 def test_a_method_of_the_users_class_works_on_states_below_the_device(tmp_path: Path) -> None:
     def script(run: Run) -> None:
@@ -345,6 +351,7 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
+@pytest.mark.nightly("hooks-after backward", "groups replaced-after backward")
 @pytest.mark.parametrize("updates", BOTH)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_rest_of_an_optimizer_is_as_in_plain_pytorch(
@@ -369,6 +376,7 @@ def test_a_parameter_that_changes_its_group_has_the_options_of_the_new_one(
 # --- gradients ------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(by_day=3)
 @every_device
 @pytest.mark.parametrize("name", USES)
 def test_gradients_that_wait_are_used_as_in_plain_pytorch(name: str, tmp_path: Path) -> None:
@@ -378,6 +386,7 @@ def test_gradients_that_wait_are_used_as_in_plain_pytorch(name: str, tmp_path: P
     scenario.assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly("emulated")
 @every_device
 def test_gradients_are_used_between_micro_batches(tmp_path: Path) -> None:
     def script(run: Run) -> None:
@@ -412,6 +421,7 @@ def test_one_gradient_at_a_time_is_on_the_device(tmp_path: Path) -> None:
     assert all(one is None for one in lent)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", ["by_value", "by_norm_and_value", "norms_of_each", "past_autograd"]
 )

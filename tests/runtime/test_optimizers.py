@@ -146,6 +146,7 @@ def plainly(asked: Scenario) -> Outcome:
     return found
 
 
+@pytest.mark.nightly(every=3)
 @pytest.mark.parametrize(("feature", "way"), thinned(APART, [*WAYS]))
 def test_what_looks_at_one_parameter_at_a_time_trains_everywhere_bitwise(
     feature: str, way: str, tmp_path: Path
@@ -155,6 +156,7 @@ def test_what_looks_at_one_parameter_at_a_time_trains_everywhere_bitwise(
     assert_bitwise(asked.played(asked.start(tmp_path)), expected)
 
 
+@pytest.mark.nightly(every=8)
 @pytest.mark.parametrize(("feature", "way"), thinned(TOGETHER, [*WAYS], every=6))
 def test_what_looks_at_all_parameters_is_refused_and_trains_where_all_stay(
     feature: str, way: str, tmp_path: Path
@@ -168,6 +170,7 @@ def test_what_looks_at_all_parameters_is_refused_and_trains_where_all_stay(
     assert_bitwise(staying.played(staying.start(tmp_path)), expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
 def test_what_looks_at_whole_parameters_trains_or_is_refused(way: str, tmp_path: Path) -> None:
     """Parameters of this model that are cut are refused, by name."""
@@ -211,6 +214,7 @@ class JudgeOfOpen(judging.Judge):
         )
 
 
+@pytest.mark.nightly("adamw", "scales by all", "draws")
 @pytest.mark.parametrize(
     "feature",
     [
@@ -225,6 +229,7 @@ def test_what_a_profile_leaves_open_is_not_refused_and_trains_bitwise(
         assert (verdict.kind, verdict.text) == ("like plain", "")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("feature", UNCOUNTED)
 def test_a_profile_refuses_what_keeps_more_than_its_first_step_shows(
     feature: str, tmp_path: Path
@@ -239,6 +244,7 @@ RULES = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("groups", [[{}], [{}, {"lr": 2e-3}]], ids=["one group", "two groups"])
 def test_features_are_found_whatever_comes_with_them(
@@ -258,6 +264,7 @@ IN_STATES = ("adamw", "counts in its states", "reads attributes of parameters")
 """A feature keeps nothing outside the states of parameters."""
 
 
+@pytest.mark.nightly(by_day=3)
 @pytest.mark.parametrize("feature", [*APART, *WHOLE, *TOGETHER])
 def test_master_weights_are_for_what_keeps_all_in_states(feature: str) -> None:
     """They are stepped on in batches, each by an optimizer that is made for it."""
@@ -269,6 +276,7 @@ def test_master_weights_are_for_what_keeps_all_in_states(feature: str) -> None:
         rules.of(torch.bfloat16, torch.Size([300]))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("feature", APART)
 def test_a_plain_copy_is_stepped_as_the_plan_is(feature: str, tmp_path: Path) -> None:
     """With what a step writes into groups, and in the modes that the loop chooses."""
@@ -277,6 +285,7 @@ def test_a_plain_copy_is_stepped_as_the_plan_is(feature: str, tmp_path: Path) ->
     asked.played(asked.start(tmp_path))
 
 
+@pytest.mark.nightly
 def test_groups_may_name_parameters_as_the_model_does(tmp_path: Path) -> None:
     """An optimizer that goes by name has a name for each piece."""
 
@@ -385,6 +394,7 @@ def test_pieces_between_two_cuts_are_never_too_small() -> None:
         assert len(places) == 2 or min(b - a for a, b in pairwise(places)) >= cut.least
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("kind", EIGHT)
 def test_five_steps_in_pieces_match_plain_training_bitwise(
@@ -419,6 +429,7 @@ def through_checkpoints(folder: Path, *scenarios: Scenario, plainly_last: bool =
     return run
 
 
+@pytest.mark.nightly
 def test_states_of_eight_bits_go_through_checkpoints_bitwise(tmp_path: Path) -> None:
     factory, groups = EIGHT["adamw8bit"]
     asked = Scenario(model="llama", factory=factory, groups=groups, piece_bytes=5_000)
@@ -602,6 +613,7 @@ def staying(states: Placement, factory: Factory, groups: Any = None) -> Scenario
     return Scenario(model="gpt2", units=units, factory=factory, groups=groups)
 
 
+@pytest.mark.nightly("placement0")
 @pytest.mark.parametrize("placement", [PERSISTENT, OPTIMIZER_IN_BACKWARD])
 def test_adafactor_trains_where_its_states_stay(placement: Any, tmp_path: Path) -> None:
     """Updated in backward, its gradients never stand together: LOMO's memory."""
@@ -626,6 +638,7 @@ class OfBlocks(torch.optim.Optimizer):
             parameter.sub_(parameter.grad / (1 + rates.view_as(parameter)), alpha=1e-2)
 
 
+@pytest.mark.nightly("shape2")
 @pytest.mark.parametrize("shape", [[5000], [64, 1024], [4096, 4096]])
 def test_blocks_that_are_not_declared_persist(shape: list[int]) -> None:
     rule = UpdateRules(OfBlocks).of(torch.float32, torch.Size(shape))
@@ -651,6 +664,7 @@ class LongSide(torch.optim.Optimizer):
             parameter.sub_(mean.mean(), alpha=1e-2)
 
 
+@pytest.mark.nightly("shape1", "shape2")
 @pytest.mark.parametrize("shape", [(688, 256), (256, 688), (14_336, 4096), (4096, 14_336)])
 def test_states_are_those_of_the_matrix_s_own_shape(shape: tuple[int, int]) -> None:
     """A smaller matrix may have its longer side elsewhere."""
@@ -658,6 +672,7 @@ def test_states_are_those_of_the_matrix_s_own_shape(shape: tuple[int, int]) -> N
     assert rule.whole == (4 * max(shape),)
 
 
+@pytest.mark.nightly
 def test_groups_with_options_for_matrices_alone_are_asked_for_them_alone(tmp_path: Path) -> None:
     """As GaLore's groups, of which one has a rank: vectors are in another one."""
 
@@ -676,6 +691,7 @@ def test_groups_with_options_for_matrices_alone_are_asked_for_them_alone(tmp_pat
     staying(PERSISTENT, OfGroups, groups).assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly
 def test_an_optimizer_of_the_users_own_is_seen_as_it_is(tmp_path: Path) -> None:
     rules = UpdateRules(LowRank)
     matrix = rules.of(torch.float32, torch.Size([14_336, 4096]))

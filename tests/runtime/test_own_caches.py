@@ -175,6 +175,7 @@ def profiled(path: Path, name: str) -> Profile:
     )
 
 
+@pytest.mark.nightly
 def test_a_profile_is_of_forwards_without_the_cache(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(SCRIPT)
@@ -185,6 +186,7 @@ def test_a_profile_is_of_forwards_without_the_cache(tmp_path: Path) -> None:
     assert not any(unit.stays for unit in found.units)
 
 
+@pytest.mark.nightly
 def test_a_cache_that_is_asked_for_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(SCRIPT)

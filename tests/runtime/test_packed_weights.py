@@ -126,6 +126,7 @@ def planned(profile: Profile, activations: Activations, states: Placement) -> Pl
     )
 
 
+@pytest.mark.nightly("nf4")
 def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> None:
     """In the chunk and in the base, of a weight: of 4 bits 0.5, and 1 of 64 and 4 of 16,384.
 
@@ -157,6 +158,7 @@ def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> No
     assert 0 <= shared - HIDDEN_BYTES < SLACK_BYTES
 
 
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize(
     ("activations", "states"),
     [
@@ -193,6 +195,7 @@ def test_training_is_plain_pytorchs_bitwise_within_what_was_predicted(
     assert max(above) <= SLACK_BYTES + 3 * HIDDEN_BYTES
 
 
+@pytest.mark.nightly("nf4")
 def test_a_plain_run_takes_what_is_predicted_within_five_percent(
     profile: Profile, tmp_path: Path
 ) -> None:
@@ -206,6 +209,7 @@ def test_a_plain_run_takes_what_is_predicted_within_five_percent(
     assert measured <= predicted <= 1.05 * measured
 
 
+@pytest.mark.nightly("nf4")
 def test_a_runs_checkpoint_goes_on_under_another_plan_and_plainly(
     profile: Profile, plain: Trained, tmp_path: Path
 ) -> None:
@@ -267,6 +271,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(t, other[k]) for k, t in one.items())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("users_kind", "seed"), [("nf4", 0), ("nf4", 1), ("nf4", 2), ("int8", 0), ("int8", 1)]
 )
@@ -289,6 +294,7 @@ OPTIONS: dict[Quantize, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
 @USERS
 def test_the_usual_script_trains_like_plain_pytorch_bitwise(
     users_kind: Quantize, tmp_path: Path
@@ -330,6 +336,7 @@ def test_the_usual_script_trains_like_plain_pytorch_bitwise(
         assert_bitwise(run.outcome(), expected.outcome())
 
 
+@pytest.mark.nightly
 @USERS
 def test_a_model_of_another_seed_takes_a_checkpoint_with_its_scales(
     users_kind: Quantize, tmp_path: Path
@@ -380,6 +387,7 @@ def packed_bytes_come_back(model: nn.Module) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.nightly("nf4")
 @USERS
 def test_a_copy_of_a_planned_model_has_weights_and_scales_of_its_own(
     users_kind: Quantize, tmp_path: Path
@@ -397,6 +405,7 @@ def test_a_copy_of_a_planned_model_has_weights_and_scales_of_its_own(
     tried(users_kind, units=units, script=script).assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly("int8")
 @USERS
 def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(
     users_kind: Quantize, tmp_path: Path
@@ -432,6 +441,7 @@ def test_an_evaluation_between_steps_gives_plain_pytorchs_logits(
     assert all(layer.support_avx512bf16_for_cpu == four for _, layer in layers)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("factory", ["mixed_factory", "plain_scales_factory", "dora_factory"])
 def test_a_factorys_packed_model_is_profiled_planned_and_trained(
     factory: str, tmp_path: Path

@@ -21,6 +21,7 @@ from tests.support.random_training import assert_trains_like_plain, shapes, stea
 from tests.support.training_rows import PACKED
 
 
+@pytest.mark.nightly
 def test_rows_cover_every_pair_that_is_possible() -> None:
     """By the definition: what is not covered is impossible by a reason of its own."""
     covered = set().union(*(pairs_of(row, FACTORS) for row in ROWS))
@@ -41,6 +42,7 @@ QUICK = {*range(0, len(ROWS), 12)} - {*COMPILED}
 """One row in twelve is trained for every change, all of them, and what is compiled, every night."""
 
 
+@pytest.mark.nightly("0", "24", "36")
 @pytest.mark.parametrize(
     "row",
     [
@@ -52,6 +54,7 @@ def test_five_steps_match_plain_torch_bitwise(row: Row, tmp_path: Path) -> None:
     assert_row(row, tmp_path)
 
 
+@pytest.mark.nightly
 def test_packed_products_are_recomputed_under_autocast_bitwise(tmp_path: Path) -> None:
     """A package's kernel calls operators that autocast casts, also beneath a form's mode."""
     pytest.importorskip("bitsandbytes")

@@ -121,6 +121,7 @@ def each_profile(*axes: Sequence[object], names: str, every: int) -> pytest.Mark
 # --- every decision -------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(every=20)
 @each_profile(decisions("disk")[1:], names="decision", every=18)
 def test_measured_bytes_match_predicted_in_every_slot(
     profile: Profile, decision: tuple[Activations, Placement], tmp_path: Path
@@ -129,6 +130,7 @@ def test_measured_bytes_match_predicted_in_every_slot(
     assert_equal_to_the_promise(peaks(profile, units, tmp_path))
 
 
+@pytest.mark.nightly("str-int11")
 @each_profile(range(6), names="seed", every=6)
 def test_measured_bytes_of_mixed_plans_match_predicted_in_every_slot(
     profile: Profile, seed: int, tmp_path: Path
@@ -162,6 +164,7 @@ def test_measured_bytes_never_exceed_predicted_where_lanes_may_lag(
     assert_within_the_promise(peaks(profile, units, tmp_path, **own))
 
 
+@pytest.mark.nightly("str-str-int-Persistent0")
 @each_profile(STEPS, [PERSISTENT, DISK], names="step, states", every=6)
 def test_measured_bytes_of_other_steps_never_exceed_predicted(
     profile: Profile, step: tuple[Updates, int], states: Placement, tmp_path: Path
@@ -173,6 +176,7 @@ def test_measured_bytes_of_other_steps_never_exceed_predicted(
     assert_within_the_promise(found)
 
 
+@pytest.mark.nightly("str-bool0")
 @each_profile([False, True], names="gathered", every=6)
 def test_measured_bytes_of_speculative_updates_never_exceed_predicted(
     profile: Profile, gathered: bool, tmp_path: Path
@@ -183,6 +187,7 @@ def test_measured_bytes_of_speculative_updates_never_exceed_predicted(
     assert_within_the_promise(peaks(profile, units, tmp_path, updates="after backward"))
 
 
+@pytest.mark.nightly
 def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
     profile: Profile, tmp_path: Path
 ) -> None:
@@ -197,6 +202,7 @@ def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
     assert predicted - run.measured_peak_bytes.device <= SLACK_BYTES
 
 
+@pytest.mark.nightly(every=29)
 @each_profile(decisions("disk")[1:], names="decision", every=24)
 def test_an_evaluation_before_a_backward_never_exceeds_what_is_predicted_for_it(
     profile: Profile, decision: tuple[Activations, Placement], tmp_path: Path
@@ -260,6 +266,7 @@ def started(
 # --- other optimizers and precisions --------------------------------------------------------------
 
 
+@pytest.mark.nightly("str-int-Persistent0")
 @pytest.mark.parametrize(
     ("step", "states"),
     thinned([("in backward", 1), *STEPS], [PERSISTENT, DISK], every=8),
@@ -290,6 +297,7 @@ def masters(folder: Path) -> Profile:
     )
 
 
+@pytest.mark.nightly
 def test_measured_bytes_of_eight_bits_never_exceed_predicted_and_are_near(
     tmp_path_factory: Profiles, tmp_path: Path
 ) -> None:
@@ -334,6 +342,12 @@ def test_a_lanes_update_takes_the_workspace_of_one_run(optimizer: str, dtype: DT
     assert 0.98 * counted <= update_bytes(update) <= counted + scalars
 
 
+@pytest.mark.nightly(
+    but=(
+        "adamw",
+        "rmsprop",
+    )
+)
 @pytest.mark.parametrize(
     "optimizer", ["adamw", "adamw-amsgrad", "sgd-momentum", "rmsprop", "nadam"]
 )
@@ -409,6 +423,7 @@ def slow_peaks(
     )
 
 
+@pytest.mark.nightly
 def test_measured_bytes_of_updates_that_run_on_match_predicted(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -432,6 +447,7 @@ def with_short_drains(units: tuple[UnitPlan, ...], rng: random.Random) -> tuple[
     )
 
 
+@pytest.mark.nightly("str-Schedule-Swap-Offload0")
 @pytest.mark.parametrize(
     ("profile", "schedule", "decision"),
     thinned(
@@ -465,6 +481,7 @@ def test_measured_bytes_of_transfers_in_parts_match_predicted_in_every_slot(
     assert_reached_in_every_slot(lambda: slow_peaks(profile, units, tmp_path))
 
 
+@pytest.mark.nightly("tiny-llama-200")
 @pytest.mark.parametrize(
     ("profile", "seed"),
     thinned(list(SOURCES.values()), range(200, 204), every=6),
@@ -487,6 +504,9 @@ def smallest_budget(profile: Profile) -> int:
     return answer.smallest_budget_bytes
 
 
+@pytest.mark.nightly(
+    "tiny-llama-1.0", "tiny-gpt2-3.0", "tests.support.functional_model:relu_factory-2.0"
+)
 @pytest.mark.parametrize(
     ("profile", "factor"),
     thinned(list(SOURCES.values()), [1.0, 1.1, 1.4, 2.0, 3.0], every=5),
@@ -540,6 +560,12 @@ WRITES: list[tuple[int | None, Updates, int]] = [
 """Everything on disk, or mixed decisions by a seed; when updates come; micro-batches."""
 
 
+@pytest.mark.nightly(
+    but=(
+        "None-in backward-1",
+        "7-in backward-1",
+    )
+)
 @pytest.mark.parametrize(("seed", "updates", "micro_batches"), WRITES)
 def test_a_step_writes_what_is_said(
     seed: int | None,

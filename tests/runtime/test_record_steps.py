@@ -76,6 +76,7 @@ def at_random(units: Units) -> Units:
     return mixed(units, random.Random(7), "disk", "host")
 
 
+@pytest.mark.nightly(by_day=2)
 @every_device
 @pytest.mark.parametrize("updates", ["in backward", "after backward"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -92,6 +93,7 @@ def test_a_recorded_step_is_the_programme(
     assert run.engine.recorder is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("norm", [1e6, 0.01])
 def test_a_recorded_step_has_what_ran_ahead_and_what_was_done_again(
     norm: float, tmp_path: Path
@@ -123,6 +125,7 @@ def test_steps_that_are_given_up_are_not_recorded(tmp_path: Path, assert_says: S
     assert_recorded(asked, run, recorder.recording())
 
 
+@pytest.mark.nightly("emulated")
 @every_device
 def test_recording_changes_no_bit(tmp_path: Path) -> None:
     units = partial(decided, activations=RECOMPUTE, states=Placement(tier="host"))
@@ -133,6 +136,7 @@ def test_recording_changes_no_bit(tmp_path: Path) -> None:
     assert_bitwise(found, asked.plain())
 
 
+@pytest.mark.nightly
 def test_bytes_are_those_of_a_measured_step(tmp_path: Path) -> None:
     asked = Scenario(units=partial(decided, activations=KEEP, states=DISK))
     run = asked.start(tmp_path)
@@ -168,6 +172,7 @@ def test_what_cannot_be_recorded_is_one_message() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_run_writes_a_recording_that_lies_over_the_simulated_step(
     tiny_llama: Path,
     tmp_path: Path,
@@ -210,6 +215,7 @@ def warned() -> Iterator[list[str]]:
     said += [str(one.message) for one in found if one.category is RuntimeWarning]
 
 
+@pytest.mark.nightly(but=("cuda",))
 @every_device
 def test_a_step_above_its_promise_is_warned_of_once(tmp_path: Path) -> None:
     with warned() as said:
@@ -224,6 +230,7 @@ def test_a_step_above_its_promise_is_warned_of_once(tmp_path: Path) -> None:
     restore(run.model)
 
 
+@pytest.mark.nightly(but=("cuda",))
 @every_device
 def test_a_step_within_its_promise_is_silent_and_nothing_stays_attached(tmp_path: Path) -> None:
     with warned() as said:
@@ -234,6 +241,7 @@ def test_a_step_within_its_promise_is_silent_and_nothing_stays_attached(tmp_path
     restore(run.model)
 
 
+@pytest.mark.nightly
 def test_nothing_is_watched_beside_a_profiler(tmp_path: Path) -> None:
     with warned() as said, profile(activities=[ProfilerActivity.CPU]):
         run = promising(1).start(tmp_path)

@@ -115,6 +115,7 @@ def clipped_by_turns(run: Run) -> None:
         run.update()
 
 
+@pytest.mark.nightly(every=5)
 @pytest.mark.parametrize(
     ("tier", "overlap", "name"),
     thinned(["disk", "host"], [True, False], sorted(OPTIMIZERS), every=3),
@@ -168,6 +169,7 @@ BETWEEN: dict[Script, bool] = {
 """Events between backward and the step; whether updates are done again then."""
 
 
+@pytest.mark.nightly("disk")
 @pytest.mark.parametrize("tier", ["disk", "host"])
 def test_what_comes_before_the_step_counts_as_in_plain_torch_bitwise(
     tier: TierName, tmp_path: Path
@@ -200,6 +202,7 @@ def test_frozen_parameters_are_the_same_in_both_copies(tmp_path: Path) -> None:
     speculating(script, model=freezing(2, 1)).assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("frozen", [False, True])
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path, *, frozen: bool) -> None:
     """Saved after one update of each copy, and loaded where the other one is current."""
@@ -307,6 +310,7 @@ def plainly(num_steps: int) -> Run:
     return run
 
 
+@pytest.mark.nightly(by_day=2)
 @every_device
 @pytest.mark.parametrize("schedule", [AHEAD, LATE], ids=["in the order of backward", "late"])
 @pytest.mark.parametrize("updates", ["in backward", "after backward"])
@@ -352,6 +356,7 @@ READERS: dict[str, Callable[[Run, Path], dict[str, Tensor]]] = {
 }
 
 
+@pytest.mark.nightly(by_day=2)
 @every_device
 @pytest.mark.parametrize("reader", READERS)
 def test_whoever_reads_between_steps_reads_what_is_updated(reader: str, tmp_path: Path) -> None:
@@ -360,6 +365,7 @@ def test_whoever_reads_between_steps_reads_what_is_updated(reader: str, tmp_path
     assert all(torch.equal(value.cpu(), expected[name].cpu()) for name, value in found.items())
 
 
+@pytest.mark.nightly("cpu")
 @every_device
 def test_an_evaluation_and_the_optimizers_states_are_those_of_the_last_step(tmp_path: Path) -> None:
     def script(run: Run) -> None:
@@ -376,6 +382,7 @@ def with_a_rate(parameters: Any, *, tensor: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=rate, fused=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 def test_a_learning_rate_that_changes_after_a_step_is_the_next_ones(
     tensor: bool, tmp_path: Path
@@ -410,6 +417,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return fails
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("use", ["forward", "state_dict"])
 def test_an_update_that_fails_late_is_told_and_ends_the_training(
     use: str, failing: threading.Event, tmp_path: Path, assert_says: Speaker
@@ -425,6 +433,7 @@ def test_an_update_that_fails_late_is_told_and_ends_the_training(
         assert_says(refusal(again))
 
 
+@pytest.mark.nightly
 def test_a_forward_that_is_cut_short_leaves_whole_updates(tmp_path: Path) -> None:
     run = stepped(tmp_path)
     handle = run.model.get_submodule("model.layers.1").register_forward_pre_hook(interrupt)
@@ -436,6 +445,7 @@ def test_a_forward_that_is_cut_short_leaves_whole_updates(tmp_path: Path) -> Non
     assert_bitwise(run.outcome(), plainly(2).outcome())
 
 
+@pytest.mark.nightly
 def test_a_recorded_step_ends_with_its_updates(tmp_path: Path) -> None:
     run = stepped(tmp_path)
     recorded(run)

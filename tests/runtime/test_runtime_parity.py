@@ -77,6 +77,7 @@ DISK = Placement(tier="disk")
 # --- every decision -------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(every=28)
 @every_device
 @pytest.mark.parametrize(
     ("name", "decision"),
@@ -94,6 +95,7 @@ def test_five_steps_match_plain_torch_bitwise(
     Scenario(model=name, units=decide).assert_like_plain(tmp_path, restored)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", FRACTIONAL, ids=["0", "1"])
 def test_fractional_schedules_cut_every_kind_of_transfer(schedule: Schedule) -> None:
     """The tests above run what they say: otherwise they would test less."""
@@ -161,6 +163,12 @@ TRAINERS: dict[str, tuple[Factory, Scheduler | None]] = {
 }
 
 
+@pytest.mark.nightly(
+    but=(
+        "disk-SGD in a cycle",
+        "disk-Adagrad",
+    )
+)
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("tier", ["disk", "host"])
 def test_five_steps_of_any_optimizer_match_plain_torch_bitwise(
@@ -175,6 +183,7 @@ def test_five_steps_of_any_optimizer_match_plain_torch_bitwise(
     ).assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["gpt2", "functional"])
 @pytest.mark.parametrize("drain", [None, 0.5])
 def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
@@ -301,6 +310,7 @@ def loads(run: Run, number: int, *, into: Scenario, plainly: bool) -> None:
     torch.set_rng_state(randomness)
 
 
+@pytest.mark.nightly(but=("plan-gpt2",))
 @pytest.mark.parametrize("model", ["gpt2", "masters"])
 @pytest.mark.parametrize("first", ["plan", "plain"])
 def test_states_go_from_plans_to_plain_training_and_back_bitwise(
@@ -334,6 +344,7 @@ def busy_with(tier: TierName = "disk", seed: int = 7) -> Callable[[Units], Units
     return lambda units: mixed(units, random.Random(seed), tier)
 
 
+@pytest.mark.nightly("emulated")
 @every_device
 def test_a_plan_that_keeps_everything_installs_nothing(tmp_path: Path) -> None:
     threads = threading.active_count()
@@ -348,6 +359,7 @@ def test_a_plan_that_keeps_everything_installs_nothing(tmp_path: Path) -> None:
     restored(run)
 
 
+@pytest.mark.nightly(every=3)
 @every_device
 @pytest.mark.parametrize("name", thinned(MODELS, every=4))
 def test_evaluation_between_steps_matches_plain_torch_bitwise(name: str, tmp_path: Path) -> None:
@@ -374,11 +386,13 @@ def with_closures(run: Run) -> None:
             run.optimizer.zero_grad()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("script", [looked_and_dropped, with_closures])
 def test_a_script_matches_plain_torch_bitwise(script: Script, tmp_path: Path) -> None:
     Scenario(model="llama", units=busy_with(), script=script).assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
     path, spill = tmp_path / "plan.yaml", tmp_path / "spill"
     asked = Scenario(model="llama", units=busy_with())
@@ -388,6 +402,7 @@ def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
     replace(asked, plan=lambda _: given).assert_like_plain(spill)
 
 
+@pytest.mark.nightly(but=("cuda",))
 @every_device
 def test_a_dropped_model_takes_its_lanes_with_it(tmp_path: Path) -> None:
     others = set(threading.enumerate())
@@ -412,6 +427,7 @@ AVERAGES: dict[str, Callable[[], Callable[..., None]]] = {
 }
 
 
+@pytest.mark.nightly("exponential-states0")
 @pytest.mark.parametrize(
     ("kind", "states"),
     thinned(tuple(AVERAGES), (DISK, Placement(tier="host"), PERSISTENT), every=2),

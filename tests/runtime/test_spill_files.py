@@ -141,6 +141,7 @@ def test_threads_use_ranges_that_share_blocks(tmp_path: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.nightly("64", "512")
 @pytest.mark.parametrize("shift", [0, 64, 512, 1000])
 def test_whole_blocks_move_from_and_to_the_callers_memory_where_it_suits(
     shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -175,6 +176,12 @@ FAULTS = [
 ]
 
 
+@pytest.mark.nightly(
+    but=(
+        "28-No space left on device-1",
+        "5-Input/output error-1",
+    )
+)
 @pytest.mark.parametrize("number", [1, 3, 6])
 @pytest.mark.parametrize(("code", "words"), FAULTS)
 def test_a_request_that_fails_is_one_error_and_the_file_goes_on(
@@ -331,6 +338,7 @@ def test_helpers_end_with_the_file(tmp_path: Path) -> None:
     assert helpers() == []
 
 
+@pytest.mark.nightly("emulated")
 @every_device
 def test_a_devices_bytes_pass_through_from_and_to_any_place(tmp_path: Path) -> None:
     backend, rng = Backend(device()), random.Random(5)

@@ -42,6 +42,7 @@ def up(model: nn.Module, layer: int) -> nn.Parameter:
     return model.get_parameter(f"model.layers.{layer}.mlp.up_proj.weight")
 
 
+@pytest.mark.nightly("emulated")
 @every_device
 def test_gradients_are_gone_before_those_of_earlier_blocks_come() -> None:
     run = start()

@@ -207,6 +207,7 @@ for count in (1, 2):
     SCRIPTS[f"restored, {count}"] = Row(restored_before_the_step, micro_batches=count)
 
 
+@pytest.mark.nightly(every=6)
 @every_device
 @pytest.mark.parametrize(("name", "tier"), thinned([*SCRIPTS], TIERS, every=2))
 def test_a_script_of_micro_batches_trains_like_plain_pytorch(
@@ -266,6 +267,7 @@ def test_other_numbers_of_micro_batches_than_planned_are_refused(
     run.optimizer.step()
 
 
+@pytest.mark.nightly("disk-emulated")
 @every_device
 @pytest.mark.parametrize("tier", TIERS)
 def test_forwards_and_backwards_out_of_order_are_refused(
@@ -283,6 +285,7 @@ def test_forwards_and_backwards_out_of_order_are_refused(
     run.optimizer.step()
 
 
+@pytest.mark.nightly("emulated")
 @every_device
 def test_a_smaller_batch_trains_and_a_larger_one_is_refused(
     tmp_path: Path, assert_says: Speaker
@@ -306,6 +309,7 @@ def test_a_smaller_batch_trains_and_a_larger_one_is_refused(
 # --- norms ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly("rounds0-disk-2.0-None-emulated", "rounds35-host-inf-False-emulated")
 @every_device
 @pytest.mark.parametrize(
     ("rounds", "tier", "norm_type", "foreach"),
@@ -361,6 +365,7 @@ def test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such(
     tried(script, tier=tier, speculate=speculate).assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly(every=6)
 @pytest.mark.parametrize(
     ("tier", "rounds", "clips", "fused"),
     thinned(TIERS, ROUNDS, [False, True], [False, True], every=2),
@@ -522,6 +527,12 @@ def swapping(
     return lambda units: decided(units, activations, states, schedule)
 
 
+@pytest.mark.nightly(
+    but=(
+        "False-cuda",
+        "True-cuda",
+    )
+)
 @every_device
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_generating_between_steps_changes_nothing(use_cache: bool, tmp_path: Path) -> None:
@@ -559,6 +570,12 @@ def failed_in_between(run: Run) -> None:
     loss.backward()
 
 
+@pytest.mark.nightly(
+    but=(
+        "contrasted-cuda",
+        "failed_in_between-cuda",
+    )
+)
 @every_device
 @pytest.mark.parametrize("use", [contrasted, failed_in_between])
 def test_a_backward_of_several_forwards_is_one_error(
@@ -588,6 +605,7 @@ def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:
     tried(contrasted_in_one, units=swapping(RECOMPUTE)).assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly(every=12)
 @every_device
 @pytest.mark.parametrize(
     ("lead", "looking"),
@@ -661,6 +679,7 @@ def preferred(run: Run) -> None:
         run.seen.append(loss.detach())
 
 
+@pytest.mark.nightly(every=3)
 @every_device
 @pytest.mark.parametrize(
     ("activations", "states"),

@@ -474,6 +474,7 @@ def tried(name: str, precision: str, *, offloads: bool, micro_batches: int = 1) 
     )
 
 
+@pytest.mark.nightly(every=5)
 @pytest.mark.parametrize(
     ("name", "precision", "offloads"),
     thinned(LOOPS, ["float32", "bfloat16"], [False, True], every=2),
@@ -484,6 +485,12 @@ def test_five_steps_match_plain_torch_bitwise(
     tried(name, precision, offloads=offloads).assert_like_plain(tmp_path)
 
 
+@pytest.mark.nightly(
+    but=(
+        "False-cuda",
+        "True-cuda",
+    )
+)
 @every_device
 @pytest.mark.parametrize("offloads", [False, True])
 def test_accumulated_steps_match_plain_torch_bitwise(offloads: bool, tmp_path: Path) -> None:
@@ -686,6 +693,7 @@ def test_logits_are_refused_after_the_forward() -> None:
         output["logits"].argmax(-1)
 
 
+@pytest.mark.nightly
 def test_where_states_wait_changes_no_bit(tmp_path: Path) -> None:
     """Plans with one form of the last part train alike, and near to plain PyTorch."""
 
@@ -862,6 +870,7 @@ def with_last(
     return without_freedom((*before, replace(part, activations=last)))
 
 
+@pytest.mark.nightly("bfloat16-Swap-Offload")
 @pytest.mark.parametrize(
     ("blocks", "states"),
     thinned([KEEP, RECOMPUTE, Activations(tier="disk")], [PERSISTENT, Placement(tier="disk")]),
@@ -883,6 +892,7 @@ def test_measured_bytes_in_place_match_predicted_in_every_slot(
         assert all(own - other <= SLACK_BYTES for own, other in zip(found, kept, strict=True))
 
 
+@pytest.mark.nightly("bfloat16-str-str-Offload1")
 @pytest.mark.parametrize(
     ("forms", "states"),
     thinned(
@@ -902,6 +912,7 @@ def test_measured_bytes_in_tiles_never_exceed_predicted(
     assert_within_the_promise(peaks(profile, units, tmp_path))
 
 
+@pytest.mark.nightly("bfloat16-exact")
 @pytest.mark.parametrize("allow", [(), ROUNDING], ids=["exact", "rounding"])
 def test_a_tight_budget_takes_it_and_stays_within_the_peak(
     allow: tuple[str, ...], profile: Profile, tmp_path: Path
@@ -947,6 +958,7 @@ def test_a_tight_budget_takes_it_and_stays_within_the_peak(
         assert ran.parameters_sha256 == expected.parameters_sha256
 
 
+@pytest.mark.nightly
 def test_estimates_have_the_forms_that_round() -> None:
     """Tensors without values tell as much: an MLP is told by operators, not by numbers."""
     sizes: Any = {"batch_size": 1, "seq_len": 128, "dtype": "float32"}

@@ -157,6 +157,7 @@ def plainly(name: str) -> tuple[list[float], str]:
     return run.seen, digest(model)
 
 
+@pytest.mark.nightly(by_day=3)
 @pytest.mark.parametrize("decisions", DECISIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_train_as_plain_torch_trains_what_peft_makes(
@@ -222,6 +223,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return profile_made(tmp_path_factory, f"adapters-{request.param}", make)
 
 
+@pytest.mark.nightly(every=10)
 @pytest.mark.parametrize(
     "decisions",
     [
@@ -247,6 +249,7 @@ def test_bytes_of_adapters_are_those_predicted(
     assert max(inner) <= SLACK_BYTES + FIRST_INPUT_BYTES
 
 
+@pytest.mark.nightly
 def test_a_scripts_own_checkpointing_takes_nothing_beside_the_plan(tmp_path: Path) -> None:
     """With it, outputs of frozen embeddings ask for gradients: GPT-2's dropout keeps its mask."""
     case = CASES["GPT-2"]
@@ -298,6 +301,7 @@ def measured_as(adapter: str, precision: Precision = "pure") -> tuple[nn.Module,
     return model, analyze_units(model, batch, discover(model, batch), precision=precision)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("adapter", ["r=2,bias=lora_only", "r=2,modules_to_save=input_layernorm"])
 def test_parameters_of_several_dtypes_stay_on_the_device(adapter: str) -> None:
     """A block's float32 adapters beside what PEFT trains in bfloat16; other units may move."""
@@ -308,6 +312,7 @@ def test_parameters_of_several_dtypes_stay_on_the_device(adapter: str) -> None:
     assert of_base.stays == {}
 
 
+@pytest.mark.nightly
 def test_float32_adapters_are_their_own_masters() -> None:
     """AdamW's two states alone; a copy that is bfloat16 has a master besides."""
     model, structure = measured_as("r=2,modules_to_save=lm_head", "master")

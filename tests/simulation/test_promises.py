@@ -81,6 +81,7 @@ def test_without_the_profile_the_peak_is_named_with_its_slot() -> None:
     assert whole == replace(first, where="the step's peak of tensors")
 
 
+@pytest.mark.nightly
 def test_run_says_what_took_more_and_fails_a_verification(
     tiny_llama: Path,
     tmp_path: Path,
@@ -122,6 +123,7 @@ def test_a_measured_profile_knows_how_its_steps_varied(
     assert profile.error_band == (min(found.low, found.planned), max(found.high, found.planned))
 
 
+@pytest.mark.nightly
 def test_the_range_of_a_profile_is_its_plans() -> None:
     measured = decoder_measured()
     assert measured.error_band == (0.9, 1.3)
@@ -159,6 +161,7 @@ def test_a_busy_machine_is_told() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_plan_and_show_print_the_range(tmp_path: Path) -> None:
     write_profile(decoder_measured(), tmp_path / "profile.yaml")
     text = " ".join(protrain("plan", "profile.yaml", folder=tmp_path).stdout.split())

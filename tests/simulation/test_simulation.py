@@ -496,6 +496,7 @@ def test_the_critical_path_covers_the_step_without_a_gap(seed: int) -> None:
     assert all(one.lane != other.lane for one, other in pairwise(path))
 
 
+@pytest.mark.nightly
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_moves_wait_only_for_moves_submitted_before(seed: int) -> None:
@@ -515,6 +516,7 @@ def test_moves_wait_only_for_moves_submitted_before(seed: int) -> None:
     assert set(graph) >= {("move", number) for number in range(len(program.moves))}
 
 
+@pytest.mark.nightly
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_every_fetch_is_ready_in_the_slot_that_it_serves(seed: int) -> None:
