@@ -32,8 +32,9 @@ from protrain_runtime.activations.recompute import (
 from protrain_runtime.activations.trees import Rebuild, is_value, leaves_in, taken_apart, tensors_in
 from protrain_runtime.devices import device as devices
 
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
-"""Names that are no attributes of the user's; a planned or watched module has its forward there."""
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward", "dynamo_ctx"}
+"""Names that are no attributes of the user's: a planned or watched module has its forward there, a
+compiled one its compiler, which notes that it has run."""
 
 _VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
