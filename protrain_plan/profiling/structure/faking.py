@@ -127,6 +127,10 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
             real = tensors_in(self._real(func, args, kwargs))
             for tensor, found in zip(made, real, strict=True):
                 setattr(tensor, _ATTRIBUTE, _Known(found))
+        elif func is aten.random_.default and made[0].dim() == 0:
+            with unset_fake_temporarily():  # a seed, which a DataLoader draws: any will do
+                seed = torch.zeros((), dtype=made[0].dtype)
+            setattr(made[0], _ATTRIBUTE, _Known(seed))
         elif traits.writes:
             for tensor in written_arguments(func, args, kwargs):
                 value = self.value(tensor)
