@@ -406,10 +406,9 @@ def plan(
         if beside is not None:
             write_profile(question.profile, beside)
         write_plan(answer.solved.plan, target)
-    paths = filter(None, (beside, output))
-    explanation = fixed.explained(answer)
-    best = None if explanation is None else _best_change(answer, model.no_cache, quiet=as_json)
-    written = tuple(paths)
+    explanation, asks_for_fastest = fixed.explained(answer), fixed.explain and not given(wanted)
+    best = _best_change(answer, model.no_cache, quiet=as_json) if asks_for_fastest else None
+    written = tuple(filter(None, (beside, output)))
     _show(answer, explanation, best, written, file, wanted.maximize, as_json=as_json)
     if answer.infeasible is not None:
         raise typer.Exit(3)

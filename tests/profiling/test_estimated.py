@@ -123,7 +123,15 @@ def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
     page.print(profile_text(profile, Path("profile.yaml")))
     assert isinstance(page.file, StringIO)
     lines = page.file.getvalue().splitlines()
-    assert lines[0].split() == ["module", "params", "states", "kept", "input", "forward", "backward"]
+    assert lines[0].split() == [
+        "module",
+        "params",
+        "states",
+        "kept",
+        "input",
+        "forward",
+        "backward",
+    ]
     names = [line.split()[0] for line in takewhile(str.strip, lines[1:])]
     assert names[:2] == ["model.embed_tokens", "model.layers.0"]
     assert "model.norm," in names  # lm_head and the loss
