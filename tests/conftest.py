@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 # A lane's waiting threads must not spin on the processors that compute; the profiler's allocator
@@ -44,8 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kills, places = {one.test for one in mutations.ALL}, Counter[str]()
     for item in items:
         test, _, case = item.nodeid.partition("[")
-        mark = item.get_closest_marker("nightly")
-        if mark and item.nodeid not in kills and _at_night(mark, case[:-1], places[test]):
+        marks = item.iter_markers("nightly") if item.nodeid not in kills else ()
+        if any(_at_night(mark, case[:-1], places[test]) for mark in marks):
             item.add_marker(pytest.mark.slow)
         places[test] += 1
     number, count = map(int, config.getoption("--shard").split("/"))
@@ -62,7 +63,8 @@ def _at_night(mark: pytest.Mark, case: str, place: int) -> bool:
         case {"every": step}:
             return bool(place % step == step - 1)
         case _:
-            return not mark.args or case in mark.args
+            names = mark.args
+            return not names or case in names or any(fnmatch(case, name) for name in names)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -140,7 +140,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.nightly(every=4)
+@pytest.mark.nightly(by_day=2)
 @ranks_on_every_device_at_night
 @pytest.mark.parametrize(
     "name",

@@ -111,7 +111,7 @@ def on_host(
 # --- everything that a training run may combine ---------------------------------------------------
 
 
-@pytest.mark.nightly(by_day=2)
+@pytest.mark.nightly("emulated-*")
 @pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])
 def test_rows_of_the_parity_matrix_match_plain_torch_bitwise(row: Row, tmp_path: Path) -> None:
     """Decisions, tiers, micro-batches, clipping, scaling, precisions, adapters, resuming."""
@@ -208,7 +208,7 @@ def changes_between_steps(run: Run) -> None:
     run.step(9)
 
 
-@pytest.mark.nightly(every=6)
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize(
     ("activations", "states"),
     thinned(
@@ -287,7 +287,7 @@ def views_held(
     return change
 
 
-@pytest.mark.nightly(every=27)
+@pytest.mark.nightly("emulated-re*")
 @pytest.mark.parametrize(
     ("activations", "states", "lead", "reader", "first", "in_graph"),
     thinned(

@@ -86,7 +86,7 @@ def test_states_that_are_edited_between_steps_are_those_of_plain_pytorch(
     tried(script, updates, overlap=overlap, factory=AMSGRAD).assert_like_plain(tmp_path)
 
 
-@pytest.mark.nightly(by_day=2)
+@pytest.mark.nightly(by_day=3)
 @every_device
 @pytest.mark.parametrize("name", ["replaced", "zeroed", "exchanged", "looked_at"])
 def test_states_are_edited_alike_on_every_device(name: str, tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_parameter_that_changes_its_group_has_the_options_of_the_new_one(
 # --- gradients ------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=4)
 @every_device
 @pytest.mark.parametrize("name", USES)
 def test_gradients_that_wait_are_used_as_in_plain_pytorch(name: str, tmp_path: Path) -> None:

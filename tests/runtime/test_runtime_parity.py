@@ -77,7 +77,7 @@ DISK = Placement(tier="disk")
 # --- every decision -------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly(every=28)
+@pytest.mark.nightly("str-Recompute_*-emulated", "str-SwapInput_*-emulated")
 @every_device
 @pytest.mark.parametrize(
     ("name", "decision"),
@@ -359,7 +359,7 @@ def test_a_plan_that_keeps_everything_installs_nothing(tmp_path: Path) -> None:
     restored(run)
 
 
-@pytest.mark.nightly(every=3)
+@pytest.mark.nightly(by_day=2)
 @every_device
 @pytest.mark.parametrize("name", thinned(MODELS, every=4))
 def test_evaluation_between_steps_matches_plain_torch_bitwise(name: str, tmp_path: Path) -> None:
