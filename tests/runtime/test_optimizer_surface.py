@@ -86,7 +86,7 @@ def test_states_that_are_edited_between_steps_are_those_of_plain_pytorch(
     tried(script, updates, overlap=overlap, factory=AMSGRAD).assert_like_plain(tmp_path)
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(but=("zeroed-cpu",))
 @every_device
 @pytest.mark.parametrize("name", ["replaced", "zeroed", "exchanged", "looked_at"])
 def test_states_are_edited_alike_on_every_device(name: str, tmp_path: Path) -> None:
