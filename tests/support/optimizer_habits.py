@@ -69,7 +69,7 @@ def exchanged(run: Run) -> None:
     for parameter in parameters(run):
         state = run.optimizer.state[parameter]
         state["exp_avg"] = torch.full_like(state["exp_avg"], 1e-3)
-        state["step"] = torch.tensor(7.0)
+        state["step"] = torch.full_like(state["step"], 7.0)  # a fused step counts on its device
 
 
 def given(run: Run) -> None:
