@@ -264,7 +264,7 @@ def test_a_whole_one_loads(checkpoint: Path, training: Training) -> None:
     assert list(differences(again.state(), training.state(), "")) == []
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @pytest.mark.parametrize("stride", [61, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_refused_before_anything_changes(
     stride: int, training: Training, checkpoint: Path

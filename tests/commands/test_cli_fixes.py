@@ -350,7 +350,7 @@ def succeed(command: str) -> None:
     assert code == 0, told
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("row", rows(PROFILES), ids=str)
 def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
     before, after = (f"profile {each} --on cpu -o made.yaml" for each in row.split(" => "))
@@ -358,7 +358,7 @@ def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says:
     succeed(after)
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("row", rows(COMMANDS), ids=str)
 def test_a_command_succeeds_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
     before, after = row.split(" => ")
@@ -491,7 +491,7 @@ CHECKS: dict[str, Checked] = {
 }
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_passes_when_the_message_is_followed(
     name: str, tmp_path: Path, assert_says: Speaker

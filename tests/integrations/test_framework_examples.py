@@ -60,7 +60,7 @@ def is_public(module: str, name: str) -> bool:
     )
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @pytest.mark.parametrize("file", sorted(ROOT.glob("examples/**/*.py")), ids=lambda file: file.stem)
 def test_an_example_imports_what_is_public(file: Path) -> None:
     found = imports(ast.parse(file.read_text(encoding="utf-8")))

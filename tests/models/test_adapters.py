@@ -20,7 +20,7 @@ from tests.support.messages import Speaker
 # --- texts ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize(
     ("text", "lora", "option", "recorded"),
     [
@@ -83,7 +83,7 @@ def test_a_record_of_before_says_adapters_in_the_dtype_of_their_layers() -> None
     assert "--lora r=16,dtype=base" in command
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize(
     "text",
     [
@@ -164,7 +164,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @pytest.mark.parametrize("text", OPTIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_with_adapters_is_the_one_that_peft_makes(text: str, dtype: DType) -> None:

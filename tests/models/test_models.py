@@ -55,7 +55,7 @@ def asked(name: str) -> ProfileRequest:
     return request
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
 def test_presets_have_the_published_number_of_parameters(preset: Preset) -> None:
     model = load_source(preset.name).build(dtype="bfloat16", device="meta")

@@ -47,7 +47,7 @@ def assert_like_plain(name: str, *plans: PlanName, optimizer: str = "adamw") -> 
     assert [(one.kind, one.text) for one in found] == [("like plain", "")] * len(plans)
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("name", ZOO)
 def test_every_parameter_is_in_one_unit(name: str) -> None:
     model, batches = ZOO[name].make()
@@ -81,7 +81,7 @@ def test_a_block_that_the_loss_does_not_depend_on_keeps_what_it_saves(tmp_path: 
     assert kept == ["model.vision_tower.encoder.layers.2"]
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("optimizer", thinned(tuple(OPTIMIZERS)))
 def test_every_optimizer_like_plain(optimizer: str) -> None:
     assert_like_plain("pyramid", "recomputed", optimizer=optimizer)

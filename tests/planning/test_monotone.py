@@ -49,7 +49,7 @@ def with_link(problem: Problem, rng: random.Random) -> Problem:
     return replace(problem, profile=replace(problem.profile, hardware=faster))
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize(("change", "seed"), thinned([with_memory, with_link], range(24), every=12))
 def test_no_plan_gets_slower_with_more(change: Change, seed: int, *, several: bool) -> None:

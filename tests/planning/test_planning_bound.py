@@ -83,7 +83,7 @@ def test_static_bytes_are_those_of_leads_and_drains_of_zero(seed: int, *, severa
     assert max(slots) == max(least)
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize(("seed", "several"), thinned(range(40), [False, True], every=6))
 def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, several: bool) -> None:
     rng = random.Random(seed)
@@ -114,7 +114,7 @@ def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, severa
     assert evaluation
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 13])
 def test_windows_hold_every_slot_once_in_order(count: int, size: int) -> None:
@@ -209,7 +209,7 @@ def test_whole_numbers_raise_the_bound_and_plans_stay_above_it() -> None:
     assert before * 1.02 < bound <= planned().plan.prediction.step_seconds
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize(("seed", "several"), thinned(range(60), [False, True], every=6))
 def test_no_plan_is_faster_than_the_bound_over_whole_numbers(seed: int, *, several: bool) -> None:
     """Ranks, clipping, micro-batches, both tiers; budgets are those that a random plan takes."""

@@ -136,7 +136,7 @@ def few_decisions(problem: Problem) -> Problem:
     return problem.with_options(left)
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("devices", "p", "chunks", "num_units", "host"),

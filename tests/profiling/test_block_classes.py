@@ -93,7 +93,7 @@ class Loop(nn.Module):
         return x.square().sum()
 
 
-@pytest.mark.nightly(by_day=8)
+@pytest.mark.nightly(by_day=16)
 @pytest.mark.parametrize("outside", OUTSIDE)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_units_in_a_loop_with_residuals_are_equal_to_the_byte(block: str, outside: str) -> None:

@@ -113,7 +113,7 @@ TWO_RULES = [
 ]
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("shapes", TWO_RULES, ids=str)
 @pytest.mark.parametrize(
     "flags", RULES, ids=lambda flags: "-".join(k for k, v in flags.items() if v)

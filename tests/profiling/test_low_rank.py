@@ -72,7 +72,7 @@ PRODUCTS: dict[str, tuple[Callable[[], object], bool]] = {
 }
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_an_inner_dimension_that_is_small_for_the_result_makes_a_low_rank_product(
     name: str,
@@ -84,7 +84,7 @@ def test_an_inner_dimension_that_is_small_for_the_result_makes_a_low_rank_produc
     assert told.found == [expected]
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("machine", hardware_names())
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.0), (torch.float32, 1.45)])
 def test_a_low_rank_product_takes_about_as_long_as_an_addition(

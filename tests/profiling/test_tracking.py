@@ -137,7 +137,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("name", EXACT)
 def test_operators_take_the_workspace_that_the_table_says(name: str) -> None:
     operator, *args = EXACT[name]
@@ -175,7 +175,7 @@ BOUNDED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_kernels_that_choose_their_scratch_memory_stay_below_the_bound(name: str) -> None:
     operator, *args = BOUNDED[name]
@@ -184,7 +184,7 @@ def test_kernels_that_choose_their_scratch_memory_stay_below_the_bound(name: str
     assert fake.peak_bytes >= real.peak_bytes
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("name", [*EXACT, *BOUNDED])
 def test_operators_take_what_they_take_on_the_machine_at_hand(name: str) -> None:
     operator, *args = {**EXACT, **BOUNDED}[name]

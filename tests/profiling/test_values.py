@@ -145,7 +145,7 @@ def _geometry(given: Tensor, result: Any) -> list[object]:
     ]
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("differentiable", [False, True])
 def test_a_repeated_call_gives_what_pytorch_gives(name: str, differentiable: bool) -> None:

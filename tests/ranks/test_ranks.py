@@ -140,7 +140,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @ranks_on_every_device_at_night
 @pytest.mark.parametrize(
     "name",

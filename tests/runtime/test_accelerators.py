@@ -208,7 +208,7 @@ def changes_between_steps(run: Run) -> None:
     run.step(9)
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize(
     ("activations", "states"),
     thinned(

@@ -345,7 +345,7 @@ def interrupted_at(slot: int, folder: Path, *, clipped: bool) -> Run:
     return run
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @every_device
 @pytest.mark.parametrize(
     ("slot", "clipped"),

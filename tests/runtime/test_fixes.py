@@ -757,7 +757,7 @@ FIXES = {
 }
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @pytest.mark.parametrize("name", thinned([*FIXES], every=2))
 def test_a_loop_trains_when_the_message_is_followed(
     name: str, tmp_path: Path, assert_says: Speaker
@@ -935,7 +935,7 @@ GIVEN: dict[str, Callable[[Path, bool], Run]] = {
 """Arguments that `prepare` refuses, and the same as the message says (`followed`)."""
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @pytest.mark.parametrize("name", GIVEN)
 def test_prepare_takes_what_its_message_says(
     name: str, tmp_path: Path, assert_says: Speaker
@@ -1123,7 +1123,7 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
 """Uses that `prepare` or the first steps refuse, and the same as the message says."""
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_trains_when_the_message_is_followed(
     name: str, tmp_path: Path, assert_says: Speaker

@@ -89,7 +89,7 @@ def attention_of(args: Any, kwargs: Any) -> list[str]:
     return seen
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("seed", thinned(range(24), every=4))
 def test_attention_is_replaced_however_it_is_called(seed: int) -> None:
     rng = random.Random(seed)

@@ -158,7 +158,7 @@ def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> No
     assert 0 <= shared - HIDDEN_BYTES < SLACK_BYTES
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @pytest.mark.parametrize(
     ("activations", "states"),
     [

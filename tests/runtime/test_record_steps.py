@@ -76,7 +76,7 @@ def at_random(units: Units) -> Units:
     return mixed(units, random.Random(7), "disk", "host")
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @every_device
 @pytest.mark.parametrize("updates", ["in backward", "after backward"])
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -51,7 +51,7 @@ def trained(shape: Shape, *decision: Any, **options: Any) -> Scenario:
     )
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @every_device
 @pytest.mark.parametrize("form", RECOMPUTED)
 @pytest.mark.parametrize("swaps", [False, True])
@@ -66,7 +66,7 @@ def test_running_statistics_are_updated_once_where_a_block_is_recomputed(
     assert {name: id(buffer) for name, buffer in run.model.named_buffers()} == buffers
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @every_device
 @pytest.mark.parametrize("form", RECOMPUTED)
 def test_products_that_were_swapped_may_be_written_to(form: Form, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ class WithLossesAside(nn.Module):
 ASIDE = Subject(WithLossesAside, lambda number: tokens(number) % 50)
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @every_device
 @pytest.mark.parametrize(
     ("activations", "states"),

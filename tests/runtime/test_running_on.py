@@ -115,7 +115,7 @@ def clipped_by_turns(run: Run) -> None:
         run.update()
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize(
     ("tier", "overlap", "name"),
     thinned(["disk", "host"], [True, False], sorted(OPTIMIZERS), every=3),
@@ -310,7 +310,7 @@ def plainly(num_steps: int) -> Run:
     return run
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @every_device
 @pytest.mark.parametrize("schedule", [AHEAD, LATE], ids=["in the order of backward", "late"])
 @pytest.mark.parametrize("updates", ["in backward", "after backward"])
@@ -356,7 +356,7 @@ READERS: dict[str, Callable[[Run, Path], dict[str, Tensor]]] = {
 }
 
 
-@pytest.mark.nightly(by_day=4)
+@pytest.mark.nightly(by_day=8)
 @every_device
 @pytest.mark.parametrize("reader", READERS)
 def test_whoever_reads_between_steps_reads_what_is_updated(reader: str, tmp_path: Path) -> None:

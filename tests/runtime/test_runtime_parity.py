@@ -359,7 +359,7 @@ def test_a_plan_that_keeps_everything_installs_nothing(tmp_path: Path) -> None:
     restored(run)
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @every_device
 @pytest.mark.parametrize("name", thinned(MODELS, every=4))
 def test_evaluation_between_steps_matches_plain_torch_bitwise(name: str, tmp_path: Path) -> None:

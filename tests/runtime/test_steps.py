@@ -208,7 +208,7 @@ for count in (1, 2):
 
 
 @pytest.mark.nightly("*emulated*")
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @every_device
 @pytest.mark.parametrize(("name", "tier"), thinned([*SCRIPTS], TIERS, every=2))
 def test_a_script_of_micro_batches_trains_like_plain_pytorch(
@@ -366,7 +366,7 @@ def test_a_gradient_that_its_owner_removed_or_replaced_counts_as_such(
     tried(script, tier=tier, speculate=speculate).assert_like_plain(tmp_path)
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize(
     ("tier", "rounds", "clips", "fused"),
     thinned(TIERS, ROUNDS, [False, True], [False, True], every=2),
@@ -606,7 +606,7 @@ def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:
     tried(contrasted_in_one, units=swapping(RECOMPUTE)).assert_like_plain(tmp_path)
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @every_device
 @pytest.mark.parametrize(
     ("lead", "looking"),
@@ -680,7 +680,7 @@ def preferred(run: Run) -> None:
         run.seen.append(loss.detach())
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @every_device
 @pytest.mark.parametrize(
     ("activations", "states"),

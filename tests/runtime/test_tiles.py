@@ -474,7 +474,7 @@ def tried(name: str, precision: str, *, offloads: bool, micro_batches: int = 1) 
     )
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize(
     ("name", "precision", "offloads"),
     thinned(LOOPS, ["float32", "bfloat16"], [False, True], every=2),

@@ -418,7 +418,7 @@ def narrow(shapes: Sequence[tuple[int, ...]], *, wide: tuple[int, ...] = ()) -> 
     ]
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("room", [0, 3000, 10**6])
 def test_masters_in_batches_are_one_optimizer_over_float32_copies_bitwise(
@@ -461,7 +461,7 @@ def most_besides(step: Callable[[], None]) -> int:
     return segment.peak_bytes - segment.start_bytes
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "nadam", "adamw foreach"])
 @pytest.mark.parametrize("room", [0, 5000, 22_980])
 def test_a_step_on_masters_stays_within_the_room_that_is_counted(name: str, room: int) -> None:
