@@ -306,9 +306,9 @@ def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
     may_be_absent = ("host peak", "disk peak", "first step", "clipped step")
     for name, number, in_bytes in numbers:
         before, after = number(old.prediction), number(new.prediction)
-        if not (before or after) and name in may_be_absent:
+        if name in may_be_absent and not (before or after):
             continue
-        if not in_bytes:  # 0: it takes as long as every step
+        if name in may_be_absent and not in_bytes:  # 0: it takes as long as every step
             before = before or old.prediction.step_seconds
             after = after or new.prediction.step_seconds
         yield Amount(name=name, before=before, after=after, in_bytes=in_bytes)

@@ -13,9 +13,8 @@ from protrain_plan.planning.questions.allowance import EXPANDABLE_MOST
 from protrain_plan.planning.questions.cells import MEMORY, WORTH
 from protrain_plan.presentation.plans import (
     ALLOCATED,
-    best_change,
+    change_text,
     facts_of,
-    gain_text,
     headroom_text,
     other_results,
     spared_disk,
@@ -352,10 +351,10 @@ def _limits(row: Row) -> list[str]:
         return [row["binds"], f"to make it fit, {row['advice'][0]}"]
     if row["pipeline"]:
         return [row["binds"]]
-    if best := row.get("best_change"):
-        change = gain_text(best["change"], row["tokens_per_second"], best["tokens_per_second"])
-    else:
-        change = best_change(row["peak_bytes"], row["plain_device_bytes"], row["budget_bytes"])
+    best = row.get("best_change")
+    gained = best and (best["change"], row["tokens_per_second"], best["tokens_per_second"])
+    sizes = row["peak_bytes"], row["plain_device_bytes"], row["budget_bytes"]
+    change = change_text(*sizes, gained=gained)
     return [f"limited by {row['binds']}", change]
 
 

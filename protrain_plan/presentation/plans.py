@@ -71,19 +71,26 @@ def other_results(plan: Plan) -> list[str]:
     return lines
 
 
-def best_change(peak: TierBytes, plain_bytes: int, budget_bytes: int) -> str:
-    """Name the change that helps a plan most; `plain_bytes` are what plain PyTorch would need."""
+def change_text(
+    peak: TierBytes,
+    plain_bytes: int,
+    budget_bytes: int,
+    *,
+    gained: tuple[str, float, float] | None = None,
+) -> str:
+    """Name the change that helps a plan most; `plain_bytes` are what plain PyTorch would need.
+
+    `gained` is the change that gains most, with tokens per second before and after, if known.
+    """
+    if gained is not None:
+        change, before, after = gained
+        return f"{change}: {before:,.0f} -> {after:,.0f} tokens/s"
     if peak.disk:
         return f"{format_bytes(peak.disk)} more memory would replace the disk"
     if plain_bytes > budget_bytes:
         size = format_bytes(plain_bytes)
         return f"with {size} of device memory, nothing would be moved or computed twice"
     return "only a larger batch or a faster device gives more tokens per second"
-
-
-def gain_text(change: str, before: float, after: float) -> str:
-    """Say what a change gains, in tokens per second."""
-    return f"{change}: {before:,.0f} -> {after:,.0f} tokens/s"
 
 
 def solved_text(
@@ -310,10 +317,11 @@ def answer_text(
     problem = problem_of(solved, answer.question.problems())
     is_busy = not answer.report.stall_by_cause and all(u.activations == KEEP for u in plan.units)
     plain = 0 if is_busy else plain_bytes(problem)
-    change = best_change(plan.prediction.peak_bytes, plain, plan.budgets.device)
+    gained = None
     if best is not None and answer.tokens_per_s:
-        change = gain_text(best.cell.words, answer.tokens_per_s, best.tokens_per_s)
-    limits = (waits, change)
+        gained = best.cell.words, answer.tokens_per_s, best.tokens_per_s
+    peak, budget = plan.prediction.peak_bytes, plan.budgets.device
+    limits = (waits, change_text(peak, plain, budget, gained=gained))
     shown = solved_text(solved, profile, *paths, limits=limits)
     return Group(shown, *map(Text, (*notes, *details)))
 

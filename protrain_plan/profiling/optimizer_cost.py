@@ -344,7 +344,7 @@ _MAKERS = (
     *("new_", "zeros", "ones", "empty", "full", "rand"),
     *("clone", "copy", "_to_copy", "detach", "lift"),
 )
-"""How names of operators begin that make a state, or copy one."""
+"""Prefixes of the names of operators that make or copy a state."""
 _VIEWS = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "alias"}
 """Names of operators that only look at a matrix from another side."""
 

@@ -122,6 +122,7 @@ above `WIDE`. Of a 1B on a card of 6 GiB, the first three closed nothing, and th
 to 13 %."""
 
 WIDE = 0.1
+"""The part of the bound above which a gap is worth more rounds."""
 
 PROMISING = 1.01
 """Numbers are tried whose value is at most so many times the least known."""
@@ -253,15 +254,15 @@ class _Planning:
 
     def solve(self, hints: Sequence[Hint]) -> Evaluation:
         """The best plan of all stages."""
-        known: list[Evaluation] = []
+        fits = False
         for hint in hints:
             if choice := self.problem.known_choice((u.activations, u.states) for u in hint):
-                known += filter(None, [self.evaluator.evaluate(choice, paces=PACES)])
-        for one in known:
-            self._keep(one)
+                found = self.evaluator.evaluate(choice, paces=PACES)
+                fits = fits or found is not None
+                self._keep(found)
         if isfinite(self.effort.below_s) or self.effort.enough_s is not None:
             self._find_bound()
-            if self._in_vain() or (known and self._is_like_the_known()):
+            if self._in_vain() or (fits and self._is_like_the_known()):
                 return self.best
         self._try_plain()
         compared = False
