@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from itertools import product
+from math import factorial
 
 import pytest
 
@@ -11,10 +12,12 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.descending import Descent
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.layouts import (
+    MOST_RUNS,
     choice_of,
     decided,
     layout_of,
     layouts_near,
+    orders,
 )
 from protrain_runtime.contract.records.plan import Budgets
 from tests.support.planning_cases import MB, decoder, gpu
@@ -66,6 +69,27 @@ def test_a_layout_beyond_the_budgets_is_repaired(device: int, host: int) -> None
         if problem.fits(choice_of(problem, layout)):
             assert repaired == layout
     assert any(descent.repaired(one) for one in layouts_near(problem, amounts_of(problem)))
+
+
+def test_other_orders_have_the_same_numbers_and_are_taken_where_the_walk_is_faster() -> None:
+    problem = problem_of()
+    descent = Descent(problem, Evaluator(problem), Counting(problem, window=2).relax(), seed=0)
+    changed = 0
+    for layout in filter(None, map(descent.repaired, layouts_near(problem, amounts_of(problem)))):
+        for group, pair in enumerate(layout):
+            for kind, row in enumerate(pair):
+                others = list(orders(layout, group, kind))
+                few = 1 < len(row.runs) <= MOST_RUNS
+                assert len(set(others)) == few * (2 * factorial(len(row.runs)) - 1)
+                assert layout not in others
+                assert all(numbers(other) == numbers(layout) for other in others)
+        best = descent.reordered(layout)
+        assert numbers(best) == numbers(layout)
+        if best != layout:
+            changed += 1
+            before, after = (descent.walked(choice_of(problem, one)) for one in (layout, best))
+            assert after < before
+    assert changed
 
 
 @pytest.mark.nightly

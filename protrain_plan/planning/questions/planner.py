@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from math import inf, isfinite
 
 from protrain_plan.garbage import collected_seldom
@@ -122,7 +123,15 @@ above `WIDE`. Of a 1B on a card of 6 GiB, the first three closed nothing, and th
 to 13 %."""
 
 WIDE = 0.1
-"""The part of the bound above which a gap is worth more rounds."""
+"""The part of the bound above which a gap is worth a longer search."""
+
+REORDERED = 32
+"""Units up to which a wide gap lets the runs of layouts be tried in other orders, of which no
+relaxation knows: 50 plans of models with 18 to 30 units became 2.1 % faster in the mean and 22 at
+best, in twice the time; of ten larger models, one gained 2 %."""
+
+ORDERS = 2
+"""Rounds of other orders."""
 
 PROMISING = 1.01
 """Numbers are tried whose value is at most so many times the least known."""
@@ -250,6 +259,7 @@ class _Planning:
         self.evaluator.stopped = effort.spent  # from here on there is a plan
         self.best: Evaluation = first
         self.staying: Evaluation | None = None  # moves nothing, where keeping everything fits
+        self.found: dict[Layout, float] = {}  # seconds of plans at the end of steps downhill
         self.stages: list[SearchStage] = []  # that have ended
 
     def solve(self, hints: Sequence[Hint]) -> Evaluation:
@@ -266,7 +276,7 @@ class _Planning:
                 return self.best
         self._try_plain()
         compared = False
-        for stage in (self._descend, self._prove, self._improve):
+        for stage in (self._descend, self._prove, self._improve, self._reorder):
             if self._staying_will_do(self.bound) or self._good_enough() or self._in_vain():
                 break
             is_slower = self.best.seconds >= self.effort.below_s * (1 + TOLERANCE)
@@ -382,6 +392,10 @@ class _Planning:
     def _good_enough(self) -> bool:
         return self.best.seconds <= self._enough_s
 
+    def _is_wide(self) -> bool:
+        """Whether the gap is worth a longer search."""
+        return self.best.seconds > self.bound * (1 + WIDE)
+
     def _in_vain(self) -> bool:
         """No plan is as fast as it has to be, up to the gap asked for."""
         nearly = self.bound * (1 + self.effort.gap_target)
@@ -451,10 +465,17 @@ class _Planning:
         """Steps downhill from the layouts that look fastest."""
         walked = {one: self.descent.walked(choice_of(self.problem, one)) for one in self._starts()}
         most = self.walks // (2 * DESCENTS)
-        for layout in sorted(walked, key=lambda one: walked[one])[:DESCENTS]:
-            if not self._good_enough():
-                self._keep(self.descent.descended(layout, most=most, enough_s=self._enough_s))
+        self._go_down(sorted(walked, key=lambda one: walked[one])[:DESCENTS], most)
         self._polish("steps downhill")
+
+    def _go_down(self, layouts: Iterable[Layout], most: int) -> None:
+        """Steps downhill from each of the layouts, in up to `most` walks."""
+        for layout in layouts:
+            if not self._good_enough():
+                found = self.descent.descended(layout, most=most, enough_s=self._enough_s)
+                if found:
+                    self.found[layout_of(self.problem, found.choice)] = found.seconds
+                self._keep(found)
 
     def _prove(self) -> None:
         """Lift the bound: numbers that promise more, until what they promise is what they take."""
@@ -474,7 +495,7 @@ class _Planning:
         in_vain = 0
         for _ in range(ROUNDS):
             gap_s = self.best.seconds - self.bound
-            patience = IN_VAIN[gap_s > WIDE * self.bound]
+            patience = IN_VAIN[self._is_wide()]
             if self._good_enough() or self.effort.spent() or in_vain >= patience:
                 break
             numbers = counting.promising(self.effort.gap_target / 4)
@@ -505,9 +526,19 @@ class _Planning:
         self.descent.pace = self.best.pace
         is_loose = self.best.seconds > self.bound * (1 + LOOSE)
         most = 2 * self.walks if is_loose else self.walks // 4
-        layout = layout_of(self.problem, self.best.choice)
-        self._keep(self.descent.descended(layout, most=most, enough_s=self._enough_s))
+        self._go_down([layout_of(self.problem, self.best.choice)], most)
         self._polish("steps downhill from the best plan")
+
+    def _reorder(self) -> None:
+        """Steps downhill from the plans found, with the runs of their layouts in other orders."""
+        for _ in range(ORDERS):
+            if self.problem.count > REORDERED or not self._is_wide():
+                break
+            near = sorted(self.found, key=lambda one: self.found[one])
+            others = dict.fromkeys(self.descent.reordered(one) for one in near)
+            starts = islice((one for one in others if one not in self.found), DESCENTS)
+            self._go_down(starts, self.walks)
+            self._polish("other orders")
 
 
 def status_of(gap: float, effort: Effort) -> Status:

@@ -7,13 +7,21 @@ lack it.
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
 
 from protrain_plan.planning.model.counting import Layout, Prices, Row
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
-from protrain_plan.planning.search.layouts import Exchange, choice_of, decided, exchanges, steps
+from protrain_plan.planning.search.layouts import (
+    Exchange,
+    choice_of,
+    decided,
+    exchanges,
+    orders,
+    steps,
+)
 from protrain_plan.planning.search.pacing import PLAIN, Pace
 from protrain_runtime.contract.program.implications import (
     ActivationOption,
@@ -141,6 +149,18 @@ class Descent:
             more += standing_bytes(options(place)[one.into], need.slot)
             more -= standing_bytes(options(place)[one.option], need.slot)
         return more / 3
+
+    # Orders
+
+    def reordered(self, layout: Layout) -> Layout:
+        """The layout with the runs of each row in the order that the walk finds fastest."""
+        value = self.walked(choice_of(self.problem, layout))
+        for group, kind in product(range(len(layout)), (1, 0)):
+            for other in orders(layout, group, kind):
+                seconds = self.walked(choice_of(self.problem, other), value)
+                if seconds < value * (1 - LESS):
+                    layout, value = other, seconds
+        return layout
 
     # Steps downhill
 

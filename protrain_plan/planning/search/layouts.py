@@ -8,12 +8,15 @@ finds is short enough to be read.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import pairwise, permutations, product
 from typing import NamedTuple
 
 from protrain_plan.planning.model.counting import Amounts, Layout, Row
 from protrain_plan.planning.model.options import Decision
 from protrain_plan.planning.model.problem import Choice, Problem
+
+MOST_RUNS = 4
+"""Runs of a row whose orders are tried: of four, 24 orders."""
 
 
 @lru_cache(maxsize=10_000)
@@ -110,6 +113,15 @@ def _with_row(layout: Layout, group: int, kind: int, row: Row) -> Layout:
     first, second = layout[group]
     pair = (first, row) if kind else (row, second)
     return (*layout[:group], pair, *layout[group + 1 :])
+
+
+def orders(layout: Layout, group: int, kind: int) -> Iterator[Layout]:
+    """Layouts with one row's runs in other orders, or spread; none of a row of many runs."""
+    row = layout[group][kind]
+    if 2 <= len(row.runs) <= MOST_RUNS:
+        for runs, spread in product(permutations(row.runs), (False, True)):
+            if (other := Row(runs, spread)) != row:
+                yield _with_row(layout, group, kind, other)
 
 
 def exchanges(
