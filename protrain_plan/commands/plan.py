@@ -504,14 +504,14 @@ def _show(
     from rich.console import Group
 
     from protrain_plan.commands.output import show
+    from protrain_plan.presentation.grids import change_json
     from protrain_plan.presentation.plans import answer_json, answer_text
     from protrain_plan.presentation.terminal import fields_of
     from protrain_plan.presentation.trainer_files import advice, file_json, file_text
 
     data = answer_json(answer, explanation)
     if best is not None:
-        gained = {"tokens_per_second": best.tokens_per_s, "before": answer.tokens_per_s}
-        data["best_change"] = {"change": best.cell.words, **gained}
+        data["best_change"] = change_json(best, answer)
     text = answer_text(answer, explanation, *written, best=best)
     profile = answer.question.profile
     if maximize is not None and answer.solved is not None:

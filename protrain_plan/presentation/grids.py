@@ -67,13 +67,14 @@ def row_of(one: "Tried") -> Row:
     row["notes"] += spared_disk(fit.solved) if fit.solved and not fit.solved.uses_disk else []
     if one.helps:
         changes = sorted(one.helps, key=lambda one: -one.tokens_per_s)
-        row["what_helps"] = [_change(change, fit) for change in changes]
+        row["what_helps"] = [change_json(change, fit) for change in changes]
     if one.best:
-        row["best_change"] = _change(one.best, fit)
+        row["best_change"] = change_json(one.best, fit)
     return row
 
 
-def _change(change: "Tried", base: "Answer") -> Row:
+def change_json(change: "Tried", base: "Answer") -> Row:
+    """The changed cell, and by how much it is faster than the answer."""
     return {
         **row_of(change),
         "what": change.cell.name,

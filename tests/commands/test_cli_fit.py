@@ -161,6 +161,9 @@ def test_one_cell_and_an_explained_plan_name_the_change_that_gains_most(tmp_path
     gained = f"{best['change']}: {speed:,.0f} -> {best['tokens_per_second']:,.0f} tokens/s"
     said = protrain("plan", *asked, "-o", "here", "--explain", folder=tmp_path).stdout
     assert gained in " ".join(said.split())
+    made = protrain("plan", *asked, "-o", "here", "--explain", "--json", folder=tmp_path).stdout
+    taken = {"solve_seconds": best["solve_seconds"]}
+    assert json.loads(made)["best_change"] | taken == best
 
 
 @pytest.mark.nightly
