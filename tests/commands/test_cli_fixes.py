@@ -350,6 +350,7 @@ def succeed(command: str) -> None:
     assert code == 0, told
 
 
+@pytest.mark.nightly("clip.json*")
 @pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("row", rows(PROFILES), ids=str)
 def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
@@ -358,6 +359,9 @@ def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says:
     succeed(after)
 
 
+@pytest.mark.nightly(
+    "*--device cpu", "fit other.yml*"
+)  # which probe this machine, and profile Llama
 @pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("row", rows(COMMANDS), ids=str)
 def test_a_command_succeeds_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
@@ -491,6 +495,7 @@ CHECKS: dict[str, Checked] = {
 }
 
 
+@pytest.mark.nightly("rounding: allow it")
 @pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_passes_when_the_message_is_followed(

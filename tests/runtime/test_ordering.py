@@ -165,13 +165,19 @@ def from_host_with_late_compute() -> None:
 def from_disk_on_another_stream_with_late_streams() -> None:
     """Compute's stream comes late with the lanes': it is none of the device's own."""
     stream = torch.Stream(device=device())
-    trains(partial(late, lanes_us=400.0), Activations(tier="disk"), DISK, stream=stream)
+    few: dict[str, Any] = {"stream": stream, "piece_bytes": MANY_BYTES}
+    trains(partial(late, lanes_us=400.0), Activations(tier="disk"), DISK, **few)
 
 
 def from_disk_with_late_threads() -> None:
     gathered = replace(DISK, keep_gathered=True)
     trains(
-        late, Activations(form="full", tier="disk"), gathered, AT_ONCE, lane_delay=late_threads()
+        late,
+        Activations(form="full", tier="disk"),
+        gathered,
+        AT_ONCE,
+        lane_delay=late_threads(),
+        piece_bytes=MANY_BYTES,
     )
 
 

@@ -82,8 +82,8 @@ DISK = Placement(tier="disk")
 @pytest.mark.parametrize(
     ("name", "decision"),
     [
-        *thinned(MODELS, decisions("disk"), every=18),
-        *thinned(["llama-tied", "gpt2", "functional-relu"], decisions("host"), every=9),
+        *thinned(MODELS, decisions("disk"), every=18, of_these=3),
+        *thinned(["llama-tied", "gpt2", "functional-relu"], decisions("host"), every=9, of_these=3),
     ],
     ids=decision_name,
 )

@@ -78,6 +78,7 @@ class Loop:
 
     name: str = "llama"
     factory: Factory = ADAMW
+    num_steps: int = STEPS
     micro_batches: int = 1
     clips: bool = False
     double: bool = False  # everything in float64
@@ -94,7 +95,7 @@ class Loop:
     def script(self) -> scenario.Loop:
         clips = 0.05 if self.clips else None
         return scenario.Loop(
-            num_steps=STEPS,
+            num_steps=self.num_steps,
             micro_batches=self.micro_batches,
             clips=clips,
             between=self.between,
