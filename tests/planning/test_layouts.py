@@ -10,12 +10,7 @@ from protrain_plan.planning.model.counting import Amounts, Caution, Counting, La
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.search.descending import Descent
 from protrain_plan.planning.search.evaluation import Evaluator
-from protrain_plan.planning.search.layouts import (
-    choice_of,
-    decided,
-    layout_of,
-    layouts_near,
-)
+from protrain_plan.planning.search.layouts import choice_of, decided, layout_of, layouts_near
 from protrain_runtime.contract.records.plan import Budgets
 from tests.support.planning_cases import MB, decoder, gpu
 from tests.support.random_problems import random_choice

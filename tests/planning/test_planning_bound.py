@@ -248,13 +248,7 @@ def test_a_host_for_some_chunks_is_filled_with_whole_ones() -> None:
 # --- where the solver finds no leanest choice in its nodes, plain policies are known --------------
 
 
-@pytest.mark.nightly(
-    but=(
-        "0",
-        "3",
-        "6",
-    )
-)
+@pytest.mark.nightly(but=("0", "3", "6"))
 @pytest.mark.parametrize("seed", range(8))
 def test_plain_policies_meet_the_other_tiers_and_are_no_leaner(seed: int) -> None:
     rng = random.Random(seed)

@@ -255,11 +255,7 @@ def test_a_probe_measures_the_link_and_what_lanes_take_from_compute(
     assert [tier.name for tier in hardware.tiers] == ["host", "disk"]
     assert 1e6 < hardware.tier("host").link.read_bytes_per_s < 1e12
     assert 1e-6 < hardware.move_s < 0.1
-    for both in (
-        hardware.read_contention,
-        hardware.write_contention,
-        hardware.update_contention,
-    ):
+    for both in (hardware.read_contention, hardware.write_contention, hardware.update_contention):
         assert 0 < both.compute <= 1
         assert 0 < both.lane <= 1
     assert list(tmp_path.iterdir()) == []

@@ -49,10 +49,7 @@ from tests.support.ranks_loops import (
     numbered,
     several,
 )
-from tests.support.runtime_cases import (
-    decided,
-    described,
-)
+from tests.support.runtime_cases import decided, described
 from tests.support.scenario import Run
 
 
@@ -143,8 +140,7 @@ CASES: dict[str, Case] = {
 
 @ranks_on_every_device_at_night
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if c.by_day else pytest.mark.slow) for n, c in CASES.items()],
+    "name", [pytest.param(n, marks=() if c.by_day else pytest.mark.slow) for n, c in CASES.items()]
 )
 def test_ranks_match_ddp(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     found = CASES[name]

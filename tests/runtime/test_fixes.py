@@ -785,8 +785,7 @@ def test_a_loop_trains_when_the_message_is_followed(
 
 
 LOOP = Scenario(
-    units=lambda units: decided(units, RECOMPUTE, Placement(tier="disk")),
-    script=Loop(num_steps=2),
+    units=lambda units: decided(units, RECOMPUTE, Placement(tier="disk")), script=Loop(num_steps=2)
 )
 """The plan of the rows below, which trains once `prepare` takes what it is given."""
 
@@ -838,8 +837,7 @@ def given_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) 
 
 def some_groups(folder: Path, followed: bool) -> Run:
     return prepared(
-        folder,
-        groups=lambda model: [{"params": [*model.parameters()][0 if followed else 3 :]}],
+        folder, groups=lambda model: [{"params": [*model.parameters()][0 if followed else 3 :]}]
     )
 
 
@@ -1268,17 +1266,13 @@ MODELS = {
         stack(does(partial(writes_saved, copy=True)), ends=dropped),
     ),
     "blocks in another thread": Followed(
-        Hostile(run_by(in_a_thread), before=run_by(in_order)),
-        Hostile(run_by(in_order)),
-        "mixed",
+        Hostile(run_by(in_a_thread), before=run_by(in_order)), Hostile(run_by(in_order)), "mixed"
     ),
     "blocks in another thread from the start": mends(run_by(in_a_thread), run_by(in_order)),
     "a gradient in the forward": mends(run_by(differentiates), run_by(in_order)),
     "an input is written": changes(stack(does(scales)), stack(does(scales_input)), "recomputed"),
     "not the same twice": changes(
-        stack(does(Block.forward, calls=int)),
-        stack(does(counts_forwards, calls=int)),
-        "recomputed",
+        stack(does(Block.forward, calls=int)), stack(does(counts_forwards, calls=int)), "recomputed"
     ),
     "a block runs twice": changes(stack(), stack(run=chosen(lambda _: (0, 1, 1, 2, 3)))),
     "blocks are moved": changes(stack(), stack(run=chosen(lambda _: (0, 2, 1, 3)))),

@@ -41,13 +41,7 @@ from protrain_runtime.model.prepared import prepared_of
 from tests.support.hostile_models import Stack, batch_of
 from tests.support.judging import is_refusal
 from tests.support.messages import Speaker
-from tests.support.runtime_cases import (
-    Subject,
-    assert_bitwise,
-    decided,
-    differences,
-    phrase,
-)
+from tests.support.runtime_cases import Subject, assert_bitwise, decided, differences, phrase
 from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal
 
 STACK = Subject(Stack, batch_of)

@@ -33,18 +33,10 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices import lanes, stores
-from protrain_runtime.devices.lanes import (
-    Backend,
-)
+from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.stores import DiskStore, HostStore
 from tests.support.cards import card_called
-from tests.support.mutations import (
-    AMONG_RANKS,
-    ON_A_DEVICE,
-    Mutation,
-    mutate,
-    names,
-)
+from tests.support.mutations import AMONG_RANKS, ON_A_DEVICE, Mutation, mutate, names
 from tests.support.runtime_cases import (
     BATCH,
     SEQUENCE,

@@ -342,12 +342,7 @@ def test_a_lanes_update_takes_the_workspace_of_one_run(optimizer: str, dtype: DT
     assert 0.98 * counted <= update_bytes(update) <= counted + scalars
 
 
-@pytest.mark.nightly(
-    but=(
-        "adamw",
-        "rmsprop",
-    )
-)
+@pytest.mark.nightly(but=("adamw", "rmsprop"))
 @pytest.mark.parametrize(
     "optimizer", ["adamw", "adamw-amsgrad", "sgd-momentum", "rmsprop", "nadam"]
 )
@@ -464,10 +459,7 @@ def with_short_drains(units: tuple[UnitPlan, ...], rng: random.Random) -> tuple[
     indirect=["profile"],
 )
 def test_measured_bytes_of_transfers_in_parts_match_predicted_in_every_slot(
-    profile: Profile,
-    decision: tuple[Activations, Placement],
-    schedule: Schedule,
-    tmp_path: Path,
+    profile: Profile, decision: tuple[Activations, Placement], schedule: Schedule, tmp_path: Path
 ) -> None:
     """Updates in place too: a chunk's parameters and gradients leave piece by piece."""
     units = decided(described_by(profile), *decision, schedule)
@@ -560,12 +552,7 @@ WRITES: list[tuple[int | None, Updates, int]] = [
 """Everything on disk, or mixed decisions by a seed; when updates come; micro-batches."""
 
 
-@pytest.mark.nightly(
-    but=(
-        "None-in backward-1",
-        "7-in backward-1",
-    )
-)
+@pytest.mark.nightly(but=("None-in backward-1", "7-in backward-1"))
 @pytest.mark.parametrize(("seed", "updates", "micro_batches"), WRITES)
 def test_a_step_writes_what_is_said(
     seed: int | None,

@@ -105,12 +105,7 @@ def test_fractional_schedules_cut_every_kind_of_transfer(schedule: Schedule) -> 
         model = build("gpt2")
         units = decided(described("gpt2"), Activations(tier=tier), Placement(tier=tier), schedule)
         chunks = [chunk.size(UpdateRules(ADAMW)) for chunk in make_chunks(model, units)]
-        program = compile_plan(
-            units,
-            chunks,
-            StepSettings(piece_bytes=15_000),
-            device="cpu",
-        )
+        program = compile_plan(units, chunks, StepSettings(piece_bytes=15_000), device="cpu")
         cut |= {move.kind for move in program.moves if move.share not in whole}
         for unit in range(len(units)):
             own = [m.share for m in program.moves if m.unit == unit and m.kind == "write states"]
@@ -155,20 +150,12 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 TRAINERS: dict[str, tuple[Factory, Scheduler | None]] = {
     "AdamW in a cycle": (ADAMW, one_cycle),
-    "SGD in a cycle": (
-        partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
-        one_cycle,
-    ),
+    "SGD in a cycle": (partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True), one_cycle),
     "Adagrad": (partial(torch.optim.Adagrad, lr=1e-2), None),
 }
 
 
-@pytest.mark.nightly(
-    but=(
-        "disk-SGD in a cycle",
-        "disk-Adagrad",
-    )
-)
+@pytest.mark.nightly(but=("disk-SGD in a cycle", "disk-Adagrad"))
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("tier", ["disk", "host"])
 def test_five_steps_of_any_optimizer_match_plain_torch_bitwise(
@@ -176,10 +163,7 @@ def test_five_steps_of_any_optimizer_match_plain_torch_bitwise(
 ) -> None:
     factory, scheduler = TRAINERS[trainer]
     Scenario(
-        model="functional",
-        units=busy_with(tier),
-        factory=factory,
-        script=Loop(scheduler=scheduler),
+        model="functional", units=busy_with(tier), factory=factory, script=Loop(scheduler=scheduler)
     ).assert_like_plain(tmp_path)
 
 
@@ -207,12 +191,7 @@ def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
         offload(chunk, store, states, gradient_store=host)
         chunk.unbind(chunk.every_group)
     sizes = [chunk.size(UpdateRules(ADAMW)) for chunk in chunks]
-    program = compile_plan(
-        units,
-        sizes,
-        StepSettings(piece_bytes=15_000),
-        device="cuda",
-    )
+    program = compile_plan(units, sizes, StepSettings(piece_bytes=15_000), device="cuda")
     team = UpdateTeam(3, smallest=64)
     moves = Moves(
         program,

@@ -179,12 +179,7 @@ def test_adapters_train_as_plain_torch_trains_what_peft_makes(
     )
     del model
     found = train(
-        plan,
-        num_steps=NUM_STEPS,
-        plain=False,
-        text=None,
-        spill_directory=tmp_path,
-        measured=False,
+        plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=tmp_path, measured=False
     )
     losses, parameters = plainly(name)
     assert list(found.losses) == losses
