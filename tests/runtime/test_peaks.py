@@ -164,18 +164,6 @@ def test_measured_bytes_never_exceed_predicted_where_lanes_may_lag(
     assert_within_the_promise(peaks(profile, units, tmp_path, **own))
 
 
-@pytest.mark.nightly("str-str-int-Persistent0")
-@each_profile(STEPS, [PERSISTENT, DISK], names="step, states", every=6)
-def test_measured_bytes_of_other_steps_never_exceed_predicted(
-    profile: Profile, step: tuple[Updates, int], states: Placement, tmp_path: Path
-) -> None:
-    """In every micro-batch, and where gradients wait on the device or on disk for the norm."""
-    updates, micro_batches = step
-    units = without_freedom(decided(described_by(profile), RECOMPUTE, states))
-    found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
-    assert_within_the_promise(found)
-
-
 @pytest.mark.nightly("str-bool0")
 @each_profile([False, True], names="gathered", every=6)
 def test_measured_bytes_of_speculative_updates_never_exceed_predicted(

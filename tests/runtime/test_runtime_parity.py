@@ -52,8 +52,6 @@ from tests.support.runtime_cases import (
     CATALOGUE,
     FRACTIONAL,
     MODELS,
-    Factory,
-    Scheduler,
     Subject,
     assert_bitwise,
     attached,
@@ -140,31 +138,7 @@ def test_no_more_than_predicted_is_in_host_memory_beside_a_disk(tmp_path: Path) 
     far.close()
 
 
-# --- optimizers and schedules ---------------------------------------------------------------------
-
-
-def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Changes the learning rate and, of AdamW, the betas at every step."""
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=10)
-
-
-TRAINERS: dict[str, tuple[Factory, Scheduler | None]] = {
-    "AdamW in a cycle": (ADAMW, one_cycle),
-    "SGD in a cycle": (partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True), one_cycle),
-    "Adagrad": (partial(torch.optim.Adagrad, lr=1e-2), None),
-}
-
-
-@pytest.mark.nightly(but=("disk-SGD in a cycle", "disk-Adagrad"))
-@pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("tier", ["disk", "host"])
-def test_five_steps_of_any_optimizer_match_plain_torch_bitwise(
-    tier: TierName, trainer: str, tmp_path: Path
-) -> None:
-    factory, scheduler = TRAINERS[trainer]
-    Scenario(
-        model="functional", units=busy_with(tier), factory=factory, script=Loop(scheduler=scheduler)
-    ).assert_like_plain(tmp_path)
+# --- optimizers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.nightly
