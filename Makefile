@@ -24,6 +24,8 @@ SHARD ?= 1/1
 EXTRAS ?= hf,dev
 # Threads of PyTorch in each of the jobs.
 THREADS ?= 1
+# Those that ask something of the emulated device name it, or ask it of every device.
+EMULATED = $(shell grep -rlE 'emulated|every_device' tests --include='test_*.py')
 FUZZ_SECONDS ?= 300
 FUZZ_SEED ?= 0
 ZOO := $(addprefix tests/,models/test_hostile_models.py models/test_zoo.py \
@@ -54,7 +56,7 @@ test: lint ## lint, check types, run the tests (all of them: make test MARKERS=)
 	@$(BIN)/mypy --no-error-summary > .mypy_cache/said 2>&1 & types=$$!; failed=0; \
 	export OMP_NUM_THREADS=$(THREADS) PYTHONDONTWRITEBYTECODE=; \
 	$(BIN)/pytest -q -n $(JOBS) --shard $(SHARD) -m "$(CHOSEN)not emulated" || failed=1; \
-	$(BIN)/pytest -q -n $(JOBS) --shard $(SHARD) -m "$(CHOSEN)emulated" || test $$? -eq 5 || failed=1; \
+	$(BIN)/pytest -q -n $(JOBS) --shard $(SHARD) -m "$(CHOSEN)emulated" $(EMULATED) || test $$? -eq 5 || failed=1; \
 	wait $$types || { cat .mypy_cache/said; failed=1; }; exit $$failed
 
 mutations: $(STAMP) ## apply known mutations one by one: is each killed by the test that it names?

@@ -151,17 +151,6 @@ def test_ranks_match_ddp(name: str, tmp_path: Path, request: pytest.FixtureReque
     assert_as_ddp(2, found.loop, found.plans(), tmp_path)
 
 
-@pytest.mark.nightly
-def test_five_steps_of_two_rows_match_ddp_bitwise(tmp_path: Path) -> None:
-    """Rows that have all of a training run in few units."""
-    rows = [
-        (number, row)
-        for number, row in numbered("2", 0, 1)
-        if row["model"] == "functional" and row["placement"] == "mixed"
-    ]
-    assert_rows(rows[:2], 2, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("ranks", FACTORS["ranks"])

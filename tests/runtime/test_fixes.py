@@ -126,38 +126,6 @@ def clips_values(run: Run) -> None:
     torch.nn.utils.clip_grad_value_(run.model.parameters(), 1e-3)
 
 
-def state(run: Run) -> Any:
-    return run.optimizer.state[next(run.model.parameters())]
-
-
-def reads_state(run: Run) -> None:
-    run.seen.append(state(run)["exp_avg"].clone())
-
-
-def reads_state_late(run: Run) -> None:
-    run.backward(1, between=partial(reads_state, run))
-
-
-def zeroes_state(run: Run) -> None:
-    state(run)["exp_avg"].zero_()
-
-
-def zeroes_state_late(run: Run) -> None:
-    run.backward(1, between=state(run)["exp_avg"].zero_)
-
-
-def widens_a_state(run: Run) -> None:
-    state(run)["exp_avg"] = state(run)["exp_avg"].double()
-
-
-def doubles_a_state(run: Run) -> None:
-    state(run)["exp_avg"] = state(run)["exp_avg"] * 2
-
-
-def empties_a_state(run: Run) -> None:
-    run.optimizer.state[next(run.model.parameters())] = {}
-
-
 def changes_a_rate(run: Run) -> None:
     run.optimizer.param_groups[0]["lr"] = 5e-3
 
@@ -489,9 +457,6 @@ ONCE = ("backward", "update")
 STEPS = does_all("step", "step")
 SKIPS = does_all("step", "backward", "zero", "step")  # as where a loss is not finite
 WRITES = does_all("step", inside(halves, modify=True), "step")
-READS_STATE = does_all("step", reads_state_late, "update")
-WRITES_STATE = does_all("step", zeroes_state_late, "update")
-WIDENS = does_all("step", widens_a_state, "step")
 UNWANTED = does_all("backward", "step")  # a backward for another model's sake, as in a GAN
 LOOKS = does_all("backward", norm, "update")
 LOOKS_INSIDE = does_all("backward", inside(norm), "update")
@@ -512,7 +477,6 @@ FIXES = {
     "fewer micro-batches": Fix(
         refused=does_all("backward", *ONCE, "backward", "update"), micro_batches=2, clip=True
     ),
-    "state in a step: --clip": Fix(refused=READS_STATE, clip=True),
     "no zero_grad": Fix(refused=does_all("backward", "update alone", *ONCE), loop=STEPS),
     "two losses": Fix(refused=two_losses, loop=one_sum),
     "two forwards": Fix(
@@ -529,15 +493,10 @@ FIXES = {
         loop=does_all(changes_a_rate, "step", "step"),
     ),
     "a second step": Fix(refused=does_all("backward", "update alone", "update alone"), loop=STEPS),
-    "state written late: --clip": Fix(refused=WRITES_STATE, clip=True),
-    "state written late: before": Fix(
-        refused=WRITES_STATE, loop=does_all("step", zeroes_state, "step")
-    ),
     "a conversion": Fix(
         refused=does_all("step", lambda run: run.model.double(), "step"), loop=converts_restored
     ),
     "replaced gradients": Fix(refused=freezes_late, clip=True),
-    "state in a step: before": Fix(refused=READS_STATE, loop=does_all("step", reads_state, "step")),
     "gradients with a graph": Fix(
         refused=differentiable_gradients, loop=does_all("step", "step", "step")
     ),
@@ -557,8 +516,6 @@ FIXES = {
         refused=inside(does_all("step")), loop=does_all(inside(does_all()), "step")
     ),
     "assigned values": Fix(refused=assigns, loop=partial(assigns, assign=False)),
-    "a wider state: its kind": Fix(refused=WIDENS, loop=does_all("step", doubles_a_state, "step")),
-    "a wider state: none": Fix(refused=WIDENS, loop=does_all("step", empties_a_state, "step")),
     "a checkpoint around the model": Fix(refused=checkpoints, loop=does_all("step")),
     "a backward that is cut short": Fix(refused=cuts_short, clip=True),
     "averages of a plan that has ended": Fix(refused=averages_on, loop=averages_anew),
@@ -703,18 +660,6 @@ def frozen(folder: Path, followed: bool) -> Run:
     return prepared(folder, model.requires_grad_(followed), plan=lambda _: plan)
 
 
-def closures(folder: Path, followed: bool) -> Run:
-    return prepared(folder, factory=ADAMW if followed else torch.optim.LBFGS)
-
-
-def more_states(folder: Path, followed: bool) -> Run:
-    plan = own_plan(None)
-    peaks = replace(plan.prediction.peak_bytes, device=2**28)  # promised
-    promised = replace(plan, prediction=replace(plan.prediction, peak_bytes=peaks))
-    planned = replace(promised, optimizer="adamw" if followed else "sgd")
-    return prepared(folder, plan=lambda _: planned)
-
-
 def from_files(folder: Path, model: Any, *, named: bool = True) -> Run:
     save(LOOP.subject.build(), None, folder / "weights")
     weights = folder / "weights" if named else None
@@ -777,8 +722,6 @@ GIVEN: dict[str, Callable[[Path, bool], Run]] = {
     "an optimizer of another model": of_another_model,
     "parameters in no group": some_groups,
     "a frozen model": frozen,
-    "an optimizer with a closure": closures,
-    "an optimizer with more states": more_states,
     "a model without values": without_values,
     "weights for a model with values": with_values,
     "a function that makes no model": no_model,
