@@ -169,7 +169,7 @@ def test_every_folder_says_what_it_is_for() -> None:
 
 
 def outside(file: Path) -> Iterator[str]:
-    """What a file imports of rooms that are not below its own."""
+    """Modules that a file imports of rooms that are not below its own."""
     here = room(module_name(file))
     never = NEVER.get(here.split("/")[0], set())
     for names, besides in (

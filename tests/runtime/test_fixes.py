@@ -70,7 +70,7 @@ from tests.support.scenario import Loop, Run, Scenario, Script, refusal
 from tests.support.thinning import thinned
 
 Verb = str | Script
-"""Of a script: `step` and `backward` of the next batch, one of `VERBS`, or what else it does."""
+"""A part of a script: `step` or `backward` of the next batch, one of `VERBS`, or anything else."""
 
 VERBS: dict[str, Script] = {
     "update": Run.update,
