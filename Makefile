@@ -47,11 +47,12 @@ demo: $(STAMP) ## train under a hard memory limit: a small model, and one larger
 	@$(BIN)/python examples/large_model.py
 
 # Types are checked while tests run: what is wrong with them is said last. Two sessions, so that what
-# is asked of a CPU is asked of a process that knows no accelerator, as those of most users.
+# is asked of a CPU is asked of a process that knows no accelerator, as those of most users. What the
+# first one compiles the second one and the commands in between find, also where that is switched off.
 test: lint ## lint, check types, run the tests (all of them: make test MARKERS=)
 	@mkdir -p .mypy_cache
 	@$(BIN)/mypy --no-error-summary > .mypy_cache/said 2>&1 & types=$$!; failed=0; \
-	export OMP_NUM_THREADS=$(THREADS); \
+	export OMP_NUM_THREADS=$(THREADS) PYTHONDONTWRITEBYTECODE=; \
 	$(BIN)/pytest -q -n $(JOBS) --shard $(SHARD) -m "$(CHOSEN)not emulated" || failed=1; \
 	$(BIN)/pytest -q -n $(JOBS) --shard $(SHARD) -m "$(CHOSEN)emulated" || test $$? -eq 5 || failed=1; \
 	wait $$types || { cat .mypy_cache/said; failed=1; }; exit $$failed

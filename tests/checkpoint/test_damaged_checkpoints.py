@@ -35,14 +35,7 @@ from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, DeviceGroup
 from protrain_runtime.states.values import Held, Source
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
-from tests.support.runtime_cases import (
-    copied,
-    decided,
-    differences,
-    made_once,
-    plan_for,
-    units_of,
-)
+from tests.support.runtime_cases import copied, decided, differences, made_once, plan_for, units_of
 
 
 class Block(nn.Module):

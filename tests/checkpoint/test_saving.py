@@ -298,12 +298,7 @@ def test_hugging_face_and_safetensors_read_what_is_saved(tied: bool, tmp_path: P
     assert set(index["weight_map"]) == set(tensors)
 
 
-@pytest.mark.nightly(
-    but=(
-        "several files-plain",
-        "one file-plain",
-    )
-)
+@pytest.mark.nightly(but=("several files-plain", "one file-plain"))
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("size", ["100KB", "1GB"], ids=["several files", "one file"])
 def test_parameters_of_hugging_face_load_into_a_plan(
@@ -659,10 +654,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, assert_says: Spea
     ],
 )
 def test_a_save_that_is_killed_leaves_one_whole_checkpoint(
-    place: int,
-    left: int,
-    tmp_path: Path,
-    assert_says: Speaker,
+    place: int, left: int, tmp_path: Path, assert_says: Speaker
 ) -> None:
     """At one of its calls of fsync, of which the last but one is the index's.
 

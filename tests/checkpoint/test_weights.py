@@ -153,12 +153,7 @@ def test_a_plain_copy_is_trained_beside_a_model_from_files(tmp_path: Path) -> No
     )
 
 
-@pytest.mark.nightly(
-    but=(
-        "from files-cuda",
-        "drawn-cuda",
-    )
-)
+@pytest.mark.nightly(but=("from files-cuda", "drawn-cuda"))
 @every_device
 @pytest.mark.parametrize("reads", [True, False], ids=["from files", "drawn"])
 def test_every_device_has_the_bits_of_the_whole_model(reads: bool, tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def test_a_page_of_answers_has_every_way_to_train_and_no_script(tmp_path: Path) 
     assert all(reason and "%" in reason for reason in reasons)  # all fit: what makes up the step
 
 
+@pytest.mark.nightly
 def test_one_cell_and_an_explained_plan_name_the_change_that_gains_most(tmp_path: Path) -> None:
     sizes = ("--batch-size", 120, "--seq-len", 256, "--device-memory", "1200MiB")
     asked = ("tiny-llama", "--on", "rtx-4090", *sizes, "--dtype", "float32")

@@ -47,50 +47,8 @@ class Small(nn.Module):
         return squares.mean() if self.mean else squares
 
 
-def model() -> Made:
-    return Small(), BATCHES
-
-
-def no_batches() -> Made:
-    return Small(), []
-
-
-def numbers() -> Made:
-    return Small(), [3, 4]
-
-
-def no_loss() -> Made:
-    return Small(mean=False), BATCHES
-
-
-def sized(blocks: int) -> Made:
-    return Small(), BATCHES[:blocks]
-
-
-sized_at_three = partial(sized, 3)
-models = 3
-
-
-def frozen() -> Made:
-    return Small().requires_grad_(False), BATCHES
-
-
-def partly_frozen() -> Made:
-    small = Small().requires_grad_(False)
-    small.head.requires_grad_(True)
-    return small, BATCHES
-
-
-def lazy() -> Made:
-    return Small(head=nn.LazyLinear), BATCHES
-
-
-def replicated() -> Made:
-    return nn.DataParallel(Small()), BATCHES
-
-
-def compiled() -> Made:
-    return torch.compile(Small()), BATCHES  # type: ignore[return-value]
+def given(make: Callable[[], Any], batches: object = BATCHES) -> Made:
+    return make(), batches
 
 
 def compiled_inside() -> Made:
@@ -107,27 +65,40 @@ def each_compiled() -> Made:
     return small, BATCHES
 
 
+def sized(blocks: int) -> Made:
+    return Small(), BATCHES[:blocks]
+
+
+def frozen_but(trains: str) -> Made:
+    small = Small().requires_grad_(False)
+    small.get_submodule(trains).requires_grad_(True)
+    return small, BATCHES
+
+
 def embedded(*, sparse: bool) -> Made:
     small = Small()
     small.embed = nn.Embedding(10, 8, sparse=sparse)
     return small, [{"inputs": torch.arange(4)}] * 40
 
 
-sparse = partial(embedded, sparse=True)
-dense = partial(embedded, sparse=False)
-
-
-def expanded() -> Made:
+def with_head(weight: Tensor) -> Made:
     small = Small()
-    small.head.weight = nn.Parameter(torch.ones(1).expand(1, 8))
+    small.head.weight = nn.Parameter(weight)
     return small, BATCHES
 
 
-def contiguous() -> Made:
-    small = Small()
-    small.head.weight = nn.Parameter(torch.ones(1).expand(1, 8).contiguous())
-    return small, BATCHES
-
+model = partial(given, Small)
+no_batches, numbers = partial(given, Small, []), partial(given, Small, [3, 4])
+no_loss = partial(given, partial(Small, mean=False))
+lazy = partial(given, partial(Small, head=nn.LazyLinear))
+sized_at_three, models = partial(sized, 3), 3
+frozen = partial(given, lambda: Small().requires_grad_(False))
+partly_frozen = partial(frozen_but, "head")
+replicated = partial(given, lambda: nn.DataParallel(Small()))
+compiled = partial(given, lambda: torch.compile(Small()))
+sparse, dense = partial(embedded, sparse=True), partial(embedded, sparse=False)
+expanded = partial(with_head, torch.ones(1).expand(1, 8))
+contiguous = partial(with_head, torch.ones(1, 8))
 
 HERE = __name__
 PIN = "plan card.yaml --pin '*: offload to host'"
@@ -350,6 +321,7 @@ def succeed(command: str) -> None:
     assert code == 0, told
 
 
+@pytest.mark.nightly("clip.json*")
 @pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("row", rows(PROFILES), ids=str)
 def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
@@ -358,6 +330,9 @@ def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says:
     succeed(after)
 
 
+@pytest.mark.nightly(
+    "*--device cpu", "fit other.yml*"
+)  # which probe this machine, and profile Llama
 @pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("row", rows(COMMANDS), ids=str)
 def test_a_command_succeeds_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
@@ -491,6 +466,7 @@ CHECKS: dict[str, Checked] = {
 }
 
 
+@pytest.mark.nightly("rounding: allow it")
 @pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_passes_when_the_message_is_followed(

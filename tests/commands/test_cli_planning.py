@@ -55,9 +55,7 @@ def test_pins_are_kept_and_their_cost_is_told(profile: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-def test_where_everything_may_stay_the_plan_says_what_it_saves(
-    tmp_path: Path,
-) -> None:
+def test_where_everything_may_stay_the_plan_says_what_it_saves(tmp_path: Path) -> None:
     profile = tmp_path / "profile.yaml"
     write_profile(decoder(gpu(), blocks=6, pieces=4, device_speed=2e9), profile)
     arguments = ("plan", profile, "--device-memory", "60GB")

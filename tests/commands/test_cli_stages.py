@@ -11,12 +11,7 @@ from protrain_plan.checking.diffing import in_words, plan_diff
 from protrain_plan.checking.plan_on_machine import Predicted, predicted
 from protrain_plan.presentation.report.page import page_text
 from protrain_plan.presentation.report.step import read_step
-from protrain_runtime.contract.records import (
-    read_plan,
-    read_profile,
-    write_hardware,
-    write_profile,
-)
+from protrain_runtime.contract.records import read_plan, read_profile, write_hardware, write_profile
 from protrain_runtime.contract.records.hardware import Collectives, Interconnect
 from tests.support.forked import protrain
 from tests.support.planning_cases import MB, RATES, decoder, gpu

@@ -87,8 +87,7 @@ AT_NIGHT = ("SIGKILL", "_exit", "exception", "memory")
 
 @pytest.mark.nightly("SIGSEGV", "exception, in process")
 @pytest.mark.parametrize(
-    "end",
-    [pytest.param(e, marks=[pytest.mark.slow] if e in AT_NIGHT else []) for e in ENDS],
+    "end", [pytest.param(e, marks=[pytest.mark.slow] if e in AT_NIGHT else []) for e in ENDS]
 )
 def test_what_ends_the_measuring_process_is_one_message(
     end: str, tmp_path: Path, assert_says: Speaker

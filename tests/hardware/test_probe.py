@@ -94,11 +94,7 @@ def test_this_machine_is_measured_and_left_clean(tmp_path: Path) -> None:
     if disk.observed is not None:  # the file system takes direct I/O
         assert 0 < disk.observed.seconds < 100
         assert disk.observed.written_bytes > 0
-    for both in (
-        hardware.read_contention,
-        hardware.write_contention,
-        hardware.update_contention,
-    ):
+    for both in (hardware.read_contention, hardware.write_contention, hardware.update_contention):
         assert 0 < both.compute <= 1
         assert 0 < both.lane <= 1
     assert list(tmp_path.iterdir()) == []

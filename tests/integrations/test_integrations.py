@@ -233,12 +233,7 @@ CASES: dict[str, Case] = {
 AT_NIGHT = ("again", "model_init")
 
 
-@pytest.mark.nightly(
-    but=(
-        "again",
-        "model_init",
-    )
-)
+@pytest.mark.nightly(but=("again", "model_init"))
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in AT_NIGHT else ()) for n in CASES]
 )

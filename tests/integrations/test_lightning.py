@@ -15,12 +15,7 @@ from torch.utils.data import DataLoader
 from protrain_runtime import restore
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.model.prepared import engine_of
-from tests.support.integration_cases import (
-    CLIPPED,
-    plan,
-    rows,
-    without_overrides,
-)
+from tests.support.integration_cases import CLIPPED, plan, rows, without_overrides
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import assert_bitwise, differences, outcome
 

@@ -132,12 +132,7 @@ def seen(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
     return {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
 
 
-@pytest.mark.nightly(
-    but=(
-        "llama",
-        "mixtral",
-    )
-)
+@pytest.mark.nightly(but=("llama", "mixtral"))
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "t5", "mixtral", "bert", "vit"])
 def test_all_linear_is_what_peft_takes_it_to_be(name: str) -> None:
     source = ZOO[name].source

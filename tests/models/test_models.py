@@ -20,13 +20,7 @@ from protrain_plan.commands.option_records import WorkloadOptions
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.building import parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import OPTIMIZERS, optimizer_factory
-from protrain_plan.models.presets import (
-    Preset,
-    preset_config,
-    preset_names,
-    preset_of,
-    presets,
-)
+from protrain_plan.models.presets import Preset, preset_config, preset_names, preset_of, presets
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
@@ -341,12 +335,7 @@ def test_batches_of_images_alone_have_no_sequence(name: str, length: int) -> Non
     assert sized == replace(workload, seq_len=length)
 
 
-@pytest.mark.nightly(
-    but=(
-        "bert-shapes0",
-        "clip-shapes3",
-    )
-)
+@pytest.mark.nightly(but=("bert-shapes0", "clip-shapes3"))
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [

@@ -14,11 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from protrain_plan.models.trainer_files import (
-    FORMATS,
-    TrainerFile,
-    is_trainer_file,
-)
+from protrain_plan.models.trainer_files import FORMATS, TrainerFile, is_trainer_file
 from protrain_runtime.contract.errors import ProtrainError
 from tests.support.messages import Speaker
 

@@ -350,8 +350,8 @@ def test_another_profile_is_refused(assert_says: Speaker) -> None:
 
 
 def test_each_stage_of_the_search_says_what_it_found() -> None:
-    profile = model(gpu(disk_gb=1000), blocks=20)
-    found = solved(plan(profile, within(profile, 3_000 * MB)))
+    profile = model(gpu(disk_gb=1000), blocks=8)
+    found = solved(plan(profile, within(profile, 1_500 * MB)))
     stages = found.search
     assert stages[0].stage == "plain policies"
     assert stages[-1].stage == "simpler decisions"

@@ -38,10 +38,7 @@ from tests.support.planning_cases import (
 from tests.support.planning_cases import question as asked_of
 
 GB, GAP = 1000 * MB, 0.02
-NAMES = {
-    1: ["plain PyTorch", "ZeRO-Offload"],
-    2: ["DDP", "FSDP2", "FSDP2, offload"],
-}
+NAMES = {1: ["plain PyTorch", "ZeRO-Offload"], 2: ["DDP", "FSDP2", "FSDP2, offload"]}
 
 
 def question(*, device: int, host: int = 100 * GB, num_devices: int = 1) -> Question:
@@ -237,11 +234,7 @@ def test_two_devices_with_micro_batches_pay_for_each_other() -> None:
 def billed(profile: Profile, step_seconds: float) -> Spending:
     """One device that has no price."""
     return spending(
-        profile,
-        num_devices=1,
-        num_tokens=2000,
-        step_seconds=step_seconds,
-        price_per_hour=0.0,
+        profile, num_devices=1, num_tokens=2000, step_seconds=step_seconds, price_per_hour=0.0
     )
 
 

@@ -9,12 +9,7 @@ import pytest
 from protrain_plan.planning.model.options import Pin, parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.questions.answers import Quantity
-from protrain_plan.planning.questions.growth import (
-    between,
-    in_proportion,
-    largest,
-    size_of,
-)
+from protrain_plan.planning.questions.growth import between, in_proportion, largest, size_of
 from protrain_plan.planning.search.choices import min_memory, plain_choices
 from protrain_runtime.contract.records import dumps_profile
 from protrain_runtime.contract.records.plan import Budgets
@@ -121,12 +116,7 @@ def budgets(profile: Profile, device: int, *, host: int = 10**12) -> Budgets:
     return replace(inside(profile, device), host=host)
 
 
-@pytest.mark.nightly(
-    but=(
-        "0",
-        "3",
-    )
-)
+@pytest.mark.nightly(but=("0", "3"))
 @pytest.mark.parametrize("seed", range(6))
 def test_one_more_than_the_largest_does_not_fit(seed: int) -> None:
     rng = random.Random(seed)

@@ -24,10 +24,7 @@ from tests.support.schedule_rules import EVERY_RULE, seconds_by_rules
 
 
 def random_pace(rng: random.Random) -> Pace:
-    return Pace(
-        wait=rng.choice([0.0, 0.1, 1.0]),
-        late=rng.choice([0.0, 0.3, 1.0]),
-    )
+    return Pace(wait=rng.choice([0.0, 0.1, 1.0]), late=rng.choice([0.0, 0.3, 1.0]))
 
 
 @pytest.mark.nightly
@@ -103,12 +100,7 @@ def every_other(problem: Problem, policy: Activations) -> Choice:
     return tuple(choice)
 
 
-@pytest.mark.nightly(
-    but=(
-        "policy0-1",
-        "policy1-4",
-    )
-)
+@pytest.mark.nightly(but=("policy0-1", "policy1-4"))
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_walk_takes_about_what_the_simulator_finds(

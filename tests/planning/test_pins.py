@@ -92,11 +92,7 @@ def test_a_pin_is_units_and_one_or_two_decisions(
 
 
 @pytest.mark.nightly(
-    but=(
-        "layers.0",
-        "layers.0: keep, ofload to host",
-        "layers.0: keep, recompute",
-    )
+    but=("layers.0", "layers.0: keep, ofload to host", "layers.0: keep, recompute")
 )
 @pytest.mark.parametrize(
     "text",

@@ -158,11 +158,7 @@ def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int, *, severa
         profile, group = on_several(profile, rng)
         updates, micro_batches = MODES[0]
     asked = question(
-        profile,
-        within(profile, 10**12),
-        group=group,
-        updates=updates,
-        micro_batches=micro_batches,
+        profile, within(profile, 10**12), group=group, updates=updates, micro_batches=micro_batches
     )
     free = asked.problem()
     least = least_bytes(free)
@@ -556,12 +552,7 @@ def test_the_largest_batch_is_planned(several: bool) -> None:
     assert (found.group, found.prediction.peak_bytes.context) == (group, context)
 
 
-@pytest.mark.nightly(
-    but=(
-        "0",
-        "300",
-    )
-)
+@pytest.mark.nightly(but=("0", "300"))
 @pytest.mark.parametrize("asked_before", [0, 3, 30, 300, 3000, 10_000])
 def test_an_interrupted_search_gives_the_best_plan_so_far(asked_before: int) -> None:
     profile = model(gpu(disk_gb=1000), blocks=12)

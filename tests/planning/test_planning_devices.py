@@ -419,13 +419,7 @@ def test_the_largest_batch_is_that_of_the_fewest_replicas() -> None:
     assert None not in found
 
 
-@pytest.mark.nightly(
-    but=(
-        "0",
-        "3",
-        "6",
-    )
-)
+@pytest.mark.nightly(but=("0", "3", "6"))
 @pytest.mark.parametrize("seed", range(8))
 def test_no_schedule_is_faster_than_the_lanes(seed: int) -> None:
     rng = random.Random(seed)

@@ -16,13 +16,7 @@ from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_runtime.contract.records.decisions import activations_text, states_text
-from protrain_runtime.contract.records.plan import (
-    ALONE,
-    Budgets,
-    Plan,
-    Schedule,
-    Updates,
-)
+from protrain_runtime.contract.records.plan import ALONE, Budgets, Plan, Schedule, Updates
 from tests.support.planning_cases import MB, kept_bytes, least_bytes, on_several, random_profile
 from tests.support.thinning import thinned
 
@@ -44,11 +38,7 @@ def problem_of(number: int) -> tuple[Problem, Budgets]:
         profile, group = on_several(profile, rng)
     updates, micro_batches = MODES[number % len(MODES)]
     settings = replace(
-        OVERLAPPING,
-        updates=updates,
-        micro_batches=micro_batches,
-        group=group,
-        piece_bytes=64 * MB,
+        OVERLAPPING, updates=updates, micro_batches=micro_batches, group=group, piece_bytes=64 * MB
     )
     ample = Budgets(device=10**15, host=BELOW, disk=BELOW)
     problem = Problem.of(profile, ample, settings=settings)

@@ -18,12 +18,11 @@ from benchmarks.pipeline import (
     same,
     way_of,
 )
-from benchmarks.pipeline_runs import Trained, Way
+from benchmarks.pipeline_runs import Trained, Way, train
 from examples.train_stages import Stage
 from protrain_plan.planning.stages.answer import StagesQuestion, plan_stages
 from protrain_runtime.contract.records.plan import Plan
 from tests.support.ranks_cases import run_ranks
-from tests.support.stage_cases import counted
 
 SPECIMEN, BUDGET = llama(64, 4, 64), 438 * MIB
 
@@ -33,6 +32,11 @@ def asked(schedule: str, micro_batches: int) -> tuple[StagesQuestion, Plan]:
     """Two stages where one has no plan."""
     question = question_of(SPECIMEN, BUDGET, micro_batches)
     return question, planned(question, schedule)
+
+
+def counted(rank: int, count: int, way: Way) -> Trained:
+    """Train as one of `count` stages, with bytes of tensors counted."""
+    return train(way, rank, counted=True)
 
 
 def plainly(way: Way, folder: Path) -> Trained:

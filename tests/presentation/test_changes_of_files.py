@@ -27,11 +27,7 @@ def plan_of(recomputed: int, *, offloaded: bool = False) -> Plan:
     made = offloading()
     states = Placement(tier="host") if offloaded else PERSISTENT
     units = [
-        replace(
-            unit,
-            states=states,
-            activations=RECOMPUTE if 0 < number <= recomputed else KEEP,
-        )
+        replace(unit, states=states, activations=RECOMPUTE if 0 < number <= recomputed else KEEP)
         for number, unit in enumerate(made.units)
     ]
     return replace(made, units=tuple(units))

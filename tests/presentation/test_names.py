@@ -25,11 +25,7 @@ from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.presentation.checks.diffs import diff_markdown, diff_text, error_markdown
 from protrain_plan.presentation.checks.reports import github, plain_data, text
 from protrain_plan.presentation.plans import infeasible_text
-from protrain_plan.presentation.profiles import (
-    machine_text,
-    machines_text,
-    profile_text,
-)
+from protrain_plan.presentation.profiles import machine_text, machines_text, profile_text
 from protrain_plan.presentation.report.page import page_text, step_data, trace_text
 from protrain_plan.presentation.report.screen import Screen, summary_text
 from protrain_plan.presentation.terminal import plain
@@ -108,10 +104,7 @@ SCREENS: Mapping[str, Callable[[], RenderableType]] = {
 @pytest.mark.parametrize("colours", [False, True])
 @pytest.mark.parametrize("screen", SCREENS)
 def test_nothing_steers_a_terminal_or_a_job(
-    screen: str,
-    colours: bool,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    screen: str, colours: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for width in (40, 80, 10_000):  # a line may be broken anywhere
         console = Console(markup=False, emoji=False, width=width, force_terminal=colours)

@@ -23,13 +23,7 @@ from protrain_plan.presentation.report.fit_page import fit_page
 from protrain_plan.presentation.report.page import page_text
 from protrain_plan.presentation.report.step import memory, simulated, slot_begins_s
 from protrain_runtime.contract.escaping import one_line
-from protrain_runtime.contract.records.plan import (
-    KEEP,
-    PERSISTENT,
-    Budgets,
-    Placement,
-    Schedule,
-)
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Budgets, Placement, Schedule
 from protrain_runtime.contract.units import format_bytes, format_seconds
 from tests.support.browsers import chromium, needs_chromium, opened
 from tests.support.hostile_names import NAMES, hostile_step

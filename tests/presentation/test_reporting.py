@@ -28,11 +28,7 @@ from protrain_plan.presentation.report.page import (
     trace_events,
     trace_text,
 )
-from protrain_plan.presentation.report.screen import (
-    KIND_MARKS,
-    Screen,
-    summary_text,
-)
+from protrain_plan.presentation.report.screen import KIND_MARKS, Screen, summary_text
 from protrain_plan.presentation.report.stages import StagesScreen
 from protrain_plan.presentation.report.step import (
     KINDS,

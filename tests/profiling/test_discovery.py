@@ -203,12 +203,7 @@ def test_units_are_those_of_the_model_s_code(name: str) -> None:
             assert all(uses == () for _, uses in owned.values())
 
 
-@pytest.mark.nightly(
-    but=(
-        "gpt2",
-        "mixtral",
-    )
-)
+@pytest.mark.nightly(but=("gpt2", "mixtral"))
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_every_parameter_has_one_owner(name: str) -> None:
     """A tied head uses the first unit's; encoder and decoder have a part between."""

@@ -26,12 +26,7 @@ TIED = {"model_type": "llama", "num_hidden_layers": 5, "hidden_size": 64, "inter
         "num_attention_heads": 2, "vocab_size": 300, "tie_word_embeddings": True}  # fmt: skip
 T5 = {"model_type": "t5", "num_layers": 3, "d_model": 64, "d_ff": 96, "num_heads": 2, "d_kv": 32,
       "vocab_size": 300, "decoder_start_token_id": 0}  # fmt: skip
-SOURCES = {
-    "tiny-llama": "",
-    "tiny-gpt2": "",
-    "llama-tied": json.dumps(TIED),
-    "t5": json.dumps(T5),
-}
+SOURCES = {"tiny-llama": "", "tiny-gpt2": "", "llama-tied": json.dumps(TIED), "t5": json.dumps(T5)}
 
 
 def estimated(

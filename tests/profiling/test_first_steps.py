@@ -24,12 +24,7 @@ from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.peaks import SLACK_BYTES, bytes_of_others
-from tests.support.runtime_cases import (
-    decided,
-    described_by,
-    plan_of,
-    profiled_here,
-)
+from tests.support.runtime_cases import decided, described_by, plan_of, profiled_here
 
 LOW_RANK = "tests.support.low_rank:LowRank"
 SHAPES = Counter({(torch.float32, torch.Size([n, 64])): n // 96 for n in (96, 192)})

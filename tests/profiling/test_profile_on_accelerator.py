@@ -18,11 +18,13 @@ from torch.utils._pytree import tree_leaves
 from protrain_plan.commands.training import train
 from protrain_plan.hardware.probe import probe
 from protrain_plan.hardware.speeds import measure_overheads
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.profiling.memory.unit_bytes import analyze_units
+from protrain_plan.profiling.optimizer_cost import optimizer_cost
 from protrain_plan.profiling.rehearsal import ALLOWANCE_BYTES, Reserve
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.program.memory import device_bytes
@@ -64,27 +66,31 @@ def profiled(where: torch.device) -> Profile:
 
 
 def measured_model(where: torch.device, dtype: DType) -> Profile:
-    """A profile of a machine that is not probed."""
+    """A profile of a machine that is not probed, nor is its optimizer timed."""
     machine = gpu(disk_gb=1)
     device = replace(machine.device, kind="emulated", memory_bytes=2**32)
     batches = SOURCE.batches(batch_size=2, seq_len=64, dtype=dtype, device=where)
+    model = SOURCE.build(dtype=dtype, device=where)
+    workload = Workload(
+        model=SOURCE.name,
+        model_config=SOURCE.model_config,
+        batch_size=2,
+        seq_len=64,
+        dtype=dtype,
+        device=where.type,
+        seed=0,
+    )
+    cost = optimizer_cost(model, workload, DEFAULT_OPTIMIZER, device=where, sparse=False)
     with TemporaryDirectory() as spill:
         return measure_model(
-            SOURCE.build(dtype=dtype, device=where),
+            model,
             batches,
-            workload=Workload(
-                model=SOURCE.name,
-                model_config=SOURCE.model_config,
-                batch_size=2,
-                seq_len=64,
-                dtype=dtype,
-                device=where.type,
-                seed=0,
-            ),
+            workload=workload,
             num_steps=1,
             spill_directory=Path(spill),
             progress=lambda *_: None,
             machine=replace(machine, device=device),
+            cost=replace(cost, host_parameters_per_s=1e8, device_parameters_per_s=1e8),
         )
 
 
@@ -249,11 +255,7 @@ def test_a_probe_measures_the_link_and_what_lanes_take_from_compute(
     assert [tier.name for tier in hardware.tiers] == ["host", "disk"]
     assert 1e6 < hardware.tier("host").link.read_bytes_per_s < 1e12
     assert 1e-6 < hardware.move_s < 0.1
-    for both in (
-        hardware.read_contention,
-        hardware.write_contention,
-        hardware.update_contention,
-    ):
+    for both in (hardware.read_contention, hardware.write_contention, hardware.update_contention):
         assert 0 < both.compute <= 1
         assert 0 < both.lane <= 1
     assert list(tmp_path.iterdir()) == []

@@ -283,10 +283,7 @@ def test_cuda_rounds_every_storage_up_to_a_block() -> None:
         small, large = torch.empty(1), torch.empty(129)
         meter.mark("one")
         del large
-    assert [segment.end_bytes for segment in meter.segments] == [
-        3 * BLOCK_BYTES,
-        BLOCK_BYTES,
-    ]
+    assert [segment.end_bytes for segment in meter.segments] == [3 * BLOCK_BYTES, BLOCK_BYTES]
     del small
 
 
@@ -319,12 +316,7 @@ def test_what_fake_tensors_cannot_say_is_refused(
     assert_says(refused.value)
 
 
-@pytest.mark.nightly(
-    but=(
-        "cpu-dtype0-False-False-True",
-        "cuda-dtype3-False-False-False",
-    )
-)
+@pytest.mark.nightly(but=("cpu-dtype0-False-False-True", "cuda-dtype3-False-False-False"))
 @pytest.mark.parametrize(
     ("kind", "dtype", "grouped", "cast", "keeps_scores"),
     [

@@ -163,43 +163,39 @@ def test_every_room_keeps_its_budget_of_lines() -> None:
     assert {rooms: n for rooms, n in found.items() if n > budgets()[rooms]} == {}
 
 
-@pytest.mark.parametrize(
-    "name", sorted(name for name in FLOOR if name not in {"__init__", "garbage"})
-)
-def test_every_folder_says_what_it_is_for(name: str) -> None:
-    part = name.replace("runtime", "protrain_runtime", 1).split("/")
-    parents = [ROOT / "protrain_plan", ROOT / "runtime", ROOT / "runtime/protrain_runtime"]
-    for folder in (parent.joinpath(*part) for parent in parents):
-        if folder.is_dir():
-            assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+def test_every_folder_says_what_it_is_for() -> None:
+    for file in (file for file in FILES if file.name == "__init__.py"):
+        assert ast.get_docstring(ast.parse(file.read_text())), file
 
 
-@pytest.mark.nightly("protrain_plan.presentation.checks.reports")
-@pytest.mark.parametrize("file", FILES, ids=lambda file: module_name(file))
-def test_imports_run_one_way(file: Path) -> None:
+def outside(file: Path) -> Iterator[str]:
+    """Modules that a file imports of rooms that are not below its own."""
     here = room(module_name(file))
     never = NEVER.get(here.split("/")[0], set())
-
-    def wrong(names: Iterator[str], besides: set[str]) -> list[str]:
-        others = [(name, room(name)) for name in names if is_ours(name)]
-        return [
-            name
-            for name, there in others
-            if there not in {here} | besides
-            and (FLOOR[there] >= FLOOR[here] or there.split("/")[0] in never)
-        ]
-
-    assert wrong(imported(file), set()) == []
+    for names, besides in (
+        (imported(file), set()),
+        (named(file), NAMED.get(here.split("/")[0], set())),
+    ):
+        for name, there in ((name, room(name)) for name in names if is_ours(name)):
+            above = FLOOR[there] >= FLOOR[here] or there.split("/")[0] in never
+            if above and there not in {here} | besides:
+                yield name
     if file.is_relative_to(ROOT / "runtime"):
-        assert [name for name in imported(file) if name.split(".")[0] == "protrain_plan"] == []
-    assert wrong(named(file), NAMED.get(here.split("/")[0], set())) == []
+        yield from (name for name in imported(file) if name.split(".")[0] == "protrain_plan")
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: module_name(file))
-def test_torch_is_imported_where_models_run(file: Path) -> None:
-    module = module_name(file)
-    wrong = [name for name in imported(file) if name.split(".")[0] in TORCH]
-    assert may_use_torch(module) or wrong == []
+def test_imports_run_one_way() -> None:
+    found = {module_name(file): [*outside(file)] for file in FILES}
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+def test_torch_is_imported_where_models_run() -> None:
+    found = {
+        module_name(file): [name for name in imported(file) if name.split(".")[0] in TORCH]
+        for file in FILES
+    }
+    wrong = {module: names for module, names in found.items() if names}
+    assert [module for module in wrong if not may_use_torch(module)] == []
 
 
 def run_without_torch(script: str, *args: str) -> tuple[int, str]:
@@ -280,12 +276,7 @@ def test_checking_records_does_not_wait_for_torch(tmp_path: Path) -> None:
     assert run_without_torch(CLI, "check", "--records-only", str(tmp_path / "plans")) == (0, "")
 
 
-@pytest.mark.nightly(
-    but=(
-        "diff plan.yaml",
-        "export --to trl -o trl.yaml",
-    )
-)
+@pytest.mark.nightly(but=("diff plan.yaml", "export --to trl -o trl.yaml"))
 @pytest.mark.parametrize(
     "command",
     ["show", "simulate", "report -o page.html", "diff plan.yaml", "export --to trl -o trl.yaml"],

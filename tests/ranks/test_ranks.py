@@ -49,10 +49,7 @@ from tests.support.ranks_loops import (
     numbered,
     several,
 )
-from tests.support.runtime_cases import (
-    decided,
-    described,
-)
+from tests.support.runtime_cases import decided, described
 from tests.support.scenario import Run
 
 
@@ -86,7 +83,7 @@ class Case:
 
     loop: Loop
     units: Callable[[str], Sequence[tuple[UnitPlan, ...]]]
-    at_night: bool = True
+    by_day: bool = False
     num_replicas: int = 1
 
     def plans(self) -> list[Plan]:
@@ -96,9 +93,9 @@ class Case:
         ]
 
 
-def case(units: Any, name: str = "llama", at_night: bool = True, **options: Any) -> Case:
+def case(units: Any, name: str = "llama", by_day: bool = False, **options: Any) -> Case:
     of_loop = {key: options.pop(key) for key in [*options] if key in Loop.__annotations__}
-    return Case(Loop(name, **of_loop), units, at_night=at_night, **options)
+    return Case(Loop(name, **of_loop), units, by_day=by_day, **options)
 
 
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
@@ -123,28 +120,27 @@ def held(run: Run, number: int) -> None:
 
 CASES: dict[str, Case] = {
     # A sum of two numbers does not depend on their order.
-    "llama-tied": case(everywhere, "llama-tied", at_night=False),
-    "loss in place, 2": case(loss_in_place, "llama-tied", at_night=False, micro_batches=2),
+    "llama-tied": case(turn, "llama-tied", by_day=True),
+    "everywhere": case(everywhere, "llama-tied"),
+    "loss in place, 2": case(loss_in_place, "llama-tied", micro_batches=2),
     "loss in place": case(loss_in_place, "llama-tied"),
-    "modes": case(turn, "gpt2", at_night=False, factory=writing("switches modes")),
+    "modes": case(turn, "functional", by_day=True, factory=writing("switches modes")),
     "groups": case(turn, "gpt2", factory=writing("counts in its groups in place")),
-    "sgd": case(turn, at_night=False, factory=SGD),
-    "states emptied": case(turn, at_night=False, after=partial(edited, EDITS["emptied"])),
+    "sgd": case(turn, factory=SGD),
+    "states emptied": case(turn, by_day=True, after=partial(edited, EDITS["emptied"])),
     "states replaced": case(turn, after=partial(edited, EDITS["replaced"])),
     "states pruned": case(turn, "functional", after=partial(edited, EDITS["pruned"])),
-    "states held": case(turn, "functional", at_night=False, after=held),
-    "clipped by value": case(turn, at_night=False, between=by_value),
-    "replicas": case(turn, at_night=False, num_replicas=2),
-    "compiled": case(compiled, at_night=False, micro_batches=2, compiled="aot_eager"),
+    "states held": case(turn, "functional", by_day=True, after=held),
+    "clipped by value": case(turn, between=by_value),
+    "replicas": case(turn, num_replicas=2),
+    "compiled": case(compiled, "functional", by_day=True, compiled="aot_eager"),
     "compiled by inductor": case(compiled, micro_batches=2, compiled="inductor"),
 }
 
 
-@pytest.mark.nightly(by_day=6)
 @ranks_on_every_device_at_night
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if c.at_night else ()) for n, c in CASES.items()],
+    "name", [pytest.param(n, marks=() if c.by_day else pytest.mark.slow) for n, c in CASES.items()]
 )
 def test_ranks_match_ddp(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     found = CASES[name]
@@ -153,17 +149,6 @@ def test_ranks_match_ddp(name: str, tmp_path: Path, request: pytest.FixtureReque
     if found.loop.compiled == "inductor" and shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     assert_as_ddp(2, found.loop, found.plans(), tmp_path)
-
-
-@pytest.mark.nightly
-def test_five_steps_of_two_rows_match_ddp_bitwise(tmp_path: Path) -> None:
-    """Rows that have all of a training run in few units."""
-    rows = [
-        (number, row)
-        for number, row in numbered("2", 0, 1)
-        if row["model"] == "functional" and row["placement"] == "mixed"
-    ]
-    assert_rows(rows[:2], 2, tmp_path)
 
 
 @pytest.mark.slow

@@ -128,8 +128,7 @@ CASES: dict[str, tuple[Loop, float, bool]] = {
 @pytest.mark.nightly("tied-cpu")
 @ranks_on_every_device_at_night
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if c[2] else ()) for n, c in CASES.items()],
+    "name", [pytest.param(n, marks=pytest.mark.slow if c[2] else ()) for n, c in CASES.items()]
 )
 def test_ranks_match_fsdp_that_reduces_every_micro_batch(name: str, tmp_path: Path) -> None:
     loop, tolerance, _ = CASES[name]

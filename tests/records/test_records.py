@@ -54,14 +54,7 @@ from protrain_runtime.contract.records.schema import Record, hints
 from protrain_runtime.contract.records.words import number_text, unseen
 from tests.support.commands import ROOT, ran
 from tests.support.messages import Speaker
-from tests.support.record_samples import (
-    HARDWARE,
-    PLAN,
-    PLAN_TEXT,
-    PROFILE,
-    layers,
-    unit,
-)
+from tests.support.record_samples import HARDWARE, PLAN, PLAN_TEXT, PROFILE, layers, unit
 
 # Writing
 
@@ -77,7 +70,7 @@ def test_a_change_of_three_layers_is_a_few_lines() -> None:
     after = records.dumps_plan(replace(PLAN, units=layers(*decisions))).splitlines()
     before = PLAN_TEXT.splitlines()
     assert [line for line in before if line not in after] == [
-        "  - {names: model.layers.12-31, activations: recompute, states: offload to disk}",
+        "  - {names: model.layers.12-31, activations: recompute, states: offload to disk}"
     ]
     assert [line for line in after if line not in before] == [
         "  - {names: model.layers.12-13, activations: recompute, states: offload to disk}",

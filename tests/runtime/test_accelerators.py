@@ -102,9 +102,7 @@ def on_host(
     **options: Any,
 ) -> Scenario:
     return Scenario(
-        model=model,
-        units=lambda units: decided(units, activations, states, schedule),
-        **options,
+        model=model, units=lambda units: decided(units, activations, states, schedule), **options
     )
 
 
@@ -448,10 +446,7 @@ def test_a_checked_run_updates_on_the_host_what_its_plan_updates_there(
 
     def half(units: Units) -> Units:
         half = len(units) // 2
-        return (
-            *decided(units[:half], KEEP, HOST),
-            *decided(units[half:], KEEP, PERSISTENT),
-        )
+        return (*decided(units[:half], KEEP, HOST), *decided(units[half:], KEEP, PERSISTENT))
 
     def plan(model: Any) -> Plan:
         made = plan_for(model, half(CATALOGUE["functional"].units()))

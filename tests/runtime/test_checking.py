@@ -18,21 +18,11 @@ from torch import Tensor, nn
 from protrain_runtime import full_parameters, load, save
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import (
-    RECOMPUTE,
-    Placement,
-    Updates,
-)
+from protrain_runtime.contract.records.plan import RECOMPUTE, Placement, Updates
 from protrain_runtime.diagnostics.checking import CHECKED_STEPS, DifferenceError
 from protrain_runtime.model.prepared import prepared_of
 from tests.support.functional_model import FunctionalBlock
-from tests.support.runtime_cases import (
-    CATALOGUE,
-    decided,
-    described,
-    mixed,
-    weight_decay_groups,
-)
+from tests.support.runtime_cases import CATALOGUE, decided, described, mixed, weight_decay_groups
 from tests.support.scenario import Loop, Run, Scenario, Units, refusal, restored
 
 NAME = "llama-tied"
@@ -89,10 +79,7 @@ def test_micro_batches_clipping_groups_and_schedules_are_checked_too(
         scheduler=halving,
     )
     copied_beside(
-        updates=updates,
-        settings={"micro_batches": 2},
-        groups=weight_decay_groups,
-        script=script,
+        updates=updates, settings={"micro_batches": 2}, groups=weight_decay_groups, script=script
     ).assert_like_plain(tmp_path)
 
 

@@ -30,13 +30,7 @@ from protrain_runtime.contract.records import (
     loads_profile,
 )
 from protrain_runtime.contract.records.forms import FORMS, exactness_of, leaves_of
-from protrain_runtime.contract.records.plan import (
-    KEEP,
-    RECOMPUTE,
-    Activations,
-    Placement,
-    Plan,
-)
+from protrain_runtime.contract.records.plan import KEEP, RECOMPUTE, Activations, Placement, Plan
 from protrain_runtime.contract.records.profile import Compilation, Compile, Profile, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
@@ -286,10 +280,7 @@ WHOLE = tried(model=replace(CATALOGUE["llama"], change=compile_whole))
 PLAINLY = tried(model=compiled(), blocks=False)
 FOLLOWED: dict[str, tuple[Scenario, Scenario]] = {
     "compiled as a whole: each block": (WHOLE, tried(model=compiled())),
-    "compiled in a plan for plain ones: profile with --compile": (
-        PLAINLY,
-        tried(model=compiled()),
-    ),
+    "compiled in a plan for plain ones: profile with --compile": (PLAINLY, tried(model=compiled())),
     "compiled in a plan for plain ones: not": (PLAINLY, tried(blocks=False)),
     "wrapped in a plan for plain ones: not": (
         tried(model=compiled(wrapped=True), blocks=False),

@@ -95,13 +95,7 @@ def elements(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return values.clamp(-60000, 60000).to(dtype)
 
 
-@pytest.mark.nightly(
-    but=(
-        "256-dtype0",
-        "5121-dtype0",
-        "5000-dtype0",
-    )
-)
+@pytest.mark.nightly(but=("256-dtype0", "5121-dtype0", "5000-dtype0"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [GROUP, 20 * GROUP + 1, 5000])
 def test_an_int8_error_is_below_one_scale_and_zero_stays(count: int, dtype: torch.dtype) -> None:

@@ -33,13 +33,7 @@ from protrain_runtime.states.stand_ins import ConsumedGradient
 from tests.support.cards import every_device
 from tests.support.faults import descriptors, file_limit, spill_descriptor
 from tests.support.messages import Speaker
-from tests.support.runtime_cases import (
-    Outcome,
-    assert_bitwise,
-    decided,
-    described,
-    device,
-)
+from tests.support.runtime_cases import Outcome, assert_bitwise, decided, described, device
 from tests.support.scenario import Run, Scenario, refusal
 from tests.support.thinning import thinned
 

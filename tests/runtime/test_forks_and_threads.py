@@ -293,12 +293,7 @@ def refused_all(run: Run, doing: str) -> None:
 PLACES = (0, UNITS - 1, UNITS, 2 * UNITS - 2)
 
 
-@pytest.mark.nightly(
-    but=(
-        "False-cuda",
-        "True-cuda",
-    )
-)
+@pytest.mark.nightly(but=("False-cuda", "True-cuda"))
 @every_device
 @pytest.mark.parametrize("clipped", [False, True])
 def test_a_second_thread_is_refused_and_the_first_goes_on(clipped: bool, tmp_path: Path) -> None:

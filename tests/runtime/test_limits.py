@@ -31,14 +31,7 @@ from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import process_memory
 from tests.support.commands import MODEL, bash, protrain
 from tests.support.peaks import profile_file
-from tests.support.runtime_cases import (
-    ADAMW,
-    decided,
-    described_by,
-    plan_for,
-    plan_of,
-    units_of,
-)
+from tests.support.runtime_cases import ADAMW, decided, described_by, plan_for, plan_of, units_of
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20

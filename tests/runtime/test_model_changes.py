@@ -98,13 +98,7 @@ def test_plans_without_tensors_name_fingerprints(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.nightly(
-    but=(
-        "llama",
-        "t5",
-        "functional-no-attention",
-    )
-)
+@pytest.mark.nightly(but=("llama", "t5", "functional-no-attention"))
 @pytest.mark.parametrize("name", MODELS)
 def test_lines_name_every_tensor_and_travel_with_the_plan(name: str) -> None:
     model = build(name)

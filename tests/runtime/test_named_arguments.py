@@ -30,12 +30,7 @@ def passed(values: dict[str, Any], keyword_only: set[str], rng: random.Random) -
     return args, {name: values[name] for name in rest}
 
 
-@pytest.mark.nightly(
-    but=(
-        "0",
-        "3",
-    )
-)
+@pytest.mark.nightly(but=("0", "3"))
 @pytest.mark.parametrize("seed", range(5))
 def test_an_inspected_operators_arguments_have_the_names_of_its_schema(seed: int) -> None:
     rng = random.Random(seed)

@@ -33,18 +33,10 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices import lanes, stores
-from protrain_runtime.devices.lanes import (
-    Backend,
-)
+from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.stores import DiskStore, HostStore
 from tests.support.cards import card_called
-from tests.support.mutations import (
-    AMONG_RANKS,
-    ON_A_DEVICE,
-    Mutation,
-    mutate,
-    names,
-)
+from tests.support.mutations import AMONG_RANKS, ON_A_DEVICE, Mutation, mutate, names
 from tests.support.runtime_cases import (
     BATCH,
     SEQUENCE,
@@ -154,68 +146,53 @@ MANY_BYTES = 50_000  # a few pieces per chunk: each of them comes late
 LATER = replace(AHEAD, update_drain=None)
 
 
-def from_host_with_late_lanes() -> None:
-    trains(LATE_LANES, Activations(tier="host"), HOST)
+AFTER: dict[str, Any] = {"updates": "after backward", "piece_bytes": MANY_BYTES}
+GATHERED = replace(DISK, keep_gathered=True)
+FULL = Activations(form="full", tier="disk")
 
 
-def from_host_with_late_compute() -> None:
-    trains(LATE_COMPUTE, Activations(tier="host"), HOST)
+def very_late(states: Placement, schedule: Schedule = LATER, **options: Any) -> None:
+    """With threads that are late."""
+    trains(late, RECOMPUTE, states, schedule, lane_delay=late_threads(0.04), **options)
 
 
-def from_disk_on_another_stream_with_late_streams() -> None:
+def on_another_stream() -> None:
     """Compute's stream comes late with the lanes': it is none of the device's own."""
-    stream = torch.Stream(device=device())
-    trains(partial(late, lanes_us=400.0), Activations(tier="disk"), DISK, stream=stream)
+    stream, lateness = torch.Stream(device=device()), partial(late, lanes_us=400.0)
+    trains(lateness, Activations(tier="disk"), DISK, stream=stream, piece_bytes=MANY_BYTES)
 
 
-def from_disk_with_late_threads() -> None:
-    gathered = replace(DISK, keep_gathered=True)
-    trains(
-        late, Activations(form="full", tier="disk"), gathered, AT_ONCE, lane_delay=late_threads()
-    )
+def from_disk() -> None:
+    options: dict[str, Any] = {"lane_delay": late_threads(), "piece_bytes": MANY_BYTES}
+    trains(late, FULL, GATHERED, AT_ONCE, **options)
 
 
-def micro_batches_with_late_threads() -> None:
-    trains(late, RECOMPUTE, HOST, LATER, micro_batches=2, lane_delay=late_threads(0.04))
+def recomputed(states: Placement, schedule: Schedule = AHEAD, **options: Any) -> Callable[[], None]:
+    return partial(trains, LATE_LANES, RECOMPUTE, states, schedule, **options)
 
 
-def overlapping_with_late_threads() -> None:
-    trains(late, RECOMPUTE, HOST, lane_delay=late_threads(0.04), overlap_steps=True)
-
-
-def micro_batches_with_late_lanes() -> None:
-    trains(LATE_LANES, RECOMPUTE, HOST, micro_batches=2)
-
-
-def on_the_device_with_late_lanes() -> None:
-    trains(LATE_LANES, RECOMPUTE, ON_DEVICE, overlap_steps=True, piece_bytes=MANY_BYTES)
-
-
-def clipped_on_the_device_with_late_lanes() -> None:
-    after: dict[str, Any] = {
-        "updates": "after backward",
-        "overlap_steps": True,
-        "piece_bytes": MANY_BYTES,
-    }
-    trains(LATE_LANES, RECOMPUTE, ON_DEVICE, clip=True, **after)
-
-
-def micro_batches_on_the_device_with_late_threads() -> None:
-    trains(late, RECOMPUTE, ON_DEVICE, LATER, micro_batches=2, lane_delay=late_threads(0.04))
-
-
-def ahead_of_the_norm_with_late_lanes() -> None:
-    after: dict[str, Any] = {
-        "updates": "after backward",
-        "overlap_steps": True,
-        "piece_bytes": MANY_BYTES,
-    }
-    trains(LATE_LANES, RECOMPUTE, replace(ON_DEVICE, speculate=True), **after)
-
-
-def ahead_of_the_norm_from_disk_with_late_lanes() -> None:
-    after: dict[str, Any] = {"updates": "after backward", "piece_bytes": MANY_BYTES}
-    trains(LATE_LANES, RECOMPUTE, replace(DISK, speculate=True), LATER, **after)
+TRAINING: dict[str, Callable[[], None]] = {
+    "from_host_with_late_lanes": partial(trains, LATE_LANES, Activations(tier="host"), HOST),
+    "from_host_with_late_compute": partial(trains, LATE_COMPUTE, Activations(tier="host"), HOST),
+    "from_disk_on_another_stream_with_late_streams": on_another_stream,
+    "from_disk_with_late_threads": from_disk,
+    "micro_batches_with_late_threads": partial(very_late, HOST, micro_batches=2),
+    "overlapping_with_late_threads": partial(very_late, HOST, AHEAD, overlap_steps=True),
+    "micro_batches_with_late_lanes": recomputed(HOST, micro_batches=2),
+    "on_the_device_with_late_lanes": recomputed(
+        ON_DEVICE, overlap_steps=True, piece_bytes=MANY_BYTES
+    ),
+    "clipped_on_the_device_with_late_lanes": recomputed(
+        ON_DEVICE, clip=True, overlap_steps=True, **AFTER
+    ),
+    "micro_batches_on_the_device_with_late_threads": partial(very_late, ON_DEVICE, micro_batches=2),
+    "ahead_of_the_norm_with_late_lanes": recomputed(
+        replace(ON_DEVICE, speculate=True), overlap_steps=True, **AFTER
+    ),
+    "ahead_of_the_norm_from_disk_with_late_lanes": recomputed(
+        replace(DISK, speculate=True), LATER, **AFTER
+    ),
+}
 
 
 @contextmanager
@@ -480,9 +457,13 @@ def short_passage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "PASSAGE_BYTES", 8192)
 
 
+def scenario_of(name: str) -> Callable[[], None]:
+    return TRAINING.get(name) or globals()[name]
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_scenario_holds(scenario: str) -> None:
-    globals()[scenario]()
+    scenario_of(scenario)()
 
 
 def repeated(scenario: Callable[[], None]) -> None:
@@ -502,7 +483,7 @@ def test_the_scenario_does_not_hold_without_the_line(
     # What comes late is chance, and on a busy machine the host is late as well: other delays, and
     # longer ones, where they did not meet what they would spoil.
     with pytest.raises((AssertionError, RuntimeError)):
-        repeated(globals()[mutation.scenario])
+        repeated(scenario_of(mutation.scenario))
     with suppress(RuntimeError):  # what failed on a stream is no other test's
         devices.synchronize(device())
 

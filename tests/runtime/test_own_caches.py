@@ -10,12 +10,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from protrain_plan.models.sources import load_source
 from protrain_plan.presentation.profiles import caveats

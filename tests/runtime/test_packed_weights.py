@@ -170,11 +170,7 @@ def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> No
     ids=decision_name,
 )
 def test_training_is_plain_pytorchs_bitwise_within_what_was_predicted(
-    profile: Profile,
-    plain: Trained,
-    activations: Activations,
-    states: Placement,
-    tmp_path: Path,
+    profile: Profile, plain: Trained, activations: Activations, states: Placement, tmp_path: Path
 ) -> None:
     """Over five steps; of the last one's slots none takes more.
 

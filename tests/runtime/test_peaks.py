@@ -164,18 +164,6 @@ def test_measured_bytes_never_exceed_predicted_where_lanes_may_lag(
     assert_within_the_promise(peaks(profile, units, tmp_path, **own))
 
 
-@pytest.mark.nightly("str-str-int-Persistent0")
-@each_profile(STEPS, [PERSISTENT, DISK], names="step, states", every=6)
-def test_measured_bytes_of_other_steps_never_exceed_predicted(
-    profile: Profile, step: tuple[Updates, int], states: Placement, tmp_path: Path
-) -> None:
-    """In every micro-batch, and where gradients wait on the device or on disk for the norm."""
-    updates, micro_batches = step
-    units = without_freedom(decided(described_by(profile), RECOMPUTE, states))
-    found = peaks(profile, units, tmp_path, updates=updates, micro_batches=micro_batches)
-    assert_within_the_promise(found)
-
-
 @pytest.mark.nightly("str-bool0")
 @each_profile([False, True], names="gathered", every=6)
 def test_measured_bytes_of_speculative_updates_never_exceed_predicted(
@@ -342,12 +330,7 @@ def test_a_lanes_update_takes_the_workspace_of_one_run(optimizer: str, dtype: DT
     assert 0.98 * counted <= update_bytes(update) <= counted + scalars
 
 
-@pytest.mark.nightly(
-    but=(
-        "adamw",
-        "rmsprop",
-    )
-)
+@pytest.mark.nightly(but=("adamw", "rmsprop"))
 @pytest.mark.parametrize(
     "optimizer", ["adamw", "adamw-amsgrad", "sgd-momentum", "rmsprop", "nadam"]
 )
@@ -464,10 +447,7 @@ def with_short_drains(units: tuple[UnitPlan, ...], rng: random.Random) -> tuple[
     indirect=["profile"],
 )
 def test_measured_bytes_of_transfers_in_parts_match_predicted_in_every_slot(
-    profile: Profile,
-    decision: tuple[Activations, Placement],
-    schedule: Schedule,
-    tmp_path: Path,
+    profile: Profile, decision: tuple[Activations, Placement], schedule: Schedule, tmp_path: Path
 ) -> None:
     """Updates in place too: a chunk's parameters and gradients leave piece by piece."""
     units = decided(described_by(profile), *decision, schedule)
@@ -560,12 +540,7 @@ WRITES: list[tuple[int | None, Updates, int]] = [
 """Everything on disk, or mixed decisions by a seed; when updates come; micro-batches."""
 
 
-@pytest.mark.nightly(
-    but=(
-        "None-in backward-1",
-        "7-in backward-1",
-    )
-)
+@pytest.mark.nightly(but=("None-in backward-1", "7-in backward-1"))
 @pytest.mark.parametrize(("seed", "updates", "micro_batches"), WRITES)
 def test_a_step_writes_what_is_said(
     seed: int | None,

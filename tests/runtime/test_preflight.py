@@ -50,10 +50,7 @@ Use = tuple[Plan, Room]
 LITTLE_MEMORY = Room(memory_bytes=500 * MIB, disk_is_memory=True)
 LESS = smaller(device=10 * MIB)
 LITTLE: dict[str, tuple[Use, Use]] = {
-    "a limit": (
-        (plan(), Room(data_limit=180 * MIB - 1)),
-        (LESS, Room(data_limit=180 * MIB - 1)),
-    ),
+    "a limit": ((plan(), Room(data_limit=180 * MIB - 1)), (LESS, Room(data_limit=180 * MIB - 1))),
     "a machine": (
         (plan(), Room(memory_bytes=100 * MIB, resident_bytes=50 * MIB, swap_bytes=20 * MIB)),
         (LESS, Room(memory_bytes=100 * MIB, resident_bytes=50 * MIB, swap_bytes=20 * MIB)),

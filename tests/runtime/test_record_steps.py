@@ -174,8 +174,7 @@ def test_what_cannot_be_recorded_is_one_message() -> None:
 
 @pytest.mark.nightly
 def test_run_writes_a_recording_that_lies_over_the_simulated_step(
-    tiny_llama: Path,
-    tmp_path: Path,
+    tiny_llama: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "profile.yaml").write_bytes(tiny_llama.read_bytes())
     pin = ("--pin", "model.layers.0-3: swap to disk, offload to disk")

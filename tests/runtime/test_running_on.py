@@ -310,7 +310,7 @@ def plainly(num_steps: int) -> Run:
     return run
 
 
-@pytest.mark.nightly(by_day=8)
+@pytest.mark.nightly
 @every_device
 @pytest.mark.parametrize("schedule", [AHEAD, LATE], ids=["in the order of backward", "late"])
 @pytest.mark.parametrize("updates", ["in backward", "after backward"])

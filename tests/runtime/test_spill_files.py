@@ -170,18 +170,10 @@ def test_whole_blocks_move_from_and_to_the_callers_memory_where_it_suits(
             assert sum(copied) >= count - 2 * BLOCK
 
 
-FAULTS = [
-    (errno.ENOSPC, "No space left on device"),
-    (errno.EIO, "Input/output error"),
-]
+FAULTS = [(errno.ENOSPC, "No space left on device"), (errno.EIO, "Input/output error")]
 
 
-@pytest.mark.nightly(
-    but=(
-        "28-No space left on device-1",
-        "5-Input/output error-1",
-    )
-)
+@pytest.mark.nightly(but=("28-No space left on device-1", "5-Input/output error-1"))
 @pytest.mark.parametrize("number", [1, 3, 6])
 @pytest.mark.parametrize(("code", "words"), FAULTS)
 def test_a_request_that_fails_is_one_error_and_the_file_goes_on(

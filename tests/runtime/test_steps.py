@@ -317,11 +317,7 @@ def test_a_smaller_batch_trains_and_a_larger_one_is_refused(
     thinned(ROUNDS, TIERS, [2.0, 1.0, float("inf")], [None, False], every=6),
 )
 def test_norms_and_clipped_steps_match_plain_torch_bitwise(
-    rounds: tuple[int, bool],
-    tier: TierName,
-    norm_type: float,
-    foreach: bool | None,
-    tmp_path: Path,
+    rounds: tuple[int, bool], tier: TierName, norm_type: float, foreach: bool | None, tmp_path: Path
 ) -> None:
     micro_batches, speculate = rounds
 
@@ -487,11 +483,7 @@ OPTIMIZERS: dict[str, Factory] = {
 @pytest.mark.parametrize(("tier", "rounds", "updates"), thinned(TIERS, ROUNDS, BOTH, every=2))
 @pytest.mark.parametrize("factory", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_parameters_without_gradients_are_left_alone_bitwise(
-    tier: TierName,
-    rounds: tuple[int, bool],
-    updates: Updates,
-    factory: Factory,
-    tmp_path: Path,
+    tier: TierName, rounds: tuple[int, bool], updates: Updates, factory: Factory, tmp_path: Path
 ) -> None:
     """Some experts get a gradient in one micro-batch, some in another, some in none of a step."""
     micro_batches, speculate = rounds
@@ -528,12 +520,7 @@ def swapping(
     return lambda units: decided(units, activations, states, schedule)
 
 
-@pytest.mark.nightly(
-    but=(
-        "False-cuda",
-        "True-cuda",
-    )
-)
+@pytest.mark.nightly(but=("False-cuda", "True-cuda"))
 @every_device
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_generating_between_steps_changes_nothing(use_cache: bool, tmp_path: Path) -> None:
@@ -571,12 +558,7 @@ def failed_in_between(run: Run) -> None:
     loss.backward()
 
 
-@pytest.mark.nightly(
-    but=(
-        "contrasted-cuda",
-        "failed_in_between-cuda",
-    )
-)
+@pytest.mark.nightly(but=("contrasted-cuda", "failed_in_between-cuda"))
 @every_device
 @pytest.mark.parametrize("use", [contrasted, failed_in_between])
 def test_a_backward_of_several_forwards_is_one_error(
@@ -609,8 +591,7 @@ def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:
 @pytest.mark.nightly(by_day=6)
 @every_device
 @pytest.mark.parametrize(
-    ("lead", "looking"),
-    thinned([0, 1, LARGE], [torch.no_grad, torch.inference_mode], every=4),
+    ("lead", "looking"), thinned([0, 1, LARGE], [torch.no_grad, torch.inference_mode], every=4)
 )
 @pytest.mark.parametrize(
     ("activations", "states"),

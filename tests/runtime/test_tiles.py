@@ -485,12 +485,7 @@ def test_five_steps_match_plain_torch_bitwise(
     tried(name, precision, offloads=offloads).assert_like_plain(tmp_path)
 
 
-@pytest.mark.nightly(
-    but=(
-        "False-cuda",
-        "True-cuda",
-    )
-)
+@pytest.mark.nightly(but=("False-cuda", "True-cuda"))
 @every_device
 @pytest.mark.parametrize("offloads", [False, True])
 def test_accumulated_steps_match_plain_torch_bitwise(offloads: bool, tmp_path: Path) -> None:

@@ -179,12 +179,7 @@ def test_adapters_train_as_plain_torch_trains_what_peft_makes(
     )
     del model
     found = train(
-        plan,
-        num_steps=NUM_STEPS,
-        plain=False,
-        text=None,
-        spill_directory=tmp_path,
-        measured=False,
+        plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=tmp_path, measured=False
     )
     losses, parameters = plainly(name)
     assert list(found.losses) == losses
@@ -201,17 +196,12 @@ LAST_PART_BYTES = 4 * BATCH * SEQUENCE * WIDTH + 512
 """The last norm's float32 copy: a part has the costs of the costliest form that blocks may have."""
 OPTIONS = (
     "r=4",
-    pytest.param("r=4,dora", marks=pytest.mark.slow),
-    *(
-        pytest.param(text, marks=pytest.mark.slow)
-        for text in (
-            "r=4,dropout=0.1",
-            "r=4,freeze=A,dropout=0.1",
-            "r=4,velora",
-            "r=4,velora=random",
-            "r=4,modules_to_save=lm_head+embed_tokens",
-        )
-    ),
+    "r=4,dora",
+    "r=4,dropout=0.1",
+    "r=4,freeze=A,dropout=0.1",
+    "r=4,velora",
+    "r=4,velora=random",
+    "r=4,modules_to_save=lm_head+embed_tokens",
 )
 
 
@@ -223,18 +213,8 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return profile_made(tmp_path_factory, f"adapters-{request.param}", make)
 
 
-@pytest.mark.nightly(every=10)
-@pytest.mark.parametrize(
-    "decisions",
-    [
-        "updated in backward",
-        "host, recomputed",
-        "host and disk",
-        "host and disk, swapped",
-        "disk, swapped",
-        "disk, input swapped",
-    ],
-)
+@pytest.mark.slow  # by day: test_low_rank, in the forms that recompute adapters
+@pytest.mark.parametrize("decisions", [name for name in DECISIONS if name != "persistent"])
 def test_bytes_of_adapters_are_those_predicted(
     measured: Profile, decisions: str, tmp_path: Path
 ) -> None:

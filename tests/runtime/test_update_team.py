@@ -220,12 +220,7 @@ class Rig:
     """A chunk in host memory, and the same parameters with the user's plain optimizer."""
 
     def __init__(
-        self,
-        factory: OptimizerFactory,
-        dtype: torch.dtype,
-        *,
-        masters: bool,
-        absent: int = 0,
+        self, factory: OptimizerFactory, dtype: torch.dtype, *, masters: bool, absent: int = 0
     ) -> None:
         self.absent = absent
         self.pieces: dict[tuple[int, int], Piece] = {}  # that are used in every step
@@ -361,7 +356,7 @@ WAYS = {"at hand": False, "waiting": True}  # clipped
 
 @pytest.mark.parametrize(
     ("name", "precision", "way", "num_pieces"),
-    thinned([*FACTORIES], ["float32", "bfloat16", "master"], [*WAYS], [1, 4], every=5),
+    thinned([*FACTORIES], ["float32", "bfloat16", "master"], [*WAYS], [1, 4], every=15),
 )
 def test_updates_in_pieces_by_threads_are_plain_pytorchs_bitwise(
     name: str, precision: str, way: str, num_pieces: int, team: UpdateTeam | None

@@ -82,10 +82,7 @@ def test_without_the_profile_the_peak_is_named_with_its_slot() -> None:
 
 
 @pytest.mark.nightly
-def test_run_says_what_took_more_and_fails_a_verification(
-    tiny_llama: Path,
-    tmp_path: Path,
-) -> None:
+def test_run_says_what_took_more_and_fails_a_verification(tiny_llama: Path, tmp_path: Path) -> None:
     """A profile whose backward of one block was forgotten."""
     profile = read_profile(tiny_llama)
     index = next(n for n, unit in enumerate(profile.units) if unit.kind == "block")

@@ -118,11 +118,7 @@ _PIECES = (
     piece(1, "x.mul_(0.9)"),
     piece(1, "x = x.masked_fill_(x.detach() > 2, 0.0)"),
     # what is kept from one forward to the next
-    piece(
-        2,
-        "x = x + self.bn(x.transpose(1, 2)).transpose(1, 2)",
-        bn="nn.BatchNorm1d(WIDTH)",
-    ),
+    piece(2, "x = x + self.bn(x.transpose(1, 2)).transpose(1, 2)", bn="nn.BatchNorm1d(WIDTH)"),
     piece(
         1,
         "self.mean.lerp_(x.detach().mean((0, 1)), 0.1)",
@@ -145,12 +141,7 @@ _PIECES = (
     ),
     piece(1, "self.seen = x", seen="None"),
     piece(
-        1,
-        "self.calls += 1",
-        "if self.calls % 2:",
-        "    x = x + self.up(x)",
-        calls="0",
-        up=_LINEAR,
+        1, "self.calls += 1", "if self.calls % 2:", "    x = x + self.up(x)", calls="0", up=_LINEAR
     ),
     # at random
     piece(2, "x = x + 0.1 * torch.randn_like(x)"),

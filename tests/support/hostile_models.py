@@ -1112,10 +1112,7 @@ def own_checkpoints() -> Iterator[tuple[str, Hostile]]:
             yield f"{how}, {name}", Hostile(make, over=over)
         for why, make in refused.items():
             yield f"{how}, {why}", Hostile(make, rf"checkpoint.*{why}")
-    yield (
-        "checkpoints: of its own",
-        Hostile(stack(run=copied_checkpoints), refusal="in backward"),
-    )
+    yield ("checkpoints: of its own", Hostile(stack(run=copied_checkpoints), refusal="in backward"))
 
 
 # --- 8. several dtypes ----------------------------------------------------------------------------
@@ -1276,7 +1273,7 @@ HOSTILE: dict[str, Hostile] = {
         above=30_000,
     ),
     "peaks: read between equal blocks": Hostile(
-        stack(ENDS_IN_NORM, 5, run=read_between, scale=lambda: nn.Parameter(torch.ones(WIDTH))),
+        stack(ENDS_IN_NORM, 5, run=read_between, scale=lambda: nn.Parameter(torch.ones(WIDTH)))
     ),
     "peaks: first to last of equal blocks": Hostile(stack(ENDS_IN_NORM, 5, run=first_to_last)),
     "peaks: embedding again": Hostile(stack(depth=5, run=first_again), above=SLACK_BYTES),
@@ -1322,7 +1319,7 @@ HOSTILE: dict[str, Hostile] = {
             does(
                 lambda b, x: x + b.augmentation.factor() * b.computed(x), augmentation=Augmentation
             )
-        ),
+        )
     ),
     "once: counts": Hostile(
         stack(does(counts, **_COUNTER)), once="its forward changes its attribute 'calls'"
@@ -1336,8 +1333,7 @@ HOSTILE: dict[str, Hostile] = {
         once="its forward changes its attribute 'total'",
     ),
     "once: reads a global": Hostile(
-        reading_global,
-        once="its forward gave another result when it ran again on the same inputs",
+        reading_global, once="its forward gave another result when it ran again on the same inputs"
     ),
     # 6
     "takes: complex": Hostile(

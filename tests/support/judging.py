@@ -225,10 +225,7 @@ class Judge:
         others = bytes_of_others()
         try:
             model, optimizer = prepare(
-                self._subject.build(),
-                plan,
-                optimizer=self._factory,
-                spill_directory=self._folder,
+                self._subject.build(), plan, optimizer=self._factory, spill_directory=self._folder
             )
             found = self._train(model, optimizer, others=others)
         except Exception as error:  # noqa: BLE001

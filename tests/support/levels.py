@@ -19,12 +19,7 @@ FILES = (
     ),
     "tests/runtime/test_peaks.py",
 )
-LEVELS = (
-    ("default", "SSE41"),
-    ("default", "AVX"),
-    ("avx2", "AVX2"),
-    ("avx512", "AVX512_CORE"),
-)
+LEVELS = (("default", "SSE41"), ("default", "AVX"), ("avx2", "AVX2"), ("avx512", "AVX512_CORE"))
 
 
 def known() -> list[tuple[str, str]]:

@@ -51,11 +51,26 @@ def write(file: str, test: str, said: list[Said]) -> None:
         fcntl.flock(opened, fcntl.LOCK_EX)
         found: Messages = json.load(opened)
         found.setdefault(file, {})[test] = said
-        ordered = {name: dict(sorted(tests.items())) for name, tests in sorted(found.items())}
-        text = json.dumps(ordered, indent=1) + "\n"
+        text = text_of(found)
         opened.seek(0)
         opened.write(text)
         opened.truncate()
+
+
+def text_of(messages: Messages) -> str:
+    """The catalogue's JSON: a message is a line, with its test's name where it is the only one."""
+
+    def line(test: str, said: list[Said]) -> str:
+        text = json.dumps(said[0]) if len(said) == 1 else json.dumps(said, indent=3)
+        return f"  {json.dumps(test)}: " + (f"[{text}]" if len(said) == 1 else text)
+
+    files = (
+        f" {json.dumps(file)}: {{\n"
+        + ",\n".join(line(test, said) for test, said in sorted(tests.items()))
+        + "\n }"
+        for file, tests in sorted(messages.items())
+    )
+    return "{\n" + ",\n".join(files) + "\n}\n"
 
 
 class Speaker:

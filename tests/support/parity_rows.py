@@ -9,12 +9,7 @@ from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Plan
 from tests.support.pairwise import Impossible, Row, covering_rows
 from tests.support.plan_settings import with_settings
-from tests.support.runtime_cases import (
-    RECOMPUTED,
-    assert_bitwise,
-    delays,
-    weight_decay_groups,
-)
+from tests.support.runtime_cases import RECOMPUTED, assert_bitwise, delays, weight_decay_groups
 from tests.support.scenario import Loop, Resumed, Run, Scenario, go_on
 from tests.support.training_rows import (
     ALWAYS_IMPOSSIBLE,

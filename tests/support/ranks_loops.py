@@ -78,6 +78,7 @@ class Loop:
 
     name: str = "llama"
     factory: Factory = ADAMW
+    num_steps: int = STEPS
     micro_batches: int = 1
     clips: bool = False
     double: bool = False  # everything in float64
@@ -94,7 +95,7 @@ class Loop:
     def script(self) -> scenario.Loop:
         clips = 0.05 if self.clips else None
         return scenario.Loop(
-            num_steps=STEPS,
+            num_steps=self.num_steps,
             micro_batches=self.micro_batches,
             clips=clips,
             between=self.between,
@@ -333,10 +334,7 @@ ROUNDING = 1e-11
 
 NUM_STEPS, OVERFLOWS_AT, RESUMED_AT = 5, 1, 3
 CLIP_NORM = 0.5
-COUNTED = {
-    2: [(0, 1)] * NUM_STEPS,
-    4: [(0, 1), (2, 3), (1, 2), (0, 3), (1, 3)],
-}
+COUNTED = {2: [(0, 1)] * NUM_STEPS, 4: [(0, 1), (2, 3), (1, 2), (0, 3), (1, 3)]}
 """By the number of ranks, the two that count in each step."""
 
 ROW_TIERS: dict[str, tuple[StateTier, ...]] = {
@@ -366,8 +364,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
 }
 IMPOSSIBLE = (
     Impossible(
-        reason="each replica has as many ranks",
-        values={"ranks": ("2",), "replicas": ("4",)},
+        reason="each replica has as many ranks", values={"ranks": ("2",), "replicas": ("4",)}
     ),
     *ALWAYS_IMPOSSIBLE,
 )

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,7 +49,7 @@ def by_ddp(loop: Loop) -> Outcome:
         return ddp(dist.get_rank(), 2, loop)
 
 
-PLAIN = Loop(NAME)
+PLAIN = Loop(NAME, num_steps=3)
 
 
 def trains(
@@ -89,7 +90,7 @@ def running_statistics() -> list[str]:
 
 
 DEVICE, HOST = Placement(tier="device"), Placement(tier="host")
-NORMED = Loop(NAME, clips=True, double=True)
+NORMED = replace(PLAIN, clips=True, double=True)
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "persistent_with_late_lanes": partial(trains, LATE_LANES, PERSISTENT),
     # Some of the units, while others' sums are on their way.

@@ -171,10 +171,7 @@ def recorded(step: Step) -> Recording:
         step_seconds=1.25 * step.report.step_seconds,
         events=tuple(
             Event(
-                lane=span.lane,
-                name=span.name,
-                start_s=1.25 * span.start_s,
-                end_s=1.25 * span.end_s,
+                lane=span.lane, name=span.name, start_s=1.25 * span.start_s, end_s=1.25 * span.end_s
             )
             for span in step.timeline.spans
         ),

@@ -95,9 +95,7 @@ Play = Callable[[nn.Module, nn.Module, torch.optim.Optimizer], Any]
 
 
 def against_ddp(
-    plans: Sequence[Callable[[nn.Module], Plan]],
-    play: Play,
-    make: Callable[[], nn.Module] = built,
+    plans: Sequence[Callable[[nn.Module], Plan]], play: Play, make: Callable[[], nn.Module] = built
 ) -> list[list[str]]:
     """By plan, where training under it differs from DistributedDataParallel's."""
     results = []
