@@ -679,6 +679,11 @@ def scaled(run: Run) -> None:
 @pytest.mark.parametrize("states", [DISK, PERSISTENT])
 def test_parameters_of_another_module_are_trained_as_plain(
     updates: Updates, states: Placement, tmp_path: Path
+@pytest.mark.parametrize("listed", [nn.Module.parameters, nn.Module.named_parameters])
+def test_parameters_are_given_in_every_way_that_pytorch_takes(listed: Any, tmp_path: Path) -> None:
+    tried(groups=listed).assert_like_plain(tmp_path)
+
+
 ) -> None:
     asked = tried(scaled, updates=updates, states=states, groups=with_a_scale)
     asked.assert_like_plain(tmp_path)

@@ -7,8 +7,9 @@ for the last of them. Every update is done by the user's own class with the opti
 holds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from itertools import chain
 from types import MethodType
@@ -36,7 +37,8 @@ from protrain_runtime.states.stepping import (
     step_alone,
 )
 
-ParameterGroups = Sequence[Mapping[str, Any]]
+ParameterGroups = Iterable[Any]
+"""What PyTorch's optimizers take: groups, parameters, or parameters with their names."""
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -54,7 +56,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self, factory: OptimizerFactory, model: nn.Module, groups: ParameterGroups | None
     ) -> None:
         trainable = [p for p in model.parameters() if p.requires_grad]
-        given = [{"params": trainable}] if groups is None else [dict(group) for group in groups]
+        listed = trainable if groups is None else [*groups]
+        grouped = all(isinstance(each, Mapping) for each in listed)  # else one group, as in PyTorch
+        given = [dict(group) for group in listed] if grouped else [{"params": listed}]
         self.factory, self.inner = factory, factory(given)
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self._by_id = {id(parameter): name for parameter, name in self.names.items()}
