@@ -13,7 +13,7 @@ from copy import copy
 from functools import partial
 from itertools import chain
 from types import MethodType
-from typing import Any, overload
+from typing import Any, SupportsIndex, overload
 
 import torch
 from torch import nn
@@ -267,21 +267,35 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return all states in the user's layout, copied to host memory where offloaded."""
         self._settle("optimizer.state_dict() was called")
-        added: list[nn.Parameter] = []
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        for _, part, (scalars, states) in self._offloaded_states():
-            self.inner.state[part.parameter] = put_together(scalars | states, part.shape)
-            added.append(part.parameter)
-        try:
+        with self._all_states():
             found = self.inner.state_dict()
-        finally:
-            for parameter in added:
-                del self.inner.state[parameter]
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
         return found
+
+    def __reduce_ex__(self, _: SupportsIndex) -> tuple[Any, ...]:
+        """Copies and pickles are plain optimizers of the user's class, as models' copies are."""
+        self._settle("the optimizer was copied")
+        with self._all_states():
+            state = {**self.inner.__getstate__(), "state": copy(self.inner.state)}
+        # Not by `copyreg.__newobj__`, which pickles objects of their own class alone.
+        return object.__new__, (self.kind,), state
+
+    @contextmanager
+    def _all_states(self) -> Iterator[None]:
+        """The inner optimizer has the states of offloaded parameters, too, in host memory."""
+        added: list[nn.Parameter] = []
+        try:
+            for _, part, (scalars, states) in self._offloaded_states():
+                self.inner.state[part.parameter] = put_together(scalars | states, part.shape)
+                added.append(part.parameter)
+            yield
+        finally:
+            for parameter in added:
+                del self.inner.state[parameter]
 
     @in_turn("optimizer.load_state_dict()", lambda optimizer: optimizer._turns)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
