@@ -104,6 +104,27 @@ def test_units_in_a_loop_with_residuals_are_equal_to_the_byte(block: str, outsid
     assert len(set(ran)) < len(ran) or block == "saves its output"  # that one is no class
 
 
+class LossBeside(Loop):
+    """A loss of what the fourth block gives, larger than all that the blocks hold."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, 8] -> []
+        x = self.first(x)
+        beside = torch.zeros(())
+        for number, block in enumerate(self.blocks):
+            x = x + block(x)
+            if number == 3:
+                beside = x.repeat(1, 64).exp().mean()
+        return x.square().sum() + beside
+
+
+def test_a_block_after_other_code_than_its_equals_runs() -> None:
+    """The loss has its backward in the slot of the block after it, the fifth."""
+    model, batch = LossBeside("saves a norm", "residual", 8), (torch.ones(512, 8),)
+    whole, some, ran = measured(model, batch)
+    assert some == whole
+    assert ran[1:-1:2] == (1, 3, 3, 3, 9, 3, 3, 15)  # others are parts
+
+
 def test_stand_ins_need_no_parameters_and_values_stay_finite() -> None:
     source = small_source("llama")
     batch = next(iter(source.batches(batch_size=2, seq_len=32)))

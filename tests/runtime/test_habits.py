@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from protrain_runtime import full_parameters, restore
+from protrain_runtime import full_parameters, restore, with_master_weights
 from protrain_runtime.contract.records.plan import (
     KEEP,
     OPTIMIZER_IN_BACKWARD,
@@ -121,17 +121,15 @@ def assert_plain_with(model: nn.Module, expected: dict[str, Tensor]) -> None:
 # --- copies ---------------------------------------------------------------------------------------
 
 
-def saved_and_loaded(model: nn.Module) -> nn.Module:
+def saved_and_loaded(what: Any) -> Any:
     file = io.BytesIO()
-    torch.save(model, file)
+    torch.save(what, file)
     file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
+    return torch.load(file, weights_only=False)
 
 
-def pickled(model: nn.Module) -> nn.Module:
-    loaded: nn.Module = pickle.loads(pickle.dumps(model))  # noqa: S301 (what was just made)
-    return loaded
+def pickled(what: Any) -> Any:
+    return pickle.loads(pickle.dumps(what))  # noqa: S301 (what was just made)
 
 
 @pytest.mark.parametrize("states", [DISK, PERSISTENT])
@@ -141,6 +139,31 @@ def test_a_copy_is_plain_with_the_values_that_there_are(states: Placement, tmp_p
     for duplicate in (copy.deepcopy, saved_and_loaded, pickled):
         assert_plain_with(duplicate(run.model), plain_values(0, 1))
     assert_goes_on(run, 0, 1, 2)  # the model that was copied
+
+
+@pytest.mark.parametrize("states", [DISK, OPTIMIZER_IN_BACKWARD])
+def test_a_copy_of_model_and_optimizer_trains_on_plainly(states: Placement, tmp_path: Path) -> None:
+    run = planned(tmp_path, states=states)
+    run.step(0, 1)
+    for duplicate in (copy.deepcopy, saved_and_loaded, pickled):
+        model, optimizer = duplicate((run.model, run.optimizer))
+        assert type(optimizer) is torch.optim.AdamW
+        copied = Run(STACK, model, optimizer)
+        copied.step(2)
+        assert_values(copied, 0, 1, 2)
+    assert_goes_on(run, 0, 1, 2)
+
+
+def test_a_copy_of_an_optimizer_with_masters_steps() -> None:
+    found = []
+    for duplicate in (copy.copy, copy.deepcopy):  # of a tuple: the same, and a new one
+        model = STACK.build().bfloat16()
+        run = Run(STACK, model, with_master_weights(torch.optim.AdamW)(model.parameters()))
+        run.step(0)
+        run.model, run.optimizer = duplicate((run.model, run.optimizer))
+        run.step(1)
+        found.append(run.values())
+    assert list(differences(found[1], found[0], "values")) == []
 
 
 def test_a_copy_between_backward_and_step_is_refused(tmp_path: Path) -> None:
@@ -153,6 +176,7 @@ def test_a_copy_between_backward_and_step_is_refused(tmp_path: Path) -> None:
     loss.backward()  # and all that it updates is still on the device
     for module in (each for each in run.model.modules() if list(each.parameters())):
         refused(partial(copy.deepcopy, module), BETWEEN)
+    refused(partial(copy.deepcopy, run.optimizer), BETWEEN)
     for parameter in run.model.parameters():
         refused(parameter.sum, "full_parameters")
     go_on.set()
@@ -613,6 +637,11 @@ def test_a_script_trains_like_plain_pytorch_or_is_refused(
 def head_and_last_block(model: nn.Module) -> list[dict[str, Any]]:
     parts = [model.get_submodule(path) for path in ("head", "blocks.3")]
     return [{"params": [p for part in parts for p in part.parameters()]}]
+
+
+@pytest.mark.parametrize("listed", [nn.Module.parameters, nn.Module.named_parameters])
+def test_parameters_are_given_in_every_way_that_pytorch_takes(listed: Any, tmp_path: Path) -> None:
+    tried(groups=listed).assert_like_plain(tmp_path)
 
 
 def test_persistent_parameters_in_no_group_stay_what_they_are(tmp_path: Path) -> None:

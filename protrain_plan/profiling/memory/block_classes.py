@@ -110,7 +110,10 @@ def equal_blocks(
     representatives = list(range(len(found)))
     for members in classes.values():
         for index in members[2:-1]:
-            representatives[index] = members[1]
+            # Autograd may run the backward of what is before a block within the block's slot, such
+            # as that of a loss beside it: a stub has that with it, but not the one it stands for.
+            if seen[index].before == seen[members[1]].before:
+                representatives[index] = members[1]
     return BlockClasses(
         tuple(representatives),
         {u: seen[u].outputs for u, other in enumerate(representatives) if u != other},
@@ -155,6 +158,7 @@ class _Block:
     geometry: tuple[object, ...]  # of the inputs
     gradients: bool  # some input needs a gradient
     outputs: _Outputs
+    before: list[object]  # operators, since the block before it
     saves_output: bool  # an output that it makes is saved for its own backward
     output_is_saved: bool = False  # by the next unit
     # Something that it made is held when the unit after the next begins, or is written to.
@@ -173,6 +177,7 @@ class _Making(NothingCompiled, TorchDispatchMode):
         self.outputs: dict[int, set[int]] = {}  # of blocks, that they made
         self.saved: set[int] = set()
         self.staying: set[int] = set()  # blocks
+        self.before: list[object] = []  # operators, since the last block
 
     def pack(self, tensor: Tensor) -> Packed:
         keys = identities([tensor])
@@ -211,7 +216,10 @@ class _Making(NothingCompiled, TorchDispatchMode):
             self.staying |= {block for block, made in self.outputs.items() if made & written}
         result = func(*args, **(kwargs or {}))
         made = self._made.get(self._block)
-        if made is not None:
+        if made is None:
+            sizes = tuple((t.shape, t.dtype) for t in tensors_in(result))
+            self.before.append((func, sizes, torch.is_grad_enabled()))
+        else:
             given = identities(t for t in tensors_in((args, kwargs)) if t.layout is torch.strided)
             for tensor in tensors_in(result):
                 if tensor.layout is torch.strided and identities([tensor]).isdisjoint(given):
@@ -228,6 +236,7 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
 
     def after(index: int, _: nn.Module, args: object, kwargs: object, output: object) -> None:
         inputs = tensors_in((args, kwargs))
+        operators, making.before = making.before, []
         made = making.keys(tensors_in(output)) - making.keys(inputs) - identities(inputs)
         own = making.end(index, made)
         leaves, tree = tree_flatten(output)
@@ -240,6 +249,7 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
                 tuple(_leaf(leaf, inputs) for leaf in leaves),
                 tuple(place for place, given in enumerate(inputs) if own & identities([given])),
             ),
+            before=operators,
             saves_output=not making.saved.isdisjoint(made),
         )
 

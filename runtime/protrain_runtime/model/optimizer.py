@@ -7,12 +7,13 @@ for the last of them. Every update is done by the user's own class with the opti
 holds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from itertools import chain
 from types import MethodType
-from typing import Any, overload
+from typing import Any, SupportsIndex, overload
 
 import torch
 from torch import nn
@@ -36,7 +37,8 @@ from protrain_runtime.states.stepping import (
     step_alone,
 )
 
-ParameterGroups = Sequence[Mapping[str, Any]]
+ParameterGroups = Iterable[Any]
+"""Groups, parameters, or parameters with their names, as PyTorch's optimizers take them."""
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -54,7 +56,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self, factory: OptimizerFactory, model: nn.Module, groups: ParameterGroups | None
     ) -> None:
         trainable = [p for p in model.parameters() if p.requires_grad]
-        given = [{"params": trainable}] if groups is None else [dict(group) for group in groups]
+        listed = trainable if groups is None else [*groups]
+        grouped = all(isinstance(each, Mapping) for each in listed)  # else one group, as in PyTorch
+        given = [dict(group) for group in listed] if grouped else [{"params": listed}]
         self.factory, self.inner = factory, factory(given)
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self._by_id = {id(parameter): name for parameter, name in self.names.items()}
@@ -263,21 +267,35 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return all states in the user's layout, copied to host memory where offloaded."""
         self._settle("optimizer.state_dict() was called")
-        added: list[nn.Parameter] = []
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        for _, part, (scalars, states) in self._offloaded_states():
-            self.inner.state[part.parameter] = put_together(scalars | states, part.shape)
-            added.append(part.parameter)
-        try:
+        with self._all_states():
             found = self.inner.state_dict()
-        finally:
-            for parameter in added:
-                del self.inner.state[parameter]
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
         return found
+
+    def __reduce_ex__(self, _: SupportsIndex) -> tuple[Any, ...]:
+        """Copies and pickles are plain optimizers of the user's class, as models' copies are."""
+        self._settle("the optimizer was copied")
+        with self._all_states():
+            state = {**self.inner.__getstate__(), "state": copy(self.inner.state)}
+        # Not by `copyreg.__newobj__`, which pickles objects of their own class alone.
+        return object.__new__, (self.kind,), state
+
+    @contextmanager
+    def _all_states(self) -> Iterator[None]:
+        """The inner optimizer has the states of offloaded parameters, too, in host memory."""
+        added: list[nn.Parameter] = []
+        try:
+            for _, part, (scalars, states) in self._offloaded_states():
+                self.inner.state[part.parameter] = put_together(scalars | states, part.shape)
+                added.append(part.parameter)
+            yield
+        finally:
+            for parameter in added:
+                del self.inner.state[parameter]
 
     @in_turn("optimizer.load_state_dict()", lambda optimizer: optimizer._turns)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

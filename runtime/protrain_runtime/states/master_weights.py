@@ -64,6 +64,10 @@ class MasterOptimizer(torch.optim.Optimizer):
             for option, value in self.defaults.items():
                 group.setdefault(option, value)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles step, too."""
+        return {**super().__getstate__(), "_factory": self._factory, "kind": self.kind}
+
     @overload
     def step(self, closure: None = None) -> None: ...
 
