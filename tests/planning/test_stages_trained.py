@@ -71,7 +71,7 @@ def test_stages_train_with_the_bits_of_one_process_within_their_peaks(
         assert 0.98 * peak < one.tensor_bytes <= peak + besides_bytes(plan, profile, number)
 
 
-@pytest.mark.nightly("6-False")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("micro_batches", "equal"), [(4, True), (6, False)])
 def test_pytorchs_default_divides_sums_of_gradients_and_rounds(
     micro_batches: int, equal: bool, tmp_path: Path
