@@ -226,6 +226,7 @@ def training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return trained(request.param, tmp_path_factory.mktemp("spill"), seed=2)
 
 
+@pytest.mark.nightly  # by day of one process
 def test_two_ranks_refuse_damage_together_and_go_on(of_ranks: Path) -> None:
     results = json.loads((of_ranks / "results.json").read_text())
     saved = of_ranks / "saved"

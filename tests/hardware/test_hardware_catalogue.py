@@ -62,6 +62,7 @@ def test_eight_cards_are_in_one_node_unless_a_node_has_one(name: str) -> None:
     assert group_on(machine, 8).num_nodes == (8 if alone else 1)
 
 
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_copy_is_read_back_as_the_machine(name: str, tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
@@ -178,6 +179,7 @@ def test_the_list_fits_a_terminal_and_is_plain_in_a_pipe() -> None:
     assert [machine["name"] for machine in printed("list")["machines"]] == list(NAMES)
 
 
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_machine_is_shown_whole(name: str) -> None:
     result = protrain("show", name)

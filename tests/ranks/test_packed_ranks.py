@@ -42,6 +42,7 @@ def compared(rank: int, count: int, plans: Sequence[Plan], folder: Path) -> list
     return compared_and_resumed(SUBJECT, adapters, ADAMW, rank, count, plans, folder)
 
 
+@pytest.mark.nightly  # by day packed weights on one device, and other weights among ranks
 def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
     units = SUBJECT.units()
     places = (Placement(tier="device"), PERSISTENT, Placement(tier="host"), Placement(tier="disk"))

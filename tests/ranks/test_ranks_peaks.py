@@ -152,6 +152,7 @@ def explained(rank: int, _: int, plan: Plan, profile: Profile) -> str:
     return ""
 
 
+@pytest.mark.nightly  # by day on one device, in `test_limits`
 def test_memory_that_runs_out_on_a_rank_is_explained(profile: Profile, tmp_path: Path) -> None:
     units = decided(described_by(profile), KEEP, Placement(tier="device"))
     made = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)

@@ -146,7 +146,7 @@ def plainly(asked: Scenario) -> Outcome:
     return found
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=9)
 @pytest.mark.parametrize(("feature", "way"), thinned(APART, [*WAYS]))
 def test_what_looks_at_one_parameter_at_a_time_trains_everywhere_bitwise(
     feature: str, way: str, tmp_path: Path
@@ -156,7 +156,7 @@ def test_what_looks_at_one_parameter_at_a_time_trains_everywhere_bitwise(
     assert_bitwise(asked.played(asked.start(tmp_path)), expected)
 
 
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize(("feature", "way"), thinned(TOGETHER, [*WAYS], every=6))
 def test_what_looks_at_all_parameters_is_refused_and_trains_where_all_stay(
     feature: str, way: str, tmp_path: Path

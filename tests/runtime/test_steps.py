@@ -208,7 +208,7 @@ for count in (1, 2):
 
 
 @pytest.mark.nightly("*emulated*")
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @every_device
 @pytest.mark.parametrize(("name", "tier"), thinned([*SCRIPTS], TIERS, every=2))
 def test_a_script_of_micro_batches_trains_like_plain_pytorch(
@@ -480,6 +480,7 @@ OPTIMIZERS: dict[str, Factory] = {
 }
 
 
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize(("tier", "rounds", "updates"), thinned(TIERS, ROUNDS, BOTH, every=2))
 @pytest.mark.parametrize("factory", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_parameters_without_gradients_are_left_alone_bitwise(

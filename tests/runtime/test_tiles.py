@@ -834,6 +834,7 @@ def logits_bytes(profile: Profile) -> int:
     return BATCH * SEQUENCE * MANY * (2 if profile.workload.dtype == "bfloat16" else 4)
 
 
+@pytest.mark.nightly  # by day `test_limits` trains tiles where plain PyTorch has no room
 def test_forms_need_less(profile: Profile) -> None:
     *others, last = profile.units
     forms = [cost.form for cost in last.forms]
