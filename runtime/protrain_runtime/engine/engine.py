@@ -233,7 +233,8 @@ class Engine:
         if self._state.slot < 0:
             raise RuntimeError(
                 "backward ran once more through one forward: under this plan a forward has one"
-                " backward. Add the losses up, and call backward() on their sum"
+                " backward. Add the losses up, and call backward() on their sum; a loss of"
+                " gradients (create_graph=True) trains without a plan"
             )
         while self._state.slot < slot:
             self._end_slot()
