@@ -644,6 +644,12 @@ def test_parameters_are_given_in_every_way_that_pytorch_takes(listed: Any, tmp_p
     tried(groups=listed).assert_like_plain(tmp_path)
 
 
+def test_a_model_with_nothing_to_train_has_an_optimizer_without_parameters(tmp_path: Path) -> None:
+    asked = tried(states=PERSISTENT)
+    optimizer = asked.prepared(asked.subject.build(0).requires_grad_(False), tmp_path).optimizer
+    assert [group["params"] for group in optimizer.param_groups] == [[]]
+
+
 def test_persistent_parameters_in_no_group_stay_what_they_are(tmp_path: Path) -> None:
     away = partial(with_away, "blocks.3")
     script = Loop(num_steps=2)

@@ -56,10 +56,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self, factory: OptimizerFactory, model: nn.Module, groups: ParameterGroups | None
     ) -> None:
         trainable = [p for p in model.parameters() if p.requires_grad]
-        listed = trainable if groups is None else [*groups]
-        grouped = all(isinstance(each, Mapping) for each in listed)  # else one group, as in PyTorch
-        given = [dict(group) for group in listed] if grouped else [{"params": listed}]
-        self.factory, self.inner = factory, factory(given)
+        given: list[Any] = [{"params": trainable}] if groups is None else [*groups]
+        if given and not isinstance(given[0], Mapping):
+            given = [{"params": given}]  # one group, as in PyTorch
+        self.factory, self.inner = factory, factory([dict(group) for group in given])
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self._by_id = {id(parameter): name for parameter, name in self.names.items()}
         self._chunks: Sequence[Chunk] = ()
