@@ -330,9 +330,8 @@ def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says:
     succeed(after)
 
 
-@pytest.mark.nightly(
-    "*--device cpu", "fit other.yml*"
-)  # which probe this machine, and profile Llama
+# These probe this machine, and profile Llama.
+@pytest.mark.nightly("*--device cpu", "fit other.yml*")
 @pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("row", rows(COMMANDS), ids=str)
 def test_a_command_succeeds_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:

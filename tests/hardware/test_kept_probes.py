@@ -76,4 +76,5 @@ def test_seconds_of_a_piece_are_the_probe_s_where_it_measured_that_optimizer(fol
         return cost.host_piece_s
 
     assert found(DEFAULT_OPTIMIZER, 0.125) == 0.125
+    assert 0 < found(DEFAULT_OPTIMIZER, 0.0) != 0.125
     assert 0 < found("sgd", 0.125) != 0.125

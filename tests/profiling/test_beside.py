@@ -47,14 +47,14 @@ def test_no_measured_forward_takes_more_than_is_counted(name: str) -> None:
 
 
 def test_seconds_and_weights_are_those_of_its_units() -> None:
-    trained = other = estimated("llama")
+    trained, other = estimated("llama"), estimated("gpt2")
     both = with_beside(trained, other)
     assert both.beside is not None
     seconds = sum(unit.cost("keep").forward_s for unit in other.units)
     for before, after in zip(trained.units[0].forms, both.units[0].forms, strict=True):
         assert after.forward_s == before.forward_s + seconds
     assert both.units[1:] == trained.units[1:]
-    parameters = small_source("llama").build(dtype="float32", device="meta").parameters()
+    parameters = small_source("gpt2").build(dtype="float32", device="meta").parameters()
     assert both.beside.weight_bytes == sum(one.nbytes for one in parameters)
     assert both.fixed_bytes == trained.fixed_bytes + both.beside.weight_bytes
     assert loads_profile(dumps_profile(both)) == both
