@@ -392,9 +392,9 @@ class _Planning:
     def _good_enough(self) -> bool:
         return self.best.seconds <= self._enough_s
 
-    def _is_wide(self) -> bool:
-        """Whether the gap is worth a longer search."""
-        return self.best.seconds > self.bound * (1 + WIDE)
+    def _is_above(self, gap: float) -> bool:
+        """Whether the best plan's gap is larger."""
+        return self.best.seconds > self.bound * (1 + gap)
 
     def _in_vain(self) -> bool:
         """No plan is as fast as it has to be, up to the gap asked for."""
@@ -495,7 +495,7 @@ class _Planning:
         in_vain = 0
         for _ in range(ROUNDS):
             gap_s = self.best.seconds - self.bound
-            patience = IN_VAIN[self._is_wide()]
+            patience = IN_VAIN[self._is_above(WIDE)]
             if self._good_enough() or self.effort.spent() or in_vain >= patience:
                 break
             numbers = counting.promising(self.effort.gap_target / 4)
@@ -524,8 +524,7 @@ class _Planning:
         if self.problem.count <= SMALL:
             self._keep(baseline("four-parameter", self.problem, self.evaluator))
         self.descent.pace = self.best.pace
-        is_loose = self.best.seconds > self.bound * (1 + LOOSE)
-        most = 2 * self.walks if is_loose else self.walks // 4
+        most = 2 * self.walks if self._is_above(LOOSE) else self.walks // 4
         self._go_down([layout_of(self.problem, self.best.choice)], most)
         self._polish("steps downhill from the best plan")
 
@@ -533,7 +532,7 @@ class _Planning:
         """Steps downhill from the plans found, with the runs of their layouts in other orders."""
         num_devices = self.problem.settings.group.num_devices
         for _ in range(ORDERS if self.problem.count <= REORDERED and num_devices == 1 else 0):
-            if not self._is_wide():
+            if not self._is_above(WIDE):
                 break
             before_s = self.best.seconds
             near = sorted(self.found, key=lambda one: self.found[one])

@@ -155,7 +155,7 @@ class Descent:
     def reordered(self, layout: Layout) -> Layout:
         """The layout with the runs of each row in the order that the walk finds fastest."""
         value = self.walked(choice_of(self.problem, layout))
-        for group, kind in product(range(len(layout)), (1, 0)):
+        for group, kind in product(range(len(layout)), (1, 0)):  # states first
             for other in orders(layout, group, kind):
                 seconds = self.walked(choice_of(self.problem, other), value)
                 if seconds < value * (1 - LESS):
