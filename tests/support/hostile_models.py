@@ -567,6 +567,22 @@ def to_the_next_but_one(stack: Stack, hidden: Tensor, step: int) -> Tensor:
     return hidden + sum(one for one in far if one is not None)
 
 
+class WideHeads(Stack):
+    """Heads on the way, whose backward comes before that of the hidden states which they read."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=5)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 900) for _ in range(2))
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        hidden, beside = self.embedding(tokens), torch.zeros(())
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            if number in (1, 3):
+                beside = beside + self.heads[number // 2](hidden).logsumexp(-1).mean()
+        return self.loss(hidden, tokens) + 0.1 * beside
+
+
 class AllHidden(Stack):
     """As `output_hidden_states` does."""
 
@@ -1199,9 +1215,7 @@ HOSTILE: dict[str, Hostile] = {
         stack(does(Block.computed), run=drops(random.random, outside=True))
     ),
     "flow: stochastic depth": Hostile(stack(does(stochastic_depth))),
-    "flow: early exit": Hostile(
-        stack(run=chosen(lambda step: range(2) if step % 2 else range(4))), _ORDER
-    ),
+    "flow: early exit": Hostile(stack(run=chosen(lambda step: range(2) if step % 2 else range(4)))),
     "flow: reordered once": Hostile(
         stack(run=chosen(lambda step: (0, 2, 1, 3) if step == 2 else range(4))), _ORDER, gives_up=2
     ),
@@ -1282,6 +1296,7 @@ HOSTILE: dict[str, Hostile] = {
     ),
     "peaks: all hidden states": Hostile(AllHidden, above=SLACK_BYTES),
     "peaks: named hidden states": Hostile(stack(run=named), above=SLACK_BYTES),
+    "peaks: wide heads on the way": Hostile(WideHeads, above=110_000),
     "peaks: kept on ctx": Hostile(stack(inside(KeepsOnContext)), above=210_000),
     "peaks: output on ctx": Hostile(stack(inside(KeepsOutputOnContext)), above=170_000),
     "peaks: input on ctx": Hostile(

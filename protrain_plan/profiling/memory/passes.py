@@ -27,7 +27,7 @@ from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import Segment, device_of
-from protrain_runtime.engine.boundaries import Boundaries
+from protrain_runtime.engine.boundaries import Boundaries, in_backward
 
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
 SAMPLED_S = 2.0
@@ -161,6 +161,34 @@ def drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
+@dataclass
+class EarlyReads:
+    """The units whose saved tensors backward reads before their slots begin.
+
+    `begins`: such a read begins the slot, as it does at run time where the tensor has left.
+    """
+
+    begins: bool = False
+    units: set[int] = field(default_factory=set[int])
+
+    def hooks(self, watch: SlotWatch) -> AbstractContextManager[None]:
+        """The hooks to run a forward under whose boundaries `watch` hears."""
+
+        def pack(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+            return watch.slot, tensor.detach()  # the tensor itself would hold the graph
+
+        def unpack(held: tuple[int, torch.Tensor]) -> torch.Tensor:
+            unit, tensor = held
+            slot = watch.num_slots - 1 - unit
+            if in_backward() and watch.slot < slot:
+                self.units.add(unit)
+                if self.begins:
+                    watch.enter(slot, ())
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 def memory_segments(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
@@ -171,6 +199,7 @@ def memory_segments(
     kept: Set[int] = frozenset(),
     num_warm: int = 0,
     may_skip: bool = False,
+    reads: EarlyReads | None = None,
 ) -> tuple[Segment, ...]:
     """Live bytes of one step, one segment per slot and one after the last, states excluded.
 
@@ -182,7 +211,8 @@ def memory_segments(
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
     with watched(model, modules, form, watch, kept=kept, may_skip=may_skip), counting:
         _warm(model, batch, num_warm)
-        loss = loss_of(call_model(model, batch))
+        with nullcontext() if reads is None else reads.hooks(watch):
+            loss = loss_of(call_model(model, batch))
         loss.backward()
         counting.mark("end")
     drop_gradients(model)

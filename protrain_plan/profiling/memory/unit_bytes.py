@@ -307,27 +307,22 @@ def measure_bytes(
 
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
     `structure.saved`, in order, one for each of `structure.last_forms`, one where units can swap,
-    and one for each mixture where the model is more than a chain.
+    one where backward reads a unit's tensors before its slot, and one for each mixture where the
+    model is more than a chain.
     """
-
-    def segments(
-        form: Form | Sequence[Form], batch: Batch = batch, *, may_skip: bool = False
-    ) -> tuple[Segment, ...]:
-        return passes.memory_segments(
-            model,
-            structure.modules,
-            batch,
-            form,
-            meter=meter,
-            kept=structure.kept,
-            num_warm=structure.num_warm,
-            may_skip=may_skip,
-        )
-
+    segments = partial(
+        passes.memory_segments,
+        model,
+        structure.modules,
+        meter=meter,
+        kept=structure.kept,
+        num_warm=structure.num_warm,
+    )
     keep = structure.saved["keep"]
     # Of parameters that get a gradient, its bytes. A sparse one may have more than the parameter: a
     # row for every time that it is read.
     arrived: dict[str, int] = {}
+    early = None if any(saved.differentiated for saved in keep) else passes.EarlyReads()
     in_step: dict[str, int] = {}
     sparse: set[str] = set()
 
@@ -341,7 +336,7 @@ def measure_bytes(
 
     def step(form: Form, batch: Batch = batch, *, may_skip: bool = False) -> list[_Levels]:
         in_step.clear()
-        cuts = segments(form, batch, may_skip=may_skip)
+        cuts = segments(batch, form, may_skip=may_skip, reads=early if form == "keep" else None)
         arrived.update(in_step)
         return _levels(cuts, structure, in_step)
 
@@ -355,7 +350,7 @@ def measure_bytes(
         last: dict[Form, list[_Levels]] = {}
         for form in structure.last_forms:
             with suppress(Exception):  # any code of the model runs here, and refusals of the form
-                last[form] = _levels(segments(form), structure, arrived)
+                last[form] = _levels(segments(batch, form), structure, arrived)
             passes.drop_gradients(model)
         varies = structure.variation
         for start, other in varies.steps if varies and not varies.by_values else ():
@@ -375,16 +370,19 @@ def measure_bytes(
             model, structure.modules, batch, leaving, meter=meter, num_warm=structure.num_warm
         )
         units = _raised(units, ["keep"] * len(units), cuts, structure, arrived)
+    if early is not None and early.units:
+        cuts = segments(batch, "keep", reads=passes.EarlyReads(begins=True))
+        units = _raised(units, ["keep"] * len(units), cuts, structure, arrived)
     if len(memory) > 1 and any(saved.linked for saved in keep):
         for forms in _mixtures(units):
-            units = _raised(units, forms, segments(forms), structure, arrived)
+            units = _raised(units, forms, segments(batch, forms), structure, arrived)
     if structure.variation is not None:
 
         def further(forms: Sequence[Form]) -> Iterator[tuple[Segment, ...]]:
-            yield segments(forms)
+            yield segments(batch, forms)
             for start, other in structure.variation.steps if structure.variation else ():
                 with starting_from(model, start):
-                    yield segments(forms, other, may_skip=True)
+                    yield segments(other, forms, may_skip=True)
 
         units = _held_in(units, further, structure, arrived)
     gradients = _live_gradients(structure, arrived, after=-1)
