@@ -72,7 +72,7 @@ BOUND_TOLERANCE = 1e-6
 """Slack of the bound for the solver's feasibility tolerance (1e-7) and rounded pieces."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # variables compare as constraints, which count as true
 class Flow:
     """One kind of work on a lane: what is done during stalls, during compute, and what waits.
 
@@ -518,6 +518,7 @@ class ForwardBackward:
         flows = [(f, 1.0) for name, f in self.flows.items() if name.startswith("leave_")]
         writes = [self.flows[name] for name in self.held_per_written]
         held_writes = list(zip(writes, self.held_per_written.values(), strict=True))
+        every_ahead = self._ahead()
         for w, window in enumerate(self.windows):
             leaving = [pair for pair in (*flows, *held_writes) if pair[1]]
             if "scatter" in self.flows and w < self.last:  # the device's update waits for sums
@@ -525,7 +526,7 @@ class ForwardBackward:
             part = 1.0 / len(window)
             terms: Terms = [(static[t], part) for t in window]
             for flow, held in leaving:
-                goes_round = self.overlap and any(flow is one for one in writes)
+                goes_round = self.overlap and flow in writes
                 if not w and not goes_round:
                     continue
                 terms.append((flow.waiting[w - 1], part * held))
@@ -534,7 +535,7 @@ class ForwardBackward:
                     terms.append((flow.stall[w], -part * held))
                 if len(window) > 1:
                     terms += [(flow.all[w], part * held), (flow.waiting[w], -part * held)]
-            for word, ahead in self._ahead().items():
+            for word, ahead in every_ahead.items():
                 coming = [(flow.all[w], part * held) for flow, held in ahead]
                 name = f"memory{word}_{self.name(w)}"
                 self.memory_rows.append(self.row(name, [*terms, *coming], LE, 1.0))
