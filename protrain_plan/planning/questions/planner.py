@@ -398,8 +398,7 @@ class _Planning:
 
     def _in_vain(self) -> bool:
         """No plan is as fast as it has to be, up to the gap asked for."""
-        nearly = self.bound * (1 + self.effort.gap_target)
-        return nearly >= self.effort.below_s or self.bound > (self.effort.enough_s or inf)
+        return self.effort.is_vain(self.bound)
 
     def _is_like_the_known(self) -> bool:
         """Whether the decisions of another number of replicas are no faster with this one."""
@@ -567,11 +566,10 @@ def solve_any(
     best: Solved | None = None
     best_s, known = inf, list(hints)
 
-    def solve_one(problem: Problem) -> Solved | Infeasible:
+    def faster(problem: Problem) -> Effort:
         number = problem.settings.group.num_replicas
-        faster = effort.of_part(f"{number} {'replica' if number == 1 else 'replicas'}: ")
-        faster = replace(faster, below_s=min(best_s, effort.below_s), is_another=best is not None)
-        return solve_problem(problem, budgets, effort=faster, hints=known)
+        part = effort.of_part(f"{number} {'replica' if number == 1 else 'replicas'}: ")
+        return replace(part, below_s=min(best_s, effort.below_s), is_another=best is not None)
 
     bounds: dict[int, float] = {}  # of all that may have plans
     looked_at = len(problems)
@@ -591,21 +589,24 @@ def solve_any(
             continue  # no plan of it is faster by more than the gap asked for
         if best and (effort.spent() or best_s <= (effort.enough_s or 0.0)):
             break
-        found = solve_one(problems[number])
+        problem, below = problems[number], faster(problems[number])
+        found = solve_problem(problem, budgets, effort=below, hints=known)
         if isinstance(found, Infeasible):
             del bounds[number]
             reason = found if number == 0 else reason
             continue
         prediction = found.plan.prediction
         bounds[number] = prediction.lower_bound_seconds
-        if bounds[number] * tolerated < best_s:  # otherwise the search was given up
+        if not below.is_vain(bounds[number]):  # otherwise the search was given up
             seconds[number] = prediction.step_seconds
         if prediction.step_seconds < best_s:
             best, best_s = found, prediction.step_seconds
             seconds[number] = best_s
             known.append(found.plan.units)
     if best is None:
-        return reason or solve_one(problems[0])
+        return reason or solve_problem(
+            problems[0], budgets, effort=faster(problems[0]), hints=known
+        )
     # What was not looked at computes as much.
     bound = min([*bounds.values(), *(one.compute_seconds for one in problems[looked_at:])])
     return replace(
