@@ -271,9 +271,9 @@ def _once(
     @wraps(method)
     def known(self: "Problem", *asked: *_Asked) -> _Found:
         answers: dict[object, _Found] = self.__dict__.setdefault(f"_{method.__name__}_of", {})
-        if asked not in answers:
-            answers[asked] = method(self, *asked)
-        return answers[asked]
+        if (found := answers.get(asked)) is None:
+            found = answers[asked] = method(self, *asked)
+        return found
 
     return known
 
