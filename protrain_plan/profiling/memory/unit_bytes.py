@@ -307,8 +307,8 @@ def measure_bytes(
 
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
     `structure.saved`, in order, one for each of `structure.last_forms`, one where units can swap,
-    one where backward reads a unit's tensors before its slot, and one for each mixture where the
-    model is more than a chain.
+    one for each form where backward reads a unit's tensors before its slot, and one for each
+    mixture where the model is more than a chain.
     """
     segments = partial(
         passes.memory_segments,
@@ -370,9 +370,10 @@ def measure_bytes(
             model, structure.modules, batch, leaving, meter=meter, num_warm=structure.num_warm
         )
         units = _raised(units, ["keep"] * len(units), cuts, structure, arrived)
-    if early is not None and early.units:
-        cuts = segments(batch, "keep", reads=passes.EarlyReads(begins=True))
-        units = _raised(units, ["keep"] * len(units), cuts, structure, arrived)
+    for form in memory if early and early.units else ():
+        forms = [form if any(one.form == form for one in u.forms) else "keep" for u in units]
+        cuts = segments(batch, forms, reads=passes.EarlyReads(begins=True))
+        units = _raised(units, forms, cuts, structure, arrived)
     if len(memory) > 1 and any(saved.linked for saved in keep):
         for forms in _mixtures(units):
             units = _raised(units, forms, segments(batch, forms), structure, arrived)
