@@ -1006,6 +1006,13 @@ def notes(block: Any, hidden: Tensor) -> Tensor:
     return out
 
 
+def reads_before(block: Any, hidden: Tensor) -> Tensor:
+    """It reads an attribute that its last call has set."""
+    before = 0.0 if block.before is None else block.before
+    block.before = hidden.detach()
+    return Block.forward(block, hidden + 0.1 * before)
+
+
 def with_notes(stack: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
     noted = torch.stack([block.noted for block in stack.blocks]).sum()
     return next_token(stack, hidden, tokens) + 0.1 * noted
@@ -1115,6 +1122,7 @@ def own_checkpoints() -> Iterator[tuple[str, Hostile]]:
                 ),
             ),
             "attribute 'calls'": partial(made, each, does(counts, calls=int)),
+            "attribute 'before'": partial(made, each, does(reads_before, before=lambda: None)),
         }
         (refused if reentrant else taken).update(
             {

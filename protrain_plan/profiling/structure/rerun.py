@@ -8,15 +8,17 @@ later code writes to, closures, globals, the clock.
 
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from protrain_plan.models.batches import Batch, call_model
 from protrain_plan.profiling.structure.discovery import FoundUnit
@@ -185,7 +187,9 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         tensors, again = taken_apart((args, kwargs))  # what the first run writes into is not seen
         where = {devices.HOST, *(p.device for p in module.parameters() if not p.is_meta)}
         states = [(device, devices.random_state(device)) for device in where]
-        with draws.first():
+        kinds = own_checkpoints.inside()
+        reads = _Reads(chain(*held_tensors(module).values()) if kinds else ())
+        with draws.first(), reads if reads.tensors else nullcontext():
             result: object = forward(*args, **kwargs)
         names = written_buffers(buffers, other_buffers(module))
         now = snapshot(module)
@@ -219,10 +223,11 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
                 )
             elif _written(before):
                 reasons[unit] = "its forward writes an input in place when it runs again"
-        if kinds := own_checkpoints.inside():
+        if kinds:
             why = "it draws from a generator of its own" if draws.any else reasons.get(unit, "")
-            # A second run would put the same tensors there; but a reentrant one's have no graph.
-            same = not names and all(_is_tensor(now.get(key)) for key in changed)
+            # A second run would put the same tensors there, unless it reads what the first one has
+            # put there; but a reentrant one's have no graph.
+            same = not (names or reads.any) and all(_is_tensor(now.get(key)) for key in changed)
             checkpointed[unit] = "" if changed and same and not any(kinds) else why
             elsewhere = {name for other in found for name in other.also_uses}
             shared = elsewhere.intersection((*found[unit].parameters, *found[unit].also_uses))
@@ -244,6 +249,22 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         if why:
             own_checkpoints.refuse(type(modules[unit]).__name__, why)
     return reasons
+
+
+class _Reads(TorchFunctionMode):
+    """Sees whether any of these tensors is an argument of a function."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = list(tensors)
+        self.any = False
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
+        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        self.any |= any(id(tensor) in given for tensor in self.tensors)
+        return func(*args, **(kwargs or {}))
 
 
 def _is_tensor(described: object) -> bool:
