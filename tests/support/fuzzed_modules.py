@@ -139,7 +139,7 @@ _PIECES = (
         "x = x + 0.1 * before",
         before="None",
     ),
-    piece(1, "self.seen = x", seen="None"),
+    piece(1, "self.seen = x.detach()", seen="None"),
     piece(
         1, "self.calls += 1", "if self.calls % 2:", "    x = x + self.up(x)", calls="0", up=_LINEAR
     ),

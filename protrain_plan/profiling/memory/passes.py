@@ -236,9 +236,11 @@ def swapped_segments(
     model: nn.Module,
     modules: Sequence[nn.Module | None],
     batch: Batch,
+    forms: Sequence[Form],
     leaving: Sequence[Set[int]],
     *,
     meter: MeterFactory,
+    kept: Set[int] = frozenset(),
     num_warm: int = 0,
 ) -> tuple[Segment, ...]:
     """Live bytes of one forward in which saved tensors leave, by number, when their unit ends.
@@ -266,7 +268,7 @@ def swapped_segments(
         return held.tensor
 
     watch = SlotWatch(on_slot)
-    with watched(model, modules, "keep", watch, may_skip=True), counting:
+    with watched(model, modules, forms, watch, kept=kept, may_skip=True), counting:
         _warm(model, batch, num_warm)
         packed.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

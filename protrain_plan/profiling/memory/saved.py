@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
@@ -96,6 +96,7 @@ class SavedBytes:
 
     pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
     leaving: Set[int]  # the numbers of the tensors that lie in these, of all that the unit saves
+    input_leaves: bool  # whether one of these is an input
     own_inputs: tuple[int, ...]  # positions among the unit's input tensors
     awaited: bool
     linked: bool
@@ -109,6 +110,10 @@ class SavedBytes:
     @property
     def swappable_bytes(self) -> int:
         return sum(self.pieces)
+
+    def staying(self) -> "SavedBytes":
+        """The same where nothing leaves."""
+        return replace(self, pieces=(), leaving=frozenset(), input_leaves=False)
 
 
 class _LossSeen(TorchFunctionMode):
@@ -300,6 +305,7 @@ class _ForwardSeen:
         return SavedBytes(
             pieces=tuple(sum(sizes[place] for place in group) for group in grouped(sizes)),
             leaving={place for place, key in enumerate(unit.packed) if key in leaving},
+            input_leaves=not leaving.keys().isdisjoint(keys),
             own_inputs=own,
             awaited=bool(unit.awaited) or not unit.saved,
             reads=self._reads(number),

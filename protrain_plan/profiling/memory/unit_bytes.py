@@ -139,7 +139,7 @@ def analyze_units(
         keep = saved_bytes(model, modules, batch, "keep")
     # What is handed on in arguments is held there, so that a swap would free nothing.
     handing = arguments.tensors
-    keep = [replace(s, pieces=()) if index in handing else s for index, s in enumerate(keep)]
+    keep = [s.staying() if index in handing else s for index, s in enumerate(keep)]
     for index in arguments.lasting | handing:
         once.setdefault(index, "its forward writes into its arguments")
     for index, unit in enumerate(found):
@@ -171,9 +171,7 @@ def analyze_units(
             for form, units in saved.items():
                 # Tiers have places for the bytes that were seen: other ones stay on the device.
                 saved[form] = [
-                    unit
-                    if not now.pieces or now.pieces == unit.pieces
-                    else replace(unit, pieces=())
+                    unit if not now.pieces or now.pieces == unit.pieces else unit.staying()
                     for unit, now in zip(units, look(form, other, may_skip=True), strict=True)
                 ]
 
@@ -306,17 +304,20 @@ def measure_bytes(
     """The units with their bytes, from one training step per form; seconds are zero.
 
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
-    `structure.saved`, in order, one for each of `structure.last_forms`, one where units can swap,
-    one for each form where backward reads a unit's tensors before its slot, and one for each
-    mixture where the model is more than a chain.
+    `structure.saved`, in order, one for each of `structure.last_forms`, one where units can swap
+    and for each form in which other inputs leave, one for each form where backward reads a unit's
+    tensors before its slot, and one for each mixture where the model is more than a chain.
     """
-    segments = partial(
-        passes.memory_segments,
-        model,
-        structure.modules,
-        meter=meter,
-        kept=structure.kept,
-        num_warm=structure.num_warm,
+    segments, swapped = (
+        partial(
+            run,
+            model,
+            structure.modules,
+            meter=meter,
+            kept=structure.kept,
+            num_warm=structure.num_warm,
+        )
+        for run in (passes.memory_segments, passes.swapped_segments)
     )
     keep = structure.saved["keep"]
     # Of parameters that get a gradient, its bytes. A sparse one may have more than the parameter: a
@@ -364,16 +365,19 @@ def measure_bytes(
         for form, each in steps.items()
     }
     units = [_unit(structure, index, memory, last, arrived, sparse) for index in range(len(keep))]
-    if any(saved.leaving for saved in keep):
-        leaving = [saved.leaving for saved in keep]
-        cuts = passes.swapped_segments(
-            model, structure.modules, batch, leaving, meter=meter, num_warm=structure.num_warm
-        )
-        units = _raised(units, ["keep"] * len(units), cuts, structure, arrived)
-    for form in memory if early and early.units else ():
-        forms = [form if any(one.form == form for one in u.forms) else "keep" for u in units]
-        cuts = segments(batch, forms, reads=passes.EarlyReads(begins=True))
-        units = _raised(units, forms, cuts, structure, arrived)
+    for form in memory:
+        forms = _each_in(units, form)
+        saved = [structure.saved[own][index] for index, own in enumerate(forms)]
+        # Code may have a name for what leaves, of an input up to the end of the next unit.
+        if any(
+            one.leaving and (form == "keep" or one.input_leaves > same.input_leaves)
+            for one, same in zip(saved, keep, strict=True)
+        ):
+            leaving = [one.leaving for one in saved]
+            units = _raised(units, forms, swapped(batch, forms, leaving), structure, arrived)
+        if early and early.units:
+            cuts = segments(batch, forms, reads=passes.EarlyReads(begins=True))
+            units = _raised(units, forms, cuts, structure, arrived)
     if len(memory) > 1 and any(saved.linked for saved in keep):
         for forms in _mixtures(units):
             units = _raised(units, forms, segments(batch, forms), structure, arrived)
@@ -431,6 +435,11 @@ def _levels(
 
 _LOSS_BYTES = 64
 """Bytes of a loss, with room for what a wrapper keeps of it: `_scalars` counts them."""
+
+
+def _each_in(units: Sequence[Unit], form: Form) -> list[Form]:
+    """The form of each unit where those take one that can."""
+    return [form if any(one.form == form for one in unit.forms) else "keep" for unit in units]
 
 
 def _mixtures(units: Sequence[Unit]) -> list[list[Form]]:
