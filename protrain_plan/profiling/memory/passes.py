@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -161,32 +161,54 @@ def drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-@dataclass
-class EarlyReads:
-    """The units whose saved tensors backward reads before their slots begin.
+_EARLY = "early "  # begins the label of a mark where a slot may begin at run time
 
-    `begins`: such a read begins the slot, as it does at run time where the tensor has left.
+
+def _seen_early(watch: SlotWatch, mark: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Hooks on a forward that mark where backward reads what a unit has saved before its slot.
+
+    At run time such a read begins the slot, if what is read has left.
     """
 
-    begins: bool = False
-    units: set[int] = field(default_factory=set[int])
+    def pack(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+        return watch.slot, tensor.detach()  # the tensor itself would hold the graph
 
-    def hooks(self, watch: SlotWatch) -> AbstractContextManager[None]:
-        """The hooks to run a forward under whose boundaries `watch` hears."""
+    def unpack(held: tuple[int, torch.Tensor]) -> torch.Tensor:
+        unit, tensor = held
+        slot = watch.num_slots - 1 - unit
+        if in_backward() and watch.slot < slot:
+            mark(f"{_EARLY}{slot}")
+        return tensor
 
-        def pack(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-            return watch.slot, tensor.detach()  # the tensor itself would hold the graph
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-        def unpack(held: tuple[int, torch.Tensor]) -> torch.Tensor:
-            unit, tensor = held
-            slot = watch.num_slots - 1 - unit
-            if in_backward() and watch.slot < slot:
-                self.units.add(unit)
-                if self.begins:
-                    watch.enter(slot, ())
-            return tensor
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+def _by_slot(segments: Sequence[Segment], gradients: Callable[[int], int]) -> Iterator[Segment]:
+    """The segments of slots, each with the peak from where it may begin to where the next does.
+
+    A peak from before its slot is one with the gradients that arrive in between.
+    """
+    early: dict[int, int] = {}  # peaks without gradients since, of slots that may have begun
+    running: Segment | None = None
+    for segment in segments:
+        if segment.label.startswith(_EARLY):
+            assert running, "a slot runs"
+            slots = range(int(running.label) + 1, int(segment.label[len(_EARLY) :]) + 1)
+            early = dict.fromkeys(slots, 0) | early
+            peak = max(running.peak_bytes, segment.peak_bytes)
+            running = replace(running, peak_bytes=peak)
+        else:
+            if running:
+                yield running
+            slot, peak = int(segment.label), segment.peak_bytes
+            if slot in early:
+                peak = max(peak, early.pop(slot) + gradients(slot))
+            running = replace(segment, peak_bytes=peak)
+        if early:
+            peak = segment.peak_bytes - gradients(int(running.label))
+            early = {slot: max(since, peak) for slot, since in early.items()}
+    assert running, "a step has slots"
+    yield running
 
 
 def memory_segments(
@@ -199,10 +221,13 @@ def memory_segments(
     kept: Set[int] = frozenset(),
     num_warm: int = 0,
     may_skip: bool = False,
-    reads: EarlyReads | None = None,
+    gradients: Callable[[int], int] | None = None,
 ) -> tuple[Segment, ...]:
     """Live bytes of one step, one segment per slot and one after the last, states excluded.
 
+    The peak of a backward slot is that from where what its unit has saved is read for the first
+    time. `gradients` are the bytes of those that have arrived when a slot begins; None: a forward
+    that differentiates by itself, where that is not looked at.
     What a model keeps from step to step goes when a later step replaces it. A meter sees that of
     tensors which it has seen come, so that `num_warm` steps run before the one that is reported.
     """
@@ -211,12 +236,12 @@ def memory_segments(
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
     with watched(model, modules, form, watch, kept=kept, may_skip=may_skip), counting:
         _warm(model, batch, num_warm)
-        with nullcontext() if reads is None else reads.hooks(watch):
+        with _seen_early(watch, counting.mark) if gradients else nullcontext():
             loss = loss_of(call_model(model, batch))
         loss.backward()
-        counting.mark("end")
+        counting.mark(str(2 * len(modules)))
     drop_gradients(model)
-    return counting.segments[-(2 * len(modules) + 1) :]
+    return tuple(_by_slot(counting.segments, gradients or (lambda _: 0)))[-(2 * len(modules) + 1) :]
 
 
 def _warm(model: nn.Module, batch: Batch, num_steps: int) -> None:
@@ -273,6 +298,7 @@ def swapped_segments(
         packed.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             loss = loss_of(call_model(model, batch))
+        watch.enter(len(modules) - 1, ())  # which no skipped block has begun
         counting.mark("end")
         del loss
     return counting.segments[-(len(modules) + 1) : -1]

@@ -305,27 +305,36 @@ def measure_bytes(
 
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
     `structure.saved`, in order, one for each of `structure.last_forms`, one where units can swap
-    and for each form in which other inputs leave, one for each form where backward reads a unit's
-    tensors before its slot, and one for each mixture where the model is more than a chain.
+    and for each form in which other inputs leave, and one for each mixture where the model is more
+    than a chain.
     """
-    segments, swapped = (
-        partial(
-            run,
-            model,
-            structure.modules,
-            meter=meter,
-            kept=structure.kept,
-            num_warm=structure.num_warm,
-        )
-        for run in (passes.memory_segments, passes.swapped_segments)
-    )
-    keep = structure.saved["keep"]
+    keep, modules = structure.saved["keep"], structure.modules
     # Of parameters that get a gradient, its bytes. A sparse one may have more than the parameter: a
     # row for every time that it is read.
     arrived: dict[str, int] = {}
-    early = None if any(saved.differentiated for saved in keep) else passes.EarlyReads()
     in_step: dict[str, int] = {}
     sparse: set[str] = set()
+
+    def gradients(slot: int) -> int:
+        return _live_gradients(structure, arrived | in_step, after=2 * len(modules) - 1 - slot)
+
+    segments, swapped = (
+        partial(run, model, modules, meter=meter, kept=structure.kept, num_warm=structure.num_warm)
+        for run in (passes.memory_segments, passes.swapped_segments)
+    )
+    if not any(saved.differentiated for saved in keep):
+        segments = partial(segments, gradients=gradients)
+
+    def batches() -> Iterator[Batch]:
+        """The step's batch, and those of further steps, each from where it starts."""
+        yield batch
+        for start, other in structure.variation.steps if structure.variation else ():
+            with starting_from(model, start):
+                yield other
+
+    def of_steps(forms: Sequence[Form]) -> Iterator[tuple[Segment, ...]]:
+        for other in batches():
+            yield segments(other, forms, may_skip=other is not batch)
 
     def note(part: Slice, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -337,7 +346,7 @@ def measure_bytes(
 
     def step(form: Form, batch: Batch = batch, *, may_skip: bool = False) -> list[_Levels]:
         in_step.clear()
-        cuts = segments(batch, form, may_skip=may_skip, reads=early if form == "keep" else None)
+        cuts = segments(batch, form, may_skip=may_skip)
         arrived.update(in_step)
         return _levels(cuts, structure, in_step)
 
@@ -374,26 +383,17 @@ def measure_bytes(
             for one, same in zip(saved, keep, strict=True)
         ):
             leaving = [one.leaving for one in saved]
-            units = _raised(units, forms, swapped(batch, forms, leaving), structure, arrived)
-        if early and early.units:
-            cuts = segments(batch, forms, reads=passes.EarlyReads(begins=True))
-            units = _raised(units, forms, cuts, structure, arrived)
+            for other in batches():
+                cuts = swapped(other, forms, leaving)
+                units = _raised(units, forms, cuts, structure, arrived)
     if len(memory) > 1 and any(saved.linked for saved in keep):
         for forms in _mixtures(units):
             units = _raised(units, forms, segments(batch, forms), structure, arrived)
     if structure.variation is not None:
-
-        def further(forms: Sequence[Form]) -> Iterator[tuple[Segment, ...]]:
-            yield segments(batch, forms)
-            for start, other in structure.variation.steps if structure.variation else ():
-                with starting_from(model, start):
-                    yield segments(other, forms, may_skip=True)
-
-        units = _held_in(units, further, structure, arrived)
-    gradients = _live_gradients(structure, arrived, after=-1)
-    left = max(levels[0].left for levels in memory.values())
+        units = _held_in(units, of_steps, structure, arrived)
+    left = max(levels[0].left for levels in memory.values()) - gradients(2 * len(modules))
     loss = in_blocks(_LOSS_BYTES, structure.block)
-    return StepBytes(units=units, left_bytes=max(0, left - gradients - loss))
+    return StepBytes(units=units, left_bytes=max(0, left - loss))
 
 
 class _Levels(NamedTuple):
