@@ -6,7 +6,6 @@ leaves the global random states as they were.
 """
 
 import copy
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -45,7 +44,7 @@ from protrain_plan.models.building import (
     parameter_dtype,
     seeded,
 )
-from protrain_plan.models.importing import imported
+from protrain_plan.models.importing import imported, library, reason_of
 from protrain_plan.models.presets import (
     JsonObject,
     is_factory,
@@ -58,12 +57,10 @@ from protrain_plan.models.quantizing import as_made, packed_as_drawn, quantized,
 from protrain_runtime.activations.compiled import refuse_wrapped
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.profile import DType, Precision, Quantize
+from protrain_runtime.contract.records.words import did_you_mean
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.devices.preflight import free_host_bytes
 from protrain_runtime.states.absent import without_parameters
-
-_MAX_REASON = 500
-"""Characters of what transformers says that a message repeats."""
 
 MAX_NUMBER = 2**31
 """The largest number of a configuration: tokens, positions, widths."""
@@ -213,14 +210,13 @@ class ConfigSource:
 
     def _config_and_class(self) -> tuple[Any, Any]:
         """Both of transformers; ProtrainError where it is missing, or refuses the configuration."""
-        try:
-            transformers = _transformers()
-        except ImportError as error:
-            raise ProtrainError(
-                "a Hugging Face configuration needs the package transformers",
-                source=self.name,
-                fix="pip install transformers, or use package.module:factory",
-            ) from error
+        transformers = library(
+            "transformers",
+            "a Hugging Face configuration needs the package transformers",
+            source=self.name,
+            fix="pip install transformers, or use package.module:factory",
+        )
+        _read_models_once(transformers)
         refuse_numbers(self.config, source=self.name)
         # A copy: transformers writes into nested mappings, such as those of rotary embeddings.
         values = copy.deepcopy(self.config)
@@ -238,13 +234,12 @@ class ConfigSource:
             config.get_text_config().use_cache = False  # with a tower for images, too
         except Exception as error:  # its validators raise classes of their own
             if model_type not in transformers.CONFIG_MAPPING:
-                near = difflib.get_close_matches(model_type, transformers.CONFIG_MAPPING, n=1)
                 raise ProtrainError(
                     f"transformers {transformers.__version__} has no architecture"
                     f" {cut(model_type)!r}",
                     source=self.name,
                     key="model_type",
-                    fix=f"did you mean {near[0]!r}?" if near else None,
+                    fix=did_you_mean(model_type, transformers.CONFIG_MAPPING),
                 ) from error
             raise self._refused(error) from error
         return config, self._model_class(transformers, config)
@@ -288,18 +283,15 @@ class ConfigSource:
         return found
 
     def _refused(self, error: Exception) -> ProtrainError:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if len(reason) > _MAX_REASON:
-            reason = f"{reason[:_MAX_REASON]}..."
-        return ProtrainError(f"transformers refuses the configuration: {reason}", source=self.name)
+        problem = f"transformers refuses the configuration: {reason_of(error)}"
+        return ProtrainError(problem, source=self.name)
 
 
-def _transformers() -> ModuleType:
-    """Import transformers, which here reads its thousands of files on models once, not twice.
+def _read_models_once(transformers: ModuleType) -> None:
+    """Import `transformers.models` without reading its thousands of files again.
 
-    Its package says what is in them when it is imported, and `models` finds it out again.
+    The package says what is in them when it is imported, and `models` finds it out again.
     """
-    transformers = importlib.import_module("transformers")
     tools: Any = importlib.import_module("transformers.utils.import_utils")
     folder, found = Path(*transformers.__path__, "models"), tools.define_import_structure
 
@@ -318,7 +310,6 @@ def _transformers() -> ModuleType:
         importlib.import_module("transformers.models")
     finally:
         tools.define_import_structure = found
-    return transformers
 
 
 _SHARE_OF_FREE_MEMORY = 0.5
