@@ -213,8 +213,8 @@ class SearchOptions:
         question: "Question",
         objective: "Objective",
         lp: Path | None,
-        no_cache: bool,
         *,
+        no_cache: bool,
         as_json: bool,
     ) -> "Answer":
         """The answer, with its progress shown; Ctrl-C ends the search with the best so far."""
@@ -399,7 +399,7 @@ def plan(
         plan_in_stages(of_stages, fixed.explain, target, beside, as_json=as_json)
         return
     question = wanted.largest(subject.question(), str(beside or profile), subject.sized)
-    answer = search.ask(question, objective, lp, model.no_cache, as_json=as_json)
+    answer = search.ask(question, objective, lp, no_cache=model.no_cache, as_json=as_json)
     if answer.solved is not None and not wanted.pareto:
         if "output" not in on_command_line(context) and target.is_file():
             print_beside(f"replaces the {target} that was there; -o names another file")

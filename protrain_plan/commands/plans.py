@@ -125,25 +125,16 @@ def _read_for(plan: Path, profile: Path | None = None) -> tuple[Path, ...]:
 
 def _front(step: "Step", points: int) -> list[dict[str, Any]]:
     """The front up to all of the device, with the plan's other budgets."""
-    from protrain_plan.commands import output
+    from protrain_plan.commands.plan import SearchOptions
     from protrain_plan.planning.questions.answers import Objective, Question
-    from protrain_plan.planning.questions.objectives import ask
-    from protrain_plan.planning.search.improving import Effort
-    from protrain_plan.presentation.plans import front_json, search_text
+    from protrain_plan.presentation.plans import front_json
 
     plan, device = step.plan, step.profile.hardware.device
     budgets = replace(plan.budgets, device=max(plan.budgets.device, device.memory_bytes))
     settings = replace(plan.settings, overlap_steps=True)
     question = Question(profile=step.profile, budgets=budgets, settings=settings)
-    with output.progress(quiet=False) as tell, output.interruptible() as interrupted:
-        answer = ask(
-            question,
-            Objective(pareto_points=points),
-            effort=Effort(
-                stopped=interrupted.is_set,
-                progress=lambda *found: tell(search_text(*found), 0.5),
-            ),
-        )
+    front = Objective(pareto_points=points)
+    answer = SearchOptions().ask(question, front, None, no_cache=False, as_json=False)
     return front_json(answer.front)
 
 
