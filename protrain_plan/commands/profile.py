@@ -24,6 +24,7 @@ from protrain_plan.commands.options import (
     refuse,
     refuse_of_factory,
 )
+from protrain_plan.commands.output import destination, print_result, progress
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -100,7 +101,6 @@ def profile(
     | protrain profile llama-3.1-70b --on rtx-4090 --dtype bfloat16 --lora r=16 --quantize nf4
     """
     from protrain_plan.commands.measuring import estimated, measured, measured_apart
-    from protrain_plan.commands.output import destination, progress, show
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.profiles import profile_json, profile_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
@@ -136,4 +136,4 @@ def profile(
     if joined is not None:
         record = replace(record, hardware=replace(record.hardware, interconnect=joined))
     write_profile(record, target)
-    show(as_json, profile_json(record), lambda: profile_text(record, output))
+    print_result(as_json, profile_json(record), lambda: profile_text(record, output))
