@@ -32,6 +32,7 @@ from protrain_plan.models.batches import (
     BatchRequest,
     batch_to,
     byte_tokens,
+    classes,
     inputs_of,
     of_text_alone,
 )
@@ -245,8 +246,6 @@ class ConfigSource:
         return config, self._model_class(transformers, config)
 
     def _model_class(self, transformers: ModuleType, config: Any) -> Any:
-        from transformers.models.auto import modeling_auto as known
-
         encodes = getattr(config, "is_encoder_decoder", False)
         architectures = config.architectures
         if architectures and not (
@@ -255,20 +254,13 @@ class ConfigSource:
             raise ProtrainError(
                 "expected a list of names of classes", source=self.name, key="architectures"
             )
-        named = architectures or [
-            names[config.model_type]
-            for names in (
-                known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if encodes else {},
-                known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES if encodes else {},
-                known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-                known.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-                known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-                known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-                known.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-                known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-            )
-            if config.model_type in names
+        tasks = [
+            *(("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ") if encodes else ()),
+            *("CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
+            *("ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION"),
         ]
+        every = (classes(task).get(config.model_type) for task in tasks)
+        named = architectures or [found for found in every if found]
         found = None
         if named:
             with suppress(Exception):  # a class whose own packages are missing
