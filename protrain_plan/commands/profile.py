@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,14 +20,11 @@ from protrain_plan.commands.options import (
     ModelArgument,
     NoCacheOption,
     machine_names,
+    naming,
     refuse,
     refuse_of_factory,
 )
 from protrain_plan.commands.output import destination, print_result, progress
-from protrain_runtime.contract.errors import ProtrainError
-
-if TYPE_CHECKING:
-    from protrain_runtime.contract.records.hardware import Interconnect
 
 
 @option_record
@@ -50,20 +46,6 @@ class MeasureOptions:
     in_process: bool = flag(
         "Measure in this process, for debuggers, not in a separate one that may crash."
     )
-
-
-def _joined(name: str) -> "Interconnect":
-    """Return what joins a machine's devices; ProtrainError where the machine does not say it."""
-    from protrain_plan.hardware.catalogue import load_hardware
-
-    if (joined := load_hardware(name).interconnect) is None:
-        raise ProtrainError(
-            f"{name} does not say what joins its devices",
-            key="--interconnect",
-            fix="measure it, and name the file: torchrun --nproc-per-node N --no-python protrain"
-            " hardware probe -o FILE",
-        )
-    return joined
 
 
 def profile(
@@ -104,11 +86,14 @@ def profile(
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.profiles import profile_json, profile_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
+    from protrain_runtime.contract.program.group import interconnect_of
     from protrain_runtime.contract.records import write_profile
 
     refuse_of_factory(context, model)
     machine = None if on is None else load_hardware(on)
-    joined = None if interconnect is None else _joined(interconnect)
+    other = None if interconnect is None else load_hardware(interconnect)
+    with naming("--interconnect"):
+        joined = None if other is None else interconnect_of(other)
     refuse((*given(measuring), *given(disk)) if machine else (), "is for measuring; --on estimates")
     target = destination(output, inputs=(model, on, interconnect, text))
     [request] = workload.requests(
