@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
+from protrain_plan.commands import output
 from protrain_plan.commands.option_records import flag, option, option_record
 from protrain_plan.commands.options import JsonOption, NoCacheOption, choice, size
 from protrain_runtime.contract.errors import ProtrainError
@@ -74,7 +75,6 @@ def check(
     from protrain_plan.checking.reestimate import look_away
     from protrain_plan.checking.rules import check as checked
     from protrain_plan.checking.rules import explained
-    from protrain_plan.commands import output
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.checks import reports
 

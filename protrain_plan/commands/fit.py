@@ -33,6 +33,7 @@ from protrain_plan.commands.options import (
     refuse_batches,
     refuse_of_factory,
 )
+from protrain_plan.commands.output import destination, print_json, print_rendered, progress
 from protrain_plan.commands.staging import StageOptions, refuse_without_global_batch
 from protrain_plan.commands.trainer_files import FileOptions
 from protrain_runtime.contract.errors import ProtrainError
@@ -227,7 +228,6 @@ def fit(
     | protrain fit axolotl.yaml --on rtx-4090
     """
     from protrain_plan.commands.cells import Cells, Row
-    from protrain_plan.commands.output import destination, progress
     from protrain_plan.commands.settings import read_settings
     from protrain_plan.planning.questions.cells import refuse_missing
     from protrain_plan.profiling.estimate_cache import EstimateCache
@@ -305,7 +305,6 @@ class _Answered:
 
     def add(self, one: "Tried") -> None:
         """One more answer, which is printed at once as JSON."""
-        from protrain_plan.commands.output import print_json
         from protrain_plan.presentation.grids import cell_text, row_of
         from protrain_plan.presentation.trainer_files import advice, file_json
 
@@ -329,7 +328,6 @@ class _Answered:
         found: dict[str, Any] | None,
     ) -> None:
         """Write the page, and print all answers as a table, or what a search `found`."""
-        from protrain_plan.commands.output import print_json, print_rendered
         from protrain_plan.presentation.grids import grid_text
         from protrain_plan.presentation.trainer_files import file_text
         from protrain_runtime.contract.records.files import replace_text

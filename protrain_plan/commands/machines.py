@@ -8,6 +8,8 @@ import typer
 
 from protrain_plan.commands.option_records import DiskOptions, option, output_option
 from protrain_plan.commands.options import JsonOption, found_device, machine_names
+from protrain_plan.commands.output import destination, print_rendered, print_result, progress
+from protrain_plan.presentation.terminal import wrote
 
 MachineArgument = Annotated[
     str,
@@ -26,12 +28,11 @@ def models(as_json: JsonOption = False) -> None:
 
     Example: protrain models
     """
-    from protrain_plan.commands.output import show
     from protrain_plan.models.presets import presets
     from protrain_plan.presentation.profiles import presets_text
 
     listed = presets()
-    show(as_json, {"models": listed}, lambda: presets_text(listed))
+    print_result(as_json, {"models": listed}, lambda: presets_text(listed))
 
 
 def list_machines(as_json: JsonOption = False) -> None:
@@ -39,12 +40,11 @@ def list_machines(as_json: JsonOption = False) -> None:
 
     Example: protrain hardware list --json
     """
-    from protrain_plan.commands.output import show
     from protrain_plan.hardware.catalogue import hardware_names, load_hardware
     from protrain_plan.presentation.profiles import machines_text
 
     machines = [load_hardware(name) for name in hardware_names()]
-    show(as_json, {"machines": machines}, lambda: machines_text(machines))
+    print_result(as_json, {"machines": machines}, lambda: machines_text(machines))
 
 
 def show_machine(
@@ -55,12 +55,11 @@ def show_machine(
 
     Examples: protrain hardware show h100-sxm | protrain hardware show my-machine.yaml --json
     """
-    from protrain_plan.commands.output import show
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.profiles import machine_text
 
     machine = load_hardware(name)
-    show(as_json, machine, lambda: machine_text(machine))
+    print_result(as_json, machine, lambda: machine_text(machine))
 
 
 def copy(
@@ -71,9 +70,7 @@ def copy(
 
     Example: protrain hardware copy rtx-4090 -o my-machine.yaml
     """
-    from protrain_plan.commands.output import destination, print_rendered
     from protrain_plan.hardware.catalogue import load_hardware
-    from protrain_plan.presentation.terminal import wrote
     from protrain_runtime.contract.records import write_hardware
 
     write_hardware(load_hardware(name), destination(output, inputs=(name,)))
@@ -95,7 +92,6 @@ def probe(
     Examples: protrain hardware probe -o my-machine.yaml --name my-machine
     | torchrun --nproc-per-node 4 --no-python protrain hardware probe --device cuda
     """
-    from protrain_plan.commands.output import destination, progress, show
     from protrain_plan.presentation.profiles import machine_text
     from protrain_runtime.contract.records import write_hardware
     from protrain_runtime.contract.records.hardware import is_accelerator
@@ -119,4 +115,4 @@ def probe(
     if machine is None:
         return
     write_hardware(machine, target)
-    show(as_json, machine, lambda: machine_text(machine, written=output))
+    print_result(as_json, machine, lambda: machine_text(machine, written=output))

@@ -134,7 +134,7 @@ def refuse_closed_output() -> None:
         raise ProtrainError("standard output is closed", fix="send it to /dev/null")
 
 
-def show(as_json: bool, data: object, text: Callable[[], RenderableType]) -> None:
+def print_result(as_json: bool, data: object, text: Callable[[], RenderableType]) -> None:
     """Print a result, plain data or a record: as one JSON object, or for people."""
     if as_json:
         print_json(data)

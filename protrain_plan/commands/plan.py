@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
 
 from protrain_plan.commands.option_records import (
     BudgetOptions,
@@ -33,6 +34,13 @@ from protrain_plan.commands.options import (
     refuse_of_factory,
     size,
 )
+from protrain_plan.commands.output import (
+    destination,
+    interruptible,
+    print_beside,
+    print_result,
+    progress,
+)
 from protrain_plan.commands.staging import (
     SIZES,
     StageOptions,
@@ -41,6 +49,7 @@ from protrain_plan.commands.staging import (
     refuse_without_global_batch,
 )
 from protrain_plan.commands.trainer_files import FileOptions
+from protrain_plan.presentation.terminal import fields_of
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -213,12 +222,12 @@ class SearchOptions:
         question: "Question",
         objective: "Objective",
         lp: Path | None,
-        no_cache: bool,
         *,
+        no_cache: bool,
         as_json: bool,
+        lists_front: bool = True,
     ) -> "Answer":
         """The answer, with its progress shown; Ctrl-C ends the search with the best so far."""
-        from protrain_plan.commands.output import interruptible, print_beside, progress
         from protrain_plan.planning.questions.kept_answers import AnswerCache
 
         if lp is not None:
@@ -244,7 +253,9 @@ class SearchOptions:
                     solver=choice("--solver", self.solver, SOLVERS),
                     progress=lambda *found: report(search_text(*found), 0.5),
                 ),
-                report=None if as_json else lambda point: print_beside(point_text(point)),
+                report=(lambda point: print_beside(point_text(point)))
+                if lists_front and not as_json
+                else None,
             )
 
 
@@ -349,7 +360,6 @@ def plan(
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
     from protrain_plan.commands.cells import Row
-    from protrain_plan.commands.output import destination, print_beside
     from protrain_runtime.contract.records import write_plan, write_profile
 
     beside, file, named, frozen = None, None, profile, ""
@@ -399,7 +409,7 @@ def plan(
         plan_in_stages(of_stages, fixed.explain, target, beside, as_json=as_json)
         return
     question = wanted.largest(subject.question(), str(beside or profile), subject.sized)
-    answer = search.ask(question, objective, lp, model.no_cache, as_json=as_json)
+    answer = search.ask(question, objective, lp, no_cache=model.no_cache, as_json=as_json)
     if answer.solved is not None and not wanted.pareto:
         if "output" not in on_command_line(context) and target.is_file():
             print_beside(f"replaces the {target} that was there; -o names another file")
@@ -429,7 +439,6 @@ class _Subject:
 
     def question(self, *size: Any) -> "Question":
         """The question about it, estimated with another size where that is given."""
-        from protrain_plan.commands.output import progress
         from protrain_plan.planning.questions.answers import Question
 
         if self.cells is not None:
@@ -455,8 +464,6 @@ class _Subject:
 
     def in_stages(self, global_batch: int, numbers: tuple[int, ...]) -> "Staged":
         """The question about stages."""
-        from protrain_plan.commands.output import progress
-
         if self.cells is None:
             assert self.record is not None
             of_batch = {self.record.workload.batch_size: self.record}
@@ -483,7 +490,6 @@ def _refuse_in_stages(
 
 def _best_change(answer: "Answer", no_cache: bool, *, quiet: bool) -> "Tried | None":
     from protrain_plan.commands.cells import best_change
-    from protrain_plan.commands.output import progress
     from protrain_plan.planning.questions.kept_answers import AnswerCache
 
     with progress(quiet=quiet) as report:
@@ -501,12 +507,8 @@ def _show(
     as_json: bool,
 ) -> None:
     """Print the answer, and after a trainer's file what to change in it."""
-    from rich.console import Group
-
-    from protrain_plan.commands.output import show
     from protrain_plan.presentation.grids import change_json
     from protrain_plan.presentation.plans import answer_json, answer_text
-    from protrain_plan.presentation.terminal import fields_of
     from protrain_plan.presentation.trainer_files import advice, file_json, file_text
 
     data = answer_json(answer, explanation)
@@ -524,7 +526,7 @@ def _show(
         advised = [advice(file, name, answer, plain_fits=plain_fits)]
         data |= file_json(file, advised)
         text = Group(text, *file_text(file, advised))
-    show(as_json, data, lambda: text)
+    print_result(as_json, data, lambda: text)
 
 
 def _read(path: str, leaves: tuple[str, ...]) -> "Profile":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
+from rich.console import Group
 
 from protrain_plan.commands.option_records import flag, option, output_option
 from protrain_plan.commands.options import (
@@ -14,6 +15,14 @@ from protrain_plan.commands.options import (
     ProfileOption,
     choice,
 )
+from protrain_plan.commands.output import (
+    destination,
+    print_json,
+    print_rendered,
+    print_result,
+    print_text,
+)
+from protrain_plan.presentation.terminal import Text, fields_of, wrote
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 
 if TYPE_CHECKING:
@@ -39,7 +48,6 @@ def show(
 
     Example: protrain show plans/smollm2-135m-cpu-1100MiB/plan.yaml
     """
-    from protrain_plan.commands import output
     from protrain_plan.presentation.report.page import step_data
     from protrain_plan.presentation.report.screen import Screen
     from protrain_plan.presentation.report.stages import StagesScreen
@@ -47,7 +55,7 @@ def show(
 
     step = read_step(plan, profile, stage=stage)
     screen = StagesScreen if step.of_stages and stage is None else Screen
-    output.show(as_json, step_data(step), lambda: screen(step=step))
+    print_result(as_json, step_data(step), lambda: screen(step=step))
 
 
 def simulate(
@@ -61,25 +69,23 @@ def simulate(
 
     Example: protrain simulate plan.yaml --trace trace.json
     """
-    from protrain_plan.commands import output
     from protrain_plan.presentation.report.page import summary_json, trace_text
     from protrain_plan.presentation.report.screen import summary_text
     from protrain_plan.presentation.report.stages import StagesScreen
     from protrain_plan.presentation.report.step import read_step
-    from protrain_plan.presentation.terminal import wrote
     from protrain_runtime.contract.records.files import replace_text
 
     target = None
     if trace is not None:
-        target = output.destination(trace, option="--trace", inputs=_read_for(plan, profile))
+        target = destination(trace, option="--trace", inputs=_read_for(plan, profile))
     step = read_step(plan, profile, stage=stage)
     if target is not None:
         replace_text(target, trace_text(step, of_all=stage is None))
     of_all = step.of_stages is not None and stage is None
     screen = (lambda: StagesScreen(step=step)) if of_all else (lambda: summary_text(step))
-    output.show(as_json, summary_json(step), screen)
+    print_result(as_json, summary_json(step), screen)
     if trace is not None and not as_json:
-        output.print_rendered(wrote(trace), wrap=False)
+        print_rendered(wrote(trace), wrap=False)
 
 
 def report(
@@ -96,10 +102,8 @@ def report(
     Examples: protrain report plan.yaml -o report.html
     | protrain report plan.yaml --pareto --recording recording.json
     """
-    from protrain_plan.commands.output import destination, print_rendered
     from protrain_plan.presentation.report.page import page_text
     from protrain_plan.presentation.report.step import read_step
-    from protrain_plan.presentation.terminal import wrote
     from protrain_runtime.contract.program.compiling import program_of
     from protrain_runtime.contract.program.recording import check_recording, read_recording
     from protrain_runtime.contract.records.files import replace_text
@@ -125,25 +129,18 @@ def _read_for(plan: Path, profile: Path | None = None) -> tuple[Path, ...]:
 
 def _front(step: "Step", points: int) -> list[dict[str, Any]]:
     """The front up to all of the device, with the plan's other budgets."""
-    from protrain_plan.commands import output
+    from protrain_plan.commands.plan import SearchOptions
     from protrain_plan.planning.questions.answers import Objective, Question
-    from protrain_plan.planning.questions.objectives import ask
-    from protrain_plan.planning.search.improving import Effort
-    from protrain_plan.presentation.plans import front_json, search_text
+    from protrain_plan.presentation.plans import front_json
 
     plan, device = step.plan, step.profile.hardware.device
     budgets = replace(plan.budgets, device=max(plan.budgets.device, device.memory_bytes))
     settings = replace(plan.settings, overlap_steps=True)
     question = Question(profile=step.profile, budgets=budgets, settings=settings)
-    with output.progress(quiet=False) as tell, output.interruptible() as interrupted:
-        answer = ask(
-            question,
-            Objective(pareto_points=points),
-            effort=Effort(
-                stopped=interrupted.is_set,
-                progress=lambda *found: tell(search_text(*found), 0.5),
-            ),
-        )
+    front = Objective(pareto_points=points)
+    answer = SearchOptions().ask(
+        question, front, None, no_cache=False, as_json=False, lists_front=False
+    )
     return front_json(answer.front)
 
 
@@ -163,9 +160,7 @@ def diff(
     | protrain diff <(git show main:plans/a/plan.yaml) plans/a/plan.yaml --format markdown
     """
     from protrain_plan.checking.diffing import plan_diff
-    from protrain_plan.commands.output import print_json, print_rendered, print_text
     from protrain_plan.presentation.checks import diffs
-    from protrain_plan.presentation.terminal import fields_of
     from protrain_runtime.contract.records import loads_plan
     from protrain_runtime.contract.records.files import read_text
 
@@ -226,12 +221,8 @@ def export(
 
     Example: protrain export plan.yaml --to fsdp2 -o fsdp2.yaml
     """
-    from rich.console import Group
-
-    from protrain_plan.commands.output import destination, print_json, print_rendered
     from protrain_plan.presentation.exporting import EXPORTERS
     from protrain_plan.presentation.exporting import export as exported
-    from protrain_plan.presentation.terminal import Text, wrote
     from protrain_runtime.contract.records import read_plan
     from protrain_runtime.contract.records.files import replace_text
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,13 +20,11 @@ from protrain_plan.commands.options import (
     ModelArgument,
     NoCacheOption,
     machine_names,
+    naming,
     refuse,
     refuse_of_factory,
 )
-from protrain_runtime.contract.errors import ProtrainError
-
-if TYPE_CHECKING:
-    from protrain_runtime.contract.records.hardware import Interconnect
+from protrain_plan.commands.output import destination, print_result, progress
 
 
 @option_record
@@ -49,20 +46,6 @@ class MeasureOptions:
     in_process: bool = flag(
         "Measure in this process, for debuggers, not in a separate one that may crash."
     )
-
-
-def _joined(name: str) -> "Interconnect":
-    """Return what joins a machine's devices; ProtrainError where the machine does not say it."""
-    from protrain_plan.hardware.catalogue import load_hardware
-
-    if (joined := load_hardware(name).interconnect) is None:
-        raise ProtrainError(
-            f"{name} does not say what joins its devices",
-            key="--interconnect",
-            fix="measure it, and name the file: torchrun --nproc-per-node N --no-python protrain"
-            " hardware probe -o FILE",
-        )
-    return joined
 
 
 def profile(
@@ -100,15 +83,17 @@ def profile(
     | protrain profile llama-3.1-70b --on rtx-4090 --dtype bfloat16 --lora r=16 --quantize nf4
     """
     from protrain_plan.commands.measuring import estimated, measured, measured_apart
-    from protrain_plan.commands.output import destination, progress, show
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.profiles import profile_json, profile_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
+    from protrain_runtime.contract.program.group import interconnect_of
     from protrain_runtime.contract.records import write_profile
 
     refuse_of_factory(context, model)
     machine = None if on is None else load_hardware(on)
-    joined = None if interconnect is None else _joined(interconnect)
+    other = None if interconnect is None else load_hardware(interconnect)
+    with naming("--interconnect"):
+        joined = None if other is None else interconnect_of(other)
     refuse((*given(measuring), *given(disk)) if machine else (), "is for measuring; --on estimates")
     target = destination(output, inputs=(model, on, interconnect, text))
     [request] = workload.requests(
@@ -136,4 +121,4 @@ def profile(
     if joined is not None:
         record = replace(record, hardware=replace(record.hardware, interconnect=joined))
     write_profile(record, target)
-    show(as_json, profile_json(record), lambda: profile_text(record, output))
+    print_result(as_json, profile_json(record), lambda: profile_text(record, output))

@@ -12,6 +12,7 @@ import typer
 
 from protrain_plan.commands.option_records import flag, option, option_record
 from protrain_plan.commands.options import JsonOption, PlanArgument, SpillOption, size
+from protrain_plan.commands.output import destination, print_beside, print_result, progress
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -152,7 +153,6 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     | protrain run plan.yaml --record recording.json
     """
     from protrain_plan.checking.plan_files import opened, read_files
-    from protrain_plan.commands.output import destination, print_beside, progress, show
     from protrain_plan.presentation.plans import run_json, run_text
     from protrain_runtime.contract.program.recording import write_recording
     from protrain_runtime.contract.program.requirements import refuse_pipeline
@@ -216,6 +216,6 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     drawn = options.weights is None and options.resume is None
     if drawn and record.workload.model_config and not as_json:
         print_beside("trained random weights; --weights FOLDER starts from a model's own")
-    show(as_json, data, lambda: run_text(record, data))
+    print_result(as_json, data, lambda: run_text(record, data))
     if options.verify and (overruns or not verified):
         raise typer.Exit(1)

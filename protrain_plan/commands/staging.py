@@ -10,6 +10,7 @@ import typer
 
 from protrain_plan.commands.option_records import option, option_record
 from protrain_plan.commands.options import integers, refuse_batches
+from protrain_plan.commands.output import interruptible, print_result, progress
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -191,7 +192,6 @@ def plan_in_stages(
     asked: Staged, explain: bool, output: Path, beside: Path | None, *, as_json: bool
 ) -> None:
     """Answer `plan --stages`, and write the plan; an estimated profile is written to `beside`."""
-    from protrain_plan.commands.output import interruptible, progress, show
     from protrain_plan.planning.questions.answers import Objective
     from protrain_plan.planning.questions.objectives import ask
     from protrain_plan.planning.search.improving import Effort
@@ -213,7 +213,7 @@ def plan_in_stages(
             write_profile(answer.best.pipeline.profile, beside)
         write_plan(plan, output)
         written = [output] if beside is None else [output, beside]
-    show(
+    print_result(
         as_json,
         stages_json(answer, assumed, of_one),
         lambda: stages_text(answer, assumed, written, of_one),

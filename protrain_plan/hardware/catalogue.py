@@ -2,20 +2,24 @@
 
 import difflib
 import os
+from functools import cache, reduce
 from importlib.resources import files
-from importlib.resources.abc import Traversable
+from math import inf
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import Hardware, loads_hardware, loads_profile
 from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.reader import kind_of
+from protrain_runtime.contract.records.schema import VERSION
 
 
 def hardware_names() -> tuple[str, ...]:
     """The names that `load_hardware` knows, sorted."""
-    names = (f.name for f in _folder().iterdir())
-    return tuple(sorted(n.removesuffix(".yaml") for n in names if n.endswith(".yaml")))
+    return tuple(sorted(_tables()["machines"]))
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
@@ -26,8 +30,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     """
     text = str(name_or_path)
     if text in hardware_names():
-        file = _folder().joinpath(f"{text}.yaml")
-        return loads_hardware(file.read_text(encoding="utf-8"), file.name)
+        return _shipped(text)
     path = Path(name_or_path)
     is_file = os.path.isfile(path)  # noqa: PTH113  (a name that no file can have is none)
     if is_file or path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
@@ -44,5 +47,31 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     )
 
 
-def _folder() -> Traversable:
-    return files("protrain_plan.hardware").joinpath("catalogue")
+@cache
+def _tables() -> dict[str, Any]:
+    text = files("protrain_plan.hardware").joinpath("machines.yaml").read_text(encoding="utf-8")
+    tables: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return tables
+
+
+@cache
+def _shipped(name: str) -> Hardware:
+    """A machine of the catalogue, with the values of its parts."""
+    tables = _tables()
+    own = tables["machines"][name]
+    found = reduce(_over, [*(tables["parts"][part] for part in own["like"]), own])
+    found["tiers"] = [{"name": tier} | values for tier, values in found["tiers"].items()]
+    told = [what for what in tables["order"] if what in found["sources"]]
+    found["sources"] = [f"{what}: {found['sources'][what]}" for what in told]
+    del found["like"]
+    head = {"protrain": "hardware", "version": VERSION, "name": name}
+    return loads_hardware(yaml.safe_dump(head | found, sort_keys=False, width=inf), name)
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """The values of both, and of mappings in both, those above in place of those below."""
+    both = {
+        key: _over(below[key], value) if isinstance(value, dict) and key in below else value
+        for key, value in above.items()
+    }
+    return below | both

@@ -5,8 +5,6 @@ the model that `peft.get_peft_model` makes. What PEFT takes in silence (a name t
 is refused here by name, and so is what it refuses.
 """
 
-import difflib
-import importlib
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -15,11 +13,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from protrain_plan.models.importing import library, reason_of
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.adapters import ALL_LINEAR, Lora, read_adapter
+from protrain_runtime.contract.records.words import did_you_mean
 
-_MAX_REASON = 300
-"""Characters of what PEFT says that a message repeats."""
 _MAX_NAMES = 20
 """Names of modules that a message lists."""
 
@@ -33,12 +31,7 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
     lora = read_adapter(adapter)
     if lora is None:
         return model
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError as error:
-        raise ProtrainError(
-            "adapters need the package peft", source=source, fix="pip install peft"
-        ) from error
+    peft = library("peft", "adapters need the package peft", source=source, fix="pip install peft")
     excluded = routers(model)
     _refuse_unknown(model, lora, excluded, source=source)
     with warnings.catch_warnings():
@@ -51,10 +44,8 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
                 autocast_adapter_dtype=lora.dtype == "float32",
             )
         except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            if len(reason) > _MAX_REASON:
-                reason = f"{reason[:_MAX_REASON]}..."
-            raise ProtrainError(f"peft refuses the adapter: {reason}", source=source) from error
+            problem = f"peft refuses the adapter: {reason_of(error)}"
+            raise ProtrainError(problem, source=source) from error
         except RuntimeError as error:
             if not (lora.velora and next(model.parameters()).is_meta):
                 raise
@@ -151,13 +142,12 @@ def _refuse_missing(
         return
     known = list(dict.fromkeys(path.rpartition(".")[2] for path in modules if path))
     known = [each for each in known if not each.isdecimal()]
-    near = difflib.get_close_matches(name, known, n=1)
     more = ", ..." if len(known) > _MAX_NAMES else ""
     raise ProtrainError(
         f"the model has no {what} called {cut(name)!r}",
         source=source,
         key=key,
-        fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(known[:_MAX_NAMES])}{more}",
+        fix=did_you_mean(name, known) or f"one of {', '.join(known[:_MAX_NAMES])}{more}",
     )
 
 

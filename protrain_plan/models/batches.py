@@ -4,6 +4,7 @@ Text is real: a byte is a token, ids 0..255, the same on every machine with the 
 and sound are noise from a seeded generator: what a step costs does not depend on what they show.
 """
 
+import importlib
 import random
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
@@ -237,13 +238,18 @@ def noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
+def classes(task: str) -> Mapping[str, str]:
+    """The names of transformers' model classes for a task, by architecture."""
+    known = importlib.import_module("transformers.models.auto.modeling_auto")
+    found: Mapping[str, str] = getattr(known, f"MODEL_FOR_{task}_MAPPING_NAMES")
+    return found
+
+
 def inputs_of(model_class: str, request: BatchRequest) -> Iterator[Inputs]:
     """Endless batches for a model class of transformers, on the CPU, features in float32.
 
     ProtrainError where none are known for it, or the request does not fit the model.
     """
-    from transformers.models.auto import modeling_auto as known
-
     model_type = request.config.model_type
     if model_type in _WITH_IMAGE_TOKENS:
         return _images_and_text(request)
@@ -251,14 +257,14 @@ def inputs_of(model_class: str, request: BatchRequest) -> Iterator[Inputs]:
         return _sound_and_text(request)
     if _is_multimodal(model_class):
         return _text(request)
-    by_task: tuple[tuple[dict[str, Any], Callable[[BatchRequest], Iterator[Inputs]]], ...] = (
-        (known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, _text),
-        (known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, _text),
-        (known.MODEL_FOR_MASKED_LM_MAPPING_NAMES, _masked_text),
-        (known.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES, _pairs),
-        (known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, _labelled_images),
-    )
-    make = next((make for names, make in by_task if model_class in names.values()), None)
+    by_task: dict[str, Callable[[BatchRequest], Iterator[Inputs]]] = {
+        "SEQ_TO_SEQ_CAUSAL_LM": _text,
+        "CAUSAL_LM": _text,
+        "MASKED_LM": _masked_text,
+        "ZERO_SHOT_IMAGE_CLASSIFICATION": _pairs,
+        "IMAGE_CLASSIFICATION": _labelled_images,
+    }
+    make = next((by_task[task] for task in by_task if model_class in classes(task).values()), None)
     if make is None:
         raise ProtrainError(
             f"no batches are known for the architecture {model_type!r}",
@@ -275,14 +281,8 @@ def _text(request: BatchRequest) -> Iterator[Inputs]:
 
 def _is_multimodal(model_class: str) -> bool:
     """Whether a model class writes text of images or sound, each with rules of its own."""
-    from transformers.models.auto import modeling_auto as known
-
     return any(
-        model_class in names.values()
-        for names in (
-            known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-            known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        )
+        model_class in classes(task).values() for task in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
     )
 
 

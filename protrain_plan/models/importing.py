@@ -1,6 +1,5 @@
-"""Names of the user's in a module of theirs: a factory of a model, an optimizer."""
+"""Code of others: names of the user's in a module of theirs, and packages that may be missing."""
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -9,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.words import did_you_mean
+
+_MAX_REASON = 500
+"""Characters of what a package says that a message repeats."""
 
 
 def imported(name: str) -> Callable[..., Any]:
@@ -46,13 +49,26 @@ def imported(name: str) -> Callable[..., Any]:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         functions = [name for name in dir(module) if callable(getattr(module, name))]
-        near = difflib.get_close_matches(attribute, functions, n=1)
         raise ProtrainError(
             f"{module_name} has no function {attribute!r}",
             source=name,
-            fix=f"did you mean {near[0]}?" if near else None,
+            fix=did_you_mean(attribute, functions),
         )
     return factory  # type: ignore[no-any-return]
+
+
+def library(name: str, problem: str, *, source: str | None, fix: str) -> Any:
+    """A package; ProtrainError, which says the `problem`, where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ProtrainError(problem, source=source, fix=fix) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return what a package says of its refusal, in one line."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."
 
 
 def _search_first(folder: Path) -> None:

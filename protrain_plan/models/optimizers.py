@@ -12,7 +12,6 @@ never fused.
 """
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import re
@@ -29,6 +28,7 @@ from protrain_plan.models.importing import imported
 from protrain_plan.models.presets import DEFAULT_OPTIMIZER as DEFAULT_OPTIMIZER
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.profile import Precision
+from protrain_runtime.contract.records.words import did_you_mean
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.stepping import in_train_mode
 
@@ -189,11 +189,10 @@ def host_share(name: str) -> float:
 
 def _known(kind: str) -> OptimizerFactory:
     if kind not in KNOWN:
-        near = difflib.get_close_matches(kind, KNOWN, n=1)
         raise ProtrainError(
             f"expected one of {', '.join(KNOWN)}, or package.module:Class, got {kind!r}",
             key="optimizer",
-            fix=f"did you mean {near[0]}?" if near else None,
+            fix=did_you_mean(kind, KNOWN),
         )
     if kind in OF_8_BITS and importlib.util.find_spec(_BITSANDBYTES) is None:
         raise ProtrainError(

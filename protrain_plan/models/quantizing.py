@@ -36,6 +36,7 @@ from torch import nn
 
 from protrain_plan.models.adapters import routers
 from protrain_plan.models.building import TORCH_DTYPES
+from protrain_plan.models.importing import library
 from protrain_plan.models.optimizers import INSTALL_BITSANDBYTES
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.adapters import read_adapter
@@ -296,11 +297,10 @@ def drawn(layer: Any, *, std: float, device: torch.device) -> None:
 
 def _imported(name: str, source: str) -> Any:
     """A library; ProtrainError that names the extra where it is missing."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ProtrainError(
-            PACKAGE_MISSING if name == "bitsandbytes" else f"--quantize needs the package {name}",
-            source=source or None,
-            fix=INSTALL_BITSANDBYTES if name == "bitsandbytes" else f"pip install {name}",
-        ) from error
+    is_ours = name == "bitsandbytes"
+    return library(
+        name,
+        PACKAGE_MISSING if is_ours else f"--quantize needs the package {name}",
+        source=source or None,
+        fix=INSTALL_BITSANDBYTES if is_ours else f"pip install {name}",
+    )

@@ -6,7 +6,6 @@ leaves the global random states as they were.
 """
 
 import copy
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -33,6 +32,7 @@ from protrain_plan.models.batches import (
     BatchRequest,
     batch_to,
     byte_tokens,
+    classes,
     inputs_of,
     of_text_alone,
 )
@@ -45,7 +45,7 @@ from protrain_plan.models.building import (
     parameter_dtype,
     seeded,
 )
-from protrain_plan.models.importing import imported
+from protrain_plan.models.importing import imported, library, reason_of
 from protrain_plan.models.presets import (
     JsonObject,
     is_factory,
@@ -58,12 +58,10 @@ from protrain_plan.models.quantizing import as_made, packed_as_drawn, quantized,
 from protrain_runtime.activations.compiled import refuse_wrapped
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.profile import DType, Precision, Quantize
+from protrain_runtime.contract.records.words import did_you_mean
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.devices.preflight import free_host_bytes
 from protrain_runtime.states.absent import without_parameters
-
-_MAX_REASON = 500
-"""Characters of what transformers says that a message repeats."""
 
 MAX_NUMBER = 2**31
 """The largest number of a configuration: tokens, positions, widths."""
@@ -213,14 +211,13 @@ class ConfigSource:
 
     def _config_and_class(self) -> tuple[Any, Any]:
         """Both of transformers; ProtrainError where it is missing, or refuses the configuration."""
-        try:
-            transformers = _transformers()
-        except ImportError as error:
-            raise ProtrainError(
-                "a Hugging Face configuration needs the package transformers",
-                source=self.name,
-                fix="pip install transformers, or use package.module:factory",
-            ) from error
+        transformers = library(
+            "transformers",
+            "a Hugging Face configuration needs the package transformers",
+            source=self.name,
+            fix="pip install transformers, or use package.module:factory",
+        )
+        _read_models_once(transformers)
         refuse_numbers(self.config, source=self.name)
         # A copy: transformers writes into nested mappings, such as those of rotary embeddings.
         values = copy.deepcopy(self.config)
@@ -238,20 +235,17 @@ class ConfigSource:
             config.get_text_config().use_cache = False  # with a tower for images, too
         except Exception as error:  # its validators raise classes of their own
             if model_type not in transformers.CONFIG_MAPPING:
-                near = difflib.get_close_matches(model_type, transformers.CONFIG_MAPPING, n=1)
                 raise ProtrainError(
                     f"transformers {transformers.__version__} has no architecture"
                     f" {cut(model_type)!r}",
                     source=self.name,
                     key="model_type",
-                    fix=f"did you mean {near[0]!r}?" if near else None,
+                    fix=did_you_mean(model_type, transformers.CONFIG_MAPPING),
                 ) from error
             raise self._refused(error) from error
         return config, self._model_class(transformers, config)
 
     def _model_class(self, transformers: ModuleType, config: Any) -> Any:
-        from transformers.models.auto import modeling_auto as known
-
         encodes = getattr(config, "is_encoder_decoder", False)
         architectures = config.architectures
         if architectures and not (
@@ -260,20 +254,13 @@ class ConfigSource:
             raise ProtrainError(
                 "expected a list of names of classes", source=self.name, key="architectures"
             )
-        named = architectures or [
-            names[config.model_type]
-            for names in (
-                known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if encodes else {},
-                known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES if encodes else {},
-                known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-                known.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-                known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-                known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-                known.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-                known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-            )
-            if config.model_type in names
+        tasks = [
+            *(("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ") if encodes else ()),
+            *("CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
+            *("ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION"),
         ]
+        every = (classes(task).get(config.model_type) for task in tasks)
+        named = architectures or [found for found in every if found]
         found = None
         if named:
             with suppress(Exception):  # a class whose own packages are missing
@@ -288,18 +275,15 @@ class ConfigSource:
         return found
 
     def _refused(self, error: Exception) -> ProtrainError:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if len(reason) > _MAX_REASON:
-            reason = f"{reason[:_MAX_REASON]}..."
-        return ProtrainError(f"transformers refuses the configuration: {reason}", source=self.name)
+        problem = f"transformers refuses the configuration: {reason_of(error)}"
+        return ProtrainError(problem, source=self.name)
 
 
-def _transformers() -> ModuleType:
-    """Import transformers, which here reads its thousands of files on models once, not twice.
+def _read_models_once(transformers: ModuleType) -> None:
+    """Import `transformers.models` without reading its thousands of files again.
 
-    Its package says what is in them when it is imported, and `models` finds it out again.
+    The package says what is in them when it is imported, and `models` finds it out again.
     """
-    transformers = importlib.import_module("transformers")
     tools: Any = importlib.import_module("transformers.utils.import_utils")
     folder, found = Path(*transformers.__path__, "models"), tools.define_import_structure
 
@@ -318,7 +302,6 @@ def _transformers() -> ModuleType:
         importlib.import_module("transformers.models")
     finally:
         tools.define_import_structure = found
-    return transformers
 
 
 _SHARE_OF_FREE_MEMORY = 0.5

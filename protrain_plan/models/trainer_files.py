@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,8 +188,7 @@ def _formats() -> Iterator[Format]:
         yield Format(name=name, **table)
 
 
-_FORMATS = sorted((one for one in _formats() if one.marks), key=lambda one: int(one.rank))
-FORMATS = [one for one in _FORMATS if not one.refused]
+FORMATS = sorted((one for one in _formats() if one.marks), key=lambda one: int(one.rank))
 
 
 def is_trainer_file(path: str) -> bool:
@@ -197,7 +197,8 @@ def is_trainer_file(path: str) -> bool:
     if suffix != ".json" or not Path(path).is_file():
         return suffix in (".yaml", ".yml")
     keys = _nodes(path)
-    return "model_type" not in keys and any(one.is_of(keys) for one in _FORMATS)
+    marks = (*(one.marks for one in FORMATS), *(marks for marks, *_ in _TABLES["refused"]))
+    return "model_type" not in keys and not keys.keys().isdisjoint(chain(*marks))
 
 
 def _nodes(path: str) -> dict[str, Document]:
@@ -218,15 +219,16 @@ def _nodes(path: str) -> dict[str, Document]:
 
 def _format_of(path: str, keys: Collection[str]) -> Format:
     """The format with such keys that no other one comes before."""
-    found = [one for one in _FORMATS if one.is_of(keys)]
+    for marks, problem, fix in _TABLES["refused"]:
+        if not set(marks).isdisjoint(keys):
+            raise ProtrainError(problem, source=path, fix=fix)
+    found = [one for one in FORMATS if one.is_of(keys)]
     found = [one for one in found if one.rank == found[0].rank]
-    if len(found) == 1 and not found[0].refused:
+    if len(found) == 1:
         return found[0]
     if not found:
         problem = "not a configuration file of a known trainer"
         fix = f"known are {listed([f'{one.name} ({one.marks[0]})' for one in FORMATS], 'and')}"
-    elif found[0].refused:
-        problem, fix = found[0].refused
     else:
         said = [f"{next(m for m in one.marks if m in keys)!r} of {one.name}" for one in found]
         problem = f"the file has keys of several trainers: {listed(said, 'and')}"

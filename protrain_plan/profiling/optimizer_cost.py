@@ -19,6 +19,7 @@ from protrain_plan.models.building import parameter_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory, works_in_place
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import PIECE_ALIGNMENT
+from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.profile import (
     DType,
     OptimizerCost,
@@ -57,7 +58,7 @@ def optimizer_cost(
     """
     rules = UpdateRules(optimizer_factory(name, workload.precision))
     trained = [p for p in model.parameters() if p.requires_grad]
-    on_card = device is None and workload.device == "cuda"
+    on_card = device is None and is_accelerator(workload.device)
     elementwise = workspace(
         # On cards those kernels work in place, as fused ones do.
         DEFAULT_OPTIMIZER if on_card and works_in_place(name) else name,
@@ -156,7 +157,7 @@ def workspace(
 
     The most of several: parameters have the workload's dtype, and those `beside` it; `sparse` where
     some gradients are, `strided` where some are dense and not contiguous, such as in channels-last
-    order: fused kernels of a CPU copy those. `on_card`: as on a CUDA device, where PyTorch takes
+    order: fused kernels of a CPU copy those. `on_card`: as on an accelerator, where PyTorch takes
     `foreach` by default.
     """
     stored = parameter_dtype(dtype, precision)

@@ -83,10 +83,8 @@ def move_seconds(move: Move, profile: Profile, settings: StepSettings) -> float:
         return update_seconds(profile.optimizer, count, on_device=tier == "device")
     assert tier is not None and tier != "device", "others have no link"
     link = profile.hardware.tier(tier).link
-    inwards = move.lane.direction in ("fetch", "read")
-    return link.latency_s + move.bytes / (
-        link.read_bytes_per_s if inwards else link.write_bytes_per_s
-    )
+    bytes_per_s = link.read_bytes_per_s if move.lane.way.inwards else link.write_bytes_per_s
+    return link.latency_s + move.bytes / bytes_per_s
 
 
 def _work(program: BoundProgram) -> list[float]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from protrain_runtime.contract.program.compiling import bind
 from protrain_runtime.contract.program.group import profile_for
 from protrain_runtime.contract.program.implications import Implications
-from protrain_runtime.contract.program.program import Program
+from protrain_runtime.contract.program.program import Program, Way
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
@@ -74,9 +74,4 @@ def wear_lines(plan: Plan, profile: Profile) -> list[str]:
 
 def _to_disk(program: Program) -> int:
     """Bytes that moves take to the disk."""
-    down = ("spill", "write")
-    return sum(
-        move.bytes
-        for move in program.moves
-        if move.lane.tier == "disk" and move.lane.direction in down
-    )
+    return sum(move.bytes for move in program.moves if move.lane.way == Way("disk"))

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_runtime.contract import records
@@ -16,7 +18,6 @@ from tests.support import forked
 from tests.support.record_samples import HARDWARE, PROFILE
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "protrain_plan" / "hardware" / "catalogue"
 NAMES = (
     *("a100-40gb", "a100-80gb", "a10g", "b200", "cpu", "gh200", "h100-pcie", "h100-sxm", "h200"),
     *("l4", "l40s", "mi300x", "rtx-3090", "rtx-4090", "rtx-5090", "rtx-6000-ada", "rtx-pro-6000"),
@@ -48,10 +49,19 @@ def test_these_machines_are_shipped() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_machine_is_written_as_records_write_it(name: str) -> None:
+def test_a_machine_is_read_back_as_it_is_written(name: str) -> None:
     machine = load_hardware(name)
     assert machine.name == name
-    assert (FOLDER / f"{name}.yaml").read_text() == records.dumps_hardware(machine)
+    assert records.loads_hardware(records.dumps_hardware(machine)) == machine
+
+
+def test_every_part_is_of_several_machines_and_says_nothing_that_all_of_them_replace() -> None:
+    tables = yaml.safe_load((files("protrain_plan.hardware") / "machines.yaml").read_text())
+    for part in tables["parts"]:
+        like = [one for one in tables["machines"].values() if part in one["like"]]
+        assert len(like) > 1, part
+        for what in tables["parts"][part].get("sources", ()):
+            assert not all(what in one["sources"] for one in like), (part, what)
 
 
 @pytest.mark.parametrize("name", [n for n in CARDS if load_hardware(n).interconnect])

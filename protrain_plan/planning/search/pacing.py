@@ -22,7 +22,7 @@ from typing import NamedTuple
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.simulation.rates import contention, slowed
 from protrain_runtime.contract.program.implications import ActivationOption, StateOption
-from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE, Lane, parts
+from protrain_runtime.contract.program.program import COLLECT, INWARDS, OUTWARDS, Lane, parts
 from protrain_runtime.contract.records.plan import Schedule
 
 LOOKED_AHEAD = 6
@@ -119,11 +119,11 @@ class Pacer:
         self.walked: dict[tuple[Choice, Pace], tuple[float, Paced]] = {}
         hardware = problem.profile.hardware
         tiers = [tier.name for tier in hardware.tiers]
-        lanes = [Lane(way, tier) for tier in tiers for way in ("fetch", "read")]
-        lanes += [Lane(way, tier) for tier in tiers for way in ("spill", "write")]
+        lanes = [Lane(way, tier) for tier in tiers for way in INWARDS]
+        lanes += [Lane(way, tier) for tier in tiers for way in OUTWARDS]
         lanes += [Lane("update", "host"), Lane("update", "disk")]
         lanes += [COLLECT] * (problem.settings.group.num_devices > 1)
-        self.lanes = {lane: number for number, lane in enumerate((*lanes, UPDATE_ON_DEVICE))}
+        self.lanes = {lane: n for n, lane in enumerate((*lanes, Lane("update", "device")))}
         self.of_gradients = [
             n for lane, n in self.lanes.items() if lane.direction in ("spill", "collect")
         ]

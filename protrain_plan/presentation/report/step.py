@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from protrain_plan.checking.plan_files import opened, read_files
 from protrain_plan.planning.model.problem import misfit
 from protrain_plan.simulation.report import StepReport, report, stall_cause
 from protrain_plan.simulation.timeline import Span, Timeline, simulate
@@ -110,15 +110,8 @@ def read_step(
     the plan has no such `stage`.
     """
     plan = read_plan(plan_path)
-    profile_path = profile_path or _profile_beside(plan, plan_path)
-    profile = read_profile(profile_path)
-    if (found := fingerprint(profile)) != plan.profile_fingerprint:
-        raise ProtrainError(
-            f"not the profile that {plan_path} was made from: this one is {found},"
-            f" that one was {plan.profile_fingerprint}",
-            source=str(profile_path),
-            fix="name the plan's own profile with --profile, or plan again",
-        )
+    case = None if profile_path else opened(read_files(plan_path))
+    profile = case.profile if case else _read_profile(plan, plan_path, profile_path)
     if (why := misfit(plan, profile)) is not None:
         raise ProtrainError(why.problem, source=str(plan_path), key=why.key, fix=why.fix)
     try:
@@ -132,25 +125,24 @@ def read_step(
     return step
 
 
-def _profile_beside(plan: Plan, plan_path: Path) -> Path:
-    """The file of the plan's profile in its folder, else the profile.yaml there.
-
-    ProtrainError where there is neither.
-    """
-    usual, others = plan_path.with_name("profile.yaml"), list[Path]()
-    with suppress(OSError):
-        others = sorted({*plan_path.parent.glob("*.yaml"), *plan_path.parent.glob("*.yml")})
-    for path in (usual, *others):
-        with suppress(ProtrainError):  # another kind of record, or none
-            if path != plan_path and fingerprint(read_profile(path)) == plan.profile_fingerprint:
-                return path
-    if not os.path.exists(usual):  # noqa: PTH110  (a name that no file can have)
+def _read_profile(plan: Plan, plan_path: Path, profile_path: Path | None) -> Profile:
+    """The profile that was named, or profile.yaml; ProtrainError where it is not the plan's."""
+    path = profile_path or plan_path.with_name("profile.yaml")
+    if not (profile_path or os.path.exists(path)):  # noqa: PTH110  (a name that no file can have)
         raise ProtrainError(
             "the profile that this plan was made from is not in its folder",
             source=str(plan_path),
             fix="name it with --profile",
         )
-    return usual
+    profile = read_profile(path)
+    if (found := fingerprint(profile)) != plan.profile_fingerprint:
+        raise ProtrainError(
+            f"not the profile that {plan_path} was made from: this one is {found},"
+            f" that one was {plan.profile_fingerprint}",
+            source=str(path),
+            fix="name the plan's own profile with --profile, or plan again",
+        )
+    return profile
 
 
 MAX_BARS = 1_000

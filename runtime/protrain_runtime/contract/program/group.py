@@ -27,7 +27,7 @@ def group_on(
     """
     if num_devices == 1 and num_nodes in (None, 1) and num_replicas == 1:
         return ALONE
-    joined = _joined(hardware)
+    joined = interconnect_of(hardware)
     most = joined.devices_per_node
     if num_nodes is None:
         nodes = (n for n in range(1, num_devices + 1) if num_devices % n == 0)
@@ -62,7 +62,8 @@ def not_joined(plan: Plan, hardware: Hardware) -> str | None:
     return None
 
 
-def _joined(hardware: Hardware) -> Interconnect:
+def interconnect_of(hardware: Hardware) -> Interconnect:
+    """The interconnect of a machine; ProtrainError where it has none."""
     if hardware.interconnect is None:
         raise ProtrainError(
             f"{hardware.name} does not say what joins its devices",
@@ -123,7 +124,7 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     if group.num_devices == 1:
         return profile
     hardware, optimizer = profile.hardware, profile.optimizer
-    joined, device = _joined(hardware), hardware.device
+    joined, device = interconnect_of(hardware), hardware.device
     shared = group.in_node if joined.below == "of the node" else 1
     context_bytes = device.context_bytes + joined.library_bytes
     num_threads = max(1, device.num_threads // shared)
@@ -199,7 +200,7 @@ def _rings(
     node has ranks run at once and share what joins the nodes. A sum for all ranks is scattered and
     gathered.
     """
-    joined = _joined(hardware)
+    joined = interconnect_of(hardware)
     shards, replicas = settings.group.num_shards, settings.group.num_replicas
     in_node = settings.group.num_devices // settings.group.num_nodes
 

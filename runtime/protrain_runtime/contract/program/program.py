@@ -118,6 +118,11 @@ class Way(NamedTuple):
         return {"device": "update on device", "network": "collect"}.get(self.link, self.link)
 
 
+Direction = Literal["fetch", "read", "spill", "write", "update", "collect"]
+INWARDS: tuple[Direction, ...] = ("fetch", "read")
+OUTWARDS: tuple[Direction, ...] = ("spill", "write")
+
+
 class Lane(NamedTuple):
     """A lane beside compute: transfers to or from a tier, or an optimizer on offloaded chunks.
 
@@ -129,7 +134,7 @@ class Lane(NamedTuple):
     no tier.
     """
 
-    direction: Literal["fetch", "read", "spill", "write", "update", "collect"]
+    direction: Direction
     tier: StateTier | None
 
     @property
@@ -137,7 +142,7 @@ class Lane(NamedTuple):
         """The resource that it shares with other lanes; states go inwards to an optimizer."""
         if self.direction == "update" and self.tier != "device":
             return UPDATES
-        return Way(self.tier or "network", self.direction in ("fetch", "read"))
+        return Way(self.tier or "network", self.direction in INWARDS)
 
     def __str__(self) -> str:
         return self.direction if self.tier is None else f"{self.direction} {self.tier}"
