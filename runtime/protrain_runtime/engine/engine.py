@@ -725,8 +725,7 @@ class Engine:
             self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
             chunk = self._chunks[unit]
-            if slot.forward:
-                chunk.refuse_written()
+            chunk.refuse_written(forward=slot.forward)
             released = chunk.release(chunk.every_group, looks=True)
             if released:
                 self._note_held(unit, released)

@@ -620,15 +620,23 @@ class Chunk:
         pairs = zip(self.slices, grads, strict=True)
         return [part for part, grad in pairs if isinstance(grad, ConsumedGradient)]
 
-    def refuse_written(self) -> None:
-        """RuntimeError where a forward wrote to parameters that are about to be taken away."""
+    def refuse_written(self, *, forward: bool = True) -> None:
+        """RuntimeError where a pass wrote to parameters that are about to be taken away."""
         for part in self.slices if len(self.hollow) < len(self.groups) else ():
             version = part.parameter._version
             if part.group not in self.hollow and version != self.versions.get(part.name, version):
+                which, fix = (
+                    "forward",
+                    "Profile the model as it runs now, which keeps it on the device",
+                )
+                if not forward:
+                    which, fix = (
+                        "backward",
+                        "Leave updates to the optimizer that prepare() returned",
+                    )
                 raise RuntimeError(
-                    f"the forward wrote to {part.name!r}, and the plan keeps that below the device:"
-                    " what was written would be lost. Profile the model as it runs now, which keeps"
-                    " it on the device"
+                    f"the {which} wrote to {part.name!r}, and the plan keeps that below the device:"
+                    f" what was written would be lost. {fix}"
                 )
 
 
