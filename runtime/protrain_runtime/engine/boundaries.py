@@ -314,10 +314,11 @@ class Boundaries:
             self._listener.enter(slot, ())
 
         for tensor in tensors:
+            if tensor.is_leaf:  # its gradient comes in no order with those of parameters
+                continue
             # The node and not the tensor: a tensor that is written in place afterwards has another
-            # node, and PyTorch 2.13 crashes where one has hooks from before and after. Not leaves,
-            # whose gradients come in no order with those of parameters. A view that is written in
-            # place leaves its node out of the graph, and not that of its base.
+            # node, and PyTorch 2.13 crashes where one has hooks from before and after. A view that
+            # is written in place leaves its node out of the graph, and not that of its base.
             base = tensor._base if tensor._is_view() else None
             for each in (tensor, base):
                 if each is not None and each.grad_fn is not None:
