@@ -665,7 +665,8 @@ def refuse_reading(name: str) -> None:
         " among the devices, between its uses. Read them inside"
         " `with protrain_runtime.full_parameters(model):`, and write them with modify=True there."
         " For gradients of some parameters (inputs=, torch.autograd.grad) call loss.backward(),"
-        " with requires_grad_(False) on the others before the forward"
+        " with requires_grad_(False) on the others before the forward; optimizers besides that of"
+        " prepare() become groups of it (param_groups=)"
     )
 
 
