@@ -591,7 +591,28 @@ def called_with_others(run: Run) -> None:
     run.step(0)
 
 
+def loads_a_block(run: Run) -> None:
+    run.step(0)
+    block = run.model.get_submodule("blocks.1")
+    block.load_state_dict({name: value * 0.5 for name, value in block.state_dict().items()})
+    run.step(1)
+
+
+def caches_weights(run: Run) -> None:
+    with nn.utils.parametrize.cached():
+        run.step(0)
+
+
+def steps_another_optimizer(run: Run) -> None:
+    run.backward(0)
+    torch.optim.SGD(run.model.get_submodule("head").parameters()).step()
+    run.update()
+
+
 SCRIPTS: dict[str, Row] = {
+    "a block's state dict": Row(loads_a_block, updates=BOTH),
+    "cached weights": Row(caches_weights, r"outside of cached\(\)"),
+    "another optimizer": Row(steps_another_optimizer, r"optimizer.* of prepare\(\)", BOTH),
     "edits of full parameters": Row(edited, updates=BOTH),
     "moves to where it is": Row(moved),
     "frozen after prepare": Row(frozen_later),
