@@ -457,8 +457,8 @@ class _Trial:
                 f"the optimizer takes no step on a parameter of shape {list(shape)}:"
                 f" {kind_of(error)}: {cut(str(error))}",
                 key="optimizer",
-                fix="one whose step() takes no closure, such as the base optimizer of SAM, whose"
-                " perturbations belong in protrain_runtime.full_parameters(model, modify=True)",
+                fix="one that steps on such a parameter without a closure; of SAM the base one,"
+                " with perturbations in protrain_runtime.full_parameters(model, modify=True)",
             ) from error
         return training.states_of(0), training.draws
 
