@@ -55,6 +55,8 @@ def explained(
         message, mend = f"the model's code {what}", "mend what raised it; "
         if ours:
             message, mend = f"the model cannot be measured: {said}", ""
+        elif "saved tensor hooks" in said:  # of which PyTorch says so inside torch.func.grad
+            mend = "profiles and plans need these hooks: use torch.func.jvp or jacfwd instead; "
         elif planned():
             message = f"the model ran by itself, and under a plan its code {what}"
             mend = "if it does not raise that by itself, please report it, with the model; "

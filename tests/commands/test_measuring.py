@@ -81,6 +81,7 @@ ENDS = {
     "exit, in process": ("sys.exit(0)", "forward", 2),
     "exception, in process": ("raise ValueError('shapes differ')", "backward", 2),
     "operator, in process": ("torch.ones(2) @ torch.ones(3)", "backward", 2),
+    "torch.func, in process": ("torch.func.grad(torch.sum)(torch.ones(2))", "forward", 2),
 }
 AT_NIGHT = ("SIGKILL", "_exit", "exception", "memory")
 

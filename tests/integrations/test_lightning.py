@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from protrain_runtime import restore
+from protrain_runtime import MovingAverage, restore
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.model.prepared import engine_of
 from tests.support.integration_cases import CLIPPED, plan, rows, without_overrides
@@ -22,6 +22,7 @@ from tests.support.runtime_cases import assert_bitwise, differences, outcome
 pytest.importorskip("lightning", reason="PyTorch Lightning is not installed: pip install lightning")
 
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from protrain_runtime.integrations.lightning import UsePlan
 from tests.support.lightning_module import Module
@@ -173,6 +174,19 @@ def test_gradients_are_gone_when_a_batch_has_ended(tmp_path: Path) -> None:
     assert seen == [0] * 6
 
 
+class Averaged(Module):
+    def configure_callbacks(self) -> Any:
+        return EMAWeightAveraging()
+
+
+class AveragedBelow(Module):
+    def on_train_start(self) -> None:
+        self.average = MovingAverage(self.model)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update()
+
+
 class OneOptimizer(Module):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([{"params": [parameter]} for parameter in self.parameters()], lr=0.1)
@@ -198,6 +212,7 @@ WRONG: dict[str, tuple[Given, Given]] = {
         ({"module": Losses}, {}),
         ({"module": Losses, "attribute": "network"}, {}),
     ),
+    "averages": (({"module": Averaged}, {}), ({"module": AveragedBelow}, {})),
     "compiles": (({"module": Compiled}, {}), ({"module": Module}, {})),
 }
 

@@ -591,7 +591,28 @@ def called_with_others(run: Run) -> None:
     run.step(0)
 
 
+def loads_a_block(run: Run) -> None:
+    run.step(0)
+    block = run.model.get_submodule("blocks.1")
+    block.load_state_dict({name: value * 0.5 for name, value in block.state_dict().items()})
+    run.step(1)
+
+
+def caches_weights(run: Run) -> None:
+    with nn.utils.parametrize.cached():
+        run.step(0)
+
+
+def steps_another_optimizer(run: Run) -> None:
+    run.backward(0)
+    torch.optim.SGD(run.model.get_submodule("head").parameters()).step()
+    run.update()
+
+
 SCRIPTS: dict[str, Row] = {
+    "a block's state dict": Row(loads_a_block, updates=BOTH),
+    "cached weights": Row(caches_weights, r"outside of cached\(\)"),
+    "another optimizer": Row(steps_another_optimizer, r"optimizer.* of prepare\(\)", BOTH),
     "edits of full parameters": Row(edited, updates=BOTH),
     "moves to where it is": Row(moved),
     "frozen after prepare": Row(frozen_later),
@@ -804,16 +825,23 @@ def test_a_write_to_a_saved_activation_is_refused_as_in_plain_pytorch(
         seen.clear()
 
 
-def test_a_forward_that_writes_to_a_parameter_that_leaves_is_refused(
-    tmp_path: Path, assert_says: Speaker
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_pass_that_writes_to_a_parameter_that_leaves_is_refused(
+    when: str, tmp_path: Path, assert_says: Speaker
 ) -> None:
+    """As an optimizer of the script's own does that steps in hooks."""
+
     def write(module: nn.Module, *_: object) -> None:
         module.get_parameter("weight").detach().mul_(2)
 
     model = Scenario().subject.build()
-    model.get_submodule(DOWN).register_forward_hook(write)
-    leaving = Scenario(units=lambda units: decided(units, KEEP, DISK))
-    assert_says(refusal(partial(leaving.prepared(model, tmp_path).loss, 0)))
+    down = model.get_submodule(DOWN)
+    if when == "forward":
+        down.register_forward_hook(write)
+    else:
+        down.register_full_backward_hook(write)
+    leaving = tried(model="llama-tied", updates="after backward")
+    assert_says(refusal(partial(leaving.prepared(model, tmp_path).backward, 0)))
 
 
 @pytest.mark.parametrize("states", [Placement(tier="host"), DISK], ids=phrase)

@@ -1203,6 +1203,13 @@ HOSTILE: dict[str, Hostile] = {
     "parameters: logged norms": Hostile(stack(ends=logged_norms)),
     "parameters: the next block's": Hostile(partial(reads_blocks, 1)),
     "parameters: the first block's later": Hostile(partial(reads_blocks, -2)),
+    "parameters: given to blocks": Hostile(
+        stack(
+            does(lambda b, x, weight: x + b.computed(F.linear(x, weight))),
+            run=all_with(lambda stack, _: stack.relative.weight),
+            relative=lambda: nn.Embedding(WIDTH, WIDTH),
+        )
+    ),
     "parameters: moving target": Hostile(MovingTarget),
     "parameters: tied in the middle": Hostile(partial(tied, Stack)),
     "parameters: one storage": Hostile(one_storage, stays="parameters are views of one storage"),

@@ -588,11 +588,11 @@ GUARDS: tuple[Mutation, ...] = (
     ),
     Mutation(
         where="runtime/protrain_runtime/engine/engine.py::Engine._end_slot",
-        line="chunk.refuse_written()",
-        keeps="what a forward writes to a parameter is lost when that leaves the device",
+        line="chunk.refuse_written(forward=slot.forward)",
+        keeps="what a pass writes to a parameter is lost when that leaves the device",
         test=(
             "tests/runtime/test_habits.py"
-            "::test_a_forward_that_writes_to_a_parameter_that_leaves_is_refused"
+            "::test_a_pass_that_writes_to_a_parameter_that_leaves_is_refused"
         ),
     ),
     Mutation(

@@ -9,6 +9,9 @@ program, forward and backward:
 - a unit's backward slot begins when the gradient of what it handed on is complete: of a block's
   outputs, of the inputs of the block after a part, and of the model's outputs for the last part.
 
+Without a graph, a call of a module that holds blocks counts as one of the model: `generate` calls
+encoders, and models inside adapters, by themselves.
+
 A step may skip blocks: what comes next begins the slots in between. It may not repeat them or run
 them in another order, which no slot is there for.
 
@@ -17,10 +20,11 @@ Nothing here knows what a slot does.
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import finalize, ref
 
 import torch
@@ -106,8 +110,11 @@ class Boundaries:
         self.skipped: tuple[int, ...] = ()  # blocks that the last forward did not call
         self._in_block = False
         self._graph: ref[Callable[..., None]] | None = None  # alive as long as the last forward's
-        self._forward: Callable[..., Any] = model.forward
-        self._undo.callback(replace_code(model, _method_of(model, self._run)))
+        inside = {module for block in self._blocks for module in block.modules()}
+        for holder in (module for module in model.modules() if module not in inside):
+            if holder is model or not self._blocks.isdisjoint(holder.modules()):
+                run = partial(self._run, holder.forward, whole=holder is model)
+                self._undo.callback(replace_code(holder, _method_of(holder, run)))
         for index, module in enumerate(self._units):
             if module is not None:
                 self._watch_block(index, module)
@@ -127,8 +134,13 @@ class Boundaries:
         """Take everything off the model again."""
         self._undo.close()
 
-    def _run(self, *args: object, **kwargs: object) -> object:
+    def _run(
+        self, forward: Callable[..., object], *args: object, whole: bool, **kwargs: object
+    ) -> object:
         training = torch.is_grad_enabled()
+        if not whole and (training or self._unit >= 0):
+            return forward(*args, **kwargs)
+        call = partial(forward, *args, **kwargs)
         if training and in_backward() and (self._turns is None or not self._turns.of_another):
             self._step += 1
             self._listener.abort()
@@ -137,18 +149,18 @@ class Boundaries:
                 " a plan says itself what is recomputed. Call the model without that"
             )
         if self._turns is None:
-            return self._call(args, kwargs)
+            return self._call(call)
         doing = "a training step" if training else "an evaluation"
         with self._turns.taken("the model was called", doing, step=training):
-            return self._call(args, kwargs)
+            return self._call(call)
 
-    def _call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    def _call(self, call: Callable[[], object]) -> object:
         if self._unit >= 0:
             raise RuntimeError("the model was called inside its own forward: a plan is for one")
         # Backward may still come through the last forward: what is evaluated leaves that alone.
         awaits_backward = self._training and not self._backward_began and self.graph_lives
         if awaits_backward and not torch.is_grad_enabled():
-            return self._run_between(args, kwargs)
+            return self._run_between(call)
         self._step += 1
         self._backward_began = False
         self._training = torch.is_grad_enabled()
@@ -156,7 +168,7 @@ class Boundaries:
             self._graph = None
         self._listener.begin(training=self._training)
         try:
-            result = self._run_forward(args, kwargs)
+            result = self._run_forward(call)
             if self._training:
                 # Its loss, or what a loop makes one of: backward comes through one of them first.
                 self._graph = ref(self._watch(tensors_in(result), len(self._units)))
@@ -167,12 +179,12 @@ class Boundaries:
             raise
         return result
 
-    def _run_forward(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    def _run_forward(self, call: Callable[[], object]) -> object:
         self._unit, self._in_block, self._thread = 0, False, threading.get_ident()
         self._called: set[int] = set()
         try:
             with own_checkpoints.replaced(self._may_hold_a_block):
-                return self._forward(*args, **kwargs)
+                return call()
         finally:
             self._unit = -1
             blocks = (index for index, module in enumerate(self._units) if module is not None)
@@ -190,11 +202,11 @@ class Boundaries:
         """Whether anybody holds the graph of the last training forward."""
         return self._graph is not None and self._graph() is not None
 
-    def _run_between(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    def _run_between(self, call: Callable[[], object]) -> object:
         self._training = False
         try:
             self._listener.begin_between()
-            result = self._run_forward(args, kwargs)
+            result = self._run_forward(call)
             self._listener.end_forward()
         except BaseException:
             self._step += 1  # the forward that waits is given up as well
@@ -302,10 +314,11 @@ class Boundaries:
             self._listener.enter(slot, ())
 
         for tensor in tensors:
+            if tensor.is_leaf:  # its gradient comes in no order with those of parameters
+                continue
             # The node and not the tensor: a tensor that is written in place afterwards has another
-            # node, and PyTorch 2.13 crashes where one has hooks from before and after. Not leaves,
-            # whose gradients come in no order with those of parameters. A view that is written in
-            # place leaves its node out of the graph, and not that of its base.
+            # node, and PyTorch 2.13 crashes where one has hooks from before and after. A view that
+            # is written in place leaves its node out of the graph, and not that of its base.
             base = tensor._base if tensor._is_view() else None
             for each in (tensor, base):
                 if each is not None and each.grad_fn is not None:

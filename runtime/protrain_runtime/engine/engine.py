@@ -15,6 +15,7 @@ from weakref import WeakMethod
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 
 from protrain_runtime.activations.forms import around
 from protrain_runtime.activations.saved_tensors import Begun, ByPointer, SavedTensors
@@ -166,6 +167,12 @@ class Engine:
             self.end_updates()
         if training:
             self.outside("a training step began")
+            if parametrize._cache_enabled:
+                raise RuntimeError(
+                    "the model was called inside torch.nn.utils.parametrize.cached(), which keeps"
+                    " computed weights on the device, and a plan counts each in its block alone:"
+                    " train outside of cached()"
+                )
             if (unchanged := self.unchanged()) is not None:
                 unchanged.check()
         if self._state.slot >= 0:
@@ -725,8 +732,7 @@ class Engine:
             self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
             chunk = self._chunks[unit]
-            if slot.forward:
-                chunk.refuse_written()
+            chunk.refuse_written(forward=slot.forward)
             released = chunk.release(chunk.every_group, looks=True)
             if released:
                 self._note_held(unit, released)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
@@ -76,6 +77,16 @@ class UsePlan(Callback):
                 f"{type(trainer.strategy).__name__} would sum gradients, as the plan does",
                 source=self._source,
                 fix="Trainer(strategy=protrain_runtime.integrations.lightning.PlannedRanks())",
+            )
+        averages = (StochasticWeightAveraging, WeightAveraging)
+        away = any(not unit.states.is_persistent for unit in self._plan.units)
+        if away and any(isinstance(each, averages) for each in trainer.callbacks):
+            raise ProtrainError(
+                "Lightning's callbacks average all parameters on the device, and the plan keeps"
+                " some below it",
+                source=self._source,
+                fix=f"protrain_runtime.MovingAverage(module.{self._attribute}), made in"
+                " on_train_start, and its update() in on_train_batch_end",
             )
         check_loop(
             self._plan,

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.devices import device as devices
@@ -320,34 +321,47 @@ def add_state_dict_hooks(
 ) -> None:
     """Make state dicts show and accept offloaded parameters' values, all at once."""
     offloaded = offloaded_parameters(chunks)
-    below = [chunk for chunk in chunks if chunk.store is not None]
-    listing = _Listing(model, engine, {part.parameter: (c, part) for c, part in offloaded.values()})
+    places = {part.parameter: (chunk, part) for chunk, part in offloaded.values()}
+    listing = _Listing(model, engine, places)
+    loading: list[nn.Module] = []  # the one whose state dict is loaded, of those inside each other
 
-    def before_load(_: nn.Module, __: object, ___: str, metadata: Mapping[str, Any], *____: object):  # type: ignore[no-untyped-def]
+    def placed(module: nn.Module) -> tuple[list[tuple[Chunk, Slice]], list[Chunk]]:
+        found = [places[each] for each in module.parameters() if each in places]
+        return found, [chunk for chunk in chunks if any(chunk is each for each, _ in found)]
+
+    def before_load(  # type: ignore[no-untyped-def]
+        module: nn.Module, _: object, prefix: str, metadata: Mapping[str, Any], *__: object
+    ):
+        if prefix:
+            return
         engine.settle("load_state_dict() was called", outside=True)
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict(assign=True) replaces the parameters that the plan has placed:"
                 " load without it, or before prepare()"
             )
-        for chunk in below:
+        loading[:] = [module]
+        for chunk in placed(module)[1]:
             bring_back(chunk)
 
-    def after_load(*_: object) -> None:
+    def after_load(module: nn.Module, _: object) -> None:
+        if loading != [module]:
+            return
+        loading.clear()
+        found, below = placed(module)
         with writing_together(below, "load_state_dict()"):
-            for chunk, part in offloaded.values():
+            for chunk, part in found:
                 write_values(chunk, part, part.parameter)
         for chunk in below:
             chunk.unbind(chunk.every_group)
 
-    own = {part.parameter for _, part in offloaded.values()}
-    handles = [
-        model.register_load_state_dict_pre_hook(before_load),
-        model.register_load_state_dict_post_hook(after_load),
-    ]
+    handles: list[RemovableHandle] = []
     for module in model.modules():
-        if module is model or not own.isdisjoint(module._parameters.values()):
+        if module is model or not places.keys().isdisjoint(module._parameters.values()):
             handles.append(module.register_state_dict_pre_hook(listing.before))
             # PyTorch marks the hook, which a bound method does not take.
             handles.append(module.register_state_dict_post_hook(partial(listing.after)))
+        if module is model or placed(module)[0]:
+            handles.append(module.register_load_state_dict_pre_hook(before_load))
+            handles.append(module.register_load_state_dict_post_hook(after_load))
     undo.extend(handle.remove for handle in handles)

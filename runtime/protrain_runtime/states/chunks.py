@@ -620,15 +620,23 @@ class Chunk:
         pairs = zip(self.slices, grads, strict=True)
         return [part for part, grad in pairs if isinstance(grad, ConsumedGradient)]
 
-    def refuse_written(self) -> None:
-        """RuntimeError where a forward wrote to parameters that are about to be taken away."""
+    def refuse_written(self, *, forward: bool = True) -> None:
+        """RuntimeError where a pass wrote to parameters that are about to be taken away."""
         for part in self.slices if len(self.hollow) < len(self.groups) else ():
             version = part.parameter._version
             if part.group not in self.hollow and version != self.versions.get(part.name, version):
+                which, fix = (
+                    "forward",
+                    "Profile the model as it runs now, which keeps it on the device",
+                )
+                if not forward:
+                    which, fix = (
+                        "backward",
+                        "Leave updates to the optimizer that prepare() returned",
+                    )
                 raise RuntimeError(
-                    f"the forward wrote to {part.name!r}, and the plan keeps that below the device:"
-                    " what was written would be lost. Profile the model as it runs now, which keeps"
-                    " it on the device"
+                    f"the {which} wrote to {part.name!r}, and the plan keeps that below the device:"
+                    f" what was written would be lost. {fix}"
                 )
 
 
@@ -657,7 +665,8 @@ def refuse_reading(name: str) -> None:
         " among the devices, between its uses. Read them inside"
         " `with protrain_runtime.full_parameters(model):`, and write them with modify=True there."
         " For gradients of some parameters (inputs=, torch.autograd.grad) call loss.backward(),"
-        " with requires_grad_(False) on the others before the forward"
+        " with requires_grad_(False) on the others before the forward; optimizers besides that of"
+        " prepare() become groups of it (param_groups=)"
     )
 
 

@@ -66,8 +66,8 @@ class ConsumedGradient(torch.Tensor):
 
     reason = (
         "the gradient of a parameter was used after backward(): this plan updates it during"
-        " backward. To clip or unscale gradients, plan with --clip: updates then come after"
-        " backward"
+        " backward, by the optimizer of prepare() alone. To clip or unscale gradients, plan with"
+        " --clip: updates then come after backward"
     )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # as torch's

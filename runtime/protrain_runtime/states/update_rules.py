@@ -457,6 +457,8 @@ class _Trial:
                 f"the optimizer takes no step on a parameter of shape {list(shape)}:"
                 f" {kind_of(error)}: {cut(str(error))}",
                 key="optimizer",
+                fix="one that steps on such a parameter without a closure; of SAM the base one,"
+                " with perturbations in protrain_runtime.full_parameters(model, modify=True)",
             ) from error
         return training.states_of(0), training.draws
 
