@@ -60,7 +60,7 @@ class StepTimes:
         name, lane_name = self._program.move_name(number), str(self._program.moves[number].lane)
         spans = self._spans  # of this step, whenever the lane comes to it
         stamp: Callable[[], Stamp] = self._event if lane.on_stream else time.perf_counter
-        copies = self._program.moves[number].lane.direction not in ("read", "update", "write")
+        copies = self._program.moves[number].lane.direction in ("fetch", "spill")
 
         def run() -> None:
             if copies and not (self._on_host or lane.on_stream):
