@@ -598,6 +598,13 @@ def loads_a_block(run: Run) -> None:
     run.step(1)
 
 
+def loads_through_a_wrapper(run: Run) -> None:
+    run.step(0)
+    wrapper = nn.Sequential(run.model, nn.Linear(2, 2))
+    wrapper.load_state_dict({name: value * 0.5 for name, value in wrapper.state_dict().items()})
+    run.step(1)
+
+
 def caches_weights(run: Run) -> None:
     with nn.utils.parametrize.cached():
         run.step(0)
@@ -611,6 +618,7 @@ def steps_another_optimizer(run: Run) -> None:
 
 SCRIPTS: dict[str, Row] = {
     "a block's state dict": Row(loads_a_block, updates=BOTH),
+    "a wrapper's state dict": Row(loads_through_a_wrapper, updates=BOTH),
     "cached weights": Row(caches_weights, r"outside of cached\(\)"),
     "another optimizer": Row(steps_another_optimizer, r"optimizer.* of prepare\(\)", BOTH),
     "edits of full parameters": Row(edited, updates=BOTH),

@@ -330,9 +330,9 @@ def add_state_dict_hooks(
         return found, [chunk for chunk in chunks if any(chunk is each for each, _ in found)]
 
     def before_load(  # type: ignore[no-untyped-def]
-        module: nn.Module, _: object, prefix: str, metadata: Mapping[str, Any], *__: object
+        module: nn.Module, _: object, __: str, metadata: Mapping[str, Any], *___: object
     ):
-        if prefix:
+        if loading and module is not loading[0] and module in loading[0].modules():
             return
         engine.settle("load_state_dict() was called", outside=True)
         if metadata.get("assign_to_params_buffers"):
