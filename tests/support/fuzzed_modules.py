@@ -177,6 +177,12 @@ _BETWEEN = (
     (1, "penalty = penalty + self.blocks[0].own.square().mean()"),
     (1, "penalty = penalty + sum(p.norm() for p in self.parameters()) * 1e-3"),
     (1, "penalty = penalty + x.square().mean()"),
+    # heads on the way, and hidden states that are compared at the end
+    (1, "penalty = penalty + self.aux(x).logsumexp(-1).mean() * 0.01"),
+    (1, "penalty = penalty + self.aux(first).logsumexp(-1).mean() * 0.01"),
+    (1, "penalty = penalty + F.mse_loss(self.side(x), self.side(first).detach())"),
+    (1, "sides.append(self.side(x))"),
+    (1, "x = x + 0.1 * self.aux(x.mean(dim=1))[:, None, :WIDTH]"),
 )  # fmt: skip
 
 _AROUND = (
@@ -287,6 +293,7 @@ def _model(rng: random.Random, kinds: int, style: str, called: str) -> str:
         "shared = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)",
         f"self.blocks = nn.ModuleList([{blocks}])",
         "self.scale = nn.Parameter(torch.ones(WIDTH))",
+        "self.aux, self.side = nn.Linear(WIDTH, 700), nn.Linear(WIDTH, 300)",
         "self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)",
     ]
     if rng.random() < 0.2:
@@ -301,7 +308,7 @@ def _model(rng: random.Random, kinds: int, style: str, called: str) -> str:
         order.insert(rng.randrange(count), rng.randrange(count))
     forward = [
         "x = self.embedding(tokens)",
-        "more, penalty, first = x.mean(dim=1, keepdim=True), 0.0, x",
+        "more, penalty, first, sides = x.mean(dim=1, keepdim=True), 0.0, x, []",
         "order = torch.arange(x.shape[1]).flip(0)[None, :, None]" if outside else "",
     ]
     for place, number in enumerate(order):
@@ -313,6 +320,7 @@ def _model(rng: random.Random, kinds: int, style: str, called: str) -> str:
         forward.append("first = x" if place == 0 and rng.random() < 0.5 else "")
         forward.append(_chosen(rng, _BETWEEN))
     loss = "F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) + penalty"
+    forward.append("penalty = penalty + sum(side.square().mean() for side in sides)")
     forward += ["logits = self.head(x)", f"loss = {loss}", f"return {rng.choice(_RESULTS)}"]
     return (
         "class Model(nn.Module):\n"
