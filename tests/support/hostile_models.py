@@ -1297,6 +1297,9 @@ HOSTILE: dict[str, Hostile] = {
         stack([partial(BiasedAttention, makes_bias=n == 0) for n in range(4)], run=biased),
         above=30_000,
     ),
+    "flow: layer drop, unused heads": Hostile(
+        stack(run=drops(random.random), unused=lambda: nn.ModuleList([Block(), Block()]))
+    ),
     "peaks: one bias for all": Hostile(
         stack(BiasedAttention, run=biased, bias=partial(nn.Embedding, 2 * SEQUENCE, 4)),
         above=30_000,
