@@ -792,6 +792,50 @@ def reading_global() -> nn.Module:
     return Stack(does(reads_global))
 
 
+def scaled_inside(block: Any, hidden: Tensor) -> Tensor:
+    return hidden + Block.computed(block, hidden * block.scale)
+
+
+def scales(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """Every block reads what the model has set last."""
+    for number, block in enumerate(stack.blocks):
+        for each in stack.blocks:
+            each.scale = 1.0 + number  # type: ignore[assignment]
+        hidden = block(hidden)
+    return hidden
+
+
+def halved_weights(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        halved = {"outer.weight": 0.5 * block.outer.weight}
+        hidden = torch.func.functional_call(block, halved, (hidden,))
+    return hidden
+
+
+def freezing(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        block.inner.weight.requires_grad = False
+        hidden = block(hidden)
+        block.inner.weight.requires_grad = True
+    return hidden
+
+
+class Collecting(Stack):
+    """Forward hooks in blocks collect for the loss what their first layers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[Tensor] = []
+        block: Any
+        for block in self.blocks:
+            block.inner.register_forward_hook(lambda *call: self.collected.append(call[-1]))
+
+    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        beside = torch.stack([each.square().mean() for each in self.collected]).sum()
+        self.collected.clear()
+        return super().loss(hidden, tokens) + beside
+
+
 # --- 6. what profile takes ------------------------------------------------------------------------
 
 
@@ -911,6 +955,18 @@ def accumulates(block: Any, hidden: Tensor, state: State) -> Tensor:
     """Reads and writes a tensor of an object that it does not return."""
     state.hidden = state.hidden + hidden.mean(-1, keepdim=True)
     return (hidden + Block.computed(block, hidden)) * state.hidden.tanh()
+
+
+def rounding(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """Tensors are saved in half of their bytes."""
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.bfloat16, Tensor.float):
+        return in_order(stack, hidden, step)
+
+
+def mapped(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        hidden = torch.vmap(block)(hidden)
+    return hidden
 
 
 def gradient_inside(block: Any, hidden: Tensor) -> Tensor:
@@ -1229,6 +1285,9 @@ HOSTILE: dict[str, Hostile] = {
     "flow: layer drop, residual outside": Hostile(
         stack(does(Block.computed), run=drops(random.random, outside=True))
     ),
+    "flow: layer drop, unused heads": Hostile(
+        stack(run=drops(random.random), unused=lambda: nn.ModuleList([Block(), Block()]))
+    ),
     "flow: stochastic depth": Hostile(stack(does(stochastic_depth))),
     "flow: early exit": Hostile(stack(run=chosen(lambda step: range(2) if step % 2 else range(4)))),
     "flow: reordered once": Hostile(
@@ -1296,9 +1355,6 @@ HOSTILE: dict[str, Hostile] = {
     "peaks: relative bias": Hostile(
         stack([partial(BiasedAttention, makes_bias=n == 0) for n in range(4)], run=biased),
         above=30_000,
-    ),
-    "flow: layer drop, unused heads": Hostile(
-        stack(run=drops(random.random), unused=lambda: nn.ModuleList([Block(), Block()]))
     ),
     "peaks: one bias for all": Hostile(
         stack(BiasedAttention, run=biased, bias=partial(nn.Embedding, 2 * SEQUENCE, 4)),
@@ -1368,6 +1424,20 @@ HOSTILE: dict[str, Hostile] = {
     "once: reads a global": Hostile(
         reading_global, once="its forward gave another result when it ran again on the same inputs"
     ),
+    "once: reads what others set": Hostile(
+        stack(does(scaled_inside, scale=lambda: 1.0), run=scales),
+        once="its forward gave another result when it ran again on the same inputs",
+    ),
+    "once: weights of the call": Hostile(
+        stack(run=halved_weights),
+        once="its forward gave another result when it ran again on the same inputs",
+    ),
+    "once: frozen for the call": Hostile(
+        stack(run=freezing), once="requires_grad of its parameters changes after it has run"
+    ),
+    "once: hooks collect": Hostile(
+        Collecting, once="its forward changes an attribute of a module around it"
+    ),
     # 6
     "takes: complex": Hostile(
         stack(does(filters, weight=complex_weight(SEQUENCE // 2 + 1, WIDTH))),
@@ -1394,6 +1464,8 @@ HOSTILE: dict[str, Hostile] = {
         stack(does(accumulates), run=all_with(lambda _, x: State(x.mean(-1, keepdim=True), x))),
         stays="hands tensors on in its arguments",
     ),
+    "takes: hooks that round": Hostile(stack(run=rounding), "saved-tensor hooks around Block"),
+    "takes: vmap": Hostile(stack(run=mapped), "Block inside a transform of torch.func"),
     "takes: a gradient in a block": Hostile(stack(does(gradient_inside)), _GRAD),
     "takes: forces": Hostile(stack(run=forces), _GRAD),
     "takes: gradient of weights": Hostile(stack(ends=gradient_of_weights), _GRAD),
