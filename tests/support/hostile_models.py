@@ -722,6 +722,14 @@ class Averaging(Stack):
         return super().loss(hidden + 0.01 * self.mean, tokens)
 
 
+class Perturbed(Stack):
+    """Noise that asks for a gradient, as an attribute (adversarial training)."""
+
+    def through(self, hidden: Tensor, step: int) -> Tensor:
+        self.noise = torch.zeros_like(hidden).requires_grad_()
+        return super().through(hidden + self.noise, step)
+
+
 # --- 5. randomness, and forwards that cannot run twice --------------------------------------------
 
 
@@ -1393,6 +1401,7 @@ HOSTILE: dict[str, Hostile] = {
         stack(ends=caches), above=SLACK_BYTES + 8 * BATCH * SEQUENCE
     ),
     "peaks: replaced buffer": Hostile(Averaging, above=SLACK_BYTES),
+    "peaks: a leaf of its own": Hostile(Perturbed),
     "peaks: growing cache": Hostile(
         stack(does(hoards, history=list)), rf"blocks\.0\.history holds 20\.00 {_HOARDS}"
     ),
