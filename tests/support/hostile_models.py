@@ -288,6 +288,28 @@ def shared_memory() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+class Aliasing(Block):
+    """An attribute is a view of the first layer's weight, whose gradient it does not ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alias = self.inner.weight.detach()[:WIDTH]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden + 0.1 * F.linear(hidden, self.alias))
+
+
+def gives_bias(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return Block.forward(block, hidden), block.outer.bias.expand(hidden.shape)
+
+
+def adds_biases(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        hidden, bias = block(hidden)
+        hidden = hidden + bias
+    return hidden
+
+
 # --- 2. control flow ------------------------------------------------------------------------------
 
 
@@ -1256,6 +1278,7 @@ _GRAD = r"autograd\.grad|second|twice|graph|backward"
 _WRITES = "its forward writes an input in place"
 _HOARDS = r"KiB more after every step: no plan can bound that\n  fix: keep numbers in place"
 _GREW = "every step takes more than the one before"
+_VIEWS = "views of parameters are attributes, or results of blocks"
 _SPARSE = "sparse gradients"
 _COUNTER: dict[str, Any] = {"calls": int}
 ENDS_IN_NORM = does(lambda b, x: b.norm(x) * 1.5)
@@ -1278,6 +1301,10 @@ HOSTILE: dict[str, Hostile] = {
     "parameters: tied in the middle": Hostile(partial(tied, Stack)),
     "parameters: one storage": Hostile(one_storage, stays="parameters are views of one storage"),
     "parameters: shared memory": Hostile(shared_memory, stays="parameters share memory"),
+    "parameters: an alias": Hostile(stack(Aliasing), stays=_VIEWS),
+    "parameters: an alias handed on": Hostile(
+        stack(does(gives_bias), run=adds_biases), stays=_VIEWS
+    ),
     "parameters: small": Hostile(
         stack(
             does(

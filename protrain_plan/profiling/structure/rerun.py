@@ -86,6 +86,19 @@ def held_tensors(module: nn.Module) -> dict[str, list[torch.Tensor]]:
     return found
 
 
+def aliases(model: nn.Module) -> set[int]:
+    """The storages of tensors that attributes hold, but for parameters themselves."""
+    walk = _Walk()
+    for _, value in attributes(model):
+        walk.described(value)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    return {
+        tensor.untyped_storage()._cdata
+        for tensor in (*walk.tensors, *model.buffers())
+        if tensor.layout is torch.strided and id(tensor) not in parameters
+    }
+
+
 def _tensor(tensor: torch.Tensor) -> _Held:
     return _Held(id(tensor), tensor, 0 if tensor.is_inference() else tensor._version)
 
