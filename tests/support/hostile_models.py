@@ -288,6 +288,28 @@ def shared_memory() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+class Aliasing(Block):
+    """An attribute is a view of the first layer's weight, whose gradient it does not ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alias = self.inner.weight.detach()[:WIDTH]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden + 0.1 * F.linear(hidden, self.alias))
+
+
+def gives_bias(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return Block.forward(block, hidden), block.outer.bias.expand(hidden.shape)
+
+
+def adds_biases(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        hidden, bias = block(hidden)
+        hidden = hidden + bias
+    return hidden
+
+
 # --- 2. control flow ------------------------------------------------------------------------------
 
 
@@ -722,6 +744,14 @@ class Averaging(Stack):
         return super().loss(hidden + 0.01 * self.mean, tokens)
 
 
+class Perturbed(Stack):
+    """Noise that asks for a gradient, as an attribute (adversarial training)."""
+
+    def through(self, hidden: Tensor, step: int) -> Tensor:
+        self.noise = torch.zeros_like(hidden).requires_grad_()
+        return super().through(hidden + self.noise, step)
+
+
 # --- 5. randomness, and forwards that cannot run twice --------------------------------------------
 
 
@@ -790,6 +820,50 @@ def reads_global(block: Block, hidden: Tensor) -> Tensor:
 def reading_global() -> nn.Module:
     _CALLS[0] = 0
     return Stack(does(reads_global))
+
+
+def scaled_inside(block: Any, hidden: Tensor) -> Tensor:
+    return hidden + Block.computed(block, hidden * block.scale)
+
+
+def scales(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """Every block reads what the model has set last."""
+    for number, block in enumerate(stack.blocks):
+        for each in stack.blocks:
+            each.scale = 1.0 + number  # type: ignore[assignment]
+        hidden = block(hidden)
+    return hidden
+
+
+def halved_weights(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        halved = {"outer.weight": 0.5 * block.outer.weight}
+        hidden = torch.func.functional_call(block, halved, (hidden,))
+    return hidden
+
+
+def freezing(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        block.inner.weight.requires_grad = False
+        hidden = block(hidden)
+        block.inner.weight.requires_grad = True
+    return hidden
+
+
+class Collecting(Stack):
+    """Forward hooks in blocks collect for the loss what their first layers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[Tensor] = []
+        block: Any
+        for block in self.blocks:
+            block.inner.register_forward_hook(lambda *call: self.collected.append(call[-1]))
+
+    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        beside = torch.stack([each.square().mean() for each in self.collected]).sum()
+        self.collected.clear()
+        return super().loss(hidden, tokens) + beside
 
 
 # --- 6. what profile takes ------------------------------------------------------------------------
@@ -911,6 +985,18 @@ def accumulates(block: Any, hidden: Tensor, state: State) -> Tensor:
     """Reads and writes a tensor of an object that it does not return."""
     state.hidden = state.hidden + hidden.mean(-1, keepdim=True)
     return (hidden + Block.computed(block, hidden)) * state.hidden.tanh()
+
+
+def rounding(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    """Tensors are saved in half of their bytes."""
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.bfloat16, Tensor.float):
+        return in_order(stack, hidden, step)
+
+
+def mapped(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        hidden = torch.vmap(block)(hidden)
+    return hidden
 
 
 def gradient_inside(block: Any, hidden: Tensor) -> Tensor:
@@ -1192,6 +1278,7 @@ _GRAD = r"autograd\.grad|second|twice|graph|backward"
 _WRITES = "its forward writes an input in place"
 _HOARDS = r"KiB more after every step: no plan can bound that\n  fix: keep numbers in place"
 _GREW = "every step takes more than the one before"
+_VIEWS = "views of parameters are attributes, or results of blocks"
 _SPARSE = "sparse gradients"
 _COUNTER: dict[str, Any] = {"calls": int}
 ENDS_IN_NORM = does(lambda b, x: b.norm(x) * 1.5)
@@ -1214,6 +1301,10 @@ HOSTILE: dict[str, Hostile] = {
     "parameters: tied in the middle": Hostile(partial(tied, Stack)),
     "parameters: one storage": Hostile(one_storage, stays="parameters are views of one storage"),
     "parameters: shared memory": Hostile(shared_memory, stays="parameters share memory"),
+    "parameters: an alias": Hostile(stack(Aliasing), stays=_VIEWS),
+    "parameters: an alias handed on": Hostile(
+        stack(does(gives_bias), run=adds_biases), stays=_VIEWS
+    ),
     "parameters: small": Hostile(
         stack(
             does(
@@ -1228,6 +1319,9 @@ HOSTILE: dict[str, Hostile] = {
     "flow: layer drop, python": Hostile(stack(run=drops(random.random))),
     "flow: layer drop, residual outside": Hostile(
         stack(does(Block.computed), run=drops(random.random, outside=True))
+    ),
+    "flow: layer drop, unused heads": Hostile(
+        stack(run=drops(random.random), unused=lambda: nn.ModuleList([Block(), Block()]))
     ),
     "flow: stochastic depth": Hostile(stack(does(stochastic_depth))),
     "flow: early exit": Hostile(stack(run=chosen(lambda step: range(2) if step % 2 else range(4)))),
@@ -1334,6 +1428,7 @@ HOSTILE: dict[str, Hostile] = {
         stack(ends=caches), above=SLACK_BYTES + 8 * BATCH * SEQUENCE
     ),
     "peaks: replaced buffer": Hostile(Averaging, above=SLACK_BYTES),
+    "peaks: a leaf of its own": Hostile(Perturbed),
     "peaks: growing cache": Hostile(
         stack(does(hoards, history=list)), rf"blocks\.0\.history holds 20\.00 {_HOARDS}"
     ),
@@ -1365,6 +1460,20 @@ HOSTILE: dict[str, Hostile] = {
     "once: reads a global": Hostile(
         reading_global, once="its forward gave another result when it ran again on the same inputs"
     ),
+    "once: reads what others set": Hostile(
+        stack(does(scaled_inside, scale=lambda: 1.0), run=scales),
+        once="its forward gave another result when it ran again on the same inputs",
+    ),
+    "once: weights of the call": Hostile(
+        stack(run=halved_weights),
+        once="its forward gave another result when it ran again on the same inputs",
+    ),
+    "once: frozen for the call": Hostile(
+        stack(run=freezing), once="requires_grad of its parameters changes after it has run"
+    ),
+    "once: hooks collect": Hostile(
+        Collecting, once="its forward changes an attribute of a module around it"
+    ),
     # 6
     "takes: complex": Hostile(
         stack(does(filters, weight=complex_weight(SEQUENCE // 2 + 1, WIDTH))),
@@ -1391,6 +1500,8 @@ HOSTILE: dict[str, Hostile] = {
         stack(does(accumulates), run=all_with(lambda _, x: State(x.mean(-1, keepdim=True), x))),
         stays="hands tensors on in its arguments",
     ),
+    "takes: hooks that round": Hostile(stack(run=rounding), "saved-tensor hooks around Block"),
+    "takes: vmap": Hostile(stack(run=mapped), "Block inside a transform of torch.func"),
     "takes: a gradient in a block": Hostile(stack(does(gradient_inside)), _GRAD),
     "takes: forces": Hostile(stack(run=forces), _GRAD),
     "takes: gradient of weights": Hostile(stack(ends=gradient_of_weights), _GRAD),

@@ -86,6 +86,7 @@ class SavedBytes:
     stands until backward, so that other units' costs would depend on its form: it has one alone.
     `linked` is a unit that hands what has gradients to more than the next unit, or gets such: an
     output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
+    `gives` are the storages of parameters of which it returns views.
     `differentiated`: the forward itself asks for gradients through what the unit hands on.
     `ends_in_cross_entropy`: the last part calls that. `handed_bytes` are of the inputs with
     gradients that the unit before saves as well, such as a relu's output. `shared_inputs` are bytes
@@ -102,6 +103,7 @@ class SavedBytes:
     linked: bool
     differentiated: bool = False
     ends_in_cross_entropy: bool = False
+    gives: Set[int] = frozenset()
     handed_bytes: int = 0
     reads: tuple[int, ...] = ()
     gets: tuple[str, ...] = ()  # shape and dtype of each tensor from the unit before
@@ -183,7 +185,8 @@ class _ForwardSeen:
         self.units = [_UnitSeen() for _ in modules]
         self._last, self._current = len(modules) - 1, 0
         self._storages = TrackedStorages()
-        self._shared = identities(model.parameters())  # with sparse tensors that units hand on
+        self._parameters = identities(model.parameters())
+        self._shared = {*self._parameters}  # with sparse tensors that units hand on
         self._flowing: set[int] = set()  # what has gradients, of what units get and give
         self._loss = _LossSeen()
         self._watch = SlotWatch(self._on_slot, self._on_leave, last=lambda: self._loss)
@@ -313,6 +316,7 @@ class _ForwardSeen:
             shared_inputs=shared_inputs,
             linked=self._linked(number),
             differentiated=number in self._watch.differentiated,
+            gives=unit.outputs & self._parameters,
             ends_in_cross_entropy=number == self._last and module is None and self._loss.seen,
             handed_bytes=sum(
                 before[key].num_bytes for key in set(keys) & self._flowing & before.keys()

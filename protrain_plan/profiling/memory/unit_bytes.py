@@ -29,7 +29,11 @@ from protrain_plan.profiling.structure.discovery import (
     Variation,
     starting_from,
 )
-from protrain_plan.profiling.structure.rerun import run_once, writing_arguments
+from protrain_plan.profiling.structure.rerun import (
+    aliases,
+    run_once,
+    writing_arguments,
+)
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import BLOCK_BYTES, block_bytes, in_blocks
@@ -199,7 +203,9 @@ def analyze_units(
         shared_bytes=held_inputs,
         stays=dict.fromkeys(range(len(found)), DIFFERENTIATED)
         if differentiated
-        else _staying(found, chunks, handing, stepped),
+        else _staying(
+            found, chunks, handing, stepped, aliases(model).union(*(unit.gives for unit in keep))
+        ),
         rules=rules,
         unused=unused,
         kept=kept,
@@ -212,6 +218,7 @@ def analyze_units(
 
 
 PLACED = "parameters are read by their place in a storage (as_strided, set_)"
+ALIASED = "views of parameters are attributes, or results of blocks"
 DIFFERENTIATED = "the forward differentiates through the units (torch.autograd.grad)"
 
 
@@ -220,6 +227,7 @@ def _staying(
     chunks: Sequence[Chunk],
     handing: Set[int],
     stepped: Mapping[str, UpdateRule],
+    aliased: Set[int],
 ) -> dict[int, str]:
     """Why the chunks stay that cannot be moved parameter by parameter, by unit."""
     written = {name for unit in found for name in unit.writes}
@@ -239,6 +247,8 @@ def _staying(
                 stays[chunk.unit] = f"the forward writes to {part.name!r}"
             elif part.name in placed:
                 stays[chunk.unit] = PLACED
+            elif part.parameter.untyped_storage()._cdata in aliased:
+                stays[chunk.unit] = ALIASED
             elif part.trainable and stepped[part.name].reason:
                 together = stepped[part.name].together
                 stays.setdefault(chunk.unit, TOGETHER if together else WHOLE)

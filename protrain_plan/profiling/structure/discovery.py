@@ -432,9 +432,14 @@ def fullest(model: nn.Module, batch: Batch) -> tuple[Start, Execution]:
             break
     restore_attributes(before)
     best = min(tried, key=lambda one: (len(one.idle), one.short(most)))
-    if best.idle and any(other.idle != best.idle for other in tried):
-        inside = tuple(f"{name}." for name in best.idle)
-        outer = [name for name in best.idle if not name.startswith(inside)]
+    idle = [set(one.idle) for one in tried]
+    turns = set[str]().union(*idle) - idle[0].intersection(*idle)
+    parents = {name.rpartition(".")[0] for name in turns}
+    # Where no sibling is skipped from forward to forward, what never ran is used by nothing.
+    skipped = [name for name in best.idle if name.rpartition(".")[0] in parents]
+    if skipped:
+        inside = tuple(f"{name}." for name in skipped)
+        outer = [name for name in skipped if not name.startswith(inside)]
         raise ProtrainError(
             f"the model skips blocks from forward to forward, and all of them ran in none of"
             f" {SEEDS}: {', '.join(outer)} did not in the fullest",

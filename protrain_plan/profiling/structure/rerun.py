@@ -8,7 +8,7 @@ later code writes to, closures, globals, the clock.
 
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,8 @@ from protrain_runtime.activations.recompute import (
     written_buffers,
 )
 from protrain_runtime.activations.trees import Rebuild, is_value, leaves_in, taken_apart, tensors_in
-from protrain_runtime.devices import device as devices
+from protrain_runtime.activations.twice import as_now
+from protrain_runtime.contract.errors import ProtrainError
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward", "dynamo_ctx"}
 """Names that are no attributes of the user's: a planned or watched module has its forward there, a
@@ -83,6 +84,19 @@ def held_tensors(module: nn.Module) -> dict[str, list[torch.Tensor]]:
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in known:
                 found.setdefault(path, []).append(tensor)
     return found
+
+
+def aliases(model: nn.Module) -> set[int]:
+    """The storages of tensors that attributes hold, but for parameters themselves."""
+    walk = _Walk()
+    for _, value in attributes(model):
+        walk.described(value)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    return {
+        tensor.untyped_storage()._cdata
+        for tensor in (*walk.tensors, *model.buffers())
+        if tensor.layout is torch.strided and id(tensor) not in parameters
+    }
 
 
 def _tensor(tensor: torch.Tensor) -> _Held:
@@ -169,70 +183,83 @@ _NONE = object()  # of an attribute that is not there
 def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict[int, str]:
     """The blocks that cannot run twice, each with the reason, from one forward of the model.
 
-    Fake tensors have no values: what a second run would give is not looked at then. ProtrainError
-    where the model itself reruns such a block (`own_checkpoints`).
+    They run again when the model's forward has ended, as they do in backward: what stood around
+    their calls is gone then. Fake tensors have no values: what a second run would give is not
+    looked at then. ProtrainError where the model itself reruns such a block (`own_checkpoints`).
     """
     modules = [unit.module for unit in found]
+    inside = {inner for module in modules if module is not None for inner in module.modules()}
+    outside = [module for module in model.modules() if module not in inside]
     reasons: dict[int, str] = {}
     inputs: dict[int, Versions] = {}
     checkpointed: dict[int, str] = {}  # by the model itself: what a second run would change
+    at_end: list[Callable[[], None]] = []
 
     @own_checkpoints.replaced(lambda _: False)  # those in blocks stay the model's
     def twice(unit: int, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> object:
-        """Run a block's forward, and once more; what the first run gave goes on."""
+        """Run a block's forward, and have it run once more at the end."""
         given = tensors_in((args, kwargs))
+        _refuse_around(type(module).__name__, given)
         before = inputs[unit] = [(t, t._version) for t in given if not t.is_inference()]
-        buffers, held = other_buffers(module), snapshot(module)
+        buffers, held, others = other_buffers(module), snapshot(module), _own_of(outside)
         draws = Draws([*module.modules()])
         tensors, again = taken_apart((args, kwargs))  # what the first run writes into is not seen
-        where = {devices.HOST, *(p.device for p in module.parameters() if not p.is_meta)}
-        states = [(device, devices.random_state(device)) for device in where]
+        where = {p.device for p in module.parameters() if not p.is_meta}
+        as_then = as_now(*(torch.empty(0, device=device) for device in where))
+        asking = [parameter.requires_grad for parameter in module.parameters()]
         kinds = own_checkpoints.inside()
         reads = _Reads(chain(*held_tensors(module).values()) if kinds else ())
         with draws.first(), reads if reads.tensors else nullcontext():
             result: object = forward(*args, **kwargs)
         names = written_buffers(buffers, other_buffers(module))
-        now = snapshot(module)
+        now, others_now = snapshot(module), _own_of(outside)
         changed = [key for key in {**held, **now} if held.get(key, _NONE) != now.get(key, _NONE)]
         if names:
             reasons[unit] = f"its forward writes its buffer {names[0]!r}"
         elif changed:
             reasons[unit] = f"its forward changes its attribute {changed[0]!r}"
+        elif others_now != others:
+            reasons[unit] = "its forward changes an attribute of a module around it"
         elif _written(before):
             reasons[unit] = "its forward writes an input in place"
-        elif not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
-            second: object = None
-            present = [(device, devices.random_state(device)) for device, _ in states]
-            for device, state in states:
-                devices.set_random_state(device, state)
-            try:
+        with_grad = torch.is_grad_enabled()
+        ones = [tensor.detach().clone() for tensor in tensors_in(result)]  # may be written to
+        if kinds:
+            # A second run would put the same tensors there, unless it reads what the first one has
+            # put there; but a reentrant one's have no graph.
+            same = not (names or reads.any) and all(_is_tensor(now.get(key)) for key in changed)
+            elsewhere = {name for other in found for name in other.also_uses}
+            shared = elsewhere.intersection((*found[unit].parameters, *found[unit].also_uses))
+
+        def end() -> None:
+            fake = any(isinstance(tensor, FakeTensor) for tensor in module.parameters())
+            if unit not in reasons and not fake and not _written(before):
+                second: object = None
                 with (
                     suppress(Exception),  # any code of the model runs here
+                    torch.set_grad_enabled(with_grad),
+                    as_then(),
                     draws.again(),
                     unchanged(with_running_statistics(module)),
                 ):
                     own_args, own_kwargs = again(tensors)
                     second = forward(*own_args, **own_kwargs)
-            finally:
-                for device, state in present:
-                    devices.set_random_state(device, state)
-            ones, others = tensors_in(result), tensors_in(second)
-            if len(ones) != len(others) or not all(map(_equal, ones, others)):
-                reasons[unit] = (
-                    "its forward gave another result when it ran again on the same inputs"
-                )
-            elif _written(before):
-                reasons[unit] = "its forward writes an input in place when it runs again"
-        if kinds:
-            why = "it draws from a generator of its own" if draws.any else reasons.get(unit, "")
-            # A second run would put the same tensors there, unless it reads what the first one has
-            # put there; but a reentrant one's have no graph.
-            same = not (names or reads.any) and all(_is_tensor(now.get(key)) for key in changed)
-            checkpointed[unit] = "" if changed and same and not any(kinds) else why
-            elsewhere = {name for other in found for name in other.also_uses}
-            shared = elsewhere.intersection((*found[unit].parameters, *found[unit].also_uses))
-            if any(kinds) and shared:
-                checkpointed[unit] = own_checkpoints.OTHER_ORDER.format(min(shared))
+                others = tensors_in(second)
+                if len(ones) != len(others) or not all(map(_equal, ones, others)):
+                    reasons[unit] = (
+                        "its forward gave another result when it ran again on the same inputs"
+                    )
+                elif _written(before):
+                    reasons[unit] = "its forward writes an input in place when it runs again"
+                elif asking != [parameter.requires_grad for parameter in module.parameters()]:
+                    reasons[unit] = "requires_grad of its parameters changes after it has run"
+            if kinds:
+                why = "it draws from a generator of its own" if draws.any else reasons.get(unit, "")
+                checkpointed[unit] = "" if changed and same and not any(kinds) else why
+                if any(kinds) and shared:
+                    checkpointed[unit] = own_checkpoints.OTHER_ORDER.format(min(shared))
+
+        at_end.append(own_checkpoints.replaced(lambda _: False)(end))
         return result
 
     with ExitStack() as stack:
@@ -242,6 +269,8 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
                 watch = partial(twice, unit, module, code_of(module))
                 stack.callback(replace_code(module, watch))
         call_model(model, batch)
+        for end in at_end:
+            end()
     for unit, versions in inputs.items():
         if _written(versions):
             reasons.setdefault(unit, "an input of its forward is written to after it has run")
@@ -249,6 +278,37 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         if why:
             own_checkpoints.refuse(type(modules[unit]).__name__, why)
     return reasons
+
+
+def _own_of(modules: Iterable[nn.Module]) -> list[object]:
+    """The attributes of modules, in a form that `==` compares, but for those of modules in them."""
+    walk = _Walk()
+    return [
+        walk.described(value)
+        for module in modules
+        for name, value in module.__dict__.items()
+        if name not in _OF_EVERY_MODULE
+    ]
+
+
+def _refuse_around(kind: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse a block whose forward is transformed, or saves what hooks around it change."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise ProtrainError(
+            f"the model calls {kind} inside a transform of torch.func, such as vmap: nothing can be"
+            " saved or moved there",
+            fix="call blocks on whole batches, outside of transforms",
+        )
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    first = next((t.detach() for t in tensors if t.is_floating_point()), None)
+    if hooks is not None and first is not None and not isinstance(first, FakeTensor):
+        pack, unpack = hooks
+        if not _equal(unpack(pack(first)), first):
+            raise ProtrainError(
+                f"saved-tensor hooks around {kind} change what it saves: a plan has hooks of its"
+                " own there",
+                fix="have these hooks in the block, or none",
+            )
 
 
 class _Reads(TorchFunctionMode):

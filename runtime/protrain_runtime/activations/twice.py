@@ -34,6 +34,11 @@ def run_twice(
         return call(*inputs)
 
 
+def as_now(*inputs: torch.Tensor) -> Callable[[], Context]:
+    """Make contexts for second runs on such inputs, with random states and autocast as now."""
+    return _Run(lambda *_: None, inputs, nullcontext())._as_then
+
+
 class Saved(torch.autograd.Function):
     """Saves tensors through the hooks that are active. `anchor` makes autograd record a graph."""
 
