@@ -6,7 +6,7 @@ through a copy of that one tensor.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -231,10 +231,7 @@ class PackedSettings:
 
     name: str
     state: Any  # bitsandbytes' QuantState
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
+    dtype: torch.dtype = torch.uint8
 
     @property
     def shape(self) -> torch.Size:
@@ -276,14 +273,8 @@ class RowFormat:
     """`weight_format` beside int8 weights: 0, they lie in rows; else ProtrainError."""
 
     name: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size([])
+    dtype: torch.dtype = torch.uint8
+    shape: torch.Size = field(default=torch.Size([]))
 
     def copy_to(self, write: Write) -> None:
         write(torch.zeros(1, dtype=torch.uint8))
