@@ -261,10 +261,6 @@ class Chunk:
     offloaded_gradients: dict[str, GradientInStore] = field(
         default_factory=dict[str, GradientInStore]
     )
-    # What stands for those that are taken, in `.grad`.
-    taken: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
-    # And for those that a step has used.
-    used: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
     # What stood in `.grad` after the micro-batches before, set aside while one runs.
     hidden: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
     gradient_store: Store | None = None
@@ -532,10 +528,8 @@ class Chunk:
                 if gradient.is_conj() or gradient.is_neg():
                     gradient = gradient.resolve_conj().resolve_neg()
                 self.gradients[part.name] = gradient
-                if (taken := self.taken.get(part.name)) is None:
-                    kind = gradient.dtype, gradient.device, gradient.shape
-                    taken = self.taken[part.name] = ConsumedGradient.of_kind(*kind)
-                part.parameter.grad = taken
+                kind = gradient.dtype, gradient.device, gradient.shape
+                part.parameter.grad = ConsumedGradient.of_kind(*kind)
 
     def place_gradient(self, part: Slice, norm: torch.Tensor | None = None) -> GradientInStore:
         """Note that a gradient waits at its place in the gradient store, where it is to be."""
@@ -606,10 +600,8 @@ class Chunk:
                 parameter = part.parameter
                 if isinstance(parameter.grad, ConsumedGradient):
                     parameter.grad = None
-                    if (used := self.used.get(part.name)) is None:
-                        kind = part.dtype, parameter.device, part.shape
-                        used = self.used[part.name] = UsedGradient.of_kind(*kind)
-                    found.append((parameter, used))
+                    kind = part.dtype, parameter.device, part.shape
+                    found.append((parameter, UsedGradient.of_kind(*kind)))
         return found
 
     @property
