@@ -314,7 +314,10 @@ def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
 
 
 class SplitStore(HostStore):
-    """Host memory and a disk as one store, whose ranges lie in one of the two."""
+    """Host memory and a disk as one store, whose ranges lie in one of the two.
+
+    What the optimizer reads and writes is in host memory; `reads` brings both to the device.
+    """
 
     def __init__(self, backend: Backend, near: Store, far: Store) -> None:
         super().__init__(backend)
@@ -385,12 +388,6 @@ class SplitStore(HostStore):
 
     def read(self, offset: int, target: torch.Tensor) -> None:
         self._each("read", offset, target)
-
-    def start_write(self, offset: int, source: torch.Tensor) -> None:
-        self._each("start_write", offset, source)
-
-    def start_read(self, offset: int, target: torch.Tensor) -> None:
-        self._each("start_read", offset, target)
 
 
 TIERS: dict[StateTier, Callable[[Backend, Path, bool], Store]] = {
