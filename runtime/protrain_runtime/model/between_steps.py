@@ -207,8 +207,7 @@ class MovingAverage:
                 ]
                 for place, target in zip(places, flat, strict=True):
                     store.read(place, target)
-                values = [t.view(part.dtype).as_strided(part.shape, part.stride) for t in flat]
-                self._add(*values)
+                self._add(*map(part.shaped, flat))
                 store.write(places[0], flat[0])
         self.n_averaged += 1
 

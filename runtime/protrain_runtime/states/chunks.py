@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, ChunkSize, pieces_in
-from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
+from protrain_runtime.devices.device import HOST, HOST_ALIGNMENT_BYTES
 from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.stand_ins import (
@@ -491,7 +491,7 @@ class Chunk:
         self.settle("the model was copied")
         if part.name in self.aside:
             return self.aside[part.name].clone()
-        return read_values(self, part).to(part.parameter.device)
+        return read_values(self, part, device=part.parameter.device)
 
     def put_aside(self) -> None:
         """Send parameters that backward has updated away until `put_back`."""
@@ -671,8 +671,10 @@ def refuse_early_reading(name: str) -> None:
     )
 
 
-def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
-    """Read a parameter or state to the host, with all ranks that share it."""
+def read_values(
+    chunk: Chunk, part: Slice, layout: StateLayout | None = None, *, device: torch.device = HOST
+) -> torch.Tensor:
+    """Read a parameter or state to the host or a device, with all ranks that share it."""
     assert chunk.store is not None
     if chunk.sharding is not None:
         what, ranks = "parameters" if layout is None else "optimizer states", chunk.sharding.ranks
@@ -680,10 +682,10 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
         with ranks.meeting.reporting(f"a gather of {what}", final=True):
             whole = chunk.sharding.gather(chunk, part, layout).cpu()
         # A copy: on a CPU `whole` is a view of all that was gathered with it.
-        return flat_storage_order(whole).clone().as_strided(part.shape, part.stride)
+        return flat_storage_order(whole).to(device, copy=True).as_strided(part.shape, part.stride)
     dtype = part.dtype if layout is None else layout.dtype
     count = part.numel if layout is None else layout.rule.count(part.numel)
-    flat = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+    flat = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device=device)
     chunk.store.read(chunk.current.place(part, layout), flat)
     if count != part.numel:
         return flat.view(dtype)
