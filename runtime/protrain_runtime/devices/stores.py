@@ -10,7 +10,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -436,6 +436,16 @@ class Stores:
     def close(self) -> None:
         for store in (*self._stores.values(), *([self._common] if self._common else [])):
             store.close()
+
+
+@contextmanager
+def in_rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor's bytes, row-major; what is written to them inside is the tensor's.  # uint8"""
+    own = tensor.detach()
+    dense = own.contiguous()
+    yield dense.view(-1).view(torch.uint8)
+    if dense is not own:
+        own.copy_(dense)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -29,6 +29,7 @@ from protrain_runtime.contract.records.plan import DeviceGroup, Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import PATIENCE_S
 from protrain_runtime.devices.memory_meter import borrowing
+from protrain_runtime.devices.stores import in_rows
 from protrain_runtime.ranks.failure import START_AGAIN, Meeting, RanksError, abandoned, known
 
 CHECKPOINT_LIMIT_S = 3600.0
@@ -140,12 +141,8 @@ class Ranks:
         """One rank's values on every rank.  # dense tensors"""
         with self._collective():
             for tensor in tensors:
-                values = tensor.detach()
-                dense = values.contiguous()
-                flat = dense.view(-1).view(torch.uint8)
-                dist.broadcast(flat, src=self._members[source], group=self._all)
-                if dense is not values:
-                    values.copy_(dense)
+                with in_rows(tensor) as flat:
+                    dist.broadcast(flat, src=self._members[source], group=self._all)
 
     def all_objects(self, mine: Any, what: str = "a call for all ranks") -> list[Any]:
         """Gather objects of all ranks, by rank; from host to host, whatever they train on."""

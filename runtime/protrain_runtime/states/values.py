@@ -15,7 +15,7 @@ from torch import nn
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import SAVING_BYTES, in_blocks
-from protrain_runtime.devices.stores import Store
+from protrain_runtime.devices.stores import Store, in_rows
 from protrain_runtime.states.chunks import (
     Chunk,
     Slice,
@@ -90,19 +90,13 @@ class Held:
             write(flat[start : start + SAVING_BYTES].cpu())
 
     def copy_from(self, fill: Fill) -> None:
-        own = self.tensor.detach()
-        target = own
-        if not own.is_contiguous():
-            target = torch.empty_like(own, memory_format=torch.contiguous_format)
-        flat = _bytes_of(target)
-        if flat.device.type == "cpu" and flat.numel():
-            fill(flat)
-        elif flat.numel():
+        with in_rows(self.tensor) as flat:
+            if flat.device.type == "cpu" and flat.numel():
+                fill(flat)
+                return
             for start, piece in _pieces(flat.numel()):
                 fill(piece)
                 flat[start : start + piece.numel()].copy_(piece)
-        if target is not own:
-            own.copy_(target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
