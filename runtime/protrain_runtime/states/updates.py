@@ -34,6 +34,7 @@ from protrain_runtime.states.known_optimizers import known
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory, attributes_of
+from protrain_runtime.states.trials import ElementRange
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -54,14 +55,6 @@ def spare_threads(device: torch.device) -> int:
     launched = ranks > 1 and os.environ.get("OMP_NUM_THREADS") == "1"
     threads = len(os.sched_getaffinity(0)) // ranks if launched else torch.get_num_threads()
     return max(1, threads - 1)
-
-
-class ElementRange(NamedTuple):
-    """Elements of one of several tensors."""
-
-    tensor: int
-    start: int
-    stop: int
 
 
 def updates_by_lines(optimizer: torch.optim.Optimizer) -> bool:
