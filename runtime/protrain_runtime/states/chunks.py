@@ -42,7 +42,6 @@ from protrain_runtime.states.stand_ins import (
     UsedGradient,
     come_back,
     plainly,
-    send_all_away,
     send_away,
 )
 from protrain_runtime.states.update_rules import StateRule, UpdateRule, UpdateRules
@@ -453,7 +452,7 @@ class Chunk:
                 places = self.places[number] = [
                     (part.parameter, self._place(part)) for part in self.groups[number].slices
                 ]
-            send_all_away(places, stay=number in self.viewing)
+            send_away(*places, stay=number in self.viewing)
             self.hollow.add(number)
 
     def _place(self, part: Slice) -> Elsewhere:
@@ -504,7 +503,7 @@ class Chunk:
                     bring=refuse_early_reading,
                     values=partial(self._copy, part),
                 )
-                send_away(part.parameter, place)
+                send_away((part.parameter, place))
 
     def put_back(self) -> None:
         """Bring back the parameters that `put_aside` sent away."""

@@ -12,7 +12,7 @@
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from threading import local
@@ -448,15 +448,11 @@ def place_of(parameter: nn.Parameter) -> Elsewhere:
     return place
 
 
-def send_away(parameter: nn.Parameter, place: Elsewhere) -> None:
-    """Leave an expanded single element of the right shape, which refuses to be read."""
-    send_all_away(((parameter, place),), stay=False)
+def send_away(*places: tuple[nn.Parameter, Elsewhere], stay: bool = False) -> None:
+    """Leave expanded single elements of the right shapes, which refuse to be read.
 
-
-def send_all_away(places: Iterable[tuple[nn.Parameter, Elsewhere]], *, stay: bool) -> None:
-    """Do the same for several: in every step for all that are offloaded, so in one call.
-
-    Those that `stay` views of memory which comes and goes are left such.
+    Of all parameters in one call, since every step sends away all that are offloaded. Those that
+    `stay` views of memory which comes and goes are left such.
     """
     for parameter, place in places:
         if _KEY in parameter.__dict__:
