@@ -517,10 +517,6 @@ class Backend:
         torch.set_num_threads(threads)
         return lane
 
-    def synchronize(self) -> None:
-        """Block until the device has done all that was submitted to it."""
-        devices.synchronize(self.device)
-
 
 def take_threads(number: int = 1) -> None:
     """Limit the calling thread's intra-op threads: more would contend with compute's.

@@ -84,7 +84,7 @@ class HostStore:
         # A copy from here may still be running, of an evaluation whose output was not read: the
         # device's own copies queue behind it, the host's would not.
         if devices.on_host(source.device):
-            self._backend.synchronize()
+            devices.synchronize(self._backend.device)
         self.view(offset, source.numel()).copy_(source)
 
     def read(self, offset: int, target: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class HostStore:
 
     def close(self) -> None:
         """Free everything. What is in flight has ended before."""
-        self._backend.synchronize()  # pages are not unpinned under a copy
+        devices.synchronize(self._backend.device)  # pages are not unpinned under a copy
         self._starts.clear()
         self._buffers.clear()
         self._views.clear()
