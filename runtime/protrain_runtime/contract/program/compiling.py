@@ -278,7 +278,8 @@ class _Compiler:
             self._add_updates(index, unit, slot.finish, arrived)
             self.speculative += range(first, len(self.moves))
             return
-        if not self.in_backward or not placement.num_updates or self._is_late(unit):
+        late = self.units[unit].schedule.update_late
+        if not self.in_backward or not placement.num_updates or late:
             return
         ends = self._add_updates(index, unit, slot.finish, arrived)
         if placement.home == "in place":
@@ -293,9 +294,6 @@ class _Compiler:
                     self._drain(next(covering), index, slots)
         elif placement.home == "device":  # the shard of the gradients leaves with the last piece
             self._drain(ends[-1], index, longest)
-
-    def _is_late(self, unit: int) -> bool:
-        return self.units[unit].schedule.update_late
 
     def _add_late_updates(self) -> None:
         """Updates that begin when backward has ended; the one that is needed first begins first.
@@ -314,7 +312,7 @@ class _Compiler:
             slot = self.end if unit in again else self.end - 1 - unit
             if not self.in_backward:
                 self._add_updates(slot, unit, self.last, ())
-            elif self._is_late(unit):
+            elif self.units[unit].schedule.update_late:
                 spilled = (n for n in self.slots[slot].finish if self.moves[n].unit == unit)
                 self._add_updates(slot, unit, self.slots[-1].finish, tuple(spilled))
 
