@@ -497,12 +497,8 @@ class Chunk:
         for part in self.slices:
             if part.trainable:
                 self.aside[part.name] = part.parameter.data
-                place = Elsewhere(
-                    name=part.name,
-                    stride=part.parameter.stride(),
-                    bring=refuse_early_reading,
-                    values=partial(self._copy, part),
-                )
+                place = self._place(part)
+                place.stride, place.bring = part.parameter.stride(), refuse_early_reading
                 send_away((part.parameter, place))
 
     def put_back(self) -> None:
