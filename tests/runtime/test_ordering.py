@@ -495,7 +495,7 @@ NONE_OF_THE_TABLE = {
     "lanes.Backend.lane": "a thread's start",
     "step_times.StepTimes.begin": "a clock's origin",
     "step_times.StepTimes.timed.run": "when a recorded move began and ended",
-    "updates._helpers": "threads' start",
+    "lanes.started_pool": "threads' start",
     "saving.save": "ranks wait for the files of the save before",
     "prepared.meet": "as HostStore.write waits, for what other ranks write; no scenario shows it",
 }
