@@ -11,7 +11,7 @@ optimizer, which are float32 with it.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -68,14 +68,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Copies and pickles step, too."""
         return {**super().__getstate__(), "_factory": self._factory, "kind": self.kind}
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the masters, and round them to the parameters."""
         loss = None
         if closure is not None:
