@@ -251,7 +251,7 @@ class LaneSeconds:
         """
         seconds, update_s = self.moved_states(option), option.update_s
         seconds[NETWORK] += option.device_s
-        if option.updated_on_device:
+        if option.decision.update_on_device:
             # One direction of the link carries states and all else.
             for lane in (Lane("read", "host"), Lane("write", "host")):
                 seconds[lane.way] = seconds.get(lane.way, 0.0) + seconds[lane]

@@ -255,7 +255,7 @@ class Lanes:
                     if isinstance(option, StateOption):
                         work, moved = lanes.of_states(option), lanes.moved_states(option)
                         # Lanes of states share their link; those of the device are counted so.
-                        shared = {} if option.updated_on_device else moved
+                        shared = {} if option.decision.update_on_device else moved
                     else:
                         work, shared = lanes.of_activations(option, last=False), {}
                         rows.setdefault(COMPUTE, []).append((column, work[COMPUTE]))

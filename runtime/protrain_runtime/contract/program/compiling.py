@@ -273,7 +273,7 @@ class _Compiler:
             self.reduced.append(self._leave(move, None))
         drain = self.units[unit].schedule.update_drain
         arrived, longest = self._add_gradients(index, unit, drain)
-        if self.updating and placement.speculates:
+        if self.updating and placement.decision.speculate:
             first = len(self.moves)
             self._add_updates(index, unit, slot.finish, arrived)
             self.speculative += range(first, len(self.moves))
@@ -304,8 +304,10 @@ class _Compiler:
         order = list(range(len(self.units)))
         if not self.settings.overlap_steps:
             order.reverse()
-        waiting = [unit for unit in order if not self.states[unit].speculates]
-        again = [unit for unit in order if self.states[unit].speculates] if self.clipped else []
+        waiting = [unit for unit in order if not self.states[unit].decision.speculate]
+        again = (
+            [unit for unit in order if self.states[unit].decision.speculate] if self.clipped else []
+        )
         for unit in (*waiting, *again):
             if not self.states[unit].num_updates:
                 continue
@@ -376,7 +378,7 @@ class _Compiler:
         placement = self.states[unit]
         lanes = placement.state_lanes
         assert placement.decision.below
-        written = self.written[placement.updated_on_device]
+        written = self.written[placement.decision.update_on_device]
 
         def add(move: Move) -> int:
             into.append(self._add(move))
