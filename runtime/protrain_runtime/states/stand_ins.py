@@ -201,8 +201,7 @@ class OffloadedGradient(ConsumedGradient):
         """Answer what clipping by a norm and unscaling ask, and do the rest on the device."""
         kwargs = kwargs or {}
         if func in _GRADIENT_LOOKS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return _called_plainly(func, types, args, kwargs)
         asked = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         _end_loans(asked)
         answer = _GRADIENT_ANSWERS.get(func)
