@@ -324,19 +324,18 @@ class Unpacked:
         raise AssertionError(f"these values are gone: cannot {write}")
 
     def copy_from(self, fill: Fill) -> None:
-        self.place(self.packed(fill))
-
-    def packed(self, fill: Fill) -> torch.Tensor:
-        """Pack what comes next; the layer has its scales.  # [the weight's shape]"""
         numbers = torch.empty(self.shape, dtype=self.dtype)
         Held(numbers).copy_from(fill)
+        self.pack(numbers)
+
+    def pack(self, numbers: torch.Tensor) -> None:
+        """Pack numbers of the weight's shape, and place them; the layer has their scales."""
         weight, eight = self.layer.weight, of_eight_bits(self.layer)
         made = packed_like(weight, numbers.to(weight.device), eight=eight)
         found = {ROW_SCALES: getattr(made, ROW_SCALES)} if eight else state_scales(made)
         for path, scale in scales_of(self.layer).items():
             scale.copy_(found[path])
-        packed: torch.Tensor = made.data
-        return packed
+        self.place(made.data)
 
 
 def unpacked_values(
