@@ -376,7 +376,7 @@ def _facts(
         "limit of waits": f"{limit_s:g} s",
     }
     for number, group in enumerate(optimizer.param_groups, start=1):
-        held = repr([optimizer.names.get(parameter) for parameter in group["params"]])
+        held = repr([optimizer.names.get(id(parameter)) for parameter in group["params"]])
         facts[f"parameter group {number}"] = (
             f"{len(group['params'])} parameters ({hashlib.sha256(held.encode()).hexdigest()[:12]})"
         )
