@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from protrain_runtime.contract.program.program import PIECE_ALIGNMENT
+from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, in_blocks
 from protrain_runtime.states.compositions import is_composed
 from protrain_runtime.states.stepping import MASTERS_OF, OptimizerFactory, attributes_of
 
@@ -178,7 +178,7 @@ def _batches(groups: Sequence[Mapping[str, Any]], room_elements: int) -> list[li
     batches: list[list[_Due]] = []
     for group, parameter in due:
         last = batches[-1][-1] if batches else None
-        start = 0 if last is None else -(-last.stop // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+        start = 0 if last is None else in_blocks(last.stop, PIECE_ALIGNMENT)
         full = start + parameter.numel() > limit
         if last is None or full or last.parameter.device != parameter.device:
             batches.append([])

@@ -485,8 +485,7 @@ def _sizes(kept: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _unit(block: int, least: int) -> int:
     """The least multiple of a block, and of PIECE_ALIGNMENT, that is `least` or more."""
-    unit = lcm(block, PIECE_ALIGNMENT)
-    return -(-least // unit) * unit
+    return in_blocks(least, lcm(block, PIECE_ALIGNMENT))
 
 
 def smaller(shape: torch.Size, most: int) -> torch.Size:
