@@ -19,8 +19,8 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.problem import misfit as problem_misfit
 from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.planning.stages.pipelines import of_plan, problems_of
+from protrain_plan.simulation.group import not_joined, profile_of_rank
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import not_joined, profile_of_rank
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records.files import refuse_outside
 from protrain_runtime.contract.records.hardware import Hardware

@@ -14,14 +14,14 @@ from protrain_plan.planning.model.options import (
     pinned_options,
     speculating_on,
 )
-from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.compiling import bind
-from protrain_runtime.contract.program.group import (
+from protrain_plan.simulation.group import (
     collective_seconds_per_byte,
     not_joined,
     profile_of_rank,
     through_cache,
 )
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import bind
 from protrain_runtime.contract.program.implications import (
     ActivationOption,
     BoundProgram,
