@@ -42,7 +42,7 @@ class HostStore:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self._backend, self._empty = backend, backend.empty_host
         self._starts: list[int] = []  # of the buffers, ascending
         self._buffers: list[torch.Tensor] = []  # uint8 [bytes]
         self._views: dict[tuple[int, int], torch.Tensor] = {}  # by offset and bytes
@@ -51,9 +51,6 @@ class HostStore:
     def reserve(self, num_bytes: int) -> int:
         """Room for `num_bytes` more; returns its offset. ProtrainError where there is none."""
         return self.hold(self._empty(num_bytes))
-
-    def _empty(self, num_bytes: int) -> torch.Tensor:
-        return self._backend.empty_host(num_bytes)
 
     def hold(self, buffer: torch.Tensor) -> int:
         """Take a buffer that there is as a reservation; returns its offset.  # uint8 [bytes]"""
@@ -110,8 +107,9 @@ class HostStore:
 class DeviceStore(HostStore):
     """Shards on the device itself. Every reservation is a buffer of exactly its size."""
 
-    def _empty(self, num_bytes: int) -> torch.Tensor:
-        return self._backend.empty(num_bytes)
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._empty = backend.empty
 
 
 class CommonStore(HostStore):
