@@ -60,7 +60,8 @@ class Weights:
         """
         own = dict(model_values(model, prepared))
         kept = {name for name, _ in model.named_parameters()} - self._absent
-        names = {base_name(name) for name in self._entries if self._is_floating(name)}
+        found = self._entries.items()
+        names = {base_name(name) for name, entry in found if entry.dtype.is_floating_point}
         offloaded = offloaded_parameters(prepared.chunks if prepared else ())
         for layer_name, name, unpacked in unpacked_values(model, offloaded):
             if base_name(name) in names:  # else it was saved packed, with its scales
@@ -78,9 +79,6 @@ class Weights:
         for name, module in with_extra_state(model):
             if name in modules:
                 module.set_extra_state(modules[name])
-
-    def _is_floating(self, name: str) -> bool:
-        return self._entries[name].dtype.is_floating_point
 
 
 def plain_model(
