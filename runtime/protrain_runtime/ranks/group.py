@@ -240,11 +240,11 @@ def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None
         raise abandoned(dist.get_rank(group), dist.get_world_size(group)) from error
 
 
-def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
-    """Count the ranks; ProtrainError where the plan is for another number of them."""
+def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> None:
+    """ProtrainError where the plan is for another number of ranks than there are."""
     running = dist.get_world_size(group) if _initialized() else 1
     if plan.group.num_devices == running:
-        return running
+        return
     if running == 1:
         nodes = f"--nnodes {plan.group.num_nodes} " if plan.group.num_nodes > 1 else ""
         fix = f"start it with torchrun {nodes}--nproc-per-node {plan.group.in_node}"
