@@ -25,8 +25,8 @@ from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.profiling.estimate_cache import EstimateCache
+from protrain_plan.simulation.group import group_on, profile_of_rank
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import group_on, profile_of_rank
 from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.files import replace_text
 from protrain_runtime.contract.records.plan import ALONE, Budgets, DeviceGroup, Updates

@@ -22,8 +22,8 @@ from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.alternatives import bucket_bytes
 from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.profiling.estimated import estimates
+from protrain_plan.simulation.group import group_on
 from protrain_plan.simulation.report import report
-from protrain_runtime.contract.program.group import group_on
 from protrain_runtime.contract.records.adapters import parse_lora
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (

@@ -28,7 +28,7 @@ from protrain_plan.planning.stages.pipelines import stage_seconds
 from protrain_plan.planning.stages.schedule import Simulated, StageSeconds, simulated
 from protrain_plan.planning.stages.shapes import Shape
 from protrain_plan.profiling.estimated import estimates
-from protrain_runtime.contract.program.group import group_on, profile_of_rank
+from protrain_plan.simulation.group import group_on, profile_of_rank
 from protrain_runtime.contract.records.hardware import Collectives, Hardware, Interconnect
 from protrain_runtime.contract.records.plan import (
     ALONE,

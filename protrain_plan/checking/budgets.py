@@ -25,8 +25,9 @@ import msgspec
 import yaml
 from msgspec import UNSET, Meta, UnsetType
 
+from protrain_plan.checking.reviewed import refuse_outside
 from protrain_runtime.contract.errors import ProtrainError, RecordError, cut
-from protrain_runtime.contract.records.files import read_text, refuse_outside
+from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.forms import FORMS, leaves_of
 from protrain_runtime.contract.records.json_toml import parsed_toml
 from protrain_runtime.contract.records.limits import MAX_LIST, MAX_TEXT, Bytes, StepSeconds

@@ -23,10 +23,11 @@ from pathlib import Path
 import yaml
 
 from protrain_plan.checking.budgets import read_limits
+from protrain_plan.checking.reviewed import leads_out, repository
 from protrain_plan.planning.model.options import read_pins
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records import fingerprint, loads_hardware, loads_plan, loads_profile
-from protrain_runtime.contract.records.files import leads_out, read_text, repository
+from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.records.reader import kind_of

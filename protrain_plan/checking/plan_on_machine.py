@@ -14,15 +14,15 @@ from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth
 from protrain_plan.checking.plan_files import Case
 from protrain_plan.checking.reestimate import Broken, Today, Unavailable
+from protrain_plan.checking.reviewed import refuse_outside
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.problem import misfit as problem_misfit
 from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.planning.stages.pipelines import of_plan, problems_of
+from protrain_plan.simulation.group import not_joined, profile_of_rank
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import not_joined, profile_of_rank
 from protrain_runtime.contract.program.memory import peak_bytes
-from protrain_runtime.contract.records.files import refuse_outside
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import Budgets, Plan, StagePlan, TierBytes
 from protrain_runtime.contract.records.profile import Profile

@@ -18,6 +18,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from protrain_plan.checking.reviewed import leads_out, refuse_outside
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.isolated.pool import processes_at_once
 from protrain_plan.isolated.process import EndedError, Limits, Tell, run, start_server
@@ -26,7 +27,6 @@ from protrain_plan.models.presets import parse_config, preset_names, read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
 from protrain_plan.profiling.tally import Tally
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.files import leads_out, refuse_outside
 from protrain_runtime.contract.records.hardware import Hardware, is_accelerator
 from protrain_runtime.contract.records.profile import Profile, Workload
 from protrain_runtime.contract.units import format_bytes

@@ -26,8 +26,8 @@ from protrain_plan.checking.reestimate import Broken, Look, Unavailable
 from protrain_plan.hardware.catalogue import hardware_names
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.stages.pipelines import problems_of
+from protrain_plan.simulation.group import not_joined
 from protrain_runtime.contract.errors import ProtrainError, RecordError
-from protrain_runtime.contract.program.group import not_joined
 from protrain_runtime.contract.program.program import Program
 from protrain_runtime.contract.records import commands as records
 from protrain_runtime.contract.records.hardware import Hardware, TierName

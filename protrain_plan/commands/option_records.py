@@ -290,7 +290,7 @@ class BudgetOptions:
     def of(self, profile: "Profile", group: "DeviceGroup") -> "Budgets":
         """A device's budgets, where it is one of a group."""
         from protrain_plan.planning.questions.allowance import default_device_bytes
-        from protrain_runtime.contract.program.group import profile_of_rank
+        from protrain_plan.simulation.group import profile_of_rank
         from protrain_runtime.contract.records.plan import Budgets
 
         machine = profile_of_rank(profile, group).hardware

@@ -198,7 +198,7 @@ class GroupOptions:
 
     def on(self, machine: "Hardware") -> "DeviceGroup":
         """The group on a machine; ProtrainError where that does not have it."""
-        from protrain_runtime.contract.program.group import group_on
+        from protrain_plan.simulation.group import group_on
 
         return group_on(
             machine, self.num_devices, num_nodes=self.nodes, num_replicas=self.replicas or 1

@@ -86,7 +86,7 @@ def profile(
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.profiles import profile_json, profile_text
     from protrain_plan.profiling.estimate_cache import EstimateCache
-    from protrain_runtime.contract.program.group import interconnect_of
+    from protrain_plan.simulation.group import interconnect_of
     from protrain_runtime.contract.records import write_profile
 
     refuse_of_factory(context, model)

@@ -16,13 +16,13 @@ from protrain_plan.commands.output import destination, print_beside, print_resul
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
+    from protrain_plan.commands.launched import Launched
     from protrain_plan.commands.measuring import Progress
     from protrain_plan.commands.training import Run
     from protrain_runtime.contract.program.memory import Excess
     from protrain_runtime.contract.records.plan import Plan
     from protrain_runtime.contract.records.profile import Profile
     from protrain_runtime.preparation import Check
-    from protrain_runtime.ranks.group import Launched
 
 
 @option_record
@@ -165,7 +165,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
 
     who: Launched | None = None
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:  # by a launcher, with other ranks
-        from protrain_runtime.ranks.group import launched
+        from protrain_plan.commands.launched import launched
 
         who = launched()
     record = read_plan(plan)

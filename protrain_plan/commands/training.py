@@ -27,7 +27,7 @@ from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
 from protrain_runtime.checkpoint.loading import load, read_extra
 from protrain_runtime.checkpoint.saving import save
-from protrain_runtime.checkpoint.weights import plain_model
+from protrain_runtime.checkpoint.weights import Weights
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.recording import Recording
 from protrain_runtime.contract.records.folding import unfolded
@@ -50,8 +50,14 @@ from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device, parameter_values
 from protrain_runtime.preparation import Check, compile_blocks, prepare
 from protrain_runtime.ranks.group import check_ranks
+from protrain_runtime.states.absent import (
+    absent_parameters,
+    give_places,
+    without_parameters,
+)
 from protrain_runtime.states.host_steps import stepping_as
 from protrain_runtime.states.master_weights import with_master_weights
+from protrain_runtime.states.quantized import pack_absent
 
 CLIP_NORM = 1.0
 """Norm that gradients are clipped to, under plans that leave room for it."""
@@ -190,6 +196,22 @@ def train(
             return trainer.run(batches, num_steps, on_step)
 
 
+def _with_weights(
+    make_model: Callable[[], nn.Module], directory: Path, device: torch.device
+) -> nn.Module:
+    """The function's model with a folder's values, whole on the device: without a plan.
+
+    To compare a planned model with, which has the same values. ProtrainError as of `prepare`.
+    """
+    with without_parameters():
+        model = make_model()
+    absent = absent_parameters(model)
+    pack_absent(model)
+    give_places(model, device, set())
+    Weights(directory, absent).fill(model, None)
+    return model
+
+
 def _plainly(
     plan: Plan,
     build: Callable[..., nn.Module],
@@ -201,7 +223,7 @@ def _plainly(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and optimizer of ordinary PyTorch."""
     here = partial(build, device=device)
-    model = here() if weights is None else plain_model(here, weights, device)
+    model = here() if weights is None else _with_weights(here, weights, device)
     make = with_master_weights(factory) if plan.workload.precision == "master" else factory
     if compared:
         make = stepping_as(plan, model, make)

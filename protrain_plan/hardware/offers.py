@@ -25,8 +25,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+from protrain_plan.simulation.group import group_on
 from protrain_runtime.contract.errors import ProtrainError, cut
-from protrain_runtime.contract.program.group import group_on
 from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.hardware import PCIE, Hardware
 from protrain_runtime.contract.records.limits import MAX_LIST, Count, Price

@@ -1,1 +1,1 @@
-"""Program x Profile -> when each move starts and ends, and what a step waits for."""
+"""Program x Profile -> when each move starts and ends; what one rank has of a machine."""

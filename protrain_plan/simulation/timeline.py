@@ -15,8 +15,8 @@ from math import inf
 from operator import add
 from typing import Literal
 
+from protrain_plan.simulation.group import collective_seconds
 from protrain_plan.simulation.rates import rates
-from protrain_runtime.contract.program.group import collective_seconds
 from protrain_runtime.contract.program.implications import BoundProgram, update_seconds
 from protrain_runtime.contract.program.program import UPDATE_ON_DEVICE, Move
 from protrain_runtime.contract.records.hardware import is_accelerator

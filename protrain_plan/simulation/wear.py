@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from protrain_plan.simulation.group import profile_for
 from protrain_runtime.contract.program.compiling import bind
-from protrain_runtime.contract.program.group import profile_for
 from protrain_runtime.contract.program.implications import Implications
 from protrain_runtime.contract.program.program import Program, Way
 from protrain_runtime.contract.records.plan import Plan

@@ -51,7 +51,7 @@ from protrain_runtime.devices.preflight import (
     warn_of_slow_disk,
     warn_of_threads,
 )
-from protrain_runtime.devices.stores import Store, Stores
+from protrain_runtime.devices.stores import Store, Stores, in_rows
 from protrain_runtime.devices.turns import watch_zero_grad
 from protrain_runtime.diagnostics.checking import Check as PlainCopy
 from protrain_runtime.diagnostics.matching import (
@@ -376,7 +376,7 @@ def _facts(
         "limit of waits": f"{limit_s:g} s",
     }
     for number, group in enumerate(optimizer.param_groups, start=1):
-        held = repr([optimizer.names.get(parameter) for parameter in group["params"]])
+        held = repr([optimizer.names.get(id(parameter)) for parameter in group["params"]])
         facts[f"parameter group {number}"] = (
             f"{len(group['params'])} parameters ({hashlib.sha256(held.encode()).hexdigest()[:12]})"
         )
@@ -404,29 +404,22 @@ def _share(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     room = free_host_bytes() // 2 // ranks_here()
     kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []
     for tensor in tensors:
-        own = tensor.detach()
-        dense = own.contiguous()
-        flat = dense.view(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), _SHARED_BYTES):
-            here = flat[start : start + _SHARED_BYTES]
-            sent = here if ranks.rank == 0 else torch.empty_like(here)
-            ranks.broadcast([sent])
-            if ranks.rank == 0 or torch.equal(here, sent):
-                continue
-            room -= here.numel()
-            if room >= 0:
-                kept.append((tensor, start, here.to("cpu", copy=True)))
-            here.copy_(sent)
-        if dense is not own:
-            own.copy_(dense)
+        with in_rows(tensor) as flat:
+            for start in range(0, flat.numel(), _SHARED_BYTES):
+                here = flat[start : start + _SHARED_BYTES]
+                sent = here if ranks.rank == 0 else torch.empty_like(here)
+                ranks.broadcast([sent])
+                if ranks.rank == 0 or torch.equal(here, sent):
+                    continue
+                room -= here.numel()
+                if room >= 0:
+                    kept.append((tensor, start, here.to("cpu", copy=True)))
+                here.copy_(sent)
 
     def bring_back_own() -> None:
         for tensor, start, before in kept:
-            own = tensor.detach()
-            dense = own.contiguous()
-            dense.view(-1).view(torch.uint8)[start : start + before.numel()].copy_(before)
-            if dense is not own:
-                own.copy_(dense)
+            with in_rows(tensor) as flat:
+                flat[start : start + before.numel()].copy_(before)
 
     return bring_back_own
 

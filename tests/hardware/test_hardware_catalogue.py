@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
+from protrain_plan.simulation.group import group_on
 from protrain_runtime.contract import records
-from protrain_runtime.contract.program.group import group_on
 from protrain_runtime.contract.records.hardware import Hardware, Rates
 from tests.support import forked
 from tests.support.record_samples import HARDWARE, PROFILE

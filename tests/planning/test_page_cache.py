@@ -9,7 +9,7 @@ from protrain_plan.planning.questions.answers import Objective
 from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.report.step import simulated
-from protrain_runtime.contract.program.group import profile_for, through_cache
+from protrain_plan.simulation.group import profile_for, through_cache
 from protrain_runtime.contract.records import dumps_plan, loads_plan
 from protrain_runtime.contract.records.hardware import Cached, Contention, Hardware, Link
 from protrain_runtime.contract.records.plan import Budgets

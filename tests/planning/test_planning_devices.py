@@ -26,14 +26,14 @@ from protrain_plan.planning.search.choices import plain_choices
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.plans import solved_json, solved_text
-from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.compiling import program_of
-from protrain_runtime.contract.program.group import (
+from protrain_plan.simulation.group import (
     collective_seconds,
     group_on,
     profile_for,
     profile_of_rank,
 )
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.program.program import PAGE_BYTES
 from protrain_runtime.contract.records.decisions import ON_DISK

@@ -75,6 +75,7 @@ WITH_TORCH = (
     "protrain_plan.hardware.speeds",
     "protrain_plan.models",
     "protrain_plan.profiling",
+    "protrain_plan.commands.launched",
     "protrain_plan.commands.training",
 )
 

@@ -493,10 +493,9 @@ NONE_OF_THE_TABLE = {
     "device.synchronize": "what others wait with",
     "device._can_time_and_wait": "asks what a type of device can do",
     "lanes.Backend.lane": "a thread's start",
-    "lanes.Backend.synchronize": "what others wait with",
     "step_times.StepTimes.begin": "a clock's origin",
     "step_times.StepTimes.timed.run": "when a recorded move began and ended",
-    "updates._helpers": "threads' start",
+    "lanes.started_pool": "threads' start",
     "saving.save": "ranks wait for the files of the save before",
     "prepared.meet": "as HostStore.write waits, for what other ranks write; no scenario shows it",
 }

@@ -377,7 +377,7 @@ def test_a_dropped_model_takes_its_lanes_with_it(tmp_path: Path) -> None:
     lanes = set(threading.enumerate()) - others
     names = {thread.name for thread in lanes}
     # Where direct I/O takes the memory as it is, requests have threads of their own, too.
-    assert {name for name in names if not name.startswith("protrain file ")} == {
+    assert {name for name in names if not name.startswith("protrain file")} == {
         f"protrain {lane} disk" for lane in ("fetch", "read", "spill", "update", "write")
     }
     del run

@@ -27,9 +27,9 @@ from protrain_runtime.states.master_weights import MasterOptimizer, with_master_
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory
+from protrain_runtime.states.trials import ElementRange
 from protrain_runtime.states.update_rules import UpdateRules
 from protrain_runtime.states.updates import (
-    ElementRange,
     Piece,
     UpdateTeam,
     ranges,

@@ -351,13 +351,13 @@ ON_A_DEVICE = (
     ),
     Mutation(
         where="runtime/protrain_runtime/devices/stores.py::HostStore.write",
-        line="self._backend.synchronize()",
+        line="devices.synchronize(self._backend.device)",
         keeps="an evaluation that runs still computes with what is loaded after it",
         scenario="evaluated_then_loaded",
     ),
     Mutation(
         where="runtime/protrain_runtime/devices/stores.py::HostStore.close",
-        line="self._backend.synchronize()",
+        line="devices.synchronize(self._backend.device)",
         keeps="host memory is unpinned under a copy",
         scenario="evaluated_then_dropped",
     ),

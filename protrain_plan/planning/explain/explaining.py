@@ -469,7 +469,7 @@ class _Explainer:
             moved = seconds.moved_activations(option)
             return _Burden(option.cost.compute_s, sum(moved.values()), 0.0)
         moved_s, update_s = sum(seconds.moved_states(option).values()), option.update_s
-        if option.updated_on_device:  # beside compute, in turns
+        if option.decision.update_on_device:  # beside compute, in turns
             return _Burden(update_s, moved_s, 0.0)
         return _Burden(0.0, moved_s, update_s)
 

@@ -209,7 +209,7 @@ class CountProgram(LinearModel):
         below = self.staging(used, on_device=False)
         self.add_tiers(below)
         staging: Terms = [] if is_accelerator(problem.implied.device) else below
-        if any(option.updated_on_device for option, _ in used):
+        if any(option.decision.update_on_device for option, _ in used):
             staging = [*staging, *self.staging(used, on_device=True)]
         base = base_bytes(problem.profile, problem.settings) / self.byte_unit
         # Of one unit, the first slot is the last one of forward.
@@ -232,7 +232,7 @@ class CountProgram(LinearModel):
             self.row(f"busy_{lane}".replace(" ", "_"), [*terms, step], LE)
         shared = {lane: list(terms) for lane, terms in busy.items()}
         for option, number, _ in self.each():
-            if isinstance(option, StateOption) and not option.updated_on_device:
+            if isinstance(option, StateOption) and not option.decision.update_on_device:
                 for lane, taken in self.problem.lane_seconds.moved_states(option).items():
                     if isinstance(lane, Lane):  # of states, which share the link
                         shared[lane.way].append((number, taken / self.second_unit))

@@ -257,7 +257,7 @@ class DecisionModel(LinearModel):
                 change[held.last + 1].append((one, -held.bytes / unit))
         if not is_accelerator(problem.implied.device):
             change[0] += staging
-        if any(state.updated_on_device for state, _ in used):
+        if any(state.decision.update_on_device for state, _ in used):
             change[0] += self.staging(used, on_device=True)
         change[self.end].append((device_workspace, 1.0))
         memory = self.per_slot("m")

@@ -119,7 +119,9 @@ class ForwardBackward:
         tiers = self.hardware.tiers
         self.ways = [Way(tier.name, inwards) for tier in tiers for inwards in (True, False)]
         self.ways += [UPDATES] * bool(tiers) + [NETWORK] * self.several
-        self.on_device = updating and any(o.updated_on_device for _, o, _ in model.each_state())
+        self.on_device = updating and any(
+            o.decision.update_on_device for _, o, _ in model.each_state()
+        )
         self.held_per_written: dict[str, float] = {}
         # Of what is fetched to be gathered, the ranks have equal shards.
         shards = any(state.fetches and state.gathers for _, state, _ in model.each_state())
@@ -231,7 +233,7 @@ class ForwardBackward:
                 continue
             if state.summed_bytes:
                 ask("sum", slot, y, state.summed_bytes / unit)
-            chain = ON_DEVICE if state.updated_on_device else BELOW
+            chain = ON_DEVICE if state.decision.update_on_device else BELOW
             if state.update_s:
                 ask(chain.update, state.update_slot, y, update_s)
             if state.write_bytes:
@@ -439,15 +441,17 @@ class ForwardBackward:
         until = self._add_updates_until(chain) if self.overlap else []
         # Of what waits for the end of backward, speculative updates may be through by then.
         until_waiting = until
-        if self.overlap and any(option.speculates for _, option, _ in self.model.each_state()):
+        if self.overlap and any(
+            option.decision.speculate for _, option, _ in self.model.each_state()
+        ):
             until_waiting = self._add_updates_until(chain, speculative=False)
         for unit, state, y in self.model.each_state():
-            if not state.update_s or state.updated_on_device != (chain is ON_DEVICE):
+            if not state.update_s or state.decision.update_on_device != (chain is ON_DEVICE):
                 continue
             # The update of a slot, and all updates behind it in the lane, wait for its gradients.
             slot, waits = state.update_slot, 0.0
             window = self.windows[t := self.window_of[slot]]
-            in_backward = self.problem.settings.updates == "in backward" or state.speculates
+            in_backward = self.problem.settings.updates == "in backward" or state.decision.speculate
             if state.gradients and in_backward:
                 flow = self.flows[f"leave_{state.gradients.tier}"]
                 waits = state.gradients.bytes / self.byte_unit * flow.rate
@@ -500,8 +504,8 @@ class ForwardBackward:
         until = [self.variable(f"{name}_{n}") for n in range(self.problem.count)]
         own: list[Terms] = [[] for _ in until]
         for unit, state, y in self.model.each_state():
-            counts = speculative or not state.speculates
-            if state.updated_on_device == (chain is ON_DEVICE) and counts:
+            counts = speculative or not state.decision.speculate
+            if state.decision.update_on_device == (chain is ON_DEVICE) and counts:
                 own[unit].append((y, -state.update_s / self.second_unit))
         for unit, total in enumerate(until):
             before = [(until[unit - 1], -1.0)] if unit else []

@@ -153,7 +153,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
 
 def speculating_on(tiers: Sequence[StateTier], options: UnitOptions) -> UnitOptions:
     """The unit's options without speculative updates elsewhere, where that leaves some."""
-    return _filtered(options, lambda one: not one.speculates or one.tier in tiers)
+    return _filtered(options, lambda one: not one.decision.speculate or one.tier in tiers)
 
 
 def in_one_tier(options: UnitOptions) -> UnitOptions:

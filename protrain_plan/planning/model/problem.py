@@ -14,14 +14,14 @@ from protrain_plan.planning.model.options import (
     pinned_options,
     speculating_on,
 )
-from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.compiling import bind
-from protrain_runtime.contract.program.group import (
+from protrain_plan.simulation.group import (
     collective_seconds_per_byte,
     not_joined,
     profile_of_rank,
     through_cache,
 )
+from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.program.compiling import bind
 from protrain_runtime.contract.program.implications import (
     ActivationOption,
     BoundProgram,
@@ -251,7 +251,7 @@ class LaneSeconds:
         """
         seconds, update_s = self.moved_states(option), option.update_s
         seconds[NETWORK] += option.device_s
-        if option.updated_on_device:
+        if option.decision.update_on_device:
             # One direction of the link carries states and all else.
             for lane in (Lane("read", "host"), Lane("write", "host")):
                 seconds[lane.way] = seconds.get(lane.way, 0.0) + seconds[lane]

@@ -12,9 +12,9 @@ from protrain_plan.planning.model.problem import OVERLAPPING, Problem, most_of
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.allowance import is_tight, left_free_bytes, reserved_bytes
 from protrain_plan.planning.questions.spending import tokens_in_step
+from protrain_plan.simulation.group import profile_of_rank
 from protrain_plan.simulation.report import StepReport, report
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.group import profile_of_rank
 from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (

@@ -205,14 +205,14 @@ class Pacer:
     def _update(self, unit: int, option: StateOption) -> _Update | None:
         if not option.num_updates:
             return None
-        on_device = option.updated_on_device
+        on_device = option.decision.update_on_device
         read = write = (-1, 0.0)
         lane = Lane("update", option.tier)
         if option.state_lanes:
             reading, lane, writing = option.state_lanes
             read = self.clock(reading, option.read_bytes)
             write = self.clock(writing, option.write_bytes)
-        waits = self.problem.settings.updates == "after backward" and not option.speculates
+        waits = self.problem.settings.updates == "after backward" and not option.decision.speculate
         seconds = (self.lanes[lane], option.update_s)
         return _Update(unit, read, seconds, write, option.num_updates, on_device, waits)
 

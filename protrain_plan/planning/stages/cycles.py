@@ -32,8 +32,8 @@ from protrain_plan.planning.model.problem import SAFE, Problem
 from protrain_plan.planning.model.solver import solve
 from protrain_plan.planning.stages.cuts import handed_bytes
 from protrain_plan.planning.stages.shapes import Shape, hop_seconds, joined_for
+from protrain_plan.simulation.group import profile_of_rank
 from protrain_plan.simulation.rates import crossing
-from protrain_runtime.contract.program.group import profile_of_rank
 from protrain_runtime.contract.program.implications import StateOption, standing_bytes
 from protrain_runtime.contract.program.memory import base_bytes
 from protrain_runtime.contract.program.program import COMPUTE, NETWORK, Lane, Way
@@ -255,7 +255,7 @@ class Lanes:
                     if isinstance(option, StateOption):
                         work, moved = lanes.of_states(option), lanes.moved_states(option)
                         # Lanes of states share their link; those of the device are counted so.
-                        shared = {} if option.updated_on_device else moved
+                        shared = {} if option.decision.update_on_device else moved
                     else:
                         work, shared = lanes.of_activations(option, last=False), {}
                         rows.setdefault(COMPUTE, []).append((column, work[COMPUTE]))

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from protrain_plan.checking.plan_files import opened, read_files
 from protrain_plan.planning.model.problem import misfit
+from protrain_plan.simulation.group import profile_for
 from protrain_plan.simulation.report import StepReport, report, stall_cause
 from protrain_plan.simulation.timeline import Span, Timeline, simulate
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
-from protrain_runtime.contract.program.group import profile_for
 from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.program.program import pinned_bytes
 from protrain_runtime.contract.program.recording import Event

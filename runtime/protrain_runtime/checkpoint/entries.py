@@ -64,18 +64,14 @@ class _Listed(msgspec.Struct, frozen=True):
     data_offsets: tuple[Number, Number]  # behind the header
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """Elements of a tensor that follow each other, in a file."""
+    """Elements of a tensor that follow each other, in a file; ordered as they lie there."""
 
     path: Path
     start: int  # bytes from the start of the file
     first: int  # of the tensor's elements
     count: int
-
-    @property
-    def place(self) -> tuple[Path, int]:
-        return self.path, self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ def fill_values(targets: Sequence[tuple[Entry, Value]], sums: Sums | None = None
 
     Of another dtype than its entry's a value gets the numbers cast.
     """
-    for entry, value in sorted(targets, key=lambda target: target[0].parts[0].place):
+    for entry, value in sorted(targets, key=lambda target: target[0].parts[0]):
         order, (first, count) = order_of(value), part_of(value)
         if entry.order == order:
             fill = _reader(entry, first, count, sums)

@@ -11,8 +11,8 @@ The package of that name wants all tensors of a file in memory to write it, and 
 
 import json
 import os
+import resource
 import stat
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -221,9 +221,5 @@ def _product(first: int, second: int) -> int:
 
 def _threads_are_free() -> bool:
     """Whether the stacks of threads count for nothing: the process's data have no limit."""
-    if not sys.platform.startswith("linux"):
-        return True
-    import resource
-
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
     return all(limit == resource.RLIM_INFINITY for limit in limits)

@@ -6,7 +6,7 @@ and `prepare` takes everything back then.
 """
 
 import hashlib
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +21,7 @@ from protrain_runtime.checkpoint.saving import model_values, with_extra_state
 from protrain_runtime.checkpoint.training import read_training
 from protrain_runtime.model.prepared import Prepared, meet, offloaded_parameters
 from protrain_runtime.ranks.group import Ranks
-from protrain_runtime.states.absent import absent_parameters, give_places, without_parameters
-from protrain_runtime.states.quantized import pack_absent, scales_of
+from protrain_runtime.states.quantized import scales_of
 from protrain_runtime.states.values import (
     Held,
     Unpacked,
@@ -60,7 +59,8 @@ class Weights:
         """
         own = dict(model_values(model, prepared))
         kept = {name for name, _ in model.named_parameters()} - self._absent
-        names = {base_name(name) for name in self._entries if self._is_floating(name)}
+        found = self._entries.items()
+        names = {base_name(name) for name, entry in found if entry.dtype.is_floating_point}
         offloaded = offloaded_parameters(prepared.chunks if prepared else ())
         for layer_name, name, unpacked in unpacked_values(model, offloaded):
             if base_name(name) in names:  # else it was saved packed, with its scales
@@ -78,25 +78,6 @@ class Weights:
         for name, module in with_extra_state(model):
             if name in modules:
                 module.set_extra_state(modules[name])
-
-    def _is_floating(self, name: str) -> bool:
-        return self._entries[name].dtype.is_floating_point
-
-
-def plain_model(
-    make_model: Callable[[], nn.Module], directory: Path | str, device: torch.device
-) -> nn.Module:
-    """The function's model with a folder's values, whole on the device: without a plan.
-
-    To compare a planned model with, which has the same values. ProtrainError as of `prepare`.
-    """
-    with without_parameters():
-        model = make_model()
-    absent = absent_parameters(model)
-    pack_absent(model)
-    give_places(model, device, set())
-    Weights(directory, absent).fill(model, None)
-    return model
 
 
 def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]], sums: Sums) -> None:

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -315,6 +316,26 @@ def started(
     return thread
 
 
+def started_pool(
+    count: int,
+    name: str,
+    *,
+    stack_bytes: int = STACK_BYTES,
+    initializer: Callable[[], None] | None = None,
+) -> ThreadPoolExecutor:
+    """So many such threads that do what is submitted, all of them started."""
+    everyone = threading.Barrier(count + 1)
+    pool = ThreadPoolExecutor(count, f"{OWN_THREADS}{name}", initializer)
+    usual = threading.stack_size(stack_bytes)
+    try:
+        for _ in range(count):
+            pool.submit(everyone.wait)
+    finally:
+        threading.stack_size(usual)
+    everyone.wait()
+    return pool
+
+
 class StreamLane:
     """A lane on a stream of its own.
 
@@ -516,10 +537,6 @@ class Backend:
         # The worker's own number of threads also became the default of threads to come.
         torch.set_num_threads(threads)
         return lane
-
-    def synchronize(self) -> None:
-        """Block until the device has done all that was submitted to it."""
-        devices.synchronize(self.device)
 
 
 def take_threads(number: int = 1) -> None:

@@ -20,10 +20,10 @@ import os
 import struct
 import tempfile
 import threading
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -37,7 +37,7 @@ from protrain_runtime.contract.program.program import (
     in_blocks,
     region_begin,
 )
-from protrain_runtime.devices.lanes import started
+from protrain_runtime.devices.lanes import started_pool
 
 _PAGE = mmap.PAGESIZE
 
@@ -268,8 +268,7 @@ class _Requests:
 
     def __init__(self, edges: _Edges) -> None:
         self.edges = edges
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._helpers: list[threading.Thread] = []
+        self._helpers: ThreadPoolExecutor | None = None
         self._start = threading.Lock()
         self._rooms: SimpleQueue[memoryview] = SimpleQueue()
         memory = memoryview(mmap.mmap(-1, NUM_REQUESTS * REQUEST_BYTES))
@@ -286,56 +285,37 @@ class _Requests:
             self._rooms.put(room)
 
     def run(self, work: Callable[[int, int], None], spans: list[tuple[int, int]]) -> None:
-        """Do `work` on every range; the first error is raised when all that began has ended."""
+        """Do `work` on every range; an error is raised when all that began has ended."""
         if len(spans) < NUM_REQUESTS:
             for start, stop in spans:
                 work(start, stop)
             return
-        left, errors, ended = iter(spans), list[BaseException](), threading.Semaphore(0)
+        left = iter(spans)
 
         def take_part() -> None:
-            for start, stop in left:  # each thread the next one that no other has taken
-                try:
-                    if not errors:  # what follows a failure is left out
-                        work(start, stop)
-                except BaseException as error:  # noqa: BLE001 - raised again by the caller
-                    errors.append(error)
-                ended.release()
+            try:
+                for start, stop in left:  # each thread the next one that no other has taken
+                    work(start, stop)
+            except BaseException:
+                deque(left, maxlen=0)  # what follows a failure is left out
+                raise
 
-        if not self._helpers:
-            self._start_helpers()
-        for _ in self._helpers:
-            self._queue.put(take_part)
-        take_part()
-        for _ in spans:
-            ended.acquire()
-        if errors:
-            raise errors[0]
-
-    def _start_helpers(self) -> None:
         with self._start:
-            if self._helpers:
-                return
-            # The helpers know the queue alone: they end with who has the file.
-            for number in range(NUM_REQUESTS - 1):
-                work = partial(_help, self._queue)
-                name = f"protrain file {number}"
-                self._helpers.append(started(name, work, stack_bytes=_HELPER_STACK_BYTES))
-                weakref.finalize(self, self._queue.put, None)
+            if self._helpers is None:
+                count, size = NUM_REQUESTS - 1, _HELPER_STACK_BYTES
+                self._helpers = started_pool(count, "file", stack_bytes=size)
+        others = [self._helpers.submit(take_part) for _ in range(NUM_REQUESTS - 1)]
+        try:
+            take_part()
+        finally:
+            wait(began := [each for each in others if not each.cancel()])
+        for each in began:
+            each.result()
 
     def close(self) -> None:
         """End the helpers."""
-        for _ in self._helpers:
-            self._queue.put(None)
-        for helper in self._helpers:
-            helper.join()
-        self._helpers.clear()
-
-
-def _help(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
-    while (take_part := queue.get()) is not None:
-        take_part()
-        del take_part  # it refers to a caller's memory
+        if self._helpers is not None:
+            self._helpers.shutdown()
 
 
 _HELPER_STACK_BYTES = 2**18

@@ -10,7 +10,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class HostStore:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self._backend, self._empty = backend, backend.empty_host
         self._starts: list[int] = []  # of the buffers, ascending
         self._buffers: list[torch.Tensor] = []  # uint8 [bytes]
         self._views: dict[tuple[int, int], torch.Tensor] = {}  # by offset and bytes
@@ -51,9 +51,6 @@ class HostStore:
     def reserve(self, num_bytes: int) -> int:
         """Room for `num_bytes` more; returns its offset. ProtrainError where there is none."""
         return self.hold(self._empty(num_bytes))
-
-    def _empty(self, num_bytes: int) -> torch.Tensor:
-        return self._backend.empty_host(num_bytes)
 
     def hold(self, buffer: torch.Tensor) -> int:
         """Take a buffer that there is as a reservation; returns its offset.  # uint8 [bytes]"""
@@ -84,7 +81,7 @@ class HostStore:
         # A copy from here may still be running, of an evaluation whose output was not read: the
         # device's own copies queue behind it, the host's would not.
         if devices.on_host(source.device):
-            self._backend.synchronize()
+            devices.synchronize(self._backend.device)
         self.view(offset, source.numel()).copy_(source)
 
     def read(self, offset: int, target: torch.Tensor) -> None:
@@ -101,7 +98,7 @@ class HostStore:
 
     def close(self) -> None:
         """Free everything. What is in flight has ended before."""
-        self._backend.synchronize()  # pages are not unpinned under a copy
+        devices.synchronize(self._backend.device)  # pages are not unpinned under a copy
         self._starts.clear()
         self._buffers.clear()
         self._views.clear()
@@ -110,8 +107,9 @@ class HostStore:
 class DeviceStore(HostStore):
     """Shards on the device itself. Every reservation is a buffer of exactly its size."""
 
-    def _empty(self, num_bytes: int) -> torch.Tensor:
-        return self._backend.empty(num_bytes)
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._empty = backend.empty
 
 
 class CommonStore(HostStore):
@@ -314,7 +312,10 @@ def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
 
 
 class SplitStore(HostStore):
-    """Host memory and a disk as one store, whose ranges lie in one of the two."""
+    """Host memory and a disk as one store, whose ranges lie in one of the two.
+
+    What the optimizer reads and writes is in host memory; `reads` brings both to the device.
+    """
 
     def __init__(self, backend: Backend, near: Store, far: Store) -> None:
         super().__init__(backend)
@@ -386,12 +387,6 @@ class SplitStore(HostStore):
     def read(self, offset: int, target: torch.Tensor) -> None:
         self._each("read", offset, target)
 
-    def start_write(self, offset: int, source: torch.Tensor) -> None:
-        self._each("start_write", offset, source)
-
-    def start_read(self, offset: int, target: torch.Tensor) -> None:
-        self._each("start_read", offset, target)
-
 
 TIERS: dict[StateTier, Callable[[Backend, Path, bool], Store]] = {
     "device": lambda backend, *_: DeviceStore(backend),
@@ -439,6 +434,16 @@ class Stores:
     def close(self) -> None:
         for store in (*self._stores.values(), *([self._common] if self._common else [])):
             store.close()
+
+
+@contextmanager
+def in_rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor's bytes, row-major; what is written to them inside is the tensor's.  # uint8"""
+    own = tensor.detach()
+    dense = own.contiguous()
+    yield dense.view(-1).view(torch.uint8)
+    if dense is not own:
+        own.copy_(dense)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -11,7 +11,7 @@ the process that goes on: what would need either is refused there.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -121,9 +121,7 @@ def in_turn(
         @wraps(function)
         def run(owner: Owner, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
             turns = turns_of(owner)
-            if turns is None:
-                return function(owner, *args, **kwargs)
-            with turns.taken(f"{what} was called", what):
+            with turns.taken(f"{what} was called", what) if turns else nullcontext():
                 return function(owner, *args, **kwargs)
 
         return run

@@ -85,7 +85,7 @@ class Engine:
         self.unchanged: Callable[[], UnchangedModel | None] = lambda: None
         # Called before optimizer states are read or updated, with updating=True before a forward
         # whose backward updates them: what code has been shown of them is written back.
-        self.before_states_move: Callable[..., object] = nothing_moves
+        self.before_states_move: Callable[..., object] = lambda **_: None
         self.refuses_views = True  # of parameters, that are held from step to step
         self.held_views: set[int] = set()  # units of which views were held after the forward
         self._passed_on: set[int] = set()  # units of which they were held after their slot
@@ -827,10 +827,6 @@ class Engine:
     def _observe(self, what: str) -> None:
         if self.observer is not None:
             self.observer(what)
-
-
-def nothing_moves(*, updating: bool = False) -> None:
-    """Stand for what is called before states move, where no code has been shown any."""
 
 
 def _while_alive(

@@ -1,6 +1,7 @@
 """Where a step is: one phase and all that changes it; and what its chunks hold at one moment."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -151,13 +152,19 @@ def memory_snapshot(
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers.values()]
     staying = [chunk for chunk in chunks if chunk.store is None]
     kept = [p for chunk in staying for p in (*chunk.parameters, *chunk.aside.values())]
+    in_all = 0  # where the system does not say
+    if not devices.on_host(device):
+        in_all = torch.accelerator.memory_allocated(device)
+    else:
+        with suppress(OSError):
+            in_all = process_memory().data_bytes
     return MemorySnapshot(
         slot=slot,
         states=held_bytes(kept, device),
         gradients=held_bytes((*(p.grad for p in parameters), *taken), device),
         transfers=held_bytes((*buffers, *moving), device),
         staging=held_bytes(staging, device),
-        in_all=all_bytes(device),
+        in_all=in_all,
     )
 
 
@@ -165,16 +172,6 @@ def held_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> 
     """Bytes of those tensors that are on `device`, each storage once; stand-ins hold nothing."""
     real = [t for t in tensors if t is not None and not isinstance(t, ConsumedGradient)]
     return storage_bytes(t for t in real if t.device == device)
-
-
-def all_bytes(device: torch.device) -> int:
-    """Bytes of the process in `device`'s memory; 0 where the system does not say."""
-    if not devices.on_host(device):
-        return torch.accelerator.memory_allocated(device)
-    try:
-        return process_memory().data_bytes
-    except OSError:
-        return 0
 
 
 def unzeroed_gradient(chunks: Iterable[Chunk]) -> str | None:

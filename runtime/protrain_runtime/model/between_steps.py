@@ -6,7 +6,6 @@ keeps averaged parameters where the parameters are.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -25,7 +24,14 @@ from protrain_runtime.model.prepared import (
     turns_of,
     writing_together,
 )
-from protrain_runtime.states.chunks import Chunk, Slice, flat_storage_order, place_of, write_values
+from protrain_runtime.states.chunks import (
+    Chunk,
+    Copy,
+    Slice,
+    flat_storage_order,
+    place_of,
+    write_values,
+)
 
 
 class FullParameters:
@@ -136,14 +142,6 @@ Average = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
 `torch.optim.swa_utils.AveragedModel` takes as `multi_avg_fn`."""
 
 
-@dataclass(slots=True)
-class _Below:
-    """The average of an offloaded chunk: another set of its parameters in its store."""
-
-    chunk: Chunk  # this rank's part, where ranks share it
-    offset: int  # bytes from the start of the store
-
-
 class MovingAverage:
     """The averages that `AveragedModel` computes, to the bit, one parameter at a time.
 
@@ -171,11 +169,12 @@ class MovingAverage:
         prepared = prepared_of(model)
         chunks = prepared.chunks if prepared else ()
         self._offloaded = offloaded_parameters(chunks)
-        self._below: list[_Below] = []
+        # Of offloaded chunks, or this rank's part: another set of the parameters in the store.
+        self._below: list[tuple[Chunk, Copy]] = []
         for chunk in chunks:
             if chunk.store is not None:
                 offset = chunk.store.reserve(chunk.own.parameter_bytes)
-                self._below.append(_Below(chunk.own, offset))
+                self._below.append((chunk.own, Copy(offset)))
         self._held = {
             name: parameter.detach().clone()
             for name, parameter in model.named_parameters()
@@ -185,7 +184,7 @@ class MovingAverage:
     @property
     def num_bytes(self) -> int:
         """Bytes of the averages, of ranks this one's, in all tiers."""
-        below = sum(each.chunk.parameter_bytes for each in self._below)
+        below = sum(chunk.parameter_bytes for chunk, _ in self._below)
         return below + sum(held.nbytes for held in self._held.values())
 
     @in_turn("MovingAverage.update()", lambda average: turns_of(average._model))
@@ -196,19 +195,18 @@ class MovingAverage:
         parameters = dict(self._model.named_parameters())
         for name, held in self._held.items():
             self._add(held, parameters[name].detach())
-        for each in self._below:
-            store = each.chunk.store
+        for chunk, average in self._below:
+            store = chunk.store
             assert store is not None
-            for part in each.chunk.slices:
+            for part in chunk.slices:
                 device = part.parameter.device
-                places = [each.offset + part.offset, each.chunk.current.offset + part.offset]
+                places = [average.place(part), chunk.current.place(part)]
                 flat = [
                     torch.empty(part.num_bytes, dtype=torch.uint8, device=device) for _ in places
                 ]
                 for place, target in zip(places, flat, strict=True):
                     store.read(place, target)
-                values = [t.view(part.dtype).as_strided(part.shape, part.stride) for t in flat]
-                self._add(*values)
+                self._add(*map(part.shaped, flat))
                 store.write(places[0], flat[0])
         self.n_averaged += 1
 
@@ -235,9 +233,9 @@ class MovingAverage:
             self._exchange()
 
     def _exchange(self) -> None:
-        for each in self._below:
-            copy = each.chunk.current
-            copy.offset, each.offset = each.offset, copy.offset
+        for chunk, average in self._below:
+            copy = chunk.current
+            copy.offset, average.offset = average.offset, copy.offset
         parameters = dict(self._model.named_parameters())
         for name, held in self._held.items():
             self._held[name], parameters[name].data = parameters[name].data, held

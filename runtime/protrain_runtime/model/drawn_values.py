@@ -1,7 +1,5 @@
 """A new model's values on their way into the places that a plan has made for them."""
 
-from functools import partial
-
 import torch
 from torch import nn
 
@@ -31,13 +29,8 @@ class DrawnValues:
             if ranks is not None:
                 ranks.broadcast([values])
             if name in packed and values.is_floating_point():
-                packed[name].copy_from(partial(_copy, values))
+                packed[name].pack(values.contiguous())
             elif name in offloaded:
                 write_values(*offloaded[name], values)
             else:
                 parameter.data.copy_(values)
-
-
-def _copy(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Fill bytes of a whole tensor."""
-    target.copy_(values.contiguous().view(-1).view(torch.uint8))

@@ -60,11 +60,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if given and not isinstance(given[0], Mapping):
             given = [{"params": given}]  # one group, as in PyTorch
         self.factory, self.inner = factory, factory([dict(group) for group in given])
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
-        self._by_id = {id(parameter): name for parameter, name in self.names.items()}
+        # By identity, which takes no call of a parameter's own.
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._chunks: Sequence[Chunk] = ()
         self._persistent: Sequence[Chunk] = ()
-        self._consumed: Sequence[Chunk] = ()  # whose gradients the plan uses up
         self._engine: Engine | None = None
         self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
         self._mode_listeners: list[Callable[[str], object]] = []  # of modes
@@ -84,7 +83,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Take charge of `chunks`, of which `engine` updates what is offloaded."""
         self._chunks = [chunk for chunk in chunks if chunk.store is not None]
         self._persistent = [chunk for chunk in chunks if chunk.store is None]
-        self._consumed, self._engine = engine.consuming, engine
+        self._engine = engine
         self._states.attach(self._chunks, engine)
 
     @property
@@ -171,7 +170,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for group, chosen in zip(self.param_groups, self._used, strict=True):
             for parameter in group["params"]:
                 # Others are the inner optimizer's own affair.
-                if (name := self._by_id.get(id(parameter))) is not None:
+                if (name := self.names.get(id(parameter))) is not None:
                     options[name] = chosen
         return options
 
@@ -223,7 +222,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 self._states.write_back()
             with engine.stepping():
                 engine.begin_update(same_options=not changed)
-                used = [each for chunk in self._consumed for each in chunk.drop_consumed()]
+                used = [each for chunk in engine.consuming for each in chunk.drop_consumed()]
                 engine.update_shards()
                 self._make_room(self._persistent)
                 self._step_without([parameter for parameter, _ in used])
@@ -336,7 +335,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for _, part, (scalars, states) in self._offloaded_states():
             self.inner.state[part.parameter] = self._states.at_home(part, scalars, states)
         self.inner.state.update({parameter: loan for parameter, loan in loans.items() if loan})
-        self._chunks, self._persistent, self._consumed, self._engine = (), (), (), None
+        self._chunks, self._persistent, self._engine = (), (), None
 
     def _offloaded_states(self) -> Iterator[Any]:
         """Yield the chunk, the parameter's place, and its states of those that have states."""

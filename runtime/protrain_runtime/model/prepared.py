@@ -254,18 +254,11 @@ def bring_back(chunk: Chunk) -> None:
     """Give an offloaded chunk's parameters memory of their own again."""
     if not chunk.hollow:
         return
-    assert chunk.store is not None
     chunk.viewing.clear()
     for part in chunk.slices:
-        if part.group not in chunk.hollow:
-            continue
-        come_back(part.parameter)
-        if chunk.sharding is not None:
-            part.parameter.data = read_values(chunk, part).to(part.parameter.device)
-            continue
-        whole = torch.empty(part.num_bytes, dtype=torch.uint8, device=part.parameter.device)
-        chunk.store.read(chunk.current.offset + part.offset, whole)
-        part.parameter.data = whole.view(part.dtype).as_strided(part.shape, part.stride)
+        if part.group in chunk.hollow:
+            come_back(part.parameter)
+            part.parameter.data = read_values(chunk, part, device=part.parameter.device)
     chunk.hollow.clear()
 
 

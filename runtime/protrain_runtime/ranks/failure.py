@@ -86,21 +86,15 @@ class Meeting:
         self._last = 0  # the error that was reported last, by identity
         self.phases: dict[int, str] = {}  # by thread: what it is in
 
-    @property
-    def lost(self) -> Report | None:
-        """The final failure, which ends all ranks; RuntimeError where the store is gone."""
-        if self._lost is None and self._store.check([_LOST]):
-            self._lost = Report(**json.loads(self._store.get(_LOST)))
-        return self._lost
-
     def refuse_lost(self) -> None:
-        """RanksError where a rank cannot go on."""
+        """RanksError where a rank cannot go on, which ends all, or the store is gone."""
         try:
-            lost = self.lost
+            if self._lost is None and self._store.check([_LOST]):
+                self._lost = Report(**json.loads(self._store.get(_LOST)))
         except RuntimeError as error:
             raise abandoned(self.rank, self.count) from error
-        if lost is not None:
-            raise lost.error()
+        if self._lost is not None:
+            raise self._lost.error()
 
     @contextmanager
     def reporting(

@@ -3,14 +3,10 @@
 Every rank runs the same program, so that all of them meet in the same collectives in the same
 order. A rank that does not come makes the others wait, up to a time limit. A rank that fails says
 why at the ranks' store (see `failure`).
-
-Ranks that a launcher started come together at their store first, before anything can go wrong on
-one of them alone.
 """
 
 import ctypes
 import gc
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,15 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.rendezvous import rendezvous
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import DeviceGroup, Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import PATIENCE_S
 from protrain_runtime.devices.memory_meter import borrowing
+from protrain_runtime.devices.stores import in_rows
 from protrain_runtime.ranks.failure import START_AGAIN, Meeting, RanksError, abandoned, known
 
 CHECKPOINT_LIMIT_S = 3600.0
@@ -140,12 +136,8 @@ class Ranks:
         """One rank's values on every rank.  # dense tensors"""
         with self._collective():
             for tensor in tensors:
-                values = tensor.detach()
-                dense = values.contiguous()
-                flat = dense.view(-1).view(torch.uint8)
-                dist.broadcast(flat, src=self._members[source], group=self._all)
-                if dense is not values:
-                    values.copy_(dense)
+                with in_rows(tensor) as flat:
+                    dist.broadcast(flat, src=self._members[source], group=self._all)
 
     def all_objects(self, mine: Any, what: str = "a call for all ranks") -> list[Any]:
         """Gather objects of all ranks, by rank; from host to host, whatever they train on."""
@@ -243,11 +235,11 @@ def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None
         raise abandoned(dist.get_rank(group), dist.get_world_size(group)) from error
 
 
-def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
-    """Count the ranks; ProtrainError where the plan is for another number of them."""
+def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> None:
+    """ProtrainError where the plan is for another number of ranks than there are."""
     running = dist.get_world_size(group) if _initialized() else 1
     if plan.group.num_devices == running:
-        return running
+        return
     if running == 1:
         nodes = f"--nnodes {plan.group.num_nodes} " if plan.group.num_nodes > 1 else ""
         fix = f"start it with torchrun {nodes}--nproc-per-node {plan.group.in_node}"
@@ -265,63 +257,3 @@ def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> int:
 
 def _initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-JOIN_S = 120.0
-"""How long the ranks of one start may come one after the other."""
-
-
-class Launched:
-    """This process among those that a launcher (`torchrun`) started: rank 0 of 1 without one."""
-
-    def __init__(self, store: Store | None, rank: int, count: int) -> None:
-        self.rank, self.count = rank, count
-        self._store = store
-        self._meeting: Meeting | None = None
-        if store is not None:
-            own = PrefixStore("protrain/launched", store)
-            self._meeting = Meeting(own, rank, count, limit_s=JOIN_S)
-
-    def agree(self, what: str, facts: Mapping[str, str]) -> None:
-        """RanksError where a rank does not come, or was called with other `facts`."""
-        if self._meeting is not None:
-            self._meeting.agree(what, facts, lambda _: "start all ranks with the same command")
-
-    @contextmanager
-    def joined(self, device: str) -> Iterator[None]:
-        """The ranks can call collectives; each has the accelerator of its number on its node."""
-        if self._store is None:
-            yield
-            return
-        own = torch.device(device)
-        if not devices.on_host(own):
-            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(
-            devices.collectives(own),
-            store=self._store,
-            rank=self.rank,
-            world_size=self.count,
-            timeout=timedelta(seconds=JOIN_S),
-        )
-        try:
-            yield
-            leave()  # not where something failed: who failed says why first
-        finally:
-            dist.destroy_process_group()
-
-
-def launched() -> Launched:
-    """Who this process is, once the ranks' store is there. ProtrainError where it does not come."""
-    if _initialized():
-        return Launched(None, dist.get_rank(), dist.get_world_size())
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Launched(None, 0, 1)
-    try:
-        store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
-    except (RuntimeError, ValueError) as error:
-        raise ProtrainError(
-            f"the ranks did not come together: {str(error).splitlines()[0]}",
-            fix="start them with torchrun; with another launcher set RANK, WORLD_SIZE, MASTER_ADDR"
-            " and MASTER_PORT",
-        ) from error
-    return Launched(store, rank, count)

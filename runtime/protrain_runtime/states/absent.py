@@ -245,10 +245,8 @@ def _place(
         values = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return _exchange(parameter, values)
     exchange = _exchange(parameter, hollow(dtype, device, shape))
-    send_away(
-        parameter,
-        Elsewhere(name=name, stride=stride, bring=_refuse, values=partial(_refuse, name)),
-    )
+    place = Elsewhere(name=name, stride=stride, bring=_refuse, values=partial(_refuse, name))
+    send_away((parameter, place))
 
     def back() -> None:
         come_back(parameter)

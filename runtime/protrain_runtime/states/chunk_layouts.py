@@ -6,7 +6,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from protrain_runtime.contract.program.program import SHARD_ALIGNMENT, grouped, shard_bytes
+from protrain_runtime.contract.program.program import (
+    SHARD_ALIGNMENT,
+    grouped,
+    in_blocks,
+    shard_bytes,
+)
 from protrain_runtime.contract.records.plan import UnitPlan
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Group, Slice, dense_strides
@@ -23,13 +28,13 @@ def make_chunk(
     """Lay `parameters` out one after the other, each from a multiple of `alignment` bytes on."""
     groups: list[Group] = []
     offset = start = 0
-    for members in grouped([aligned_bytes(parameter, alignment) for _, parameter in parameters]):
+    for members in grouped([in_blocks(parameter.nbytes, alignment) for _, parameter in parameters]):
         begin = offset
         slices: list[Slice] = []
         for name, parameter in parameters[members.start : members.stop]:
             part = _slice(name, parameter, (begin, offset - begin), len(groups), start)
             slices.append(part)
-            offset += aligned_bytes(parameter, alignment)
+            offset += in_blocks(parameter.nbytes, alignment)
             start += part.numel if part.trainable else 0
         gradient_bytes = sum(part.num_bytes for part in slices if part.trainable)
         groups.append(Group(begin, offset - begin, tuple(slices), gradient_bytes))
@@ -54,11 +59,6 @@ def _slice(
     )
 
 
-def aligned_bytes(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> int:
-    """Bytes from a parameter's start to the next one's."""
-    return -(-tensor.numel() * tensor.itemsize // alignment) * alignment
-
-
 def make_sharded_chunk(
     unit: int,
     parameters: Sequence[tuple[str, nn.Parameter]],
@@ -73,7 +73,7 @@ def make_sharded_chunk(
     regions: list[tuple[Region, ...]] = []
     copies: list[Region] = []
     offset = own_offset = start = own_start = 0
-    for members in grouped([aligned_bytes(parameter) for _, parameter in parameters]):
+    for members in grouped([in_blocks(parameter.nbytes, ALIGNMENT) for _, parameter in parameters]):
         held = parameters[members.start : members.stop]
         slices: list[Slice] = []
         own: list[Slice] = []
@@ -86,7 +86,7 @@ def make_sharded_chunk(
                 first = start + inside // parameter.itemsize if trainable else 0
                 part = _slice(name, parameter, (offset, inside), len(groups), first)
                 slices.append(part)
-                inside += -(-part.num_bytes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+                inside += in_blocks(part.num_bytes, SHARD_ALIGNMENT)
             if common_copy and not trainable:
                 copied = sum(each.shard for each in copies)
                 copies.append(Region(begin, copied, inside - begin))

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, ChunkSize, pieces_in
-from protrain_runtime.devices.device import HOST_ALIGNMENT_BYTES
+from protrain_runtime.devices.device import HOST, HOST_ALIGNMENT_BYTES
 from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.stand_ins import (
@@ -42,7 +42,6 @@ from protrain_runtime.states.stand_ins import (
     UsedGradient,
     come_back,
     plainly,
-    send_all_away,
     send_away,
 )
 from protrain_runtime.states.update_rules import StateRule, UpdateRule, UpdateRules
@@ -261,10 +260,6 @@ class Chunk:
     offloaded_gradients: dict[str, GradientInStore] = field(
         default_factory=dict[str, GradientInStore]
     )
-    # What stands for those that are taken, in `.grad`.
-    taken: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
-    # And for those that a step has used.
-    used: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
     # What stood in `.grad` after the micro-batches before, set aside while one runs.
     hidden: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
     gradient_store: Store | None = None
@@ -457,7 +452,7 @@ class Chunk:
                 places = self.places[number] = [
                     (part.parameter, self._place(part)) for part in self.groups[number].slices
                 ]
-            send_all_away(places, stay=number in self.viewing)
+            send_away(*places, stay=number in self.viewing)
             self.hollow.add(number)
 
     def _place(self, part: Slice) -> Elsewhere:
@@ -495,20 +490,16 @@ class Chunk:
         self.settle("the model was copied")
         if part.name in self.aside:
             return self.aside[part.name].clone()
-        return read_values(self, part).to(part.parameter.device)
+        return read_values(self, part, device=part.parameter.device)
 
     def put_aside(self) -> None:
         """Send parameters that backward has updated away until `put_back`."""
         for part in self.slices:
             if part.trainable:
                 self.aside[part.name] = part.parameter.data
-                place = Elsewhere(
-                    name=part.name,
-                    stride=part.parameter.stride(),
-                    bring=refuse_early_reading,
-                    values=partial(self._copy, part),
-                )
-                send_away(part.parameter, place)
+                place = self._place(part)
+                place.stride, place.bring = part.parameter.stride(), refuse_early_reading
+                send_away((part.parameter, place))
 
     def put_back(self) -> None:
         """Bring back the parameters that `put_aside` sent away."""
@@ -532,10 +523,8 @@ class Chunk:
                 if gradient.is_conj() or gradient.is_neg():
                     gradient = gradient.resolve_conj().resolve_neg()
                 self.gradients[part.name] = gradient
-                if (taken := self.taken.get(part.name)) is None:
-                    kind = gradient.dtype, gradient.device, gradient.shape
-                    taken = self.taken[part.name] = ConsumedGradient.of_kind(*kind)
-                part.parameter.grad = taken
+                kind = gradient.dtype, gradient.device, gradient.shape
+                part.parameter.grad = ConsumedGradient.of_kind(*kind)
 
     def place_gradient(self, part: Slice, norm: torch.Tensor | None = None) -> GradientInStore:
         """Note that a gradient waits at its place in the gradient store, where it is to be."""
@@ -606,10 +595,8 @@ class Chunk:
                 parameter = part.parameter
                 if isinstance(parameter.grad, ConsumedGradient):
                     parameter.grad = None
-                    if (used := self.used.get(part.name)) is None:
-                        kind = part.dtype, parameter.device, part.shape
-                        used = self.used[part.name] = UsedGradient.of_kind(*kind)
-                    found.append((parameter, used))
+                    kind = part.dtype, parameter.device, part.shape
+                    found.append((parameter, UsedGradient.of_kind(*kind)))
         return found
 
     @property
@@ -679,8 +666,10 @@ def refuse_early_reading(name: str) -> None:
     )
 
 
-def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
-    """Read a parameter or state to the host, with all ranks that share it."""
+def read_values(
+    chunk: Chunk, part: Slice, layout: StateLayout | None = None, *, device: torch.device = HOST
+) -> torch.Tensor:
+    """Read a parameter or state to the host or a device, with all ranks that share it."""
     assert chunk.store is not None
     if chunk.sharding is not None:
         what, ranks = "parameters" if layout is None else "optimizer states", chunk.sharding.ranks
@@ -688,10 +677,10 @@ def read_values(chunk: Chunk, part: Slice, layout: StateLayout | None = None) ->
         with ranks.meeting.reporting(f"a gather of {what}", final=True):
             whole = chunk.sharding.gather(chunk, part, layout).cpu()
         # A copy: on a CPU `whole` is a view of all that was gathered with it.
-        return flat_storage_order(whole).clone().as_strided(part.shape, part.stride)
+        return flat_storage_order(whole).to(device, copy=True).as_strided(part.shape, part.stride)
     dtype = part.dtype if layout is None else layout.dtype
     count = part.numel if layout is None else layout.rule.count(part.numel)
-    flat = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+    flat = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device=device)
     chunk.store.read(chunk.current.place(part, layout), flat)
     if count != part.numel:
         return flat.view(dtype)

@@ -11,12 +11,12 @@ optimizer, which are float32 with it.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from protrain_runtime.contract.program.program import PIECE_ALIGNMENT
+from protrain_runtime.contract.program.program import PIECE_ALIGNMENT, in_blocks
 from protrain_runtime.states.compositions import is_composed
 from protrain_runtime.states.stepping import MASTERS_OF, OptimizerFactory, attributes_of
 
@@ -68,14 +68,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Copies and pickles step, too."""
         return {**super().__getstate__(), "_factory": self._factory, "kind": self.kind}
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the masters, and round them to the parameters."""
         loss = None
         if closure is not None:
@@ -184,7 +178,7 @@ def _batches(groups: Sequence[Mapping[str, Any]], room_elements: int) -> list[li
     batches: list[list[_Due]] = []
     for group, parameter in due:
         last = batches[-1][-1] if batches else None
-        start = 0 if last is None else -(-last.stop // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+        start = 0 if last is None else in_blocks(last.stop, PIECE_ALIGNMENT)
         full = start + parameter.numel() > limit
         if last is None or full or last.parameter.device != parameter.device:
             batches.append([])

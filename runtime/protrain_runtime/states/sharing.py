@@ -91,7 +91,7 @@ class Sharding:
             assert self.common.store is not None
             flat = torch.empty(part.num_bytes, dtype=torch.uint8, device=device)
             self.common.store.read(self.common.place(part.group, part.inside), flat)
-            return flat.view(part.dtype).as_strided(part.shape, part.stride)
+            return part.shaped(flat)
         assert own.store is not None
         if layout is None:
             num_bytes = chunk.groups[part.group].num_bytes

@@ -12,7 +12,7 @@
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from threading import local
@@ -201,8 +201,7 @@ class OffloadedGradient(ConsumedGradient):
         """Answer what clipping by a norm and unscaling ask, and do the rest on the device."""
         kwargs = kwargs or {}
         if func in _GRADIENT_LOOKS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return _called_plainly(func, types, args, kwargs)
         asked = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         _end_loans(asked)
         answer = _GRADIENT_ANSWERS.get(func)
@@ -448,15 +447,11 @@ def place_of(parameter: nn.Parameter) -> Elsewhere:
     return place
 
 
-def send_away(parameter: nn.Parameter, place: Elsewhere) -> None:
-    """Leave an expanded single element of the right shape, which refuses to be read."""
-    send_all_away(((parameter, place),), stay=False)
+def send_away(*places: tuple[nn.Parameter, Elsewhere], stay: bool = False) -> None:
+    """Leave expanded single elements of the right shapes, which refuse to be read.
 
-
-def send_all_away(places: Iterable[tuple[nn.Parameter, Elsewhere]], *, stay: bool) -> None:
-    """Do the same for several: in every step for all that are offloaded, so in one call.
-
-    Those that `stay` views of memory which comes and goes are left such.
+    Of all parameters in one call, since every step sends away all that are offloaded. Those that
+    `stay` views of memory which comes and goes are left such.
     """
     for parameter, place in places:
         if _KEY in parameter.__dict__:

@@ -43,12 +43,12 @@ _LARGE_STATE, _SCALARS = 2048, 64
 """Elements of what an optimizer may keep besides states: of tables, and for more parameters."""
 
 
-class Range(NamedTuple):
-    """Elements of a parameter. A step on them has them flat."""
+class ElementRange(NamedTuple):
+    """Elements of one of several tensors; a step on them has them flat."""
 
-    parameter: int
-    first: int
-    past: int
+    tensor: int
+    start: int
+    stop: int
 
 
 class Training:
@@ -68,7 +68,7 @@ class Training:
         groups: Sequence[Mapping[str, Any]],
         values: Sequence[torch.Tensor],
         *,
-        pieces: Sequence[Sequence[Range]] = (),
+        pieces: Sequence[Sequence[ElementRange]] = (),
         alone: Sequence[Sequence[int]] = (),
     ) -> None:
         self._factory, self._attributes = factory, attributes
@@ -89,7 +89,7 @@ class Training:
                 group["params"], group.get(NAMES) or repeat(""), strict=False
             )
         }
-        self._states: dict[Range, dict[str, Any]] = {}
+        self._states: dict[ElementRange, dict[str, Any]] = {}
         self._begun = options_of(self.optimizer)
         # Itself: where tensors are fake, the functions that ask it say nothing.
         self._random = torch.default_generator.get_state()
@@ -101,11 +101,11 @@ class Training:
         options = options_of(self.optimizer)
         rest = dict(enumerate(gradients))
         for piece in self._pieces:
-            spans = [span for span in piece if rest[span.parameter] is not None]
+            spans = [span for span in piece if rest[span.tensor] is not None]
             if spans:
                 self._on_piece(spans, options, gradients)
         for span in (span for piece in self._pieces for span in piece):
-            rest[span.parameter] = None
+            rest[span.tensor] = None
         for numbers in self._alone:
             own = {number: rest.pop(number) for number in numbers}
             self._give(own)
@@ -122,7 +122,7 @@ class Training:
 
     def _on_piece(
         self,
-        spans: Sequence[Range],
+        spans: Sequence[ElementRange],
         options: Sequence[Mapping[str, Any]],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
@@ -194,7 +194,7 @@ class Training:
         if not is_equal(self.parameters, whole.parameters):
             return False
         for number, parameter in enumerate(whole.parameters):
-            spans = sorted(span for span in self._states if span.parameter == number)
+            spans = sorted(span for span in self._states if span.tensor == number)
             own = [self._states[span] for span in spans] or [
                 self.optimizer.state.get(self.parameters[number], {})
             ]
@@ -282,7 +282,7 @@ def why_together(
     others = [values_of(torch.Size(size), dtype) for size in ([48, 64], [64])]
     in_backward: list[dict[str, Any]] = [{"alone": [[2], [1], [0]]}]
     if pieces:
-        every = [Range(number, 0, shape.numel()) for number in range(3)]
+        every = [ElementRange(number, 0, shape.numel()) for number in range(3)]
         in_backward.append({"pieces": [every[2:], every[:2]]})
     usual = list(range(len(_SCALES)))
     # A parameter without a gradient, and one with a gradient that is no number.

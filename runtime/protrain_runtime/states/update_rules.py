@@ -39,7 +39,7 @@ from protrain_runtime.states.stepping import (
 )
 from protrain_runtime.states.trials import (
     DRAWS,
-    Range,
+    ElementRange,
     Training,
     gradients_of,
     trying,
@@ -392,7 +392,7 @@ class _Trial:
         last = (count - least) // first * first
         ends = sorted({0, first, last, count}) if cuts and last >= first else [0, count]
         values = [values_of(shape, self._dtype)]
-        pieces = [[Range(0, *span)] for span in pairwise(ends)]
+        pieces = [[ElementRange(0, *span)] for span in pairwise(ends)]
         try:
             whole, parts = self._train(values), self._train(values, pieces=pieces)
             for step in range(_FEW_STEPS):
@@ -485,8 +485,7 @@ def _sizes(kept: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _unit(block: int, least: int) -> int:
     """The least multiple of a block, and of PIECE_ALIGNMENT, that is `least` or more."""
-    unit = lcm(block, PIECE_ALIGNMENT)
-    return -(-least // unit) * unit
+    return in_blocks(least, lcm(block, PIECE_ALIGNMENT))
 
 
 def smaller(shape: torch.Size, most: int) -> torch.Size:

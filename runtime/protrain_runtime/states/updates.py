@@ -12,7 +12,6 @@ are updated each by an optimizer of the user's class, on a thread with one intra
 """
 
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -24,7 +23,7 @@ from torch import nn
 
 from protrain_runtime.contract.program.program import LONGEST_SPAN
 from protrain_runtime.devices.device import on_host
-from protrain_runtime.devices.lanes import STACK_BYTES, take_threads
+from protrain_runtime.devices.lanes import started_pool, take_threads
 from protrain_runtime.devices.preflight import ranks_here
 from protrain_runtime.devices.stores import HostStore, Store, copies
 from protrain_runtime.states.chunks import Chunk, Copy, Cut, Slice, StateKind, StateLayout
@@ -34,6 +33,7 @@ from protrain_runtime.states.known_optimizers import known
 from protrain_runtime.states.master_weights import MasterOptimizer
 from protrain_runtime.states.stand_ins import GradientInStore
 from protrain_runtime.states.stepping import OptimizerFactory, attributes_of
+from protrain_runtime.states.trials import ElementRange
 
 SMALLEST_RANGE = 2**17
 """Elements that are worth a thread: about 150 us of AdamW's step, several times what handing a
@@ -54,14 +54,6 @@ def spare_threads(device: torch.device) -> int:
     launched = ranks > 1 and os.environ.get("OMP_NUM_THREADS") == "1"
     threads = len(os.sched_getaffinity(0)) // ranks if launched else torch.get_num_threads()
     return max(1, threads - 1)
-
-
-class ElementRange(NamedTuple):
-    """Elements of one of several tensors."""
-
-    tensor: int
-    start: int
-    stop: int
 
 
 def updates_by_lines(optimizer: torch.optim.Optimizer) -> bool:
@@ -89,7 +81,12 @@ class UpdateTeam:
         self.num_threads = num_threads // self.inside
         self.longest = longest * self.inside
         self._smallest = smallest
-        self._helpers = _helpers(self.num_threads - 1) if self.num_threads > 1 else None
+        self._helpers: ThreadPoolExecutor | None = None
+        if self.num_threads > 1:
+            threads = torch.get_num_threads()
+            self._helpers = started_pool(self.num_threads - 1, "update", initializer=take_threads)
+            # Their own number of threads also became the default of threads to come.
+            torch.set_num_threads(threads)
 
     def ranges(self, lengths: Sequence[int], cuts: Sequence[Cut] = ()) -> list[list[ElementRange]]:
         """Elements that each thread updates of tensors of these lengths, cut by `cuts`."""
@@ -115,21 +112,6 @@ class UpdateTeam:
         """End the threads."""
         if self._helpers is not None:
             self._helpers.shutdown()
-
-
-def _helpers(count: int) -> ThreadPoolExecutor:
-    """Threads that have started: each sets its own number of intra-op threads when it does."""
-    num_threads = torch.get_num_threads()
-    usual = threading.stack_size(STACK_BYTES)
-    everyone = threading.Barrier(count + 1)
-    pool = ThreadPoolExecutor(count, "protrain update", initializer=take_threads)
-    for _ in range(count):
-        pool.submit(everyone.wait)
-    everyone.wait()
-    threading.stack_size(usual)
-    # The helpers' number also became the default of threads to come.
-    torch.set_num_threads(num_threads)
-    return pool
 
 
 def ranges(

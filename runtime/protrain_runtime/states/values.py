@@ -6,7 +6,7 @@ through a copy of that one tensor.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import SAVING_BYTES, in_blocks
-from protrain_runtime.devices.stores import Store
+from protrain_runtime.devices.stores import Store, in_rows
 from protrain_runtime.states.chunks import (
     Chunk,
     Slice,
@@ -90,19 +90,13 @@ class Held:
             write(flat[start : start + SAVING_BYTES].cpu())
 
     def copy_from(self, fill: Fill) -> None:
-        own = self.tensor.detach()
-        target = own
-        if not own.is_contiguous():
-            target = torch.empty_like(own, memory_format=torch.contiguous_format)
-        flat = _bytes_of(target)
-        if flat.device.type == "cpu" and flat.numel():
-            fill(flat)
-        elif flat.numel():
+        with in_rows(self.tensor) as flat:
+            if flat.device.type == "cpu" and flat.numel():
+                fill(flat)
+                return
             for start, piece in _pieces(flat.numel()):
                 fill(piece)
                 flat[start : start + piece.numel()].copy_(piece)
-        if target is not own:
-            own.copy_(target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,10 +225,7 @@ class PackedSettings:
 
     name: str
     state: Any  # bitsandbytes' QuantState
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
+    dtype: torch.dtype = torch.uint8
 
     @property
     def shape(self) -> torch.Size:
@@ -276,14 +267,8 @@ class RowFormat:
     """`weight_format` beside int8 weights: 0, they lie in rows; else ProtrainError."""
 
     name: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size([])
+    dtype: torch.dtype = torch.uint8
+    shape: torch.Size = field(default=torch.Size([]))
 
     def copy_to(self, write: Write) -> None:
         write(torch.zeros(1, dtype=torch.uint8))
@@ -339,19 +324,18 @@ class Unpacked:
         raise AssertionError(f"these values are gone: cannot {write}")
 
     def copy_from(self, fill: Fill) -> None:
-        self.place(self.packed(fill))
-
-    def packed(self, fill: Fill) -> torch.Tensor:
-        """Pack what comes next; the layer has its scales.  # [the weight's shape]"""
         numbers = torch.empty(self.shape, dtype=self.dtype)
         Held(numbers).copy_from(fill)
+        self.pack(numbers)
+
+    def pack(self, numbers: torch.Tensor) -> None:
+        """Pack numbers of the weight's shape, and place them; the layer has their scales."""
         weight, eight = self.layer.weight, of_eight_bits(self.layer)
         made = packed_like(weight, numbers.to(weight.device), eight=eight)
         found = {ROW_SCALES: getattr(made, ROW_SCALES)} if eight else state_scales(made)
         for path, scale in scales_of(self.layer).items():
             scale.copy_(found[path])
-        packed: torch.Tensor = made.data
-        return packed
+        self.place(made.data)
 
 
 def unpacked_values(

@@ -273,12 +273,13 @@ class _Compiler:
             self.reduced.append(self._leave(move, None))
         drain = self.units[unit].schedule.update_drain
         arrived, longest = self._add_gradients(index, unit, drain)
-        if self.updating and placement.speculates:
+        if self.updating and placement.decision.speculate:
             first = len(self.moves)
             self._add_updates(index, unit, slot.finish, arrived)
             self.speculative += range(first, len(self.moves))
             return
-        if not self.in_backward or not placement.num_updates or self._is_late(unit):
+        late = self.units[unit].schedule.update_late
+        if not self.in_backward or not placement.num_updates or late:
             return
         ends = self._add_updates(index, unit, slot.finish, arrived)
         if placement.home == "in place":
@@ -294,9 +295,6 @@ class _Compiler:
         elif placement.home == "device":  # the shard of the gradients leaves with the last piece
             self._drain(ends[-1], index, longest)
 
-    def _is_late(self, unit: int) -> bool:
-        return self.units[unit].schedule.update_late
-
     def _add_late_updates(self) -> None:
         """Updates that begin when backward has ended; the one that is needed first begins first.
 
@@ -306,15 +304,17 @@ class _Compiler:
         order = list(range(len(self.units)))
         if not self.settings.overlap_steps:
             order.reverse()
-        waiting = [unit for unit in order if not self.states[unit].speculates]
-        again = [unit for unit in order if self.states[unit].speculates] if self.clipped else []
+        waiting = [unit for unit in order if not self.states[unit].decision.speculate]
+        again = (
+            [unit for unit in order if self.states[unit].decision.speculate] if self.clipped else []
+        )
         for unit in (*waiting, *again):
             if not self.states[unit].num_updates:
                 continue
             slot = self.end if unit in again else self.end - 1 - unit
             if not self.in_backward:
                 self._add_updates(slot, unit, self.last, ())
-            elif self._is_late(unit):
+            elif self.units[unit].schedule.update_late:
                 spilled = (n for n in self.slots[slot].finish if self.moves[n].unit == unit)
                 self._add_updates(slot, unit, self.slots[-1].finish, tuple(spilled))
 
@@ -378,7 +378,7 @@ class _Compiler:
         placement = self.states[unit]
         lanes = placement.state_lanes
         assert placement.decision.below
-        written = self.written[placement.updated_on_device]
+        written = self.written[placement.decision.update_on_device]
 
         def add(move: Move) -> int:
             into.append(self._add(move))

@@ -203,22 +203,12 @@ class StateOption:
         return self.decision.tier or "device"
 
     @property
-    def updated_on_device(self) -> bool:
-        """Whether the device's optimizer works on states that stream to it from host memory."""
-        return self.decision.update_on_device
-
-    @property
-    def speculates(self) -> bool:
-        """Whether its update runs ahead of the norm of all gradients, to a second copy."""
-        return self.decision.speculate
-
-    @property
     def parameters_read(self) -> int:
         """Gradient-sized buffers read with the states for an update.
 
         Parameters come with the states, and gradients where they were on the tier too.
         """
-        gradients = self.home == "disk" or (self.home == "host" and self.updated_on_device)
+        gradients = self.home == "disk" or (self.home == "host" and self.decision.update_on_device)
         return (self.home not in (None, "in place")) + gradients
 
     @property
@@ -227,7 +217,7 @@ class StateOption:
         if not self.write_bytes:
             return None
         tier = self.tier
-        update = UPDATE_ON_DEVICE if self.updated_on_device else Lane("update", tier)
+        update = UPDATE_ON_DEVICE if self.decision.update_on_device else Lane("update", tier)
         return Lane("read", tier), update, Lane("write", tier)
 
     def fetched(self, stay: int) -> tuple[Fetch, ...]:
@@ -320,7 +310,7 @@ class Implications:
                 optimizer,
                 own.num_parameters,
                 num_pieces=option.num_updates,
-                on_device=option.updated_on_device,
+                on_device=option.decision.update_on_device,
             )
         adds = self.settings.micro_batches > 1 and self.settings.group.num_devices == 1
         added_s = (
@@ -544,7 +534,7 @@ def _most_at_a_time(option: StateOption, optimizer: OptimizerCost, device: Devic
     if optimizer.at_once or not option.own.num_parameters:
         return inf
     accelerator = is_accelerator(device)
-    if accelerator and not option.updated_on_device:
+    if accelerator and not option.decision.update_on_device:
         return inf
     width = -(-option.own.gradient_bytes // option.own.num_parameters)
     return min(option.own.stepped_bytes, inf if accelerator else LONGEST_SPAN * width)
@@ -665,7 +655,7 @@ def staging_parts(
     makes them. Gradients of several micro-batches arrive below.
     """
     needs, pieces = state.staging, STAGING_PIECES + on_device
-    if state.updated_on_device != on_device:
+    if state.decision.update_on_device != on_device:
         needs = NO_STAGING if on_device else Staging(arriving=state.staging.arriving)
     parts = (
         ("piece", needs.read_piece, pieces),

@@ -45,7 +45,7 @@ from protrain_runtime.contract.program.program import (
 )
 from protrain_runtime.contract.records.hardware import DeviceKind, is_accelerator
 from protrain_runtime.contract.records.plan import Plan, StepSettings, TierBytes, UnitPlan
-from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.profile import HANDED_SIZES, Profile
 from protrain_runtime.contract.units import format_bytes
 
 
@@ -120,14 +120,7 @@ _COUNTER_BLOCKS = 4
 """The same on an accelerator, where each takes a block; two more round its part's bytes up."""
 
 _RUN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
-_WIDTHS = {
-    "complex128": 16,
-    "complex64": 8,
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-}
+_WIDTHS = {"complex128": 16, "complex64": 8, **HANDED_SIZES}
 
 
 @cache

@@ -66,32 +66,6 @@ def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
         raise RecordError(f"cannot be read: {_reason(error)}", source=str(path)) from None
 
 
-def repository() -> Path:
-    """The folder of the repository around the working directory; that one where there is none."""
-    here = Path(os.path.realpath("."))
-    return next((above for above in (here, *here.parents) if (above / ".git").exists()), here)
-
-
-def leads_out(path: str | Path, *folders: str | Path) -> str | None:
-    """Why a file is not what is reviewed with the repository or the folders; None where it is."""
-    try:
-        real = Path(os.path.realpath(path))
-        within = [repository(), *(Path(os.path.realpath(folder)) for folder in folders)]
-        if any(map(real.is_relative_to, within)):
-            return None
-        is_link = os.path.abspath(path) != str(real)  # noqa: PTH100  (as it is called)
-        return f"this {'link ' * is_link}leads out of the folder, to {real}"
-    except ValueError:  # a name that no file can have
-        return None
-
-
-def refuse_outside(path: str | Path, *folders: str | Path) -> None:
-    """RecordError where `leads_out` says why, whatever is there."""
-    if (problem := leads_out(path, *folders)) is not None:
-        fix = "put the file itself into the repository"
-        raise RecordError(problem, source=str(path), fix=fix)
-
-
 def replace_text(path: str | Path, text: str) -> None:
     """Write the file anew, at once: at no moment is it missing or incomplete.
 

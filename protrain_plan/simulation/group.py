@@ -1,6 +1,8 @@
 """Several devices: what one rank has of its machine, and how long collectives take."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Literal
 
 from protrain_runtime.contract.errors import ProtrainError
@@ -82,28 +84,22 @@ def through_cache(hardware: Hardware, page_cache_bytes: int) -> Hardware:
     The disk is then as large as what the cache may take. ProtrainError if its speed was not
     measured.
     """
-    if not page_cache_bytes:
+    disk = next((tier for tier in hardware.tiers if tier.name == "disk"), None)
+    if not page_cache_bytes or disk is None:
         return hardware
-    tiers: list[Tier] = []
-    for tier in hardware.tiers:
-        if tier.name == "disk":
-            if tier.cached is None:
-                raise ProtrainError(
-                    f"{hardware.name} does not say how fast its disk is through the page cache",
-                    key="--page-cache",
-                    fix="measure the machine (protrain profile, or protrain hardware probe), or"
-                    " plan without it: what is on disk then passes the cache by",
-                )
-            cached, capacity = tier.cached, min(tier.capacity_bytes, page_cache_bytes)
-            tier = replace(tier, capacity_bytes=capacity, link=cached.link)
-            if not is_accelerator(hardware.device.kind):
-                hardware = replace(
-                    hardware,
-                    read_contention=cached.read_contention,
-                    write_contention=cached.write_contention,
-                )
-        tiers.append(tier)
-    return replace(hardware, tiers=tuple(tiers))
+    if (cached := disk.cached) is None:
+        raise ProtrainError(
+            f"{hardware.name} does not say how fast its disk is through the page cache",
+            key="--page-cache",
+            fix="measure the machine (protrain profile, or protrain hardware probe), or"
+            " plan without it: what is on disk then passes the cache by",
+        )
+    capacity = min(disk.capacity_bytes, page_cache_bytes)
+    found = hardware.with_tier(replace(disk, capacity_bytes=capacity, link=cached.link))
+    if is_accelerator(hardware.device.kind):
+        return found
+    read, write = cached.read_contention, cached.write_contention
+    return replace(found, read_contention=read, write_contention=write)
 
 
 def profile_for(profile: Profile, plan: Plan) -> Profile:
@@ -132,12 +128,13 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     for tier in hardware.tiers:
         link = tier.link
         if tier.name == "host" and hardware.rates and hardware.rates.host_bandwidth_bytes_per_s:
-            link = _link_within(link, hardware.rates.host_bandwidth_bytes_per_s / group.in_node)
+            own = hardware.rates.host_bandwidth_bytes_per_s / group.in_node
+            link = _slower(link, partial(min, own))
         if tier.name == "disk":  # each device has a link of its own to host memory
-            link = _shared_link(link, shared)
+            link = _slower(link, lambda speed: speed / shared)
             if tier.cached is not None:
-                cached = replace(tier.cached, link=_shared_link(tier.cached.link, shared))
-                tier = replace(tier, cached=cached)
+                cached = _slower(tier.cached.link, lambda speed: speed / shared)
+                tier = replace(tier, cached=replace(tier.cached, link=cached))
         tiers.append(replace(tier, capacity_bytes=tier.capacity_bytes // shared, link=link))
     host, of_node = optimizer.host_parameters_per_s / shared, optimizer.node_parameters_per_s
     if of_node:
@@ -162,13 +159,9 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
     )
 
 
-def _link_within(link: Link, bytes_per_s: float) -> Link:
-    read, write = min(link.read_bytes_per_s, bytes_per_s), min(link.write_bytes_per_s, bytes_per_s)
-    return replace(link, read_bytes_per_s=read, write_bytes_per_s=write)
-
-
-def _shared_link(link: Link, count: int) -> Link:
-    read, write = link.read_bytes_per_s / count, link.write_bytes_per_s / count
+def _slower(link: Link, of: Callable[[float], float]) -> Link:
+    """The link with a speed made `of` each of its own."""
+    read, write = of(link.read_bytes_per_s), of(link.write_bytes_per_s)
     return replace(link, read_bytes_per_s=read, write_bytes_per_s=write)
 
 
