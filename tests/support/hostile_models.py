@@ -744,6 +744,24 @@ class Averaging(Stack):
         return super().loss(hidden + 0.01 * self.mean, tokens)
 
 
+def gives_twice(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = Block.forward(block, hidden)
+    return hidden, hidden
+
+
+def takes_twice(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        hidden, again = block(hidden)
+        hidden = hidden + 0.5 * again
+    return hidden
+
+
+def transposed(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    for block in stack.blocks:
+        hidden = block(hidden.transpose(0, 1)).transpose(0, 1)
+    return hidden
+
+
 class Perturbed(Stack):
     """Noise that asks for a gradient, as an attribute (adversarial training)."""
 
@@ -1403,6 +1421,8 @@ HOSTILE: dict[str, Hostile] = {
     "peaks: two outputs": Hostile(
         stack(does(two_outputs), 5, run=to_the_next_but_one), above=20_000
     ),
+    "peaks: one output twice": Hostile(stack(does(gives_twice), run=takes_twice)),
+    "peaks: transposed": Hostile(stack(run=transposed)),
     "peaks: all hidden states": Hostile(AllHidden, above=SLACK_BYTES),
     "peaks: named hidden states": Hostile(stack(run=named), above=SLACK_BYTES),
     "peaks: wide heads on the way": Hostile(WideHeads, above=110_000),

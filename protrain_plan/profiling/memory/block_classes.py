@@ -246,7 +246,7 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
             gradients=any(tensor.requires_grad for tensor in inputs),
             outputs=_Outputs(
                 tree,
-                tuple(_leaf(leaf, inputs) for leaf in leaves),
+                tuple(_leaf(leaf, inputs, leaves) for leaf in leaves),
                 tuple(place for place, given in enumerate(inputs) if own & identities([given])),
             ),
             before=operators,
@@ -272,14 +272,22 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
     return seen
 
 
-def _leaf(leaf: object, inputs: Sequence[Tensor]) -> object:
+def _leaf(leaf: object, inputs: Sequence[Tensor], leaves: Sequence[object]) -> object:
+    """The output, described; a bare object where a stub cannot make one like it.
+
+    A view, or one of several outputs in the same memory, has gradients that others have, too, and
+    one of other strides has gradients of these.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     for position, tensor in enumerate(inputs):
         if leaf is tensor:
             return _Handed(position)
-    if leaf.layout != torch.strided:
-        return leaf
+    if leaf.layout != torch.strided or not leaf.is_contiguous():
+        return object()
+    others = [each for each in (*inputs, *leaves) if isinstance(each, Tensor)]
+    if sum(not identities([leaf]).isdisjoint(identities([each])) for each in others) > 1:
+        return object()
     return _Made(leaf.shape, leaf.dtype, leaf.requires_grad)
 
 
