@@ -161,6 +161,7 @@ def adapted() -> Hostile:
     )
 
 
+@pytest.mark.nightly
 def test_adapters_train_like_plain_torch_within_what_was_predicted() -> None:
     """Bitwise; the last step's slots take what was predicted, but for scalars."""
     plans: tuple[PlanName, ...] = ("lite", "mlp", "attn", "swap lite")

@@ -133,7 +133,7 @@ CASES: dict[str, Case] = {
     "states held": case(turn, "functional", by_day=True, after=held),
     "clipped by value": case(turn, between=by_value),
     "replicas": case(turn, num_replicas=2),
-    "compiled": case(compiled, "functional", by_day=True, compiled="aot_eager"),
+    "compiled": case(compiled, "functional", compiled="aot_eager"),
     "compiled by inductor": case(compiled, micro_batches=2, compiled="inductor"),
 }
 
