@@ -322,7 +322,7 @@ def succeed(command: str) -> None:
 
 
 @pytest.mark.nightly("clip.json*")
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=9)
 @pytest.mark.parametrize("row", rows(PROFILES), ids=str)
 def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
     before, after = (f"profile {each} --on cpu -o made.yaml" for each in row.split(" => "))

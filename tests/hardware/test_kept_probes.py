@@ -67,6 +67,7 @@ def test_a_profile_says_that_its_probe_was_kept(folder: Path) -> None:
     assert not any(KEPT_PROBE in said for said in caveats(profile))
 
 
+@pytest.mark.nightly
 def test_seconds_of_a_piece_are_the_probe_s_where_it_measured_that_optimizer(folder: Path) -> None:
     """The probe's optimizer is not timed a second time, and no other takes its seconds."""
     workload, model = decoder(machine(), blocks=2).workload, torch.nn.Linear(8, 8)

@@ -207,7 +207,7 @@ def test_frozen_weights_that_host_memory_lacks_room_for_come_from_disk_beside_th
     assert part.plan.prediction.step_seconds <= 0.9 * apart.plan.prediction.step_seconds
 
 
-@pytest.mark.nightly(by_day=3)
+@pytest.mark.nightly(by_day=6)
 @pytest.mark.parametrize("seed", range(5))
 def test_parts_on_disk_make_no_plan_of_a_small_model_slower(
     seed: int, monkeypatch: pytest.MonkeyPatch

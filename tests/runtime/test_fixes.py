@@ -570,7 +570,7 @@ FIXES = {
 }
 
 
-@pytest.mark.nightly(by_day=8)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("name", thinned([*FIXES], every=2))
 def test_a_loop_trains_when_the_message_is_followed(
     name: str, tmp_path: Path, assert_says: Speaker

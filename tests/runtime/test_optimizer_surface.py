@@ -376,7 +376,7 @@ def test_a_parameter_that_changes_its_group_has_the_options_of_the_new_one(
 # --- gradients ------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly(by_day=12)
+@pytest.mark.nightly(by_day=20)
 @every_device
 @pytest.mark.parametrize("name", USES)
 def test_gradients_that_wait_are_used_as_in_plain_pytorch(name: str, tmp_path: Path) -> None:

@@ -532,6 +532,7 @@ FOLLOWED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 }
 
 
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_packed_model_trains_when_the_message_is_followed(
     name: str, tmp_path: Path, assert_says: Speaker

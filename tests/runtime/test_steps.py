@@ -208,7 +208,7 @@ for count in (1, 2):
 
 
 @pytest.mark.nightly("*emulated*")
-@pytest.mark.nightly(by_day=12)
+@pytest.mark.nightly(by_day=18)
 @every_device
 @pytest.mark.parametrize(("name", "tier"), thinned([*SCRIPTS], TIERS, every=2))
 def test_a_script_of_micro_batches_trains_like_plain_pytorch(
