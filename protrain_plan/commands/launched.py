@@ -19,7 +19,7 @@ from protrain_runtime.ranks.failure import Meeting
 from protrain_runtime.ranks.group import leave
 
 JOIN_S = 120.0
-"""How long the ranks of one start may come one after the other."""
+"""Seconds by which the ranks of one start may follow each other at most."""
 
 
 class Launched:

@@ -273,7 +273,7 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
 
 
 def _leaf(leaf: object, inputs: Sequence[Tensor], leaves: Sequence[object]) -> object:
-    """The output, described; a bare object where a stub cannot make one like it.
+    """The output, described; a bare object where a stand-in cannot make one like it.
 
     A view, or one of several outputs in the same memory, has gradients that others have, too, and
     one of other strides has gradients of these.

@@ -228,6 +228,7 @@ def memory_segments(
     The peak of a backward slot is that from where what its unit has saved is read for the first
     time. `gradients` are the bytes of those that have arrived when a slot begins; None: a forward
     that differentiates by itself, where that is not looked at.
+
     What a model keeps from step to step goes when a later step replaces it. A meter sees that of
     tensors which it has seen come, so that `num_warm` steps run before the one that is reported.
     """

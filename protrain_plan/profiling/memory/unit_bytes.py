@@ -29,11 +29,7 @@ from protrain_plan.profiling.structure.discovery import (
     Variation,
     starting_from,
 )
-from protrain_plan.profiling.structure.rerun import (
-    aliases,
-    run_once,
-    writing_arguments,
-)
+from protrain_plan.profiling.structure.rerun import aliases, run_once, writing_arguments
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import BLOCK_BYTES, block_bytes, in_blocks

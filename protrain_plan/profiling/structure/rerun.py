@@ -231,6 +231,7 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
             elsewhere = {name for other in found for name in other.also_uses}
             shared = elsewhere.intersection((*found[unit].parameters, *found[unit].also_uses))
 
+        @own_checkpoints.replaced(lambda _: False)
         def end() -> None:
             fake = any(isinstance(tensor, FakeTensor) for tensor in module.parameters())
             if unit not in reasons and not fake and not _written(before):
@@ -259,7 +260,7 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
                 if any(kinds) and shared:
                     checkpointed[unit] = own_checkpoints.OTHER_ORDER.format(min(shared))
 
-        at_end.append(own_checkpoints.replaced(lambda _: False)(end))
+        at_end.append(end)
         return result
 
     with ExitStack() as stack:

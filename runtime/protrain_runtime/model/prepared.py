@@ -354,7 +354,7 @@ def add_state_dict_hooks(
             handles.append(module.register_state_dict_pre_hook(listing.before))
             # PyTorch marks the hook, which a bound method does not take.
             handles.append(module.register_state_dict_post_hook(partial(listing.after)))
-        if module is model or placed(module)[0]:
+        if module is model or any(each in places for each in module.parameters()):
             handles.append(module.register_load_state_dict_pre_hook(before_load))
             handles.append(module.register_load_state_dict_post_hook(after_load))
     undo.extend(handle.remove for handle in handles)

@@ -612,18 +612,12 @@ class Chunk:
         for part in self.slices if len(self.hollow) < len(self.groups) else ():
             version = part.parameter._version
             if part.group not in self.hollow and version != self.versions.get(part.name, version):
-                which, fix = (
-                    "forward",
-                    "Profile the model as it runs now, which keeps it on the device",
-                )
+                fix = "Profile the model as it runs now, which keeps it on the device"
                 if not forward:
-                    which, fix = (
-                        "backward",
-                        "Leave updates to the optimizer that prepare() returned",
-                    )
+                    fix = "Leave updates to the optimizer that prepare() returned"
                 raise RuntimeError(
-                    f"the {which} wrote to {part.name!r}, and the plan keeps that below the device:"
-                    f" what was written would be lost. {fix}"
+                    f"the {'forward' if forward else 'backward'} wrote to {part.name!r}, and the"
+                    f" plan keeps that below the device: what was written would be lost. {fix}"
                 )
 
 
