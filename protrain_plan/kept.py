@@ -17,24 +17,20 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from dataclasses import fields
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
 
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import RecordError
-from protrain_runtime.contract.records.decisions import ACTIVATIONS, STATES, WORDINGS, Decision
 from protrain_runtime.contract.records.files import read_text, replace_text
-from protrain_runtime.contract.records.json_toml import parsed_json
-from protrain_runtime.contract.records.plan import Activations, Placement, Plan
-from protrain_runtime.contract.records.profile import Profile
-from protrain_runtime.contract.records.reader import loads
-from protrain_runtime.contract.records.writer import dumps
 
 T = TypeVar("T")
 
@@ -173,73 +169,21 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-# --- values as text -------------------------------------------------------------------------------
-
-_WRONG = (ArithmeticError, AttributeError, LookupError, RecordError, TypeError, ValueError)
-"""Errors of `_value` where data are not of its type."""
-
-_NOTHING: Mapping[type, Any] = {}
+# --- records as text -----------------------------------------------------------------------------
 
 
-def dumped(
-    value: Any,
-    *,
-    left_out: Mapping[type, Iterable[str]] = _NOTHING,
-    instead: Mapping[type, Mapping[str, object]] = _NOTHING,
-) -> str:
-    """A value of typed classes as JSON, without some of their fields, and with others `instead`.
-
-    Plans and profiles are the texts of their files.
-    """
-
-    def data(value: Any) -> Any:
-        if isinstance(value, Plan | Profile):
-            return dumps(value)
-        if isinstance(value, Decision):
-            return WORDINGS[value].phrase
-        if is_dataclass(value):
-            names = (f.name for f in fields(value) if f.name not in left_out.get(type(value), ()))
-            return {n: data(getattr(value, n)) for n in names} | dict(instead.get(type(value), {}))
-        return [data(item) for item in value] if isinstance(value, tuple) else value
-
-    return json.dumps(data(value), separators=(",", ":"))
+def dumped(record: Any, **others: object) -> str:
+    """A record as JSON by the types of its fields, with `others` in the place of some."""
+    data = {field.name: getattr(record, field.name) for field in fields(record)}
+    return msgspec.json.encode(data | others).decode()
 
 
-def loaded(kind: type[T], text: str, **given: Any) -> T:
-    """Read a value of a class, of which some fields are `given`; RecordError for another."""
-    try:
-        return kind(**_fields(kind, parsed_json(text, None)), **given)
-    except _WRONG as error:
-        raise RecordError(f"not readable as {kind.__name__}: {error}") from None
-
-
-def _fields(kind: type, data: dict[str, Any]) -> dict[str, Any]:
+def loaded(kind: type[T], text: str, **readers: Callable[[Any], Any]) -> T:
+    """Read a record, some fields by a function of their own; RecordError for another."""
     hints = get_type_hints(kind)
-    return {name: _value(hints[name], item) for name, item in data.items()}
-
-
-def _value(hint: Any, data: Any) -> Any:
-    """Read a value of a type; an error of `_WRONG` where it is of another."""
-    if hint in (Plan, Profile):
-        return loads(hint, data)
-    if hint == Activations:
-        return ACTIVATIONS[data]
-    if hint == Placement:
-        return STATES[data]
-    kinds = get_args(hint)
-    if get_origin(hint) is tuple:
-        items = kinds[:1] * len(data) if kinds[-1] is Ellipsis else kinds
-        return tuple(_value(kind, item) for kind, item in zip(items, data, strict=True))
-    if isinstance(hint, type) and issubclass(hint, tuple):  # a named one
-        named = zip(get_type_hints(hint).values(), data, strict=True)
-        return hint(*(_value(kind, item) for kind, item in named))
-    if get_origin(hint) is Literal:
-        return kinds[kinds.index(data)]
-    for kind in kinds:  # one of several types
-        with suppress(*_WRONG):
-            return _value(kind, data)
-    if isinstance(hint, type) and is_dataclass(hint):
-        return hint(**_fields(hint, data))
-    if type(data) is hint or (hint is float and type(data) is int):
-        return data
-    raise TypeError
+    try:
+        data = msgspec.json.decode(text)
+        read = {name: partial(msgspec.convert, type=hint) for name, hint in hints.items()} | readers
+        return kind(**{name: read[name](value) for name, value in data.items()})
+    except (AttributeError, KeyError, TypeError, msgspec.MsgspecError, RecordError) as error:
+        raise RecordError(f"not readable as {kind.__name__}: {error}") from None

@@ -29,6 +29,7 @@ more than `_ACCESSES_PER_CYCLE` numbers go through a multiprocessor.
 """
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -74,7 +75,8 @@ class Product(NamedTuple):
     inner: int
 
 
-class Attention(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Attention:
     """Fused attention: what a row of queries meets, and the width of a head."""
 
     keys: float  # in the mean: half of them where the future is skipped
@@ -120,11 +122,12 @@ def product_efficiency(product: Product, multiprocessors: int, *, half: bool = T
 
 def attention_efficiency(attention: Attention, rates: Rates) -> float:
     """The part of the peak that fused attention in 16 bits reaches."""
-    keys, width, backward, masked = attention
-    large = rates.attention_backward_efficiency if backward else rates.attention_efficiency
+    large = rates.attention_efficiency
+    if attention.backward:
+        large = rates.attention_backward_efficiency
     if not large:
         return rates.compute_efficiency
     rated = _RATED_WIDTH / (_RATED_WIDTH + _SCORE_WIDTH)
-    narrow = min(1.0, width / (width + _SCORE_WIDTH) / rated)
-    short = keys / (keys + _EDGE_KEYS)
-    return large * narrow * short * (_MASKED if masked else 1.0)
+    narrow = min(1.0, attention.width / (attention.width + _SCORE_WIDTH) / rated)
+    short = attention.keys / (attention.keys + _EDGE_KEYS)
+    return large * narrow * short * (_MASKED if attention.masked else 1.0)

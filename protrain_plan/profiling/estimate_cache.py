@@ -13,9 +13,9 @@ import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from protrain_plan.kept import Kept, dumped
+from protrain_plan.kept import Kept
 from protrain_plan.models.presets import JsonObject
-from protrain_plan.profiling.tally import Tally, loads_tally
+from protrain_plan.profiling.tally import Tally, dumps_tally, loads_tally
 from protrain_runtime.contract.errors import RecordError
 from protrain_runtime.contract.records.profile import Profile, Workload
 
@@ -91,7 +91,7 @@ class EstimateCache(Kept):
     def keep_tally(self, question: EstimateRequest, tally: Tally) -> None:
         """Cache an estimate."""
         if question.is_answered_by(tally.profile):
-            self._write(_named(question, "tally"), dumped(tally))
+            self._write(_named(question, "tally"), dumps_tally(tally))
 
 
 def _named(question: EstimateRequest, what: str) -> str:

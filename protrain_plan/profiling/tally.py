@@ -8,13 +8,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from protrain_plan.hardware.work import Work, WorkLog
-from protrain_plan.kept import loaded
+from protrain_plan.kept import dumped, loaded
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import Device, Hardware, Rates, is_accelerator
 from protrain_runtime.contract.records.profile import Form, OptimizerCost, Profile, Unit
+from protrain_runtime.contract.records.reader import loads
+from protrain_runtime.contract.records.writer import dumps
 from protrain_runtime.contract.units import four_digits
 
 Slots = tuple[tuple[int, ...], ...]
@@ -177,9 +180,19 @@ def timed(
     ]
 
 
+def dumps_tally(tally: Tally) -> str:
+    """The tally as JSON, its profile as the text of a record."""
+    return dumped(tally, profile=dumps(tally.profile))
+
+
+def tally_of_another_day(text: str) -> Tally:
+    """Read a tally whose seconds may be those of other formulas; RecordError where it is none."""
+    return loaded(Tally, text, profile=partial(loads, Profile))
+
+
 def loads_tally(text: str) -> Tally:
-    """Read a tally that was `dumped`; RecordError where it is none."""
-    tally = loaded(Tally, text)
+    """Read a tally that was dumped; RecordError where it is none."""
+    tally = tally_of_another_day(text)
     with suppress(ArithmeticError, LookupError, ProtrainError, ValueError):
         if tally.on(tally.profile.hardware) == tally.profile:
             return tally

@@ -75,9 +75,9 @@ def test_longer_rows_wider_heads_and_no_mask_are_no_less_efficient(
     one = Attention(keys, width, backward, masked=False)
     found = attention_efficiency(one, rates)
     large = rates.attention_backward_efficiency if backward else rates.attention_efficiency
-    assert attention_efficiency(one._replace(masked=True), rates) < found <= large
-    assert attention_efficiency(one._replace(keys=2 * keys), rates) > found
-    assert attention_efficiency(one._replace(width=width + 1), rates) >= found
+    assert attention_efficiency(replace(one, masked=True), rates) < found <= large
+    assert attention_efficiency(replace(one, keys=2 * keys), rates) > found
+    assert attention_efficiency(replace(one, width=width + 1), rates) >= found
 
 
 @given(PRODUCTS)

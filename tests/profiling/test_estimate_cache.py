@@ -10,11 +10,11 @@ import pytest
 
 from protrain_plan import kept as kept_files
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.kept import SWITCH, dumped
+from protrain_plan.kept import SWITCH
 from protrain_plan.models.presets import JsonObject, read_config
 from protrain_plan.profiling import estimate_cache
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
-from protrain_plan.profiling.tally import Tally
+from protrain_plan.profiling.tally import Tally, dumps_tally
 from protrain_runtime.contract.records.hardware import Hardware
 from tests.support.planning_cases import decoder, tally_of
 
@@ -122,7 +122,7 @@ def test_an_answer_under_another_name_is_none(folder: Path) -> None:
     assert entry is not None
     path.rename(entry[0])
     assert cache.tally(other) is None
-    cache._write(name, dumped(tally))
+    cache._write(name, dumps_tally(tally))
     assert cache.tally(other) is None
 
 

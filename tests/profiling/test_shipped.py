@@ -12,14 +12,13 @@ import pytest
 from protrain_plan.commands.measuring import ProfileRequest
 from protrain_plan.commands.option_records import WorkloadOptions
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.kept import dumped
 from protrain_plan.models.presets import preset_names
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling import shipped as shipped_tallies
 from protrain_plan.profiling.estimate_cache import EstimateRequest
 from protrain_plan.profiling.estimated import tallies
 from protrain_plan.profiling.shipped import shipped, shipped_file, shipped_texts, versions
-from protrain_plan.profiling.tally import Tally
+from protrain_plan.profiling.tally import Tally, dumps_tally
 from protrain_runtime.contract.errors import ProtrainError
 
 LENGTHS = (2048, 4096, 8192)
@@ -67,7 +66,7 @@ def test_a_shipped_tally_is_that_of_the_model(
         assert written
         return
     if written:
-        data = {"versions": versions(), "tallies": {**texts, str(length): dumped(today)}}
+        data = {"versions": versions(), "tallies": {**texts, str(length): dumps_tally(today)}}
         compressed = gzip.compress(json.dumps(data, sort_keys=True).encode(), mtime=0)
         Path(str(shipped_file(name))).write_bytes(compressed)
     found = shipped(question(name, length))

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.kept import dumped
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.estimated import estimate, tallies
-from protrain_plan.profiling.tally import Tally, loads_tally
+from protrain_plan.profiling.tally import Tally, dumps_tally, loads_tally
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.profile import Profile
 
@@ -35,7 +34,7 @@ def test_a_tally_is_the_estimate_of_every_card() -> None:
         machine = load_hardware(name)
         alone = estimate(load_source("tiny-llama"), hardware=machine, precision="master", **OPTIONS)
         found.append(alone)
-        assert loads_tally(dumped(tally())).on(machine) == alone
+        assert loads_tally(dumps_tally(tally())).on(machine) == alone
     one, other = found
     assert one.fixed_bytes != other.fixed_bytes
     assert one.optimizer != other.optimizer
@@ -49,7 +48,7 @@ def test_a_machine_without_rates_has_no_seconds() -> None:
 
 
 def test_what_reads_back_is_the_tally() -> None:
-    assert loads_tally(dumped(tally())) == tally()
+    assert loads_tally(dumps_tally(tally())) == tally()
 
 
 CHANGES = {
@@ -66,7 +65,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_no_tally_is_not_read(change: str) -> None:
-    data = json.loads(dumped(tally()))
+    data = json.loads(dumps_tally(tally()))
     name, value = CHANGES[change]
     assert data[name] != value
     with pytest.raises(RecordError):

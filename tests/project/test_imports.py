@@ -14,9 +14,10 @@ import pytest
 
 from protrain_plan.commands.option_records import WorkloadOptions
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.kept import SWITCH, dumped
+from protrain_plan.kept import SWITCH
 from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.shipped import shipped
+from protrain_plan.profiling.tally import dumps_tally
 from protrain_runtime.contract.records import write_profile
 from tests.support.checking_cases import commit
 from tests.support.commands import ROOT, ran
@@ -325,7 +326,7 @@ def test_answers_from_known_estimates_do_not_wait_for_torch(
     profile = decoder(blocks=2, hardware=load_hardware(machines[0]))
     asked = replace(profile.workload, model="tiny-llama", model_config=config)
     tally = tally_of(replace(profile, workload=asked, method="estimated"))
-    assert run_without_torch(KEEP, dumped(tally)) == (0, "")
+    assert run_without_torch(KEEP, dumps_tally(tally)) == (0, "")
     # What is imported is told by every process, those that plan included.
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     command = ("fit", "tiny-llama", "--on", ",".join(machines), "--json")

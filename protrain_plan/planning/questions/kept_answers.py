@@ -1,7 +1,6 @@
 """Answers that were found before: what `plan` and `fit` ask is planned once.
 
-[Note: what is kept] Plans as records, with their remarks, as JSON by the types of
-answers. The question is no part of it. Planning is
+[Note: what is kept] Answers as JSON by their types, without their questions. Planning is
 deterministic, so that an answer by the same name is the one that would be found again. Where a time
 limit or Ctrl-C ended the search, it depends on the machine, and is not kept.
 
@@ -9,14 +8,11 @@ limit or Ctrl-C ended the search, it depends on the machine, and is not kept.
 """
 
 from contextlib import suppress
+from dataclasses import replace
 
 from protrain_plan.kept import Kept, dumped, loaded
-from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.answers import Answer, Question
 from protrain_runtime.contract.errors import RecordError
-
-_INSTEAD: dict[type, dict[str, object]] = {Solved: {"kept": True}}
-"""Fields that are others when an answer is known."""
 
 
 class AnswerCache(Kept):
@@ -29,12 +25,13 @@ class AnswerCache(Kept):
         """Return an answer, None where it is not known."""
         text = self._read(_named(question, asked))
         with suppress(RecordError):  # written by another hand
-            return None if text is None else loaded(Answer, text, question=question)
+            return None if text is None else loaded(Answer, text, question=lambda _: question)
         return None
 
     def keep(self, found: Answer, *asked: object) -> None:
         """Keep an answer."""
-        text = dumped(found, left_out={Answer: ("question",)}, instead=_INSTEAD)
+        known = found.solved and replace(found.solved, kept=True)
+        text = dumped(found, question=None, solved=known)
         self._write(_named(found.question, asked), text)
 
     def number(self, *asked: object) -> int | None:
