@@ -117,7 +117,7 @@ def find_limits(named: Path | None, *, folder: Path = Path()) -> Limits:
         if alike or path in (as_yaml, as_toml):
             refuse_outside(path, folder)
         if alike and f"protrain: {KIND}" in read_text(path):
-            problem, fix = f"budgets are read from {YAML_NAME} alone", f"call it {YAML_NAME}"
+            problem, fix = f"budgets are read from {YAML_NAME} only", f"call it {YAML_NAME}"
             raise ProtrainError(problem, source=str(path), fix=fix)
     # What is there and cannot be read, such as a link that leads nowhere, is an error.
     from_toml = _read_toml(as_toml) if os.path.lexists(as_toml) else Limits()
@@ -125,7 +125,7 @@ def find_limits(named: Path | None, *, folder: Path = Path()) -> Limits:
         return from_toml
     if from_toml != Limits():
         raise ProtrainError(
-            f"there are budgets here and in {as_toml}",
+            f"budgets are defined here and in {as_toml}",
             source=str(as_yaml),
             fix="keep one of them, or name it with --budgets",
         )
@@ -149,7 +149,7 @@ def _read_toml(path: Path) -> Limits:
     ours = _table(_table(document, "tool", source), "tool.protrain", source)
     for key in ours:
         if key not in ("budgets", "allow"):
-            fix = did_you_mean(key, ["budgets", "allow"]) or "the keys are budgets and allow"
+            fix = did_you_mean(key, ["budgets", "allow"]) or "the valid keys are budgets and allow"
             problem = f"unknown key {cut(key)!r}"
             raise RecordError(problem, source=source, key="tool.protrain", fix=fix)
     machines = _table(ours, where, source)
@@ -168,7 +168,7 @@ def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
     name = where.rpartition(".")[2]
     for key in above:
         if key != name and as_seen(key).strip() == name:
-            problem = f"the key {key!a} is not {name}, and looks like it"
+            problem = f"the key {key!a} is not {name}, but looks like it"
             raise RecordError(problem, source=source, key=where, fix=f"write it as {name}")
     table = above.get(name, {})
     if not isinstance(table, dict):

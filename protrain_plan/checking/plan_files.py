@@ -98,7 +98,7 @@ def search(paths: Sequence[Path]) -> Search:
     """
     for path in paths:
         if not os.path.lexists(path):
-            raise ProtrainError("there is no such file or folder", source=str(path))
+            raise ProtrainError("no such file or folder", source=str(path))
     folders = {path for path in paths if os.path.isdir(path)}  # noqa: PTH112  (it never raises)
     within = tuple(folders)
     seen: dict[Path, _Seen] = {}
@@ -127,7 +127,7 @@ def search(paths: Sequence[Path]) -> Search:
         plans = [file for file, _ in entries if isinstance(seen[file].record, Plan | RecordError)]
         if not plans:
             fix = "write one with protrain plan -o, or name another folder"
-            raise ProtrainError("there is no plan in this folder", source=str(path), fix=fix)
+            raise ProtrainError("no plan in this folder", source=str(path), fix=fix)
         for file in plans:
             one, is_plan = seen[file], seen[file].kind == "plan"
             assert isinstance(one.record, Plan | RecordError)
@@ -215,13 +215,13 @@ def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str |
             continue
         entered.add(real)
         if (problem := leads_out(real, *within)) is not None:
-            yield above, problem.replace("this leads", "this link leads")
+            yield above, problem.replace("this file lies", "this link points")
             continue
         try:
             with os.scandir(above) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name)
         except OSError as error:
-            yield above, f"this folder cannot be looked into: {error.strerror}"
+            yield above, f"cannot read this folder: {error.strerror}"
             continue
         for entry in entries:
             path, is_yaml = above / entry.name, entry.name.lower().endswith(_SUFFIXES)
@@ -271,7 +271,7 @@ def _look_at(path: Path, within: Sequence[Path]) -> _Seen:
 
 
 def _failure(problem: str, path: Path) -> RecordError:
-    fix = "put the file itself there, or take this away"
+    fix = "replace it with the file itself, or remove it"
     return RecordError(problem, source=str(path), fix=fix)
 
 
@@ -299,7 +299,9 @@ def _speaks_of_us(path: Path) -> bool:
     except OSError as error:
         raise RecordError(f"cannot be read: {error.strerror}", source=str(path)) from None
     if max(status.st_size, len(content)) > _MAX_BYTES:
-        problem = f"this file is larger than the {format_bytes(_MAX_BYTES)} that are looked through"
+        problem = (
+            f"this file is larger than the {format_bytes(_MAX_BYTES)} that protrain check reads"
+        )
         raise RecordError(problem, source=str(path))
     content = content.replace(b"\0", b"")  # without, ASCII is what UTF-16 and -32 are
     try:

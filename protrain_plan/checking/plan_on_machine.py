@@ -54,7 +54,7 @@ def misfit(plan: Plan, profile: Profile) -> str | None:
     for index, unit in enumerate(plan.units):
         described = problem.unit_plan(index, unit.activations, unit.states, unit.schedule)
         if described != unit:
-            return f"{unit.name} is described otherwise in the profile"
+            return f"{unit.name} differs from its entry in the profile"
     try:
         for of_stage, own in problems_of(plan, profile):
             of_stage.program(own.units)

@@ -54,7 +54,7 @@ class Broken:
     """Reason why a model whose source is here cannot be built or estimated."""
 
     reason: str
-    fix: str = "mend the model, or its configuration"
+    fix: str = "fix the model or its configuration"
 
 
 Estimate = Profile | Broken | Unavailable
@@ -77,7 +77,7 @@ Look = Callable[[Profile], Today | Broken | Unavailable]
 
 def look_away(profile: Profile) -> Unavailable:  # noqa: ARG001 (the signature of `look`)
     """No model is looked at: the records alone are checked."""
-    return Unavailable(reason="models are not looked at (--records-only)")
+    return Unavailable(reason="models are skipped (--records-only)")
 
 
 def _not_estimated(error: BaseException, profile: Profile, machine: Hardware) -> Estimate:
@@ -115,10 +115,10 @@ def missing(workload: Workload) -> str | None:
     if not workload.model_config:  # a factory's
         module = name.rpartition(":")[0]
         if module.endswith(".py"):
-            return None if Path(module).is_file() else f"{name}: there is no such file here"
+            return None if Path(module).is_file() else f"{name}: no such file here"
         package = module.partition(".")[0]
         if PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:
-            return f"{name}: there is no module {package!r} here"
+            return f"{name}: no module {package!r} here"
     elif find_spec("transformers") is None:
         return "transformers is not installed"
     return None
@@ -139,7 +139,7 @@ def said(error: BaseException) -> str:
         return " ".join(words.split())
     words = f"{type(error).__name__}: {words_of(error)}"
     if isinstance(error, SystemExit):
-        words = f"its code ended the program: sys.exit({error.code!r})"
+        words = f"its code exited: sys.exit({error.code!r})"
     return f"{' '.join(words.split())[:_MAX_REASON]}{_at(*user_frame_of(error))}"
 
 
@@ -285,7 +285,7 @@ class Reestimates:
         self, profile: Profile, question: EstimateRequest | None, known: _Known, on: Hardware
     ) -> Estimate:
         if profile.beside is not None:
-            return Unavailable(reason="estimates beside a frozen model are not made again")
+            return Unavailable(reason="estimates with a frozen model beside are not repeated")
         if on not in known.estimates:
             tally = known.tally or (self._cache.tally(question) if question else None)
             kind = on.device.kind

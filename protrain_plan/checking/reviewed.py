@@ -20,7 +20,7 @@ def leads_out(path: str | Path, *folders: str | Path) -> str | None:
         if any(map(real.is_relative_to, within)):
             return None
         is_link = os.path.abspath(path) != str(real)  # noqa: PTH100  (as it is called)
-        return f"this {'link ' * is_link}leads out of the folder, to {real}"
+        return f"this {'link points' if is_link else 'file lies'} outside the folder: {real}"
     except ValueError:  # a name that no file can have
         return None
 

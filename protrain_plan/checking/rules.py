@@ -182,8 +182,8 @@ def prf001(files: Files) -> Verdict:
         return Passed(found=case.profile_path.name)
     wanted = files.plan.profile_fingerprint
     if not files.profiles:
-        problem = f"there is no profile in {files.path.parent}"
-        fix = f"put the profile with the fingerprint {wanted} beside the plan"
+        problem = f"no profile in {files.path.parent}"
+        fix = f"add the profile with the fingerprint {wanted} next to the plan"
     else:
         names = listed([path.name for path, _ in files.profiles], "or")
         problem = f"the plan was made from the profile {wanted}, which is not {names}"
@@ -207,10 +207,10 @@ def pln001(model: Model) -> Verdict:
     if (problem := misfit(case.plan, case.profile)) is not None:
         return Failed(problem=problem, key="units", fix=plan_again(case))
     if case.plan.model_fingerprint != case.profile.model_fingerprint:
-        problem = "the plan names another model than its profile"
+        problem = "the plan and its profile name different models"
         return Failed(problem=problem, key="model_fingerprint", fix=plan_again(case))
     if case.plan.workload != case.profile.workload:
-        problem = "the plan names another workload than its profile"
+        problem = "the plan and its profile name different workloads"
         return Failed(problem=problem, key="workload", fix=plan_again(case))
     return Passed(found=f"{len(case.plan.units)} units")
 
@@ -227,8 +227,8 @@ def exa001(model: Model) -> Verdict:
     if not (missing := [leave for leave in plan.allowed if leave not in model.allow]):
         return Passed(found=plan.exactness)
     return Failed(
-        problem=f"the plan takes {listed(missing, 'and')}, which the repository does not allow:"
-        f" its results differ from plain PyTorch ({plan.exactness})",
+        problem=f"the plan uses {listed(missing, 'and')}, which the repository does not allow: its"
+        f" results differ from plain PyTorch ({plan.exactness})",
         key="allowed",
         fix="plan without --allow, or add it to allow in [tool.protrain]",
     )
@@ -258,7 +258,7 @@ def sim001(model: Model) -> Verdict:
         problem = f"the recorded values of stage {stage} differ from the computed ones"
         return Failed(problem=problem, key="pipeline.stages", fix=plan_again(case))
     if recorded.lower_bound_seconds > recorded.step_seconds:
-        problem = "the recorded bound is above the step that it bounds"
+        problem = "the recorded lower bound exceeds the step time"
         return Failed(problem=problem, key="prediction.lower_bound_seconds", fix=plan_again(case))
     return Passed()
 
@@ -273,7 +273,9 @@ def sim002(model: Model) -> Verdict:
     for of_stage, own in problems_of(model.case.plan, model.case.profile):
         program = of_stage.program(own.units)
         if waiting := _waiting(program):
-            problem = f"these wait for each other: {', '.join(map(program.move_name, waiting))}"
+            problem = (
+                f"these moves wait for each other: {', '.join(map(program.move_name, waiting))}"
+            )
             return Failed(problem=problem, key="units", fix=plan_again(model.case))
     return Passed()
 
@@ -319,9 +321,9 @@ def fpr001(model: Model) -> Verdict:
         elif isinstance(found, Broken):
             problem += f", and can no longer be estimated: {found.reason}"
         elif isinstance(found, Profile):
-            problem += ", and takes as many bytes as before"
+            problem += ", and its bytes are unchanged"
     elif grown:
-        problem = f"the same model takes other bytes than were estimated: {growth_in_words(grown)}"
+        problem = f"the same model now takes different bytes: {growth_in_words(grown)}"
     elif isinstance(found, Broken):
         problem = f"the model can no longer be estimated: {found.reason}"
         return Failed(problem=problem, key="workload", fix=found.fix)
@@ -348,7 +350,7 @@ def num001(expected: int, found: int) -> Verdict:
     if found == expected:
         return Passed(found=f"{found} plans")
     problem = f"expected {expected} plans, checked {found}"
-    return Failed(problem=problem, fix="bring back what is missing, or change --expect")
+    return Failed(problem=problem, fix="restore the missing plans, or change --expect")
 
 
 # --- what a plan takes of a machine ---------------------------------------------------------------
@@ -384,8 +386,8 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
             limit: int | None = getattr(budget, name)
             if limit is not None and limit > size:
                 problem = (
-                    f"the {name} budget of {format_bytes(limit)} in {budget.source} is above the"
-                    f" {format_bytes(size)} that there are"
+                    f"the {name} budget of {format_bytes(limit)} in {budget.source} exceeds the"
+                    f" {format_bytes(size)} available"
                 )
                 return Failed(problem=problem, key="budgets", fix=f"lower it in {budget.source}")
     return Passed(found=machine.device.name)
@@ -404,7 +406,7 @@ def mem001(situation: PlanOnMachine) -> Verdict:
     if situation.misfit is not None:  # then only whether some plan fits can be said
         if (reason := not_joined(situation.case.plan, situation.hardware)) is not None:
             return Skipped(reason=reason)
-        problem = f"the plan is for another model: {situation.misfit}"
+        problem = f"the plan is for a different model: {situation.misfit}"
         if situation.case.plan.pipeline is not None:  # its stages are unknown
             return Skipped(reason=problem)
         failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
@@ -449,7 +451,7 @@ def time001(situation: PlanOnMachine) -> Verdict:
     if budget is None or (budget.step_seconds is None and budget.slowdown is None):
         return Passed(found="no budget")
     if situation.misfit is not None:
-        return Skipped(reason=f"the plan is for another model: {situation.misfit}")
+        return Skipped(reason=f"the plan is for a different model: {situation.misfit}")
     now = situation.seconds
     if isinstance(now, Unavailable):
         return Skipped(reason=now.reason)
@@ -476,7 +478,7 @@ def time001(situation: PlanOnMachine) -> Verdict:
 
 def _below_device(situation: PlanOnMachine, tier: TierName, what: str) -> Verdict:
     if situation.misfit is not None:
-        return Skipped(reason=f"the plan is for another model: {situation.misfit}")
+        return Skipped(reason=f"the plan is for a different model: {situation.misfit}")
     used: int = getattr(situation.predicted.peak_bytes, tier)
     return _within(situation, tier, what, used) if used else Passed(found="none needed")
 
@@ -514,7 +516,7 @@ def _with_remedy(
         at_least = ""
         if lean is not None:
             needed = lean.bytes + asked.profile.hardware.device.besides_bytes
-            at_least = f": the leanest needs {format_bytes(needed)} of the device"
+            at_least = f": the smallest needs {format_bytes(needed)} on the device"
         if case.plan.pipeline is None:
             fix, none_fits = f"no plan of this workload fits{at_least}", True
         else:  # other cuts may fit
@@ -541,7 +543,7 @@ def bud001(budget: MachineBudget, machine: str, machines: frozenset[str]) -> Ver
     """
     if machine in machines:
         return Passed()
-    reason = "no plan that is checked was made for this machine"
+    reason = "none of the checked plans is for this machine"
     if budget.plans:
         reason += f", or matches {' or '.join(budget.plans)}"
     near = did_you_mean(machine, sorted(machines))
@@ -620,7 +622,7 @@ def explained(code: str) -> Rule:
     """The rule with the code, in any case; ProtrainError, with the nearest one, where none has."""
     if code.upper() not in RULES:
         fix = did_you_mean(code.upper(), RULES) or f"the rules are {', '.join(RULES)}"
-        raise ProtrainError(f"there is no rule {code!r}", key="--explain", fix=fix)
+        raise ProtrainError(f"no such rule: {code!r}", key="--explain", fix=fix)
     return RULES[code.upper()]
 
 
@@ -693,7 +695,7 @@ def _findings(
             verdict = rule(subject)
         except Exception as error:  # noqa: BLE001  (a mistake of ours is no reason to pass)
             ours = not isinstance(error, ProtrainError)
-            reason = f"a mistake of protrain's: {error!r}" if ours else str(error)
+            reason = f"a bug in protrain: {error!r}" if ours else str(error)
             verdict = Failed(problem=f"this cannot be checked: {reason}")
         failed = verdict if isinstance(verdict, Failed) else None
         found.append(

@@ -162,8 +162,8 @@ class Cells:
         for offer in self.offers:
             if global_batch % offer.group.num_devices:
                 raise ProtrainError(
-                    f"{global_batch} sequences are no equal parts for {offer.group.num_devices}"
-                    " devices",
+                    f"{global_batch} sequences cannot be divided evenly among"
+                    f" {offer.group.num_devices} devices",
                     key="--global-batch",
                 )
         known: dict[ProfileRequest, list[Profile]] = {}
@@ -273,7 +273,7 @@ class Cells:
             assert one.reached is not None
             tried = _changes(one.cell.question)
             if lighter:
-                name = f"states of 8 bits (--optimizer {lighter[place].profile.optimizer.name})"
+                name = f"8-bit states (--optimizer {lighter[place].profile.optimizer.name})"
                 tried.append(Cell(name="states of 8 bits", words=name, question=lighter[place]))
             asked += ((place, one.reached, change) for change in tried)
         answers = answered(asked, _helped, progress, lambda one: one[2].words, jobs=self.jobs)

@@ -85,8 +85,8 @@ def check(
         output.print_rendered(reports.explanation(explained(options.explain)))
         return
     if not plans and not DEFAULT.is_dir():
-        problem = "there is no folder plans/ here"
-        raise ProtrainError(problem, fix="name plans, or folders with plans")
+        problem = "no plans/ folder here"
+        raise ProtrainError(problem, fix="pass plan files or folders")
     away, look = options.records_only, options.reestimates()
     limits = find_limits(options.budgets)
     with output.progress(quiet=form != "text") as tell:

@@ -126,7 +126,7 @@ class WantedOptions:
 
         of_on = ["--num-devices"] * (cells.num_devices != "1")
         of_on += ["--price"] * (self.price is not None)
-        refuse(of_on if cells.on is None else (), "it is for machines of --on")
+        refuse(of_on if cells.on is None else (), "it applies to machines of --on")
         if cells.on is not None and self.among is not None:
             raise ProtrainError("--on and --among both name machines", key="--among")
         if cells.on is not None:
@@ -143,7 +143,7 @@ class WantedOptions:
             offered = catalogue_offers()
         else:
             raise ProtrainError(
-                "no machine is named",
+                "no machine given",
                 key="--on",
                 fix="--on rtx-4090 (protrain hardware list has the names), or --among prices.yaml",
             )
@@ -190,9 +190,9 @@ class AnswerOptions:
             )
         if "energy" in names and not any(one.machine.power_w for one in offers):
             raise ProtrainError(
-                "no machine has the power of its device",
+                "no machine has a power figure",
                 key="--columns",
-                fix="write power_w, in watts, into the machine's file",
+                fix="add power_w, in watts, to the machine's file",
             )
         return names
 
@@ -251,7 +251,7 @@ def fit(
         refuse(others, "stages are planned without it")
     if wanted.is_search:
         others += ["--sort"] * bool(asked.sort)
-        refuse(others, "a search has an order and an answer of its own")
+        refuse(others, "a search sorts its own answer")
     for _, _, of_row in chosen:
         refuse_batches(asked.global_batch, asked.batch_size, of_row.accumulate)
     order = choice("--sort", asked.sort, ORDERS) if asked.sort else None

@@ -60,7 +60,7 @@ def launched() -> Launched:
         store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
     except (RuntimeError, ValueError) as error:
         raise ProtrainError(
-            f"the ranks did not come together: {str(error).splitlines()[0]}",
+            f"the ranks could not connect: {str(error).splitlines()[0]}",
             fix="start them with torchrun; with another launcher set RANK, WORLD_SIZE, MASTER_ADDR"
             " and MASTER_PORT",
         ) from error

@@ -268,15 +268,15 @@ def measured_apart(request: ProfileRequest, progress: Progress) -> Profile:
         debugger = "--in-process measures where a debugger can stop"
         if error.code == -signal.SIGKILL:
             raise OutOfMemoryError(
-                error.message, fix=f"probably memory ran out: {SMALLER}"
+                error.message, fix=f"it probably ran out of memory: {SMALLER}"
             ) from None
         if error.code is not None and error.code < 0:
             error.fix = (
-                "look for what is no Python there: an extension, or memory that is used after its"
-                f" end; {debugger}"
+                "look for native code there: an extension, or memory used after it was freed;"
+                f" {debugger}"
             )
         else:
-            error.fix = f"if it printed a traceback, that says why; {debugger}"
+            error.fix = f"see its traceback, if it printed one; {debugger}"
         raise
 
 

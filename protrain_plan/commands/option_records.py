@@ -308,7 +308,7 @@ class BudgetOptions:
             return
         if all(tier.name != "host" for machine in machines for tier in machine.tiers):
             raise ProtrainError(
-                "a CPU machine computes in its host memory, and has none below that",
+                "a CPU machine computes in host memory, and has no tier below it",
                 key="--host-memory",
-                fix="--device-memory says how much of it there is",
+                fix="set its size with --device-memory",
             )

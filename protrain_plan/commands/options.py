@@ -189,9 +189,9 @@ def refuse_of_factory(context: typer.Context, model: str, given: Iterable[str] =
     for name in names if is_factory(model) else ():
         if name in ("batch_size", "seq_len", "global_batch", "text"):
             raise ProtrainError(
-                f"{cut(model)} is a factory, which makes batches of its own",
+                f"{cut(model)} is a factory, which makes its own batches",
                 key="--" + name.replace("_", "-"),
-                fix="leave it out, and change the sizes in the factory",
+                fix="omit it, and set the sizes in the factory",
             )
 
 

@@ -78,7 +78,9 @@ def destination(
     fix = f"name a file with {option}"
     directory, descriptor = path.parent, files.descriptor_of(path)
     if any(_is_same(path, source) for source in inputs if source is not None):
-        raise ProtrainError("this file is read, and would be lost", source=str(path), fix=fix)
+        raise ProtrainError(
+            "this is an input file, and would be overwritten", source=str(path), fix=fix
+        )
     if descriptor is not None or files.is_special(path):
         if not (os.access(path, os.W_OK) if descriptor is None else _is_open(descriptor)):
             raise ProtrainError("cannot be written", source=str(path), fix=fix)
@@ -131,7 +133,7 @@ def _is_open(descriptor: int) -> bool:
 def refuse_closed_output() -> None:
     """ProtrainError where this program was started without a standard output."""
     if sys.__stdout__ is None:
-        raise ProtrainError("standard output is closed", fix="send it to /dev/null")
+        raise ProtrainError("standard output is closed", fix="redirect it to /dev/null")
 
 
 def print_result(as_json: bool, data: object, text: Callable[[], RenderableType]) -> None:

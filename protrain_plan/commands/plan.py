@@ -152,7 +152,7 @@ class ObjectiveOptions:
         while (size := largest_of(question, quantity)) is not None and size not in known:
             if estimated is None:
                 asked = replace(record, workload=sized(record.workload, quantity, size))
-                own = "" if record.workload.model_config else "give its batches that size, then: "
+                own = "" if record.workload.model_config else "set its batches to that size, then: "
                 raise ProtrainError(
                     f"the largest {quantity} that fits is about {size}, if bytes grow in"
                     " proportion; a plan for it takes a profile of that size",
@@ -312,7 +312,7 @@ class ModelOptions:
         kept += ["--model"] if of_file.named else []
         kept += ["--beside"] if of_file.beside else []
         fix = "plan a model by its name with --on"
-        refuse((*kept, *given(workload)), "a profile says it already", fix)
+        refuse((*kept, *given(workload)), "the profile already sets it", fix)
 
 
 ProfileArgument = Annotated[
@@ -412,7 +412,7 @@ def plan(
     answer = search.ask(question, objective, lp, no_cache=model.no_cache, as_json=as_json)
     if answer.solved is not None and not wanted.pareto:
         if "output" not in on_command_line(context) and target.is_file():
-            print_beside(f"replaces the {target} that was there; -o names another file")
+            print_beside(f"replaced the previous {target}; -o names another file")
         if beside is not None:
             write_profile(question.profile, beside)
         write_plan(answer.solved.plan, target)
@@ -485,7 +485,7 @@ def _refuse_in_stages(
     refuse(unused, "stages are planned without it", "leave it out, or --stages")
     refuse_without_global_batch(global_batch, None, settings.micro_batches)
     replicas = ["--replicas"] * (devices.replicas is not None)
-    refuse(replicas, "the replicas of each stage are found", "leave it out")
+    refuse(replicas, "replicas are chosen for each stage", "leave it out")
 
 
 def _best_change(answer: "Answer", no_cache: bool, *, quiet: bool) -> "Tried | None":
@@ -546,7 +546,7 @@ def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
         from protrain_plan.checking.rules import profile_command
 
         raise ProtrainError(
-            f"the profile was recorded without --allow {missing[0]}, and has no such forms",
+            f"the profile was recorded without --allow {missing[0]}, and lacks these forms",
             source=path,
             key="--allow",
             fix=profile_command(replace(record, allowed=(*record.allowed, *missing)), path),
@@ -557,7 +557,7 @@ def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
 def _places(output: Path) -> tuple[Path, Path]:
     """Return the files of a plan and its profile: in a named folder, or in the same one."""
     if str(output) == "-":
-        raise ProtrainError("a plan and its profile are two files", key="-o", fix="name a folder")
+        raise ProtrainError("a plan and its profile need two files", key="-o", fix="name a folder")
     if output.suffix in (".yaml", ".yml"):
         return output, output.with_name("profile.yaml")
     try:

@@ -111,7 +111,7 @@ def report(
     target = destination(output, inputs=(*_read_for(plan, profile), recording))
     step = read_step(plan, profile, stage=stage)
     if pareto and step.of_stages:
-        raise ProtrainError("the front of a pipeline is not looked for", key="--pareto")
+        raise ProtrainError("pipelines have no Pareto front", key="--pareto")
     recorded = None
     if recording is not None:
         recorded = read_recording(recording)

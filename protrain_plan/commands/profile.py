@@ -94,7 +94,10 @@ def profile(
     other = None if interconnect is None else load_hardware(interconnect)
     with naming("--interconnect"):
         joined = None if other is None else interconnect_of(other)
-    refuse((*given(measuring), *given(disk)) if machine else (), "is for measuring; --on estimates")
+    refuse(
+        (*given(measuring), *given(disk)) if machine else (),
+        "applies to measured profiles; --on estimates",
+    )
     target = destination(output, inputs=(model, on, interconnect, text))
     [request] = workload.requests(
         model,

@@ -65,18 +65,18 @@ class RunOptions:
         workload = plan.workload
         if self.verify and is_accelerator(workload.device) and not workload.deterministic:
             raise ProtrainError(
-                "the plan's kernels may give other bits in every run, such as those of attention's"
-                " backward, which add up in any order",
+                "the plan's kernels may differ in the last bits from run to run, such as those of"
+                " attention's backward, whose sums have no fixed order",
                 key="--verify",
                 fix="profile with --deterministic, plan again, and verify that plan",
             )
         if self.save_every is not None and self.save is None:
-            problem = "there is no directory to save to"
+            problem = "no directory to save to"
             raise ProtrainError(problem, key="--save-every", fix="--save DIR")
         for asked, problem in (
             (self.verify, "--verify runs plain PyTorch too"),
-            (self.recording, "--record is of a planned step"),
-            (self.check, "--check is of planned steps"),
+            (self.recording, "--record needs a planned step"),
+            (self.check, "--check needs planned steps"),
         ):
             if self.plain and asked:
                 raise ProtrainError(problem, fix="leave --plain out")
@@ -215,7 +215,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     )
     drawn = options.weights is None and options.resume is None
     if drawn and record.workload.model_config and not as_json:
-        print_beside("trained random weights; --weights FOLDER starts from a model's own")
+        print_beside("trained from random weights; --weights FOLDER loads a model's")
     print_result(as_json, data, lambda: run_text(record, data))
     if options.verify and (overruns or not verified):
         raise typer.Exit(1)

@@ -56,7 +56,9 @@ class Grid:
             typed = f"{name}-memory" if name in ("device", "host") else name
             if _parameter(context, typed).name in given:
                 raise ProtrainError(
-                    f"--set has values of {name}", key=f"--{typed}", fix="give one of the two"
+                    f"--set already has values of {name}",
+                    key=f"--{typed}",
+                    fix="use one of the two",
                 )
 
     def rows(
@@ -119,7 +121,7 @@ def _numbers(option: str, name: str, text: str) -> list[float]:
         if several:
             low, high = found[-1], _number(option, name, last)
             if not 0 < low <= high:
-                how = "goes up" if low else "begins above nothing"
+                how = "goes up" if low else "starts above zero"
                 raise ProtrainError(f"expected a range that {how}, got {cut(part)!r}", key=option)
             while 2 * found[-1] < high and len(found) <= MOST_VALUES:
                 found.append(2 * found[-1])

@@ -43,7 +43,7 @@ class StageOptions:
         """The numbers to choose from; none: all."""
         if self.stages in (None, "auto"):
             return ()
-        auto = "--stages auto looks at all numbers that are possible"
+        auto = "--stages auto tries all possible numbers"
         return integers("--stages", self.stages or "", auto)
 
 
@@ -150,7 +150,7 @@ def refuse_without_global_batch(
         raise ProtrainError(
             "a pipeline divides the sequences of an update into micro-batches",
             key="--stages",
-            fix="say how many there are: --global-batch 128",
+            fix="give their number: --global-batch 128",
         )
     refuse_batches(global_batch, batch_size, micro_batches)
 

@@ -44,7 +44,7 @@ class FileOptions:
             return ""
         if is_factory(model) != is_factory(str(named)):
             raise ProtrainError(
-                "a factory makes batches of its own, and both models get the same ones",
+                "a factory makes its own batches, and both models need the same ones",
                 key="--beside",
                 fix="name two factories with such batches, or two models",
             )
@@ -60,15 +60,15 @@ class FileOptions:
             if is_trainer_file(model):
                 if self.named is not None and is_factory(self.named):
                     raise ProtrainError(
-                        "a factory makes batches of its own, and not those of a file",
+                        "a factory makes its own batches, not those of a file",
                         key="--model",
-                        fix="name the factory in the place of the file, with options for the rest",
+                        fix="pass the factory in place of the file, with options for the rest",
                     )
                 given = on_command_line(context)  # by default values, too
                 given.remove("model" if "model" in given else "profile")  # the argument itself
                 answered = [option for name in given for option in _ANSWERED.get(name, (name,))]
                 return TrainerFile(model, given=answered, model=self.named)
         if self.named is not None:
-            problem = f"{model} is no trainer's file, and names a model already"
+            problem = f"{model} is not a trainer's file, and already names a model"
             raise ProtrainError(problem, key="--model")
         return None

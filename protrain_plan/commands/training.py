@@ -284,7 +284,7 @@ def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[B
         number += 1
     if number < needed:
         raise ProtrainError(
-            f"the factory gave {number} batches, and training needs {needed}",
+            f"the factory returned {number} batches, but training needs {needed}",
             source=source,
             fix="fewer --steps, or return a re-iterable object from the factory, such as a"
             " list or a DataLoader, in place of an iterator",
@@ -377,15 +377,15 @@ class _Trainer:
         differing = [key for key, value in self.training.items() if training.get(key) != value]
         if differing:
             raise ProtrainError(
-                f"the checkpoint is of other training: {', '.join(differing)} differ",
+                f"the checkpoint is from a different training run: {', '.join(differing)} differ",
                 source=str(directory),
                 fix="resume it with a plan for the same training, and the same --text",
             )
         if done >= num_steps:
             raise ProtrainError(
-                f"the checkpoint has {done} steps done: of {num_steps} none are left",
+                f"the checkpoint has {done} steps done: none of {num_steps} are left",
                 source=str(directory),
-                fix="--steps counts from the very first one: name a larger number",
+                fix="--steps counts from the first step: use a larger number",
             )
         for _ in islice(batches, done * self.plan.settings.micro_batches):
             pass  # what was trained on

@@ -155,19 +155,19 @@ def _below(
             progress("measuring the link to host memory", 0.5)
             pinned = PinnedLink(device)
             host = Tier(name="host", capacity_bytes=host_memory_bytes(), link=pinned.measured())
-            progress("measuring what lanes and compute leave each other", 0.6)
+            progress("measuring how transfers slow compute", 0.6)
             with contextlib.closing(update_team(device)) as team:
                 update = lane_update(dtype, team)
                 ways = (pinned.read, pinned.write)
                 kept = [contention(compute, each, num_rounds=1) for each in ways]
                 kept.append(contention(compute, update, num_rounds=1, num_threads=team.inside))
-            progress("measuring the runtime itself", 0.75)
+            progress("measuring the runtime's overhead", 0.75)
             overheads = measure_overheads(directory, device=device)
             # What transfers cost is in the link's latency.
             return (host, disk), kept, replace(overheads, transfer_s=0.0), said
-        progress("measuring the runtime itself", 0.25)
+        progress("measuring the runtime's overhead", 0.25)
         overheads = measure_overheads(directory)
-        progress("measuring what lanes and compute leave each other", 0.3)
+        progress("measuring how transfers slow compute", 0.3)
         link = replace(link, latency_s=overheads.transfer_s)
         lanes = (reads.read, writes.write, update_step(dtype, device=device))
         kept = [contention(compute, lane) for lane in lanes]
@@ -257,7 +257,7 @@ class ProbedFile:
         if num_buffers == 0:
             self._store.close()
             raise ProtrainError(
-                f"too little room to measure the disk: {free_bytes} bytes free",
+                f"too little space to measure the disk: {free_bytes} bytes free",
                 source=str(directory),
                 fix="free some space there, or name another spill directory",
             )
@@ -392,7 +392,7 @@ def probe_with_ranks(
         assert everyone is not None
         _Group(where, everyone, rank.of, num_bytes=4 * rank.of)
         library_bytes = max(0, held_bytes(where) - before)
-        progress("measuring what joins the ranks", 0.9)
+        progress("measuring the links between ranks", 0.9)
         # What all ranks hold together: a decoder block of a small model, and of a large one.
         num_bytes = 2**25 if devices.on_host(where) else 2**28
         group = _Group(where, everyone, rank.of, num_bytes=num_bytes)

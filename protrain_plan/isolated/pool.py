@@ -70,7 +70,7 @@ def answers_of(
         yield (future.result() for future in futures)
     except BrokenProcessPool:
         raise ProtrainError(
-            "a process that planned died, perhaps because memory ran out",
+            "a planning process died, perhaps because memory ran out",
             fix="ask of fewer machines, lengths and batches at once, or --jobs 1",
         ) from None
     finally:

@@ -176,7 +176,7 @@ def _followed(
         if limits is not None and time.monotonic() - began > limits.seconds:
             _send(process, signal.SIGABRT)  # it tells where it is
             process.join(_GRACE_S)
-            message = f"{name} was not done after {limits.seconds:g} s"
+            message = f"{name} did not finish within {limits.seconds:g} s"
             raise EndedError(message, _place(dump), limit="seconds")
 
 

@@ -52,14 +52,14 @@ def explained(
         source, number = user_frame(lines)
         if isinstance(error, SystemExit):
             what = f"ended the program: sys.exit({said})"
-        message, mend = f"the model's code {what}", "mend what raised it; "
+        message, mend = f"the model's code {what}", "fix the cause; "
         if ours:
             message, mend = f"the model cannot be measured: {said}", ""
         elif "saved tensor hooks" in said:  # of which PyTorch says so inside torch.func.grad
             mend = "profiles and plans need these hooks: use torch.func.jvp or jacfwd instead; "
         elif planned():
             message = f"the model ran by itself, and under a plan its code {what}"
-            mend = "if it does not raise that by itself, please report it, with the model; "
+            mend = "if it does not raise that without a plan, please report it, with the model; "
         raise ProtrainError(
             indent(f"{message},{place()}".rstrip(","), "    ").strip(),
             source=source,

@@ -50,10 +50,10 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
             if not (lora.velora and next(model.parameters()).is_meta):
                 raise
             raise ProtrainError(
-                "VeLoRA looks at values when it is made, and an estimate has none",
+                "VeLoRA reads values when it is created, and an estimate has none",
                 source=source,
                 key="--lora",
-                fix="profile it on the device that it is to run on",
+                fix="profile it on the device that it will run on",
             ) from error
     layers = [each for each in wrapped.modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
     if lora.dtype == "base":
@@ -118,7 +118,7 @@ def _refuse_unknown(model: nn.Module, lora: Lora, excluded: list[str], *, source
                     " adapter would return one",
                     source=source,
                     key="targets",
-                    fix=f"leave {cut(target)} out; all-linear does, too",
+                    fix=f"leave {cut(target)} out, as all-linear does",
                 )
             _refuse_missing(target, linear, "layers that can be adapted,", "targets", source)
     elif not linear:

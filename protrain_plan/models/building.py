@@ -73,8 +73,8 @@ def no_larger_than(most_bytes: int, *, source: str) -> AbstractContextManager[No
     def refuse(_: int, __: int, num_bytes: int) -> None:
         if num_bytes > most_bytes:
             raise ProtrainError(
-                "the factory cannot be run without memory for its model, and the model takes more"
-                f" than the {format_bytes(most_bytes)} that may be taken to see a batch",
+                "the factory cannot run without allocating its model, which takes more than the"
+                f" {format_bytes(most_bytes)} allowed for reading a batch",
                 source=source,
                 fix="build the model of plain modules (nn.Linear, ...) in the factory, which are"
                 " built without memory, or make its batches without looking at parameters",
@@ -96,9 +96,9 @@ def of_a_size(*, source: str) -> AbstractContextManager[None]:
         if num_tensors > MAX_TENSORS or num_elements > MAX_PARAMETERS:
             what = f"{MAX_TENSORS} tensors" if num_tensors > MAX_TENSORS else f"{MAX_PARAMETERS}"
             raise ProtrainError(
-                f"the configuration is of a model with more than {what} of parameters",
+                f"the configuration describes a model with more than {what} of parameters",
                 source=source,
-                fix="look at its numbers of layers and experts, and at its widths",
+                fix="check its numbers of layers and experts, and its widths",
             )
 
     return _counting(refuse)

@@ -25,7 +25,7 @@ def imported(name: str) -> Callable[..., Any]:
         if is_file:
             path = Path(module_name)
             if not path.is_file():
-                raise ImportError("there is no such file")
+                raise ImportError("no such file")
             _search_first(path.resolve().parent)  # it finds its neighbours as a script does
             # A name of its own: a script may be called like an installed package.
             spec = importlib.util.spec_from_file_location(f"factory in {path.stem}", path)

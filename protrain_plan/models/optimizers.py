@@ -67,7 +67,7 @@ def _muon(parameters: ParamsT, **options: Any) -> Optimizer:
     entries: list[Any] = list(parameters)
     if any(tensor.ndim != 2 for tensor in _tensors(entries)):
         raise ProtrainError(
-            "muon takes matrices alone, and has no rule for norms, biases and float32 copies",
+            "muon updates matrices only, not norms, biases or float32 copies",
             key="optimizer",
             fix="--optimizer adamw; or a function of your own that returns an optimizer with Muon"
             " for matrices and AdamW for the rest: --optimizer path/to/file.py:function",
@@ -211,7 +211,7 @@ def _read(name: str) -> tuple[str, dict[str, Any]]:
         raise ProtrainError(
             f"expected a name, or one with options such as adamw(lr=0.001), got {cut(name)!r}",
             key="optimizer",
-            fix="options stand in parentheses behind the name" if bare else None,
+            fix="put options in parentheses after the name" if bare else None,
         )
     return found[1], _options(found[2], key="optimizer") if found[2] else {}
 
@@ -227,5 +227,5 @@ def _options(text: str, *, key: str) -> dict[str, Any]:
         raise ProtrainError(
             f"expected options such as lr=1e-3, betas=(0.9, 0.95), got {cut(text)!r}",
             key=key,
-            fix="numbers, texts in quotes, True, False, None, lists and tuples of these",
+            fix="numbers, quoted strings, True, False, None, lists and tuples of these",
         ) from error

@@ -71,7 +71,7 @@ def read_quantize(text: str | None, *, adapter: str) -> Quantize:
 def _refuse_without(adapter: str, *, key: str) -> None:
     if not adapter:
         raise ProtrainError(
-            "quantised weights are frozen, and without adapters nothing of them is trained",
+            "quantised weights are frozen: without adapters nothing is trained",
             key=key,
             fix="add --lora r=16",
         )

@@ -347,14 +347,14 @@ class TrainerFile:
 
 
 def _not_understood(path: str, keys: list[str]) -> ProtrainError:
-    problem = "the cost of this is unknown, and an answer without it would be for another job"
+    problem = "its cost is unknown, so that an answer would be for a different job"
     advice = {
         fix: {key for key in keys if re.match(pattern, key)}
         for pattern, fix in _TABLES["advice"].items()
     }
     fixes = [fix for fix, meant in advice.items() if meant]
     if set().union(*advice.values()) < set(keys):
-        fixes.append("remove from a copy of the file what no memory and no time depends on")
+        fixes.append("remove it from a copy of the file if neither memory nor time depends on it")
     return ProtrainError(problem, source=path, key=", ".join(keys), fix="; ".join(fixes))
 
 
@@ -441,8 +441,8 @@ def _optimizer(file: TrainerFile) -> str:
     adapters = file.facts["adapters"] and not (file.format.base or file.facts["pure"])
     halves = not adapters and _precision(file) == "pure" and _dtype(file) != "float32"
     if file.facts["float32_states"] and halves:
-        problem = "no option has float32 states beside 16-bit parameters"
-        fix = "say --optimizer adamw (16 bits), or with --precision master (float32, and copies)"
+        problem = "no option combines float32 states with 16-bit parameters"
+        fix = "use --optimizer adamw (16 bits), or with --precision master (float32, and copies)"
         raise file.error("optimizer", problem, fix)
     return name
 

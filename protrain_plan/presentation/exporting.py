@@ -141,11 +141,11 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     if switches.states_on_disk:
         losses.append(_NO_DISK)
     if switches.swap:
-        losses.append("Swapped activations cannot be said: they stay on the device.")
+        losses.append("Swapped activations cannot be expressed: they stay on the device.")
     workload = plan.workload
     sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
     sizes = f"{sequences} of {workload.seq_len} tokens, {plan.settings.micro_batches} per update"
-    losses.append(f"The batch ({sizes}) and the dtype are the script's.")
+    losses.append(f"The batch ({sizes}) and the dtype are set by the script.")
     return config, losses
 
 
@@ -163,8 +163,8 @@ def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     losses = _common_losses(plan, switches)
     if switches.offload_states:
         losses.append(
-            "Offloaded states cannot be said here: launch with accelerate and the file of protrain"
-            " export --to fsdp2."
+            "Offloaded states cannot be expressed here: launch with accelerate and the file of"
+            " protrain export --to fsdp2."
         )
     return config, losses
 
@@ -219,7 +219,7 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
             "PyTorch receives each micro-batch in a buffer of its own: peaks do not count them."
         )
     if workload.dtype == "float16":
-        losses.append("float16 cannot be said: bfloat16 takes its place.")
+        losses.append("float16 cannot be expressed: bfloat16 takes its place.")
     if workload.precision == "master":
         losses.append(
             f"Parameters would be {workload.dtype}, with float32 copies in the optimizer: here they"
@@ -348,14 +348,15 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     )
     losses += _stage_losses(plan, switches)
     if pipeline and pipeline.schedule == "eager 1F1B":
-        losses.append("Eager 1F1B cannot be said: here it is 1F1B, which waits for hops.")
+        losses.append("Eager 1F1B cannot be expressed: here it is 1F1B, which waits for hops.")
     if selective:
         losses.append("Here every block recomputes its MLP and its norms, and nothing else.")
     elif again:
         where = "each stage" if pipeline else "the model"
         where = "each chunk" if pipeline and pipeline.chunks > 1 else where
         losses.append(
-            f"Which blocks recompute cannot be said: here the first {again} of {where} do, whole."
+            "Which blocks recompute cannot be expressed: here the first"
+            f" {again} of {where} do, whole."
         )
     if switches.shard_states and group.num_shards > 1 and not whole:
         losses.append(
@@ -370,7 +371,7 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
             f"Here parameters are {workload.dtype}, with float32 copies in the optimizer: other"
             " bits, and more memory."
         )
-    losses.append("The model's sizes, besides its number of layers, are the script's.")
+    losses.append("The model's sizes, besides its number of layers, are set by the script.")
     return config, losses
 
 
@@ -454,7 +455,7 @@ def _stage_losses(plan: Plan, switches: Switches) -> list[str]:
     if switches.states_on_disk:
         losses.append(_NO_DISK)
     if switches.swap:
-        losses.append("Swapped activations cannot be said: they are recomputed.")
+        losses.append("Swapped activations cannot be expressed: they are recomputed.")
     for verb, does in (("recompute or swap", _recomputes), ("offload", _offloads)):
         counts = [sum(map(does, units)) for units in _stages(plan)]
         if len(set(counts)) > 1:
@@ -467,7 +468,7 @@ def _offloads(unit: UnitPlan) -> bool:
     return unit.states.below is not None
 
 
-_NO_DISK = "States on disk cannot be said: they go to host memory."
+_NO_DISK = "States on disk cannot be expressed: they go to host memory."
 
 EXPORTERS: dict[str, Exporter] = {
     "fsdp2": Exporter(file_name="fsdp2.yaml", make=_fsdp2),
@@ -494,13 +495,15 @@ def _common_losses(plan: Plan, switches: Switches, *, said: Collection[Sayable] 
     """Sentences on what a tool that can say `said` cannot say, and what is the script's."""
     losses: list[str] = []
     if plan.workload.adapter:
-        losses.append(f"The adapter (--lora {option_of(plan.workload.adapter)}) is the script's.")
+        losses.append(
+            f"The adapter (--lora {option_of(plan.workload.adapter)}) is set by the script."
+        )
     if plan.workload.quantize:
-        losses.append(f"Quantised weights ({plan.workload.quantize}) are the script's.")
+        losses.append(f"Quantised weights ({plan.workload.quantize}) are set by the script.")
     if plan.workload.compile and "compiled blocks" not in said:
-        losses.append("Compiling the blocks, each by itself, is the script's.")
+        losses.append("Compile the blocks in the script, each by itself.")
     if plan.optimizer != "adamw":
-        losses.append(f"The optimizer ({plan.optimizer}) is the script's.")
+        losses.append(f"The optimizer ({plan.optimizer}) is set by the script.")
     blocks = [unit for unit in plan.units if unit.kind == "block"]
     stay = sum(unit.states.is_persistent for unit in blocks)
     if "shares of states" in said:
@@ -522,9 +525,9 @@ def _common_losses(plan: Plan, switches: Switches, *, said: Collection[Sayable] 
     if plan.whole.num_devices > 1:
         nodes = f" in {plan.whole.num_nodes} nodes" if plan.whole.num_nodes > 1 else ""
         started = f"{plan.whole.num_devices}{nodes}"
-        losses.append(f"How many processes run is the launcher's: it has to start {started}.")
+        losses.append(f"The launcher sets the number of processes: start {started}.")
     if plan.group.num_replicas > 1 and switches.shard_states and "replicas" not in said:
-        losses.append("That shards are replicated has to be said to the launcher or the script.")
+        losses.append("Tell the launcher or the script that shards are replicated.")
     tiers = {unit.states.tier for unit in blocks if not unit.states.is_persistent}
     if len(tiers) > 1 and "shares of states" not in said:
         named = {"device": "devices", "host": "host", "disk": "disk"}

@@ -163,7 +163,7 @@ COLUMNS = {
     "energy": Column(
         "kwh_per_billion_tokens",
         "kWh",
-        "of a billion tokens, the boards of all devices at the most that they take",
+        "of a billion tokens, the boards of all devices at their maximum power",
         _amount,
     ),
 }
@@ -401,8 +401,8 @@ def _helps_text(row: Row) -> Iterator[RenderableType]:
             named.append(f"  {times:.2f} times as fast with {words}")
         else:
             (little if times else unfit).append(one["what"])
-    named = named or ["  nothing of what was tried"]
-    for words, others in (("less than 2 %, and left out", little), ("does not fit", unfit)):
+    named = named or ["  nothing that was tried"]
+    for words, others in (("left out: less than 2 %", little), ("does not fit", unfit)):
         named += [f"  {words}: {', '.join(others)}"] if others else []
     yield from map(Text, named)
 

@@ -48,7 +48,7 @@ def other_steps(plan: Plan) -> list[str]:
     if not seconds:
         return []
     took, share = format_seconds(seconds), f"{plan.clipped_percent:.3g} %"
-    return [f"a step that is clipped takes {took}, as {share} of all are taken to"]
+    return [f"a clipped step takes {took}, as {share} of all are assumed to be"]
 
 
 def other_results(plan: Plan) -> list[str]:
@@ -158,8 +158,8 @@ def spared_disk(solved: "Solved") -> list[str]:
     if not (moves and spares_disk(plan)) or solved.solver == STAGES:
         return []
     return [
-        f"disk not used: no plan was found that it makes {100 * gain:.3g}% faster; --disk-gain 0"
-        " uses it for less"
+        f"disk not used: no plan found is {100 * gain:.3g}% faster with it; --disk-gain 0 uses it"
+        " for less"
     ]
 
 

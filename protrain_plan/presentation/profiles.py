@@ -53,8 +53,8 @@ def caveats(profile: Profile) -> Iterator[str]:
             )
         if ":" in profile.optimizer.name:  # a user's own
             yield (
-                f"seconds of {profile.optimizer.name} are not known: an update is taken to move its"
-                " bytes and to compute nothing; measure on the device to know them"
+                f"seconds of {profile.optimizer.name} are unknown: an update is assumed to move"
+                " its bytes and to compute nothing; measure on the device"
             )
         if profile.workload.compile:
             yield (
@@ -87,8 +87,8 @@ def caveats(profile: Profile) -> Iterator[str]:
     towers = [words for key, words in _TOWERS.items() if key in config]
     if towers and config.get("model_type") not in _FED:
         yield (
-            f"batches are text alone: what the model has for {' and '.join(towers)} is loaded and"
-            " gets no gradients; a factory brings other batches"
+            f"batches are text only: the model's parts for {' and '.join(towers)} are loaded but"
+            " get no gradients; a factory can make other batches"
         )
     frozen = [
         (match[1], match[2].split("x"), int(match[3]) // 8 * len(unfold(match[1]) or [match[1]]))
@@ -231,8 +231,8 @@ def machines_text(machines: Sequence[Hardware]) -> RenderableType:
         )
     notes = (
         "bf16, fp32: TFLOP/s of dense matrix products, at the peak",
-        "host, disk: typical ones; --host-memory and --disk say what there is",
-        "protrain hardware show NAME has a machine's every number, and its source",
+        "host, disk: typical sizes; set yours with --host-memory and --disk",
+        "protrain hardware show NAME prints every number of a machine with its source",
     )
     return Group(table, "", *(Text(note) for note in notes))
 

@@ -106,7 +106,7 @@ def stages_text(
     """Return what `protrain plan --stages` prints; `infeasible` is why one stage is."""
     best = answer.best
     if best is None:
-        head = "no plan: no number of stages that was looked at fits the budgets"
+        head = "no plan: none of the numbers of stages tried fits the budgets"
         if infeasible is None:
             return Text(head)
         return Group(Text(f"{head}; with one stage:"), infeasible_text(infeasible))

@@ -117,13 +117,15 @@ def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
     if decided:
         lines.append(f"  decided by the plan: {', '.join(decided)}")
     if file.shards and "num_devices" not in (*file.options, *file.given):
-        lines.append(f"  {file.shards[0]} is of several devices: --num-devices says how many")
+        lines.append(
+            f"  {file.shards[0]} is for several devices: give their number with --num-devices"
+        )
     for one in advised:
         if one.changes or one.under_plan:
             lines.append(f"in {name}, for {one.cell}{', under the plan' * one.under_plan}:")
         if one.under_plan:
             lines.append(
-                "  (the file has no words for all of it: protrain plan writes it, and"
+                "  (the file cannot express all of it: protrain plan writes it, and"
                 f" {file.format.follows} follows it)"
             )
         for key, now, new in one.changes:

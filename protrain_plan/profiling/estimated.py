@@ -103,7 +103,7 @@ def refuse_unknown(machine: Hardware) -> None:
     """ProtrainError where no model's bytes can be estimated for a machine from here."""
     if machine.device.kind not in DEVICE_TYPES:
         raise ProtrainError(
-            f"what operators take on devices of type '{machine.device.kind}' is not known, so that"
+            f"what operators take on devices of type '{machine.device.kind}' is unknown, so that"
             " no bytes can be estimated",
             source=machine.name,
             key="device.kind",

@@ -109,7 +109,7 @@ def rates_of(machine: Hardware) -> Rates:
     """The machine's rates; ProtrainError where they are not known."""
     if machine.rates is None:
         raise ProtrainError(
-            "the machine's rates of computing are not known, so that no seconds can be estimated",
+            "the machine's compute rates are unknown, so that no seconds can be estimated",
             source=machine.name,
             key="rates",
             fix="name a machine of the catalogue, or write rates into the hardware file",

@@ -48,7 +48,7 @@ def group_on(
         )
     if num_nodes > 1 and joined.inter_node is None:
         raise ProtrainError(
-            f"{hardware.name} does not say what joins its nodes",
+            f"{hardware.name} does not describe the network between its nodes",
             key="--num-devices",
             fix="add inter_node: to its interconnect:, or measure it with protrain hardware probe",
         )
@@ -68,7 +68,7 @@ def interconnect_of(hardware: Hardware) -> Interconnect:
     """The interconnect of a machine; ProtrainError where it has none."""
     if hardware.interconnect is None:
         raise ProtrainError(
-            f"{hardware.name} does not say what joins its devices",
+            f"{hardware.name} does not describe the links between its devices",
             key="--num-devices",
             fix="add interconnect: to its hardware (devices_per_node, and intra_node: of"
             " gather_bytes_per_s, reduce_bytes_per_s and latency_s), take another machine's"
@@ -89,10 +89,10 @@ def through_cache(hardware: Hardware, page_cache_bytes: int) -> Hardware:
         return hardware
     if (cached := disk.cached) is None:
         raise ProtrainError(
-            f"{hardware.name} does not say how fast its disk is through the page cache",
+            f"{hardware.name} lacks the speed of its disk through the page cache",
             key="--page-cache",
-            fix="measure the machine (protrain profile, or protrain hardware probe), or"
-            " plan without it: what is on disk then passes the cache by",
+            fix="measure the machine (protrain profile, or protrain hardware probe), or plan"
+            " without it: what is on disk then bypasses the cache",
         )
     capacity = min(disk.capacity_bytes, page_cache_bytes)
     found = hardware.with_tier(replace(disk, capacity_bytes=capacity, link=cached.link))

@@ -32,7 +32,7 @@ class Wear:
         words = f"{format_bytes(self.step_bytes)} a step, {day} a day at the predicted speed"
         if self.life_days is None:
             return words
-        return f"{words}; the drives bear that for {self.life_days:,.3g} days"
+        return f"{words}; the drives last for {self.life_days:,.3g} days"
 
 
 def wear(plan: Plan, profile: Profile) -> Wear | None:

@@ -251,7 +251,7 @@ def test_a_machine_with_budgets_is_checked_for_the_plans_it_names(tmp_path: Path
     assert (failures(report), memory.machine) == ({}, "small")
 
 
-MADE_FOR = "no plan that is checked was made for this machine"
+MADE_FOR = "none of the checked plans is for this machine"
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_seconds_of_another_machine_are_not_guessed(tmp_path: Path) -> None:
     report = checked(commit(tmp_path / "a"), budgets="other: {step_seconds: 0.001}", on=other)
     [finding] = [f for f in report.findings if f.rule.code == "TIME001"]
     assert finding.verdict == Skipped(
-        reason="no estimate for this machine: models are not looked at (--records-only)"
+        reason="no estimate for this machine: models are skipped (--records-only)"
     )
 
 
@@ -390,5 +390,5 @@ def test_plans_are_found_at_any_depth(tmp_path: Path) -> None:
     first, second = commit(tmp_path / "a/b"), commit(tmp_path / "c")
     assert find_plans([tmp_path]) == [first, second]
     assert find_plans([second, tmp_path]) == [second, first]
-    with pytest.raises(ProtrainError, match="there is no such file or folder"):
+    with pytest.raises(ProtrainError, match="no such file or folder"):
         find_plans([tmp_path / "d"])

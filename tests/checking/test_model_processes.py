@@ -100,22 +100,22 @@ def spins():
         pass
 """
 WORDS = {
-    "exits": "its code ended the program: sys.exit(0) (at models.py:",
+    "exits": "its code exited: sys.exit(0) (at models.py:",
     "exits_hard": "its process ended with exit code 0",
-    "exits_with_a_thread": "its code ended the program: sys.exit(0) (at models.py:",
+    "exits_with_a_thread": "its code exited: sys.exit(0) (at models.py:",
     "aborts": "its process died: SIGABRT (aborted) (at models.py:",
     "segfaults": "its process died: SIGSEGV (segmentation fault) (at models.py:",
     "is_killed": "its process died: SIGKILL (killed)",
     "raises": "RuntimeError: ::error::\x1b[2J (at models.py:",
     "gives_something_else": "models:gives_something_else: the factory returned tuple, not",
-    "leaves_a_process": "its code ended the program: sys.exit(0) (at models.py:",
+    "leaves_a_process": "its code exited: sys.exit(0) (at models.py:",
     "fills_the_memory": "MemoryError: (at models.py:",
     "segfaults_in_its_forward": "and can no longer be estimated: its process died: SIGSEGV (",
 }
 """The finding of each, in a run where memory is limited to 1 GiB."""
 SLOW = {
-    "sleeps": "its process was not done after 2 s (at models.py:",
-    "spins": "its process was not done after 2 s (at models.py:",
+    "sleeps": "its process did not finish within 2 s (at models.py:",
+    "spins": "its process did not finish within 2 s (at models.py:",
     "exits": WORDS["exits"],
 }
 

@@ -284,7 +284,7 @@ def test_links_are_followed_inside_and_fail_outside(
     assert (
         found["plans/out.yaml"]
         == found["plans/all"].replace(str(outside.parent), str(outside))
-        == f"this link leads out of the folder, to {outside}"
+        == f"this link points outside the folder: {outside}"
     )
     assert good.is_file()
 
@@ -375,7 +375,7 @@ def test_a_mistake_of_ours_is_no_reason_to_pass(tmp_path: Path) -> None:
         if finding.rule.code == "FPR001"
     ]
     assert finding.verdict == Failed(
-        problem="this cannot be checked: a mistake of protrain's: ZeroDivisionError()"
+        problem="this cannot be checked: a bug in protrain: ZeroDivisionError()"
     )
 
 

@@ -172,7 +172,7 @@ def test_one_wider_layer_is_named_with_its_bytes(repository: Repository, peak: i
 def test_code_that_keeps_more_is_found_without_a_new_parameter(repository: Repository) -> None:
     repository.settings(repeats=2)
     verdict = failed(repository.check(), "FPR001")
-    assert verdict.problem.startswith("the same model takes other bytes than were estimated: ")
+    assert verdict.problem.startswith("the same model now takes different bytes: ")
     assert {unit.states_bytes for unit in verdict.growth} == {0}
     assert any(unit.activation_bytes > 0 for unit in verdict.growth)
 
@@ -196,8 +196,8 @@ def test_new_layers_are_not_decided_about(repository: Repository) -> None:
     report = repository.check()
     assert failed(report, "FPR001").problem.startswith("the model changed: layers.4: ")
     assert finding(report, "MEM001").verdict == Skipped(
-        reason="the plan is for another model: the plan decides nothing for layers.4;"
-        " another plan fits 1.00 GiB"
+        reason="the plan is for a different model: the plan decides nothing for layers.4; another"
+        " plan fits 1.00 GiB"
     )
     report = repository.check(device=load_hardware("cpu").device.context_bytes + MIB // 2)
     assert failed(report, "MEM001").no_plan_fits
@@ -218,8 +218,8 @@ def test_a_measured_model_that_changed_is_estimated(repository: Repository) -> N
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("gone:factory", "gone:factory: there is no module 'gone' here"),
-        ("./gone.py:factory", "./gone.py:factory: there is no such file here"),
+        ("gone:factory", "gone:factory: no module 'gone' here"),
+        ("./gone.py:factory", "./gone.py:factory: no such file here"),
     ],
 )
 def test_a_model_that_cannot_be_imported_is_skipped(

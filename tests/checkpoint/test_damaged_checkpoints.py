@@ -80,7 +80,7 @@ TOKENS = torch.tensor([0, 1, 2, 3])
 EXTRA = {"step": 1, "scale": torch.tensor([2.0, 3.0])}
 FOLDER = "protrain-save-1"
 FIX = "\n  fix: load another checkpoint"
-DAMAGED_FILE = "the file is damaged: its checksum is another"
+DAMAGED_FILE = "the file is damaged: its checksum does not match"
 
 
 @dataclass
@@ -301,14 +301,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "the file is cut off: it has ",
     ),
     "empty": (lambda p: os.truncate(p, 0), "the file is cut off: it has 0 bytes instead of "),
-    "longer": (lambda p: p.write_bytes(p.read_bytes() + b" "), "the file goes on behind its end: "),
-    "twice": (lambda p: p.write_bytes(2 * p.read_bytes()), "the file goes on behind its end: "),
+    "longer": (lambda p: p.write_bytes(p.read_bytes() + b" "), "the file extends past its end: "),
+    "twice": (lambda p: p.write_bytes(2 * p.read_bytes()), "the file extends past its end: "),
     "zeroed": (lambda p: p.write_bytes(bytes(p.stat().st_size)), "the header is damaged"),
     "overwritten": (lambda p: overwritten(p, 0), "the header is damaged"),
     "overwritten end": (lambda p: overwritten(p, p.stat().st_size - 100), ""),
     "missing": (Path.unlink, "cannot be read: No such file or directory"),
-    "a directory": (put_instead(Path.mkdir), "this is no regular file"),
-    "a pipe": (put_instead(os.mkfifo), "this is no regular file"),
+    "a directory": (put_instead(Path.mkdir), "not a regular file"),
+    "a pipe": (put_instead(os.mkfifo), "not a regular file"),
     "a device": (put_instead(lambda p: p.symlink_to("/dev/zero")), "a link leads out of "),
 }
 
@@ -516,7 +516,7 @@ def test_a_text_that_is_no_index_is_refused(before: bytes, tmp_path: Path) -> No
         for use in (partial(load, Tiny(), None), read_extra):
             with pytest.raises(ProtrainError) as caught:
                 use(tmp_path)
-            assert caught.value.message == "this is no index of safetensors files"
+            assert caught.value.message == "not an index of safetensors files"
 
 
 def test_an_index_is_ours_by_any_of_its_signs(training: Training, checkpoint: Path) -> None:
@@ -526,7 +526,7 @@ def test_an_index_is_ours_by_any_of_its_signs(training: Training, checkpoint: Pa
         index = {key: value for key, value in whole.items() if key == kept} | {"weight_map": {}}
         (checkpoint / INDEX).write_text(json.dumps(index))
         assert training.refuses(checkpoint, optimizer=False).message == (
-            "the file is damaged: its checksum is another"
+            "the file is damaged: its checksum does not match"
         )
     (checkpoint / INDEX).write_text(json.dumps({"weight_map": whole["weight_map"]}))
     training.refuses(checkpoint, optimizer=False)
@@ -647,7 +647,7 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
     for content in REFUSED.values():
         path.write_bytes(content)
         with pytest.raises(
-            ProtrainError, match=r"this is no safetensors file|is not known"
+            ProtrainError, match=r"not a safetensors file|is not known"
         ) as caught:
             load(model, None, tmp_path)
         assert caught.value.source == str(path)

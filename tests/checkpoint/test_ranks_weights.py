@@ -129,7 +129,7 @@ def test_damage_that_one_rank_reads_is_told_to_all(tmp_path: Path) -> None:
     part.path.write_bytes(content)
     plan = plan_of(CATALOGUE["wide"], 2)
     ended = end_ranks(loading, 2, tmp_path, "wide", plan, tmp_path, tmp_path / "saved")
-    told = f"{part.path}: the file is damaged: its checksum is another"
+    told = f"{part.path}: the file is damaged: its checksum does not match"
     assert all(told in end.error for end in ended)
 
 

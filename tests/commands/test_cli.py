@@ -226,7 +226,7 @@ def test_no_command_writes_over_what_it_reads(command: str, way: str, tmp_path: 
         with chdir(tmp_path):
             code, told = run([*WRITING[command], WAYS[way](tmp_path / name)])
         assert (code, told.startswith("error: ")) == (2, True), told
-        assert "this file is read, and would be lost" in told
+        assert "this is an input file, and would be overwritten" in told
         assert {at: (tmp_path / at).read_bytes() for at in before} == before
     assert plan.is_file()
 

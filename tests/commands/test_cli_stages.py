@@ -106,7 +106,7 @@ def test_stages_are_shown_over_time_and_one_by_one(tmp_path: Path) -> None:
     assert page == page_text(read_step(plan, stage=1))
     for arguments, problem in (
         (("show", "--stage", 4), "--stage: the plan has no stage 4 fix: choose one of 0 to 3"),
-        (("report", "--pareto"), "--pareto: the front of a pipeline is not looked for"),
+        (("report", "--pareto"), "--pareto: pipelines have no Pareto front"),
     ):
         command, *rest = arguments
         found = protrain(command, plan, *rest, folder=tmp_path)
@@ -191,7 +191,7 @@ def test_what_fits_in_no_stages_has_a_reason(tmp_path: Path) -> None:
     options = ("--stages", "auto", "--global-batch", "4", "--device-memory", "600MB")
     code, text = asked(profile, *options, "-o", str(tmp_path / "plan.yaml"))
     assert code == 3
-    assert "no number of stages that was looked at fits the budgets; with one stage:" in text
+    assert "none of the numbers of stages tried fits the budgets; with one stage:" in text
     assert "- raise the device budget to " in text
 
 

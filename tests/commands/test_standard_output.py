@@ -173,7 +173,7 @@ def test_characters_that_an_encoding_lacks_are_shown_as_escapes(tmp_path: Path) 
     name = os.fsdecode(b"\xff.yaml")
     lost = run("show", name, folder=tmp_path, PYTHONIOENCODING="ascii")
     assert (lost.returncode, lost.stdout) == (2, "")
-    assert lost.stderr == "error: \\udcff.yaml: there is no such file\n"
+    assert lost.stderr == "error: \\udcff.yaml: no such file\n"
 
 
 def test_no_standard_output_is_none(folder: Path) -> None:

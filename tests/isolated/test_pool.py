@@ -38,7 +38,7 @@ def test_one_at_a_time_is_answered_here() -> None:
 
 def test_a_process_that_dies_is_one_error() -> None:
     with (
-        pytest.raises(ProtrainError, match="a process that planned died"),
+        pytest.raises(ProtrainError, match="a planning process died"),
         answers_of(dying, range(3), jobs=2) as answers,
     ):
         list(answers)

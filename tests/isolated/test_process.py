@@ -94,7 +94,7 @@ def test_an_error_of_the_listener_is_raised(runs: Callable[..., Any]) -> None:
 
 @pytest.mark.nightly
 def test_a_process_has_no_more_time_than_it_is_given() -> None:
-    with pytest.raises(EndedError, match="its process was not done after 2 s") as caught:
+    with pytest.raises(EndedError, match="its process did not finish within 2 s") as caught:
         run(sleeps, limits=LIMITS)
     assert (caught.value.limit, caught.value.line) == (
         "seconds",

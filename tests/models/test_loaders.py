@@ -157,5 +157,5 @@ def test_no_batches_are_an_error(kind: str, solved: tuple[Profile, Plan], tmp_pa
         profiled_here(source, tmp_path)
     with pytest.raises(ProtrainError, match="there are no batches"):
         estimated(source)
-    with pytest.raises(ProtrainError, match="the factory gave 0 batches, and training needs 2"):
+    with pytest.raises(ProtrainError, match="the factory returned 0 batches, but training needs 2"):
         train(solved[1], num_steps=2, plain=True, text=None, spill_directory=tmp_path)

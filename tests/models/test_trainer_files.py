@@ -359,7 +359,7 @@ def test_a_key_that_is_not_understood_ends_in_an_error_with_its_name(
     assert str(error.key).split(".")[0] == key
     assert error.source == str(tmp_path / "trainer.yaml")
     said = str(error.fix)
-    assert "remove from a copy of the file" in said or "key" in said
+    assert "remove it from a copy of the file" in said or "key" in said
 
 
 @pytest.mark.parametrize("off", [False, None, "none", 0, "no", "", [], {}])

@@ -549,7 +549,7 @@ def test_numbers_of_stages_divide_the_devices() -> None:
         global_batch=6,
     )
     assert stages_of(question) == (1, 2, 3)
-    with pytest.raises(ProtrainError, match="6 devices are no equal parts of 4 stages"):
+    with pytest.raises(ProtrainError, match="6 devices cannot be divided evenly into 4 stages"):
         stages_of(replace(question, stages=(4,)))
 
 

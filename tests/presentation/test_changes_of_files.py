@@ -125,7 +125,7 @@ def test_what_no_file_says_is_for_the_plan(tmp_path: Path) -> None:
     assert found.under_plan
     assert lines == [
         "in mine.yaml, for a cell, under the plan:",
-        "  (the file has no words for all of it: protrain plan writes it, and"
+        "  (the file cannot express all of it: protrain plan writes it, and"
         ' use_plan(trainer, "plan.yaml") follows it)',
         "  per_device_train_batch_size: 8 -> 4",
         "  gradient_accumulation_steps: 1 -> 2",

@@ -174,8 +174,8 @@ def test_a_norm_that_no_plan_has_is_told(tool: str) -> None:
 def test_what_is_the_script_s_is_told(tool: str) -> None:
     losses = export(replace(plain(), workload=ADAPTED, optimizer="sgd"), tool).losses
     assert losses[:2] == (
-        "The adapter (--lora r=16) is the script's.",
-        "The optimizer (sgd) is the script's.",
+        "The adapter (--lora r=16) is set by the script.",
+        "The optimizer (sgd) is set by the script.",
     )
 
 

@@ -43,7 +43,7 @@ def test_a_tally_is_the_estimate_of_every_card() -> None:
 
 def test_a_machine_without_rates_has_no_seconds() -> None:
     machine = replace(load_hardware("rtx-4090"), rates=None)
-    with pytest.raises(ProtrainError, match="rates of computing are not known"):
+    with pytest.raises(ProtrainError, match="compute rates are unknown"):
         tally().on(machine)
 
 

@@ -137,7 +137,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"name: \xff\n")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     cases = {
-        tmp_path / "no.yaml": "there is no such file",
+        tmp_path / "no.yaml": "no such file",
         tmp_path: "this is a directory, not a file",
         tmp_path / "bytes": "not UTF-8 text: the byte 0xff at 6",
         tmp_path / "loop": f"cannot be read: {os.strerror(40)}",
@@ -238,7 +238,7 @@ def test_the_owner_stays_where_that_is_allowed(tmp_path: Path) -> None:
 def test_what_is_no_text_is_an_error_and_the_old_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("old\n")
-    with pytest.raises(RecordError, match="is no text"):
+    with pytest.raises(RecordError, match="is not text"):
         replace_text(path, "name: \udcff\n")
     assert path.read_text() == "old\n"
     assert names(tmp_path) == ["plan.yaml"]

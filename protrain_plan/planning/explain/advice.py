@@ -23,7 +23,7 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
     if lean is None:
         # Everything kept and persistent needs nothing below the device: it is the pins that do.
         raise ProtrainError(
-            "the pinned decisions need more of the tiers below the device than there is",
+            "the pinned decisions exceed the tiers below the device",
             key="--pin",
             fix="pin fewer decisions, or raise --host-memory and --disk",
         )

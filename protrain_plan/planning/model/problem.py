@@ -319,8 +319,7 @@ class Problem:
             several = group.num_devices > 1
             what = "devices" if several else "micro-batches"
             raise ProtrainError(
-                f"{sparse[0]} has sparse gradients, and their sum over {what} has no bytes"
-                " that are known",
+                f"{sparse[0]} has sparse gradients, and their sum over {what} is of unknown size",
                 key="settings.group.num_devices" if several else "settings.micro_batches",
                 fix="give the embedding dense gradients (sparse=False)",
             )

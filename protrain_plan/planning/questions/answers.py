@@ -76,10 +76,10 @@ class Question:
                 times = group.in_node
                 words = "host memory" if tier.name == "host" else "disk"
                 raise ProtrainError(
-                    f"{format_bytes(asked[tier.name] * times)} of {words} were asked for, and"
+                    f"{format_bytes(asked[tier.name] * times)} of {words} were requested, but"
                     f" {format_bytes(most * times)} were found when {hardware.name} was measured",
                     key="--host-memory" if tier.name == "host" else "--disk",
-                    fix="ask for as much as there is, or profile the model on a machine with more",
+                    fix="request at most that, or profile the model on a machine with more",
                 )
         settings = replace(self.settings, group=group)
         return Problem.of(profile, self.budgets, settings, pins=self.pins, allow=self.allow)

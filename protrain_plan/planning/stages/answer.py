@@ -122,7 +122,7 @@ class StagesAnswer:
         if 1 not in self.bounds:
             devices = self.question.settings.group.num_devices
             many = self.question.global_batch
-            return f"{many} sequences are no equal parts for {devices} devices in one stage"
+            return f"{many} sequences cannot be divided evenly among {devices} devices in one stage"
         if single is None:
             return "one stage does not fit"
         if not self.cuts:
@@ -135,7 +135,7 @@ class StagesAnswer:
             if not isfinite(least) or not least:
                 return "one stage is best: several do not fit"
             most = max(0.0, single.step_seconds / least - 1)
-            return f"one stage is best: no pipeline that was looked for is over {most:.1%} faster"
+            return f"one stage is best: no pipeline found is more than {most:.1%} faster"
         assert several, "it is the best one"
         return f"{self.speedup:.2f} times as fast as one stage: {alone}"
 
@@ -327,9 +327,9 @@ def stages_of(question: StagesQuestion) -> tuple[int, ...]:
         for number in question.stages:
             if count % number:
                 raise ProtrainError(
-                    f"{count} devices are no equal parts of {number} stages",
+                    f"{count} devices cannot be divided evenly into {number} stages",
                     key="--stages",
-                    fix="--stages auto looks at all numbers that are possible",
+                    fix="--stages auto tries all possible numbers",
                 )
         return tuple(sorted({1, *question.stages}))
     profile = next(iter(question.profiles.values()))
@@ -355,8 +355,8 @@ def searched(question: StagesQuestion, effort: Effort) -> Search:
     if not found:
         sizes = ", ".join(map(str, sorted(profiles)))
         raise ProtrainError(
-            f"{question.global_batch} sequences are no equal parts for {group.num_devices} devices"
-            f" with batches of {sizes}",
+            f"{question.global_batch} sequences cannot be divided evenly among {group.num_devices}"
+            f" devices with batches of {sizes}",
             key="--global-batch",
             fix=f"a multiple of {group.num_devices * min(profiles)}",
         )

@@ -359,7 +359,7 @@ def fake_model(source: ModelSource, workload: Workload) -> nn.Module:
                 raise ProtrainError(
                     f"the model cannot be built from tensors without values: {error}",
                     source=source.name,
-                    fix="profile it on the device that it is to run on",
+                    fix="profile it on the device that it will run on",
                 ) from error
     # peft moves its layers after making them, which fake parameters do not allow; and a packed
     # parameter has a class of its own, which fake ones cannot have.
@@ -405,14 +405,14 @@ def without_values(name: str) -> Iterator[None]:
         yield
     except UnknownBytesError as error:
         raise ProtrainError(
-            str(error), source=name, fix="profile it on the device that it is to run on"
+            str(error), source=name, fix="profile it on the device that it will run on"
         ) from error
     except _VALUES_ASKED as error:
         raise ProtrainError(
             f"the model's code depends on values of tensors, in {error.func}: "
             "what it does cannot be known without running it",
             source=name,
-            fix="profile it on the device that it is to run on",
+            fix="profile it on the device that it will run on",
         ) from error
 
 

@@ -108,8 +108,7 @@ class CompiledBlock:
             if _NOTHING_COMPILED not in str(error):
                 raise
             raise ProtrainError(
-                f"the block {self.name} has code of PyTorch's own alone, which torch.compile"
-                " leaves alone",
+                f"the block {self.name} runs PyTorch's own modules only, which torch.compile skips",
                 fix="give the block a class with a forward of your own, or profile without"
                 " --compile",
             ) from error

@@ -92,7 +92,7 @@ def entries_in(path: Path, file: BinaryIO, row: FileRow | None) -> list[Entry]:
     """
     size, length = os.fstat(file.fileno()).st_size, file.read(8)
     if row is not None and size != row.num_bytes:
-        problem = "is cut off" if size < row.num_bytes else "goes on behind its end"
+        problem = "is cut off" if size < row.num_bytes else "extends past its end"
         problem = f"the file {problem}: it has {size} bytes instead of {row.num_bytes}"
         raise damaged(path, problem)
     num_bytes = int.from_bytes(length, "little")
@@ -121,7 +121,7 @@ def entries_in(path: Path, file: BinaryIO, row: FileRow | None) -> list[Entry]:
         if end != size or begin != 8 + num_bytes:
             raise ValueError("its tensors do not cover it")
     except ValueError as error:
-        raise damaged(path, f"this is no safetensors file: {error}") from None
+        raise damaged(path, f"not a safetensors file: {error}") from None
     return found
 
 

@@ -119,7 +119,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading; ProtrainError where there is none."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise damaged(path, "this is no regular file")
+            raise damaged(path, "not a regular file")
         # A pipe that took the file's place meanwhile must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -170,7 +170,7 @@ def verify(checksums: Mapping[Path, int], read: Sequence[Ranges] = ()) -> None:
     def check(path: Path) -> None:
         known = [one for ranges in read for one in ranges.get(path.name, ())]
         if _checksum_of(path, known) != checksums[path]:
-            raise damaged(path, "the file is damaged: its checksum is another")
+            raise damaged(path, "the file is damaged: its checksum does not match")
 
     if not _threads_are_free():
         for path in checksums:

@@ -116,7 +116,7 @@ class Saved:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ProtrainError(
-                f"there is no checkpoint: {INDEX} cannot be read: {reason}",
+                f"no checkpoint found: {INDEX} cannot be read: {reason}",
                 source=str(directory),
                 fix="name a folder of safetensors files, or one that protrain_runtime.save"
                 " (or --save) wrote",
@@ -133,7 +133,7 @@ class Saved:
         try:
             found = parsed(text, _Index)
         except ValueError:
-            raise damaged(index, "this is no index of safetensors files") from None
+            raise damaged(index, "not an index of safetensors files") from None
         self.weight_map = found.weight_map
         # Ours are marked in many places, so that a damaged one never passes as foreign.
         signs = (*found.metadata, *found.weight_map.values())
@@ -152,15 +152,15 @@ class Saved:
             )
         rest = text[len(_SEAL % 0) :]
         if text != _SEAL % zlib.crc32(rest) + rest:
-            raise damaged(self.index, "the file is damaged: its checksum is another")
+            raise damaged(self.index, "the file is damaged: its checksum does not match")
         try:
             own = parsed(bytes(found.protrain or b""), _Own)
         except ValueError:
-            problem = "the file is damaged: it does not say what lies where"
+            problem = "the file is damaged: its contents are incomplete"
             raise damaged(self.index, problem) from None
         groups = Counter(match.group(1, 3) for match in map(_FILE.fullmatch, own.files) if match)
         if any(int(expected) != number for (_, expected), number in groups.items()):
-            raise damaged(self.index, "the file is damaged: it does not have all files")
+            raise damaged(self.index, "the file is damaged: some of its files are missing")
         self.folder, self.rows, self.training = own.folder, own.files, own.training
 
     def entries(self, kind: str) -> dict[str, Entry]:

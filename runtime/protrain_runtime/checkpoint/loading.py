@@ -101,7 +101,7 @@ def _in_part() -> Iterator[None]:
         raise ProtrainError(
             f"{error.message}: the model is loaded in part",
             source=error.source,
-            fix="load another checkpoint, the whole of it",
+            fix="load another checkpoint, as a whole",
         ) from None
 
 
@@ -144,14 +144,14 @@ def matched(
         if not _are_alike(theirs, ours, cast=cast)
     ]
     problems = (
-        ("lacking in the checkpoint", [n for n in own if n not in found and n not in kept]),
-        ("lacking in the model", [name for name in found if name not in own]),
-        ("of another shape or dtype", others),
-        ("named by the index but in no file", sorted((saved.weight_map or {}).keys() - entries)),
+        ("missing from the checkpoint", [n for n in own if n not in found and n not in kept]),
+        ("missing from the model", [name for name in found if name not in own]),
+        ("of a different shape or dtype", others),
+        ("listed in the index but in no file", sorted((saved.weight_map or {}).keys() - entries)),
     )
     if any(names for _, names in problems):
         raise ProtrainError(
-            "the checkpoint is of another model: "
+            "the checkpoint is for a different model: "
             + "; ".join(f"{what}: {_some(names)}" for what, names in problems if names),
             source=str(saved.directory),
             fix="load it into the model that it was saved from",
@@ -267,10 +267,10 @@ class _Resumed:
 
     def _other(self, problem: str) -> ProtrainError:
         return ProtrainError(
-            f"the checkpoint is of another optimizer: {problem}",
+            f"the checkpoint is for a different optimizer: {problem}",
             source=self._source,
-            fix="make the optimizer as it was made for the checkpoint, or load parameters alone"
-            " with load(model, None, directory)",
+            fix="construct the optimizer as for the checkpoint, or load only the parameters with"
+            " load(model, None, directory)",
         )
 
     def _place(

@@ -96,7 +96,7 @@ def encoded(value: Any, key: str, tensors: dict[str, Source], level: int = 0) ->
     raise ProtrainError(
         f"this cannot be saved: it is {what}",
         key=key,
-        fix="make it of numbers, texts, dense tensors, lists, tuples and dicts",
+        fix="use numbers, strings, dense tensors, lists, tuples and dicts",
     )
 
 

@@ -79,7 +79,7 @@ def found(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ProtrainError(
-            f"PyTorch knows no device called '{name}'",
+            f"PyTorch has no device called '{name}'",
             fix="cpu, cuda, xpu, or another type that this build of PyTorch names",
         ) from error
     if on_host(device):
@@ -198,7 +198,7 @@ def collectives(device: torch.device) -> str:
         return torch.distributed.get_default_backend_for_device(device.type)
     except ValueError as error:
         raise ProtrainError(
-            f"PyTorch knows no collectives between devices of type '{device.type}'",
+            f"PyTorch has no collectives between devices of type '{device.type}'",
             fix="import the package that has them, or plan for one device",
         ) from error
 

@@ -167,7 +167,7 @@ def refuse_forked(process: int, what: str) -> None:
     if forks() != process:
         raise LaneError(
             f"{what} cannot be done in a forked process, which has none of the threads that do it",
-            fix="do it in the process that called prepare()",
+            fix="call it in the process that called prepare()",
         )
 
 

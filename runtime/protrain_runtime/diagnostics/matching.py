@@ -139,7 +139,7 @@ def check_devices(
         return
     if copies:
         raise ProtrainError(
-            'check="bitwise" trains a plain copy on this rank alone, which is another training than'
+            'check="bitwise" trains a plain copy on this rank only, which is another training than'
             " that of several devices",
             fix="check a plan for one device, or compare with DistributedDataParallel",
         )
@@ -164,16 +164,16 @@ def check_offloaded(
     for chunk, unit in offloaded:
         if chunk.unit in shared:
             raise ProtrainError(
-                f"{unit.name} has parameters that share memory, and states that leave the device"
-                " are of parameters by themselves",
+                f"{unit.name} has parameters that share memory, and offloaded states need"
+                " parameters with memory of their own",
                 fix="give every parameter its own memory, or make the unit persistent",
             )
         dtypes = {part.dtype for part in chunk.slices if part.trainable}
         if len(dtypes) > 1:
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
             raise ProtrainError(
-                f"{unit.name} has trainable parameters of several dtypes ({names}), and states"
-                " that leave the device are of one",
+                f"{unit.name} has trainable parameters of several dtypes ({names}), and offloaded"
+                " states need a single dtype",
                 fix="convert them to one dtype, or freeze those of the others",
             )
     grouped = _grouped(optimizer)

@@ -190,7 +190,7 @@ class Meeting:
         missing = next((n for n, key in enumerate(keys) if not self._store.check([key])), 0)
         calls = "calls prepare() once per model" if what == "prepare()" else f"calls {what}"
         return RanksError(
-            f"rank {missing} of {self.count} did not come to {what} within {limit_s:g} s",
+            f"rank {missing} of {self.count} did not reach {what} within {limit_s:g} s",
             fix=f"see what that rank says; every rank {calls}, in the same order",
         )
 

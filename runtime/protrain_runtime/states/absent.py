@@ -325,6 +325,6 @@ def _rebuilt(
 
 def _lost(what: str) -> ProtrainError:
     return ProtrainError(
-        f"the {what} is on meta, and checkpoints do not have it: nothing tells its values",
+        f"the {what} is on meta, and checkpoints do not have it: its values are unknown",
         fix=_BUILD_OTHERWISE,
     )

@@ -114,7 +114,7 @@ def check_recording(
             problem = f"{event.name!r} runs on {lanes[event.name]!r}, not on {event.lane!r}"
             raise where.at("lane").error(problem)
         if event.name in seen:
-            raise where.at("name").error(f"{event.name!r} stands there twice")
+            raise where.at("name").error(f"{event.name!r} appears twice")
         seen.add(event.name)
     expected_slots = len(program.slots) + 1
     if recording.slot_bytes and len(recording.slot_bytes) != expected_slots:
@@ -126,7 +126,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n]))
-        problem = f"the key {cut(twice)!r} stands here twice"
+        problem = f"the key {cut(twice)!r} appears twice"
         raise RecordError(problem, fix="remove one of them")
     return found
 

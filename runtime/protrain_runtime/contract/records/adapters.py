@@ -131,7 +131,7 @@ def _read(words: list[str], key: str, dtype: AdapterDType) -> Lora:
         if not equals and name not in (*_FLAGS, *_ALONE):
             raise whole.error(f"expected words such as r=16, got {cut(word)!r}")
         if name in said:
-            raise whole.error(f"{cut(name)!r} stands there twice", "remove one of them")
+            raise whole.error(f"{cut(name)!r} appears twice", "remove one of them")
         if name in _FLAGS and equals:
             raise whole.error(
                 f"expected {name} without a value, got {cut(word)!r}", f"{name} alone"

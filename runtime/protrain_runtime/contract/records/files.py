@@ -54,12 +54,12 @@ def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
                 content += piece
             if max(found.st_size, len(content)) > most_bytes:
                 raise RecordError(
-                    f"this file is larger than the {format_bytes(most_bytes)} that are read of one",
+                    f"this file is larger than the {format_bytes(most_bytes)} limit",
                     source=str(path),
                 )
             return bytes(content)
     except FileNotFoundError:
-        raise RecordError("there is no such file", source=str(path)) from None
+        raise RecordError("no such file", source=str(path)) from None
     except IsADirectoryError:
         raise RecordError("this is a directory, not a file", source=str(path)) from None
     except (OSError, ValueError) as error:
@@ -89,7 +89,7 @@ def replace_text(path: str | Path, text: str) -> None:
             raise RecordError(problem, source=str(path), fix=fix)
         _replace(target, content)
     except UnicodeEncodeError as error:
-        problem = f"is no text: {error.object[error.start]!a} at {error.start}"
+        problem = f"is not text: {error.object[error.start]!a} at {error.start}"
         raise RecordError(problem, source=str(path)) from None
     except (OSError, ValueError) as error:
         # Its cause says whether it was a broken pipe.

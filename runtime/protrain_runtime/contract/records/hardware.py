@@ -204,7 +204,7 @@ class PublishedError:
     source: str
 
 
-KEPT_PROBE = "kept from an earlier profile: protrain profile --probe measures the machine again"
+KEPT_PROBE = "reused from an earlier profile: protrain profile --probe measures the machine again"
 """One of the `sources` of a machine that was not probed anew."""
 
 

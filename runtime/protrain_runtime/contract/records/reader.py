@@ -139,7 +139,7 @@ def _units(owner: Any, document: Document) -> tuple[Any, ...]:
         for name in names:
             own = places.setdefault(name, len(found))
             if own < len(found):
-                raise entry.error(f"the unit {cut(name)!r} stands here twice")
+                raise entry.error(f"the unit {cut(name)!r} appears twice")
             implied = {"used_by": (own,)} if owner is Unit else {}
             found.append((owner(name=name, **implied | values), entry))
     for own, (unit, entry) in enumerate(found):
@@ -209,7 +209,7 @@ def _refuse_twice(document: Document, key: str, what: str) -> None:
     words = [entry[key] for entry in document.data]
     for index, word in enumerate(words):
         if word in words[:index]:
-            raise document.at(index).error(f"the {what} {word!r} stands here twice")
+            raise document.at(index).error(f"the {what} {word!r} appears twice")
 
 
 def _check_plan(plan: Plan, document: Document) -> None:

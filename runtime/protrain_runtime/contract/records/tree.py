@@ -196,7 +196,7 @@ def parsed(text: str, source: str | None) -> Document:
             if len(key) > MAX_TEXT:
                 raise refused(event, path, f"expected a key of at most {MAX_TEXT} characters")
             if key in found:
-                problem = f"the key {cut(key)!r} stands here twice"
+                problem = f"the key {cut(key)!r} appears twice"
                 raise refused(event, path, problem, "remove one of them")
             found[key] = value(next(events), (*path, key))
         return found
