@@ -22,6 +22,11 @@ from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import OptimizerFactory, optimizer_factory
 from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.profiling.compiling import (
+    compilation_since,
+    compiled_so_far,
+    compiled_whole,
+)
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
@@ -39,11 +44,6 @@ from protrain_runtime.devices.device import explained_exhaustion
 from protrain_runtime.devices.memory_meter import device_of, storage_bytes
 from protrain_runtime.devices.preflight import room_here
 from protrain_runtime.devices.stores import memory_of
-from protrain_runtime.diagnostics.compiling import (
-    compilation_since,
-    compiled_so_far,
-    compiled_whole,
-)
 from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.diagnostics.recording import Recorder, measure_step, record
 from protrain_runtime.engine.engine import Observer

@@ -5,10 +5,11 @@ and sound are noise from a seeded generator: what a step costs does not depend o
 """
 
 import importlib
+import inspect
 import random
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, repeat
 from math import prod
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from protrain_runtime.activations.trees import taken_apart, tensors_in
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.files import read_bytes
+from protrain_runtime.contract.records.profile import Workload
+from protrain_runtime.diagnostics.matching import call_sizes
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | Tensor
 """The arguments of one call of a model: keyword arguments, positional arguments, or one tensor.
@@ -372,3 +375,36 @@ def _images_and_text(request: BatchRequest) -> Iterator[Inputs]:
         }
 
     return map(seen, request.windows(), request.generators())
+
+
+def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Workload:
+    """The workload with the sizes of a factory's batch; a configuration's batches have its own.
+
+    Where those are images alone, there is no sequence: `seq_len` is 1.
+    `batch_size` is the first dimension of the first tensor in it that has one. `seq_len` is the
+    second of the first tensor of integers with two dimensions and as many rows, which are token ids
+    [batch, tokens]; else of the first tensor with three, features [batch, sequence, width]; 1 where
+    there is neither.
+    """
+    if workload.model_config:
+        names = set(batch) if isinstance(batch, Mapping) else set()
+        return replace(workload, seq_len=1) if names == {"pixel_values", "labels"} else workload
+    signature = inspect.signature(model.forward)
+    if isinstance(batch, Mapping):
+        sizes = call_sizes(signature, (), batch)
+    else:
+        sizes = call_sizes(
+            signature, tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}
+        )
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    batch_size = tensors[0].shape[0] if tensors else 1
+    rows = [tensor for tensor in tensors if tensor.shape[0] == batch_size]
+    tokens = [t for t in rows if t.dim() == 2 and not (t.is_floating_point() or t.is_complex())]
+    features = [t for t in rows if t.dim() == 3]
+    found = [*tokens, *features]
+    return replace(
+        workload,
+        inputs=tuple(f"{name} {'x'.join(map(str, size))}" for name, size in sizes),
+        batch_size=max(1, batch_size),
+        seq_len=max(1, found[0].shape[1]) if found else 1,
+    )

@@ -25,7 +25,7 @@ from protrain_plan.hardware.operators import (
     is_this_machine,
 )
 from protrain_plan.hardware.probe import Progress
-from protrain_plan.models.batches import first_of
+from protrain_plan.models.batches import first_of, with_batch_sizes
 from protrain_plan.models.building import TORCH_DTYPES, parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import (
     DEFAULT_OPTIMIZER,
@@ -57,7 +57,7 @@ from protrain_runtime.contract.records.profile import (
     Profile,
     Workload,
 )
-from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
+from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors
 from protrain_runtime.states.update_rules import UpdateRules
 
 _OTHER_PROCESSORS = ("aarch64", "arm64", "ppc64le", "s390x", "riscv64", "loongarch64")

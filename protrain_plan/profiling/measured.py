@@ -15,9 +15,10 @@ from torch import nn
 
 from protrain_plan.hardware.probe import BRIEF, Progress, Watch, probe
 from protrain_plan.hardware.speeds import measure_overheads, update_speeds
-from protrain_plan.models.batches import Batch, first_of, of_one_size
+from protrain_plan.models.batches import Batch, first_of, of_one_size, with_batch_sizes
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import ModelSource
+from protrain_plan.profiling.compiling import compilation_since, compiled_so_far
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import (
     BlockClasses,
@@ -47,6 +48,7 @@ from protrain_plan.profiling.structure.discovery import (
     undisturbed,
     variation,
 )
+from protrain_plan.profiling.structure.parameters import refuse_parameters
 from protrain_plan.profiling.structure.rerun import run_once
 from protrain_plan.profiling.tally import timed
 from protrain_plan.profiling.unit_by_unit import (
@@ -84,10 +86,8 @@ from protrain_runtime.contract.records.profile import (
 from protrain_runtime.contract.units import four_digits
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import device_of
-from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
-from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors, with_batch_sizes
+from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors
 from protrain_runtime.states.absent import holding_nothing
-from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import settle_quantized
 
 

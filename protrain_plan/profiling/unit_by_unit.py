@@ -45,6 +45,7 @@ from protrain_plan.profiling.structure.discovery import (
     variation,
 )
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
+from protrain_plan.profiling.structure.parameters import refuse_parameters
 from protrain_plan.profiling.structure.rerun import run_once
 from protrain_runtime.activations.compiled import refuse_compiled_around
 from protrain_runtime.activations.own_caches import switch_off_caches
@@ -63,7 +64,6 @@ from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.preflight import free_host_bytes
 from protrain_runtime.states.absent import without_parameters
-from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import packed_layers
 
 SHARE_OF_FREE_MEMORY = 0.5

@@ -646,9 +646,7 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
     model.register_buffer("a", torch.ones(2))
     for content in REFUSED.values():
         path.write_bytes(content)
-        with pytest.raises(
-            ProtrainError, match=r"not a safetensors file|is not known"
-        ) as caught:
+        with pytest.raises(ProtrainError, match=r"not a safetensors file|is not known") as caught:
             load(model, None, tmp_path)
         assert caught.value.source == str(path)
         assert model.get_buffer("a").sum() == 2

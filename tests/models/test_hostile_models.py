@@ -14,20 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.models.batches import Batch, call_model, loss_of, with_batch_sizes
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import parse_pin, pinned_options
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.optimizer_cost import refuse_sparse
+from protrain_plan.profiling.structure.parameters import refuse_parameters
 from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import KEEP, Budgets, Placement
 from protrain_runtime.contract.records.profile import Profile, Unit
-from protrain_runtime.diagnostics.matching import with_batch_sizes
 from protrain_runtime.model.prepared import engine_of
-from protrain_runtime.states.parameters import refuse_parameters
 from tests.support import hostile_models
 from tests.support.estimates import bytes_alone, machine
 from tests.support.fuzzed_modules import fuzzed, source

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from benchmarks.zoo import ZOO
 from protrain_plan.commands.measuring import ProfileRequest
 from protrain_plan.commands.option_records import WorkloadOptions
-from protrain_plan.models.batches import call_model, loss_of
+from protrain_plan.models.batches import call_model, loss_of, with_batch_sizes
 from protrain_plan.models.building import parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import OPTIMIZERS, optimizer_factory
 from protrain_plan.models.presets import Preset, preset_config, preset_names, preset_of, presets
@@ -28,7 +28,7 @@ from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.profile import DType, Precision
 from protrain_runtime.devices.memory_meter import MemoryMeter
-from protrain_runtime.diagnostics.matching import model_fingerprint, with_batch_sizes
+from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.commands import python
 from tests.support.estimates import machine

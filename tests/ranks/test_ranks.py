@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from protrain_plan.profiling.compiling import compiled_whole
 from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.contract.records.plan import (
     KEEP,
@@ -34,7 +35,6 @@ from protrain_runtime.contract.records.plan import (
     Plan,
     UnitPlan,
 )
-from protrain_runtime.diagnostics.compiling import compiled_whole
 from tests.support import odd_optimizers
 from tests.support.hostile_models import Chain
 from tests.support.optimizer_habits import EDITS, by_value, edited, parameters

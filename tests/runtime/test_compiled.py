@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.compiling import compilation_since, compiled_so_far
 from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import compiler_bytes, measure
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
@@ -33,7 +34,6 @@ from protrain_runtime.contract.records.forms import FORMS, exactness_of, leaves_
 from protrain_runtime.contract.records.plan import KEEP, RECOMPUTE, Activations, Placement, Plan
 from protrain_runtime.contract.records.profile import Compilation, Compile, Profile, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
-from protrain_runtime.diagnostics.compiling import compilation_since, compiled_so_far
 from protrain_runtime.model.prepared import restore
 from protrain_runtime.preparation import compile_blocks, prepare
 from tests.support import forked

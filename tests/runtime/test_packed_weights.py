@@ -22,6 +22,7 @@ from protrain_plan.models.building import seeded
 from protrain_plan.models.quantizing import as_made
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.measured import measure
+from protrain_plan.profiling.structure.parameters import refuse_parameters
 from protrain_runtime import load, restore, save
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
@@ -34,7 +35,6 @@ from protrain_runtime.contract.records.plan import (
     Plan,
 )
 from protrain_runtime.contract.records.profile import Profile, Quantize
-from protrain_runtime.states.parameters import refuse_parameters
 from protrain_runtime.states.quantized import (
     packed_layers,
     products_of_a_card,

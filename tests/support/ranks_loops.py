@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from protrain_plan.profiling.compiling import compiled_whole
 from protrain_runtime import load, prepare, restore, save
 from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.contract.records.hardware import TierName
@@ -26,7 +27,6 @@ from protrain_runtime.contract.records.plan import (
     StateTier,
     UnitPlan,
 )
-from protrain_runtime.diagnostics.compiling import compiled_whole
 from tests.support import scenario
 from tests.support.pairwise import Impossible, Row, covering_rows
 from tests.support.plan_settings import with_settings

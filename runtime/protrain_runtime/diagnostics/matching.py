@@ -11,7 +11,6 @@ line stands for all of them:
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from operator import gt
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.requirements import check_step, refuse_pipeline
 from protrain_runtime.contract.records.decisions import activations_text
@@ -453,43 +451,12 @@ def refuse_larger_batches(model: nn.Module, workload: Workload) -> Callable[[], 
             if tokens.shape[0] > most[0] or longer:
                 raise _too_large(f"is {tokens.shape[0]} x {tokens.shape[1]} tokens", most)
             return
-        for name, size in _sizes(signature, args, kwargs):
+        for name, size in call_sizes(signature, args, kwargs):
             limits = planned.get(name, ())
             if len(size) == len(limits) and any(map(gt, size, limits)):
                 raise _too_large(f"has {' x '.join(map(str, size))} in {name!r}", limits)
 
     return model.register_forward_pre_hook(hook, with_kwargs=True).remove
-
-
-def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Workload:
-    """The workload with the sizes of a factory's batch; a configuration's batches have its own.
-
-    Where those are images alone, there is no sequence: `seq_len` is 1.
-    `batch_size` is the first dimension of the first tensor in it that has one. `seq_len` is the
-    second of the first tensor of integers with two dimensions and as many rows, which are token ids
-    [batch, tokens]; else of the first tensor with three, features [batch, sequence, width]; 1 where
-    there is neither.
-    """
-    if workload.model_config:
-        names = set(batch) if isinstance(batch, Mapping) else set()
-        return replace(workload, seq_len=1) if names == {"pixel_values", "labels"} else workload
-    signature = inspect.signature(model.forward)
-    if isinstance(batch, Mapping):
-        sizes = _sizes(signature, (), batch)
-    else:
-        sizes = _sizes(signature, tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
-    batch_size = tensors[0].shape[0] if tensors else 1
-    rows = [tensor for tensor in tensors if tensor.shape[0] == batch_size]
-    tokens = [t for t in rows if t.dim() == 2 and not (t.is_floating_point() or t.is_complex())]
-    features = [t for t in rows if t.dim() == 3]
-    found = [*tokens, *features]
-    return replace(
-        workload,
-        inputs=tuple(f"{name} {'x'.join(map(str, size))}" for name, size in sizes),
-        batch_size=max(1, batch_size),
-        seq_len=max(1, found[0].shape[1]) if found else 1,
-    )
 
 
 def _too_large(what: str, most: tuple[int, ...]) -> RuntimeError:
@@ -499,7 +466,7 @@ def _too_large(what: str, most: tuple[int, ...]) -> RuntimeError:
     )
 
 
-def _sizes(
+def call_sizes(
     signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The tensors in a call by argument, however it was passed; not those of a single number."""
