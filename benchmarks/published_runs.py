@@ -21,7 +21,6 @@ from protrain_plan.models.sources import ConfigSource, ModelSource, load_source
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.alternatives import bucket_bytes
 from protrain_plan.planning.search.evaluation import step_seconds
-from protrain_plan.profiling.estimated import estimates
 from protrain_plan.simulation.group import group_on
 from protrain_plan.simulation.report import report
 from protrain_runtime.contract.records.adapters import parse_lora
@@ -39,6 +38,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import DType, Precision, Profile, Quantize
 from protrain_runtime.contract.records.tree import Document, parsed
 from protrain_runtime.contract.units import parse_bytes
+from tests.support.estimates import estimates
 
 PUBLISHED = Path(__file__).parent / "published.yaml"
 

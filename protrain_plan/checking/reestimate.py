@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from multiprocessing import active_children
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 from protrain_plan.checking.reviewed import leads_out, refuse_outside
 from protrain_plan.hardware.catalogue import load_hardware
@@ -163,15 +162,13 @@ def reestimated(
     that. Paths and modules count from the working directory.
     """
     workload, machine = profile.workload, on or profile.hardware
-    names = ("dtype", "seed", "precision", "adapter", "quantize")
-    options: dict[str, Any] = {name: getattr(workload, name) for name in names}
     try:
-        from protrain_plan.models.sources import load_source
+        from protrain_plan.models.sources import built, load_source
         from protrain_plan.profiling.estimated import tallies
         from protrain_runtime.diagnostics.matching import model_fingerprint
 
         source = load_source(workload.model, model_config=config)
-        fingerprint = model_fingerprint(source.build(device="meta", **options))
+        fingerprint = model_fingerprint(built(source, workload, device="meta"))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a model's code may fail in any way)
         return Broken(reason=said(error))
     tell(fingerprint)
@@ -181,13 +178,10 @@ def reestimated(
     try:
         (found,) = tallies(
             source,
-            batch_size=workload.batch_size,
-            seq_len=workload.seq_len,
-            compile=workload.compile,
+            workload,
             optimizer=profile.optimizer.name,
             allow=profile.allowed,
             machines=[_rated(machine)],
-            **options,
         )
     except (Exception, SystemExit) as error:  # noqa: BLE001
         return _not_estimated(error, profile, machine)

@@ -15,13 +15,7 @@ from typing import Any, TypeVar, get_args
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth_in_words
 from protrain_plan.checking.plan_files import Case, Files, line_of, opened, search
-from protrain_plan.checking.plan_on_machine import (
-    Machines,
-    Model,
-    PlanOnMachine,
-    misfit,
-    predicted,
-)
+from protrain_plan.checking.plan_on_machine import Machines, Model, PlanOnMachine, misfit, predicted
 from protrain_plan.checking.reestimate import Broken, Look, Unavailable
 from protrain_plan.hardware.catalogue import hardware_names
 from protrain_plan.planning.search.choices import min_memory

@@ -102,19 +102,11 @@ class ProfileRequest:
         """Return the arguments of measuring and estimating; ProtrainError for what is unknown."""
         from protrain_plan.models.optimizers import optimizer_factory, optimizer_named
 
-        optimizer, workload = optimizer_named(self.optimizer, self.optimizer_args), self.workload
-        optimizer_factory(optimizer)  # refuse a wrong name at once
+        named = optimizer_named(self.optimizer, self.optimizer_args)
+        optimizer_factory(named)  # refuse a wrong name at once
         return {
-            "batch_size": workload.batch_size,
-            "seq_len": workload.seq_len,
-            "dtype": workload.dtype,
-            "precision": workload.precision,
-            "adapter": workload.adapter,
-            "quantize": workload.quantize,
-            "compile": workload.compile,
-            "optimizer": optimizer,
+            "optimizer": named,
             "allow": self.allow,
-            "seed": workload.seed,
             "text": self.text,
             "progress": progress,
         }
@@ -185,7 +177,7 @@ def _estimated(
         options = request.options(progress)
         source = load_source(request.workload.model)
         with explained(lambda: ""):
-            return tallies(source, machines=machines, **options)
+            return tallies(source, request.workload, machines=machines, **options)
 
 
 def measured(request: ProfileRequest, progress: Progress) -> Profile:
@@ -226,6 +218,7 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
         ):
             found = measure(
                 source,
+                request.workload,
                 device=where,
                 num_steps=request.steps,
                 spill_directory=directory,

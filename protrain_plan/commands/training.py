@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import OptimizerFactory, optimizer_factory
-from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.models.sources import ModelSource, batches_of, built, load_source
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
@@ -50,11 +50,7 @@ from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device, parameter_values
 from protrain_runtime.preparation import Check, compile_blocks, prepare
 from protrain_runtime.ranks.group import check_ranks
-from protrain_runtime.states.absent import (
-    absent_parameters,
-    give_places,
-    without_parameters,
-)
+from protrain_runtime.states.absent import absent_parameters, give_places, without_parameters
 from protrain_runtime.states.host_steps import stepping_as
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.quantized import pack_absent
@@ -159,8 +155,7 @@ def train(
             else "plan with a smaller --device-memory than the limit, and run that plan"
         ),
     ):
-        of_model = ("dtype", "precision", "adapter", "quantize", "seed")
-        build = partial(source.build, **{name: getattr(workload, name) for name in of_model})
+        build = partial(built, source, workload)
         several = plain and plan.group.num_devices > 1
         optimizer: torch.optim.Optimizer
         if plain:
@@ -268,9 +263,7 @@ def _batches(
     num_steps: int,
 ) -> Iterator[Batch]:
     """Return the batches of a rank, out of all that so many steps need."""
-    of_batches = ("batch_size", "seq_len", "dtype", "precision", "seed")
-    sizes = {name: getattr(plan.workload, name) for name in of_batches}
-    batches = source.batches(device=device, text=text, **sizes)
+    batches = batches_of(source, plan.workload, text=text, device=device)
     needed = num_steps * plan.settings.micro_batches * plan.group.num_devices
     batches = _enough(batches, needed, source=plan.workload.model)
     return islice(batches, rank, None, plan.group.num_devices)

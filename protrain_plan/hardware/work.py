@@ -1,6 +1,5 @@
 """Work of operators, and their seconds by a machine's rates. Nothing here knows of tensors."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from protrain_plan.hardware.kernels import (
@@ -27,9 +26,13 @@ class Work(NamedTuple):
     accesses: int = 0
     fused: bool = False
 
+    def is_launched(self, rates: Rates) -> bool:
+        """Whether it is a kernel of its own: on an accelerator, another one does `fused` work."""
+        return not (self.fused and rates.multiprocessors)
+
     def seconds(self, rates: Rates) -> float:
         """The formula of `Rates`."""
-        if self.fused and rates.multiprocessors:
+        if not self.is_launched(rates):
             return 0.0
         peak = rates.flops_per_s(half=self.half)
         efficiency = rates.compute_efficiency
@@ -42,29 +45,3 @@ class Work(NamedTuple):
         moving = self.bytes / (rates.memory_bytes_per_s * rates.memory_efficiency)
         moving = max(moving, self.accesses / accesses_per_s(rates))
         return max(computing, moving) + rates.operator_s
-
-
-class WorkLog:
-    """The work of operators between marks, one list per mark."""
-
-    def __init__(self, slots: Iterable[list[Work]] = ()) -> None:
-        self.slots = list(slots)
-
-    def mark(self) -> None:
-        """Begin the next list, to which belongs what runs from here on."""
-        self.slots.append([])
-
-    def seconds(self, rates: Rates) -> list[float]:
-        """The estimate for every mark."""
-        return [sum(work.seconds(rates) for work in slot) for slot in self.slots]
-
-    def launch_seconds(self, rates: Rates) -> list[float]:
-        """Seconds of the thread that launches the operators, for every mark."""
-        return [
-            rates.operator_s * sum(not (work.fused and rates.multiprocessors) for work in slot)
-            for slot in self.slots
-        ]
-
-    def model_flops(self) -> list[float]:
-        """Return what model FLOPs utilisation counts, for every mark."""
-        return [sum(work.model_flops for work in slot) for slot in self.slots]

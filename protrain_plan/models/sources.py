@@ -6,8 +6,6 @@ leaves the global random states as they were.
 """
 
 import copy
-import importlib
-import importlib.util
 import inspect
 import json
 import re
@@ -20,10 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.parameter import is_lazy
 
 from protrain_plan.models.adapters import adapted
@@ -57,7 +52,7 @@ from protrain_plan.models.presets import (
 from protrain_plan.models.quantizing import as_made, packed_as_drawn, quantized, settled
 from protrain_runtime.activations.compiled import refuse_wrapped
 from protrain_runtime.contract.errors import ProtrainError, cut
-from protrain_runtime.contract.records.profile import DType, Precision, Quantize
+from protrain_runtime.contract.records.profile import DType, Precision, Quantize, Workload
 from protrain_runtime.contract.records.words import did_you_mean
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.devices.preflight import free_host_bytes
@@ -217,7 +212,6 @@ class ConfigSource:
             source=self.name,
             fix="pip install transformers, or use package.module:factory",
         )
-        _read_models_once(transformers)
         refuse_numbers(self.config, source=self.name)
         # A copy: transformers writes into nested mappings, such as those of rotary embeddings.
         values = copy.deepcopy(self.config)
@@ -277,31 +271,6 @@ class ConfigSource:
     def _refused(self, error: Exception) -> ProtrainError:
         problem = f"transformers refuses the configuration: {reason_of(error)}"
         return ProtrainError(problem, source=self.name)
-
-
-def _read_models_once(transformers: ModuleType) -> None:
-    """Import `transformers.models` without reading its thousands of files again.
-
-    The package says what is in them when it is imported, and `models` finds it out again.
-    """
-    tools: Any = importlib.import_module("transformers.utils.import_utils")
-    folder, found = Path(*transformers.__path__, "models"), tools.define_import_structure
-
-    def known(path: Any, prefix: str | None = None) -> Any:
-        if prefix or Path(path) != folder / "__init__.py":
-            return found(path, prefix)
-        return {
-            backends: {
-                n.removeprefix("models."): each for n, each in of.items() if n.startswith("models.")
-            }
-            for backends, of in found(folder, prefix="models").items()  # which remembers
-        }
-
-    tools.define_import_structure = known
-    try:
-        importlib.import_module("transformers.models")
-    finally:
-        tools.define_import_structure = found
 
 
 _SHARE_OF_FREE_MEMORY = 0.5
@@ -432,6 +401,39 @@ def _again_and_again(data: Iterable[object]) -> Iterator[object]:
 
 
 ModelSource = ConfigSource | FactorySource
+
+
+def built(
+    source: ModelSource, workload: Workload, *, device: torch.device | str = "cpu"
+) -> nn.Module:
+    """The source's model as the workload says."""
+    return source.build(
+        dtype=workload.dtype,
+        precision=workload.precision,
+        adapter=workload.adapter,
+        quantize=workload.quantize,
+        device=device,
+        seed=workload.seed,
+    )
+
+
+def batches_of(
+    source: ModelSource,
+    workload: Workload,
+    *,
+    text: Path | None,
+    device: torch.device | str = "cpu",
+) -> Iterator[Batch]:
+    """The source's batches as the workload says."""
+    return source.batches(
+        batch_size=workload.batch_size,
+        seq_len=workload.seq_len,
+        dtype=workload.dtype,
+        precision=workload.precision,
+        device=device,
+        text=text,
+        seed=workload.seed,
+    )
 
 
 def load_source(model: str, *, model_config: str = "") -> ModelSource:

@@ -23,11 +23,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.adapters import option_of
 from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.forms import FORMS
-from protrain_runtime.contract.records.plan import (
-    OPTIMIZER_IN_BACKWARD,
-    Plan,
-    UnitPlan,
-)
+from protrain_runtime.contract.records.plan import OPTIMIZER_IN_BACKWARD, Plan, UnitPlan
 from protrain_runtime.contract.records.words import listed
 
 Config = dict[str, Any]

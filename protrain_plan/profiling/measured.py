@@ -17,7 +17,7 @@ from protrain_plan.hardware.probe import BRIEF, Progress, Watch, probe
 from protrain_plan.hardware.speeds import measure_overheads, update_speeds
 from protrain_plan.models.batches import Batch, first_of, of_one_size
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
-from protrain_plan.models.sources import ModelSource
+from protrain_plan.models.sources import ModelSource, batches_of, built
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import (
     BlockClasses,
@@ -53,20 +53,14 @@ from protrain_plan.profiling.unit_by_unit import (
     SHARE_OF_FREE_MEMORY,
     Options,
     Sketch,
-    batches_of,
     build_sparsely,
-    built,
     free_bytes,
     in_its_dtype,
     sketched,
     workload_of,
 )
 from protrain_plan.simulation.timeline import simulated_seconds
-from protrain_runtime.activations.compiled import (
-    are_compiled,
-    compile_each,
-    refuse_compiled_around,
-)
+from protrain_runtime.activations.compiled import are_compiled, compile_each, refuse_compiled_around
 from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.contract.program.compiling import program_of
@@ -93,6 +87,7 @@ from protrain_runtime.states.quantized import settle_quantized
 
 def measure(
     source: ModelSource,
+    workload: Workload,
     *,
     device: torch.device | str,
     num_steps: int | None,
@@ -112,7 +107,7 @@ def measure(
     """
     where = devices.found(str(device))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    workload = workload_of(source, where.type, options, deterministic=deterministic)
+    workload = workload_of(source, workload, where.type, deterministic=deterministic)
     text = options.get("text")
     progress: Progress = options.get("progress", lambda *_: None)
     progress("looking at the model", 0.0)
@@ -327,8 +322,8 @@ class _Measuring:
         """The units with their bytes, and bytes that a step leaves behind."""
         self.clock("counting bytes", 0.2)
         with self._without_equals():
-            counting = measure_bytes(self.model, self.batch, structure, self.reserve.meter)
-        return without_falls(filled(counting.units, self.classes)), counting.left_bytes
+            units, left = measure_bytes(self.model, self.batch, structure, self.reserve.meter)
+        return without_falls(filled(units, self.classes)), left
 
     def slot_seconds(
         self, units: Sequence[Unit], kept: Set[int], num_steps: int | None

@@ -19,7 +19,6 @@ from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import parse_pin, pinned_options
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
-from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.optimizer_cost import refuse_sparse
 from protrain_runtime import prepare
 from protrain_runtime.contract.errors import ProtrainError
@@ -29,7 +28,7 @@ from protrain_runtime.diagnostics.matching import with_batch_sizes
 from protrain_runtime.model.prepared import engine_of
 from protrain_runtime.states.parameters import refuse_parameters
 from tests.support import hostile_models
-from tests.support.estimates import bytes_alone, machine
+from tests.support.estimates import bytes_alone, estimate, machine
 from tests.support.fuzzed_modules import fuzzed, source
 from tests.support.hostile_models import HOSTILE, Hostile, Stack, batch_of, tokens_of
 from tests.support.judging import PLANS, PlanName, Verdict, judged, profiled

@@ -15,10 +15,10 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan
-from protrain_plan.profiling.estimated import estimates
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Budgets, Plan
 from protrain_runtime.contract.records.profile import Profile
+from tests.support.estimates import estimates
 from tests.support.hostile_models import WORKLOAD, Chain, Hostile
 from tests.support.judging import profiled
 from tests.support.messages import Speaker

@@ -22,7 +22,6 @@ from protrain_plan.models.building import parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import OPTIMIZERS, optimizer_factory
 from protrain_plan.models.presets import Preset, preset_config, preset_names, preset_of, presets
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.errors import ProtrainError
@@ -31,7 +30,7 @@ from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint, with_batch_sizes
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.commands import python
-from tests.support.estimates import machine
+from tests.support.estimates import estimate, machine
 from tests.support.hostile_models import WORKLOAD, mixed_factory
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import profiled_here
@@ -443,7 +442,7 @@ def test_master_weights_are_counted() -> None:
     model = load_source("tiny-llama").build(dtype="bfloat16", precision="master")
     batch = next(load_source("tiny-llama").batches(batch_size=1, seq_len=16))
     anatomy = analyze_units(model, batch, discover(model, batch), precision="master")
-    units = measure_bytes(model, batch, anatomy, lambda: MemoryMeter("cpu")).units
+    units = measure_bytes(model, batch, anatomy, lambda: MemoryMeter("cpu"))[0]
     assert sum(unit.state_bytes for unit in units) == 12 * 375_648
     assert sum(unit.parameter_bytes for unit in units) == 2 * 375_648
 

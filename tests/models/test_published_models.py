@@ -10,8 +10,8 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.presets import preset_config, presets
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.presentation.profiles import caveats
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.contract.records.profile import Profile, Quantize
+from tests.support.estimates import estimate
 from tests.support.hostile_models import Hostile
 from tests.support.judging import judged
 from tests.support.messages import Speaker

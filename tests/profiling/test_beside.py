@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from protrain_plan.profiling.beside import with_beside
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import MemoryMeter, storage_bytes
-from tests.support.estimates import machine, small_source
+from tests.support.estimates import estimate, machine, small_source
 
 
 @cache

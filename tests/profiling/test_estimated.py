@@ -12,13 +12,12 @@ from rich.console import Console
 
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.presentation.profiles import profile_text
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import DType, Profile
 from protrain_runtime.diagnostics.matching import model_fingerprint
-from tests.support.estimates import bytes_alone, machine, weighed
+from tests.support.estimates import bytes_alone, estimate, machine, weighed
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import described_by
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.activations.selective_recompute import LARGEST_RANK, is_low_rank, kind_of
 from protrain_runtime.contract.records.profile import Form, Profile
+from tests.support.estimates import estimate
 from tests.support.hostile_models import Hostile
 from tests.support.judging import PlanName, judged
 from tests.support.peaks import SLACK_BYTES

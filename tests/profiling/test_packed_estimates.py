@@ -10,11 +10,10 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.hardware.operators import INT8_PRODUCT, PACKED_PRODUCT, allocator_of
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.contract.program.program import BLOCK_BYTES, in_blocks
 from protrain_runtime.contract.records.profile import DType, Profile, Quantize
 from protrain_runtime.diagnostics.matching import model_fingerprint
-from tests.support.estimates import bytes_alone, machine, weighed
+from tests.support.estimates import bytes_alone, estimate, machine, weighed
 
 pytest.importorskip("bitsandbytes")
 

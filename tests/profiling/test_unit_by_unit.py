@@ -12,7 +12,6 @@ from torch import nn
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import ModelSource, load_source
-from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import filled, stubs_in_place
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
@@ -27,7 +26,7 @@ from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.absent import without_parameters
 from tests.support.commands import python
 from tests.support.configs import CONFIGS, SMALL
-from tests.support.estimates import weighed
+from tests.support.estimates import measure, weighed
 from tests.support.hostile_models import WORKLOAD
 
 CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
@@ -84,7 +83,7 @@ def test_bytes_are_those_of_the_whole_model(name: str) -> None:
         passes.training_step(model, batch)
         passes.drop_gradients(model)
         anatomy = analyze_units(model, batch, found, precision=workload.precision)
-        units = measure_bytes(model, batch, anatomy, MemoryMeter).units
+        units = measure_bytes(model, batch, anatomy, MemoryMeter)[0]
     assert (
         filled(units, sketch.block_classes),
         anatomy.base_bytes,

@@ -30,7 +30,6 @@ from protrain_plan.commands.training import train
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.profiling.measured import measure
 from protrain_runtime import OutOfMemoryError, explain_memory, full_parameters, record, restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
@@ -59,6 +58,7 @@ from protrain_runtime.diagnostics.checking import DifferenceError
 from protrain_runtime.model.prepared import below_device
 from protrain_runtime.states.updates import spare_threads
 from tests.support.cards import CARDS, capped, card_called, host_waits
+from tests.support.estimates import measure
 from tests.support.pairwise import Row
 from tests.support.parity_rows import ROWS, assert_row
 from tests.support.plan_settings import with_settings

@@ -10,13 +10,13 @@ from torch import nn
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime import restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import dumps_plan, loads_plan
 from protrain_runtime.contract.records.plan import KEEP, RECOMPUTE, Placement, Plan
 from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.diagnostics.matching import model_changes, model_tensors, with_batch_sizes
+from tests.support.estimates import estimate
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     MODELS,

@@ -21,7 +21,6 @@ from protrain_plan.models.batches import call_model
 from protrain_plan.models.building import seeded
 from protrain_plan.models.quantizing import as_made
 from protrain_plan.models.sources import ModelSource, load_source
-from protrain_plan.profiling.measured import measure
 from protrain_runtime import load, restore, save
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
@@ -43,6 +42,7 @@ from protrain_runtime.states.quantized import (
     settle_quantized,
 )
 from tests.support import quantized_models
+from tests.support.estimates import measure
 from tests.support.messages import Speaker
 from tests.support.peaks import (
     PIECE_BYTES,

@@ -27,7 +27,6 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.optimizer_cost import workspace
 from protrain_plan.simulation.wear import wear
 from protrain_runtime.contract.program.compiling import program_of
@@ -55,6 +54,7 @@ from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device
 from protrain_runtime.states.updates import UpdateTeam
+from tests.support.estimates import measure
 from tests.support.peaks import (
     NUM_STEPS,
     PIECE_BYTES,

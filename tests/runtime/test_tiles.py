@@ -41,7 +41,6 @@ from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.activations.forms import around, wrap_forward
 from protrain_runtime.activations.late_values import LateValues, UsedTwiceError
 from protrain_runtime.activations.tiled_loss import TILE_ROWS, loss_in_place, tile_rows
@@ -59,6 +58,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from tests.support.cards import every_device
+from tests.support.estimates import estimate
 from tests.support.messages import Speaker
 from tests.support.peaks import (
     PIECE_BYTES,

@@ -1,7 +1,8 @@
-"""Models estimated without memory for them."""
+"""Models estimated without memory for them, or measured, with workloads by keywords."""
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -10,14 +11,41 @@ from torch import nn
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.sources import ModelSource, load_source
+from protrain_plan.profiling import measured
+from protrain_plan.profiling.estimated import tallies
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES
 from protrain_plan.profiling.memory.unit_bytes import ModelStructure, analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.records.hardware import Device, DeviceKind, Hardware
-from protrain_runtime.contract.records.profile import FormCost, Unit
+from protrain_runtime.contract.records.profile import FormCost, Profile, Unit, Workload
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from tests.support.configs import CONFIGS, SMALL
+
+
+def asked(source: ModelSource, **options: Any) -> tuple[Workload, dict[str, Any]]:
+    """The workload that some of the options say, and the others."""
+    names = {field.name for field in fields(Workload)} - {"device"}
+    workload: dict[str, Any] = {"model": source.name, "seed": 0}
+    workload |= {name: options.pop(name) for name in names & options.keys()}
+    return Workload(model_config=source.model_config, device="cpu", **workload), options
+
+
+def estimate(source: ModelSource, *, hardware: Hardware, **options: Any) -> Profile:
+    return estimates(source, machines=[hardware], **options)[0]
+
+
+def estimates(
+    source: ModelSource, *, machines: Sequence[Hardware], **options: Any
+) -> list[Profile]:
+    workload, others = asked(source, **options)
+    made = tallies(source, workload, machines=machines, **others)
+    return [tally.on(machine) for tally, machine in zip(made, machines, strict=True)]
+
+
+def measure(source: ModelSource, **options: Any) -> Profile:
+    workload, others = asked(source, **options)
+    return measured.measure(source, workload, **others)
 
 
 def machine(name: str = "cpu") -> Hardware:
@@ -61,4 +89,4 @@ def weighed(
         passes.training_step(model, batch)
         passes.drop_gradients(model)
     anatomy = analyze_units(model, batch, found, **own)
-    return measure_bytes(model, batch, anatomy, meter).units, anatomy
+    return measure_bytes(model, batch, anatomy, meter)[0], anatomy

@@ -16,10 +16,7 @@ import torch
 from torch import nn
 
 from protrain_plan.models.batches import Batch
-from protrain_plan.models.optimizers import (
-    DEFAULT_OPTIMIZER,
-    optimizer_factory,
-)
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.lasting import Lasting
 from protrain_plan.profiling.memory.saved import SavedBytes, saved_bytes
@@ -47,10 +44,7 @@ from protrain_runtime.contract.records.profile import (
     Unit,
 )
 from protrain_runtime.contract.units import format_bytes
-from protrain_runtime.devices.memory_meter import (
-    Segment,
-    storage_bytes,
-)
+from protrain_runtime.devices.memory_meter import Segment, storage_bytes
 from protrain_runtime.states.chunk_layouts import make_chunk, unit_parameters
 from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice
 from protrain_runtime.states.parameters import of_one_storage, overlapping
@@ -289,25 +283,17 @@ def _beside_in_blocks(parts: Sequence[Slice], rules: Mapping[str, UpdateRule]) -
     return total
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBytes:
-    """Bytes of a training step: of the units, and what stays after it until its loss is gone.
-
-    `left_bytes` are tensors in the contexts of autograd functions, say. A loop has a name for its
-    loss until the next one is there, so that they are live in the next step.
-    """
-
-    units: list[Unit]
-    left_bytes: int
-
-
 def measure_bytes(
     model: nn.Module,
     batch: Batch,
     structure: ModelStructure,
     meter: passes.MeterFactory,
-) -> StepBytes:
-    """The units with their bytes, from one training step per form; seconds are zero.
+) -> tuple[list[Unit], int]:
+    """The units with their bytes, from one training step per form, and what stays after a step.
+
+    Seconds are zero. What stays until the step's loss is gone are tensors in the contexts of
+    autograd functions, say: a loop has a name for its loss until the next one is there, so that
+    they are live in the next step.
 
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
     `structure.saved`, in order, one for each of `structure.last_forms`, one where units can swap
@@ -399,7 +385,7 @@ def measure_bytes(
         units = _held_in(units, of_steps, structure, arrived)
     left = max(levels[0].left for levels in memory.values()) - gradients(2 * len(modules))
     loss = in_blocks(_LOSS_BYTES, structure.block)
-    return StepBytes(units=units, left_bytes=max(0, left - loss))
+    return units, max(0, left - loss)
 
 
 class _Levels(NamedTuple):
