@@ -123,14 +123,6 @@ def missing(workload: Workload) -> str | None:
     return None
 
 
-def _is_here(name: str) -> bool:
-    """Return whether the named configuration can be read again; factories have none.
-
-    A file outside the repository cannot be changed by it: the recorded one counts.
-    """
-    return name in preset_names() or (os.path.exists(name) and leads_out(name) is None)  # noqa: PTH110
-
-
 def said(error: BaseException) -> str:
     """Return an error's words on one line, with the user's line that raised it, without the fix."""
     if isinstance(error, ProtrainError):
@@ -347,12 +339,15 @@ def question_of(profile: Profile) -> tuple[EstimateRequest | None, str]:
     A preset and a configuration's file are read anew; where the file is gone, it is the recorded
     one. ProtrainError where a file holds none.
     """
-    workload = profile.workload
-    if _is_here(workload.model) or not workload.model_config:
-        if workload.model not in preset_names():
-            refuse_outside(workload.model.partition(":")[0])
-        config = read_config(workload.model)
+    workload, name = profile.workload, profile.workload.model
+    # A file outside the repository cannot be changed by it: the recorded one counts.
+    is_here = os.path.exists(name) and leads_out(name) is None  # noqa: PTH110
+    if name in preset_names():
+        config = read_config(name)
+    elif is_here or not workload.model_config:
+        refuse_outside(name.partition(":")[0])
+        config = read_config(name)
     else:
-        config = parse_config(workload.model_config, where=workload.model)
+        config = parse_config(workload.model_config, where=name)
     text = "" if config is None else json.dumps(config, sort_keys=True, separators=(",", ":"))
     return EstimateRequest.of(workload, profile.optimizer.name, config, profile.allowed), text

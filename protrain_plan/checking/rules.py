@@ -200,12 +200,10 @@ def pln001(model: Model) -> Verdict:
     case = model.case
     if (problem := misfit(case.plan, case.profile)) is not None:
         return Failed(problem=problem, key="units", fix=plan_again(case))
-    if case.plan.model_fingerprint != case.profile.model_fingerprint:
-        problem = "the plan names another model than its profile"
-        return Failed(problem=problem, key="model_fingerprint", fix=plan_again(case))
-    if case.plan.workload != case.profile.workload:
-        problem = "the plan names another workload than its profile"
-        return Failed(problem=problem, key="workload", fix=plan_again(case))
+    for key, what in (("model_fingerprint", "model"), ("workload", "workload")):
+        if getattr(case.plan, key) != getattr(case.profile, key):
+            problem = f"the plan names another {what} than its profile"
+            return Failed(problem=problem, key=key, fix=plan_again(case))
     return Passed(found=f"{len(case.plan.units)} units")
 
 

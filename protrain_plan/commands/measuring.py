@@ -144,7 +144,7 @@ def estimated(
         if (lacking := [machine for machine in machines if (request, machine) not in found])
     }
     jobs = processes_at_once(len(missing), jobs) if all(questions.values()) else 1
-    estimate = partial(_estimated, progress=progress if jobs == 1 else _unheard)
+    estimate = partial(_estimated, progress=progress if jobs == 1 else None)
     with answers_of(estimate, list(missing.items()), jobs=jobs) as made:
         for number, (request, tallies) in enumerate(zip(missing, made, strict=True), 1):
             question = questions[request]
@@ -162,19 +162,15 @@ def estimated(
     return [[profile(request, machine) for machine in machines] for request in requests]
 
 
-def _unheard(_: str, __: float) -> None:
-    pass
-
-
 def _estimated(
-    asked: tuple[ProfileRequest, Sequence[Hardware]], progress: Progress
+    asked: tuple[ProfileRequest, Sequence[Hardware]], progress: Progress | None
 ) -> "list[Tally]":
     request, machines = asked
     with collected_seldom():
         from protrain_plan.models.sources import load_source
         from protrain_plan.profiling.estimated import tallies
 
-        options = request.options(progress)
+        options = request.options(progress or (lambda *_: None))
         source = load_source(request.workload.model)
         with explained(lambda: ""):
             return tallies(source, request.workload, machines=machines, **options)

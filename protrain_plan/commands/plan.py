@@ -274,11 +274,6 @@ class ModelOptions:
     )
     no_cache: NoCacheOption = False
 
-    @property
-    def sizes(self) -> tuple[list[int], list[int]]:
-        """Its lengths and batches, one of each."""
-        return [self.seq_len or SEQ_LEN], [self.batch_size or 1]
-
     def cells(
         self,
         row: "Row",
@@ -392,7 +387,8 @@ def plan(
     group = devices.on(machine)
     settings, cells = step.on(settings, group), None
     if model.on is not None:
-        [request] = workload.requests(named, *model.sizes, allow=allow, beside=frozen)
+        sizes = [model.seq_len or SEQ_LEN], [model.batch_size or 1]
+        [request] = workload.requests(named, *sizes, allow=allow, beside=frozen)
         cells = model.cells(Row(request=request, step=settings), machine, group, budgets, staged)
     subject = _Subject(
         record=record,

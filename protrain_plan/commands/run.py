@@ -83,14 +83,11 @@ class RunOptions:
 
     def limit_memory(self) -> None:
         """Cap this process's memory at `--memory-limit`."""
-        if self.memory_limit is None:
-            return
-        most = size("--memory-limit", self.memory_limit, 0)
-        try:
+        if self.memory_limit is not None:
             import resource
-        except ImportError as error:
-            raise ProtrainError("needs Linux", key="--memory-limit") from error
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+            most = size("--memory-limit", self.memory_limit, 0)
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
     def trained(
         self,

@@ -191,22 +191,6 @@ def train(
             return trainer.run(batches, num_steps, on_step)
 
 
-def _with_weights(
-    make_model: Callable[[], nn.Module], directory: Path, device: torch.device
-) -> nn.Module:
-    """The function's model with a folder's values, whole on the device: without a plan.
-
-    To compare a planned model with, which has the same values. ProtrainError as of `prepare`.
-    """
-    with without_parameters():
-        model = make_model()
-    absent = absent_parameters(model)
-    pack_absent(model)
-    give_places(model, device, set())
-    Weights(directory, absent).fill(model, None)
-    return model
-
-
 def _plainly(
     plan: Plan,
     build: Callable[..., nn.Module],
@@ -216,9 +200,14 @@ def _plainly(
     *,
     compared: bool,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and optimizer of ordinary PyTorch."""
-    here = partial(build, device=device)
-    model = here() if weights is None else _with_weights(here, weights, device)
+    """The model and optimizer of ordinary PyTorch, whole on the device."""
+    with nullcontext() if weights is None else without_parameters():
+        model = build(device=device)
+    if weights is not None:  # the values of a planned model that it is compared with
+        absent = absent_parameters(model)
+        pack_absent(model)
+        give_places(model, device, set())
+        Weights(weights, absent).fill(model, None)
     make = with_master_weights(factory) if plan.workload.precision == "master" else factory
     if compared:
         make = stepping_as(plan, model, make)

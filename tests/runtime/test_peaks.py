@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.hardware.speeds import lane_update
+from protrain_plan.hardware.speeds import Stepped, lane_update
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import optimizer_factory
@@ -323,7 +323,8 @@ def test_a_lanes_update_takes_the_workspace_of_one_run(optimizer: str, dtype: DT
         pytest.importorskip("bitsandbytes")
     run, runs = 2**16, 8
     team = UpdateTeam(longest=run)
-    update = lane_update(dtype, team, num_parameters=run * runs, num_tensors=2, optimizer=optimizer)
+    stepped = Stepped(dtype, optimizer)
+    update = lane_update(stepped, team, num_parameters=run * runs, num_tensors=2)
     fraction = workspace(optimizer, dtype, "pure").workspace_fraction
     counted = fraction * run * TORCH_DTYPES[dtype].itemsize
     scalars = 3 * 1024 * (runs + 1)  # two tables of 8 bits, steps and factors

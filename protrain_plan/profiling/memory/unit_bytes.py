@@ -367,7 +367,7 @@ def measure_bytes(
     }
     units = [_unit(structure, index, memory, last, arrived, sparse) for index in range(len(keep))]
     for form in memory:
-        forms = _each_in(units, form)
+        forms = [form if any(c.form == form for c in unit.forms) else "keep" for unit in units]
         saved = [structure.saved[own][index] for index, own in enumerate(forms)]
         # Code may have a name for what leaves, of an input up to the end of the next unit.
         if any(
@@ -427,11 +427,6 @@ def _levels(
 
 _LOSS_BYTES = 64
 """Bytes of a loss, with room for what a wrapper keeps of it: `_scalars` counts them."""
-
-
-def _each_in(units: Sequence[Unit], form: Form) -> list[Form]:
-    """The form of each unit where those take one that can."""
-    return [form if any(one.form == form for one in unit.forms) else "keep" for unit in units]
 
 
 def _mixtures(units: Sequence[Unit]) -> list[list[Form]]:
