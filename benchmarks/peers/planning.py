@@ -22,6 +22,7 @@ from protrain_runtime.contract.records import read_profile, write_plan, write_pr
 from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
+from tests.support.estimates import batches_of
 from tests.support.estimates import estimate as estimated
 
 HOST_SHARE = 0.8
@@ -37,7 +38,8 @@ def profile(work: Work, out: Path) -> dict[str, Any]:
     Limit(work).before_building()
     source = load_source(work.model)
     model = built(source, work, device=device)
-    batches = source.batches(
+    batches = batches_of(
+        source,
         batch_size=work.batch_size,
         seq_len=work.seq_len,
         dtype=work.dtype,

@@ -155,12 +155,12 @@ def reestimated(
     """
     workload, machine = profile.workload, on or profile.hardware
     try:
-        from protrain_plan.models.sources import built, load_source
+        from protrain_plan.models.sources import load_source
         from protrain_plan.profiling.estimated import tallies
         from protrain_runtime.diagnostics.matching import model_fingerprint
 
         source = load_source(workload.model, model_config=config)
-        fingerprint = model_fingerprint(built(source, workload, device="meta"))
+        fingerprint = model_fingerprint(source.build(workload, device="meta"))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a model's code may fail in any way)
         return Broken(reason=said(error))
     tell(fingerprint)

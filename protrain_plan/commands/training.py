@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import OptimizerFactory, optimizer_factory
-from protrain_plan.models.sources import ModelSource, batches_of, built, load_source
+from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
@@ -155,7 +155,7 @@ def train(
             else "plan with a smaller --device-memory than the limit, and run that plan"
         ),
     ):
-        build = partial(built, source, workload)
+        build = partial(source.build, workload)
         several = plain and plan.group.num_devices > 1
         optimizer: torch.optim.Optimizer
         if plain:
@@ -252,7 +252,7 @@ def _batches(
     num_steps: int,
 ) -> Iterator[Batch]:
     """Return the batches of a rank, out of all that so many steps need."""
-    batches = batches_of(source, plan.workload, text=text, device=device)
+    batches = source.batches(plan.workload, text=text, device=device)
     needed = num_steps * plan.settings.micro_batches * plan.group.num_devices
     batches = _enough(batches, needed, source=plan.workload.model)
     return islice(batches, rank, None, plan.group.num_devices)

@@ -24,7 +24,7 @@ from protrain_plan.hardware.probe import Progress
 from protrain_plan.models.batches import first_of
 from protrain_plan.models.building import TORCH_DTYPES, parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, host_share, optimizer_factory
-from protrain_plan.models.sources import ModelSource, batches_of
+from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory.block_classes import filled
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
 from protrain_plan.profiling.memory.lasting import Loaded
@@ -119,7 +119,7 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
     progress("reading a batch", 0.0)
     loaded = Loaded() if kind == "cpu" else None
     # Held while bytes are counted: what it keeps of a batch is memory in a run, too.
-    batches = batches_of(source, workload, text=options.get("text"))
+    batches = source.batches(workload, text=options.get("text"))
     given = first_of(batches, source=source.name)
     data_bytes = 0 if loaded is None else loaded.num_bytes(given)
     steps: list[OperatorLog] = []

@@ -17,7 +17,7 @@ from protrain_plan.hardware.probe import BRIEF, Progress, Watch, probe
 from protrain_plan.hardware.speeds import Stepped, measure_overheads, update_speeds
 from protrain_plan.models.batches import Batch, first_of, of_one_size
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
-from protrain_plan.models.sources import ModelSource, batches_of, built
+from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import (
     BlockClasses,
@@ -125,8 +125,8 @@ def measure(
         model, found, batches = build_sparsely(source, workload, sketch, device=where, text=text)
         sketch = replace(sketch, found=found)
     else:
-        model = built(source, workload, device=where)
-        batches = batches_of(source, workload, text=text, device=where)
+        model = source.build(workload, device=where)
+        batches = source.batches(workload, text=text, device=where)
     return measure_model(
         model,
         batches,

@@ -25,7 +25,7 @@ from protrain_plan.models.batches import Batch, first_of
 from protrain_plan.models.building import TORCH_DTYPES, remake_tensors, seeded
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.quantizing import drawn
-from protrain_plan.models.sources import ModelSource, batches_of, built
+from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory.block_classes import (
     BlockClasses,
     equal_blocks,
@@ -127,7 +127,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
 
     ProtrainError where it cannot be built, or its code looks at values of tensors.
     """
-    given = first_of(batches_of(source, workload, text=text), source=source.name)
+    given = first_of(source.batches(workload, text=text), source=source.name)
     device = Device(
         kind=workload.device,
         name=processor_name(),
@@ -242,8 +242,8 @@ def build_sparsely(
             fix="a device with more memory, a narrower --dtype, or adapters (--lora)",
         )
     with without_parameters(adapters=False):
-        model = built(source, workload)
-        batches = batches_of(source, workload, text=text, device=device)
+        model = source.build(workload)
+        batches = source.batches(workload, text=text, device=device)
     found = tuple(
         replace(unit, module=model.get_submodule(unit.name) if unit.kind == "block" else None)
         for unit in sketch.found

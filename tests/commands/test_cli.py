@@ -16,6 +16,7 @@ from protrain_runtime.contract.records import read_plan, read_profile, write_har
 from tests.support import forked
 from tests.support.checking_cases import commit
 from tests.support.commands import ROOT, printed, protrain
+from tests.support.estimates import model_of
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
 from tests.support.record_fuzz import run
@@ -122,7 +123,7 @@ def test_a_run_begins_with_a_folders_weights(tiny_llama: Path, tmp_path: Path) -
     command = partial(forked.protrain, folder=tmp_path)
     printed(command("plan", tiny_llama, "--device-memory", "1GiB", "--json"))
     drawn = printed(command("run", "plan.yaml", "--steps", 2, "--json"))
-    load_source("tiny-llama").build(seed=7).save_pretrained(tmp_path / "weights")  # type: ignore[operator]
+    model_of(load_source("tiny-llama"), seed=7).save_pretrained(tmp_path / "weights")  # type: ignore[operator]
     read = ("run", "plan.yaml", "--steps", 2, "--weights", "weights", "--verify", "--json")
     ran = printed(command(*read))
     assert ran["verified"] is True

@@ -34,6 +34,7 @@ from protrain_runtime.contract.records.profile import DType, Profile, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from tests.support.cards import need_compiler
+from tests.support.estimates import batches_of, model_of
 from tests.support.planning_cases import gpu, kept_bytes, least_bytes, solved
 from tests.support.programs import compile_units
 
@@ -69,8 +70,8 @@ def measured_model(where: torch.device, dtype: DType) -> Profile:
     """A profile of a machine that is not probed, nor is its optimizer timed."""
     machine = gpu(disk_gb=1)
     device = replace(machine.device, kind="emulated", memory_bytes=2**32)
-    batches = SOURCE.batches(batch_size=2, seq_len=64, dtype=dtype, device=where)
-    model = SOURCE.build(dtype=dtype, device=where)
+    batches = batches_of(SOURCE, batch_size=2, seq_len=64, dtype=dtype, device=where)
+    model = model_of(SOURCE, dtype=dtype, device=where)
     workload = Workload(
         model=SOURCE.name,
         model_config=SOURCE.model_config,
@@ -103,8 +104,8 @@ def test_a_profile_counts_workspaces_and_context_and_the_other_device_has_nothin
     profile = profiled(card)
     assert torch.accelerator.memory_allocated(other) == before
     assert profile.workload.device == profile.hardware.device.kind == "emulated"
-    model = SOURCE.build(dtype="bfloat16", device=card)
-    batch = next(SOURCE.batches(batch_size=2, seq_len=64, dtype="bfloat16", device=card))
+    model = model_of(SOURCE, dtype="bfloat16", device=card)
+    batch = next(batches_of(SOURCE, batch_size=2, seq_len=64, dtype="bfloat16", device=card))
     anatomy = analyze_units(model, batch, discover(model, batch), device="emulated")
     kept = profile.fixed_bytes - anatomy.fixed_bytes
     assert kept >= WORKSPACES

@@ -26,7 +26,7 @@ from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.absent import without_parameters
 from tests.support.commands import python
 from tests.support.configs import CONFIGS, SMALL
-from tests.support.estimates import measure, weighed
+from tests.support.estimates import batches_of, measure, model_of, weighed
 from tests.support.hostile_models import WORKLOAD
 
 CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
@@ -55,15 +55,7 @@ def source_and_workload(name: str) -> tuple[ModelSource, Workload]:
 
 def whole(source: ModelSource, workload: Workload) -> tuple[list[Unit], int, str]:
     """Units, base bytes and fingerprint of the model as it is."""
-    model = source.build(
-        dtype=workload.dtype,
-        precision=workload.precision,
-        adapter=workload.adapter,
-        quantize=workload.quantize,
-    )
-    batch = next(
-        source.batches(batch_size=2, seq_len=32, dtype=workload.dtype, precision=workload.precision)
-    )
+    model, batch = source.build(workload), next(source.batches(workload))
     units, anatomy = weighed(model, batch, warm=True, precision=workload.precision)
     return units, anatomy.base_bytes, model_fingerprint(model)
 
@@ -131,8 +123,8 @@ def test_parameters_are_built_without_memory_and_stay_tied() -> None:
 def test_a_sketch_counts_what_a_step_takes() -> None:
     source, workload = source_and_workload("llama")
     sketch = sketched(source, workload, text=None)
-    model = source.build()
-    batch = next(source.batches(batch_size=2, seq_len=32))
+    model = model_of(source)
+    batch = next(batches_of(source, batch_size=2, seq_len=32))
     with MemoryMeter() as meter:
         meter.mark("step")
         passes.training_step(model, batch)

@@ -34,6 +34,7 @@ from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.model.prepared import engine_of
+from tests.support.estimates import batches_of, model_of
 from tests.support.peaks import (
     SLACK_BYTES,
     assert_disk_within,
@@ -130,9 +131,9 @@ def explained(rank: int, _: int, plan: Plan, profile: Profile) -> str:
     """The message where a rank asks for more than any machine has, in a backward."""
     workload = plan.workload
     source = load_source(workload.model, model_config=workload.model_config)
-    model = source.build(dtype="float32", seed=0)
-    batches = source.batches(
-        batch_size=workload.batch_size, seq_len=workload.seq_len, dtype="float32", seed=rank
+    model = model_of(source, dtype="float32", seed=0)
+    batches = batches_of(
+        source, batch_size=workload.batch_size, seq_len=workload.seq_len, dtype="float32", seed=rank
     )
     model, _optimizer = protrain_runtime.prepare(model, plan, optimizer=optimizer_factory("adamw"))
     loss = loss_of(call_model(model, next(batches)))

@@ -58,7 +58,7 @@ from protrain_runtime.diagnostics.checking import DifferenceError
 from protrain_runtime.model.prepared import below_device
 from protrain_runtime.states.updates import spare_threads
 from tests.support.cards import CARDS, capped, card_called, host_waits
-from tests.support.estimates import measure
+from tests.support.estimates import batches_of, measure, model_of
 from tests.support.pairwise import Row
 from tests.support.parity_rows import ROWS, assert_row
 from tests.support.plan_settings import with_settings
@@ -798,9 +798,9 @@ def filling(num_bytes: int) -> Iterator[Tensor]:
 def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) -> None:
     """A cap below what is planned, set by the allocator."""
     source = load_source("tiny-llama")
-    batches = source.batches(batch_size=4, seq_len=64, device=device())
+    batches = batches_of(source, batch_size=4, seq_len=64, device=device())
     run = Scenario(
-        model=Subject(lambda: source.build(dtype="bfloat16"), lambda _: next(batches)),
+        model=Subject(lambda: model_of(source, dtype="bfloat16"), lambda _: next(batches)),
         plan=lambda _: planned(profile, decided(described_by(profile), KEEP, HOST)),
     ).start(tmp_path)
     given = run.subject.batch(0)

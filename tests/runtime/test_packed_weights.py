@@ -42,7 +42,7 @@ from protrain_runtime.states.quantized import (
     settle_quantized,
 )
 from tests.support import quantized_models
-from tests.support.estimates import measure
+from tests.support.estimates import measure, model_of
 from tests.support.messages import Speaker
 from tests.support.peaks import (
     PIECE_BYTES,
@@ -146,11 +146,11 @@ def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> No
     counted = sum(r * c // 64 + 4 * -(-r * c // 16384) + tables for r, c in shapes)
     counted = sum(4 * rows for rows, _ in shapes) if eight else counted
     source = load_source("packed", model_config=json.dumps(CONFIG))
-    packed_model = source.build(
-        dtype="bfloat16", adapter=ADAPTER, quantize=profile.workload.quantize
+    packed_model = model_of(
+        source, dtype="bfloat16", adapter=ADAPTER, quantize=profile.workload.quantize
     )
     assert sum(t.numel() * t.itemsize for t in scales(packed_model)) == len(blocks) * counted
-    without = source.build(dtype="bfloat16", adapter=ADAPTER, device="meta")
+    without = model_of(source, dtype="bfloat16", adapter=ADAPTER, device="meta")
     buffers = sum(b.numel() * b.itemsize for b in without.buffers())
     tokens = 2 * 8 * BATCH * SEQUENCE
     shared = profile.base_bytes - len(blocks) * counted - buffers - tokens

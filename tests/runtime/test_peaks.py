@@ -54,7 +54,7 @@ from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device
 from protrain_runtime.states.updates import UpdateTeam
-from tests.support.estimates import measure
+from tests.support.estimates import batches_of, measure, model_of
 from tests.support.peaks import (
     NUM_STEPS,
     PIECE_BYTES,
@@ -235,7 +235,7 @@ def started(
 ) -> Run:
     """A run of the profile's model, with batches as the profile's."""
     source = load_source(profile.workload.model, model_config=profile.workload.model_config)
-    given = source.batches(batch_size=4, seq_len=64, device="cpu", text=None, seed=0)
+    given = batches_of(source, batch_size=4, seq_len=64, device="cpu", text=None, seed=0)
     held: dict[int, Batch] = {}  # one batch, as the profile counts
 
     def batch_at(number: int) -> Batch:
@@ -245,7 +245,7 @@ def started(
         return held[number]
 
     return Scenario(
-        model=Subject(lambda: source.build(seed=0), batch_at),
+        model=Subject(lambda: model_of(source, seed=0), batch_at),
         plan=lambda _: plan or plan_for_profile(profile, units, piece_bytes),
         options=options,
     ).start(spill)

@@ -1,8 +1,9 @@
 """Models estimated without memory for them, or measured, with workloads by keywords."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from protrain_runtime.contract.records.profile import FormCost, Profile, Unit, W
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from tests.support.configs import CONFIGS, SMALL
 
+_USUAL = {"batch_size": 1, "seq_len": 1, "dtype": "float32"}
+
 
 def asked(source: ModelSource, **options: Any) -> tuple[Workload, dict[str, Any]]:
     """The workload that some of the options say, and the others."""
@@ -29,6 +32,20 @@ def asked(source: ModelSource, **options: Any) -> tuple[Workload, dict[str, Any]
     workload: dict[str, Any] = {"model": source.name, "seed": 0}
     workload |= {name: options.pop(name) for name in names & options.keys()}
     return Workload(model_config=source.model_config, device="cpu", **workload), options
+
+
+def model_of(source: ModelSource, device: torch.device | str = "cpu", **workload: Any) -> nn.Module:
+    """The source's model, by default as in one sequence of a token of float32."""
+    return source.build(asked(source, **_USUAL | workload)[0], device=device)
+
+
+def batches_of(
+    source: ModelSource,
+    text: Path | None = None,
+    device: torch.device | str = "cpu",
+    **workload: Any,
+) -> Iterator[Batch]:
+    return source.batches(asked(source, **_USUAL | workload)[0], text=text, device=device)
 
 
 def estimate(source: ModelSource, *, hardware: Hardware, **options: Any) -> Profile:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 from protrain_plan.hardware.operators import device_type
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import remake_tensors
-from protrain_plan.models.sources import ModelSource, built
+from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.repeated_calls import RepeatedCalls
 from protrain_runtime.activations.compiled import uncompiled
@@ -349,7 +349,7 @@ def fake_model(source: ModelSource, workload: Workload) -> nn.Module:
     """The source's model, of fake tensors on a CPU; call it inside `faking`."""
     if not workload.adapter:
         try:
-            return built(source, workload)
+            return source.build(workload)
         except (ProtrainError, UnknownBytesError, *_VALUES_ASKED):
             raise
         except Exception as error:  # any code of the user's
@@ -362,7 +362,7 @@ def fake_model(source: ModelSource, workload: Workload) -> nn.Module:
     # peft moves its layers after making them, which fake parameters do not allow; and a packed
     # parameter has a class of its own, which fake ones cannot have.
     with unset_fake_temporarily():
-        model = built(source, workload, device="meta")
+        model = source.build(workload, device="meta")
     # Made inside `faking`, so that they are fake ones on a CPU.
     remake_tensors(model, lambda meta: torch.empty(meta.shape, dtype=meta.dtype))
     return model
