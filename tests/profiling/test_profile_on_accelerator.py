@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from protrain_plan.commands.training import train
 from protrain_plan.hardware.probe import probe
 from protrain_plan.hardware.speeds import measure_overheads
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
@@ -37,6 +36,7 @@ from tests.support.cards import need_compiler
 from tests.support.estimates import batches_of, model_of
 from tests.support.planning_cases import gpu, kept_bytes, least_bytes, solved
 from tests.support.programs import compile_units
+from tests.support.trained import train
 
 pytestmark = pytest.mark.emulated
 
@@ -212,9 +212,7 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     others = reachable_bytes(card)
     kept = torch.accelerator.memory_reserved(card) if others else 0
     with capped(card, peak.reserved + kept):
-        run = train(
-            plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=card
-        )
+        run = train(plan, num_steps=3, plain=False, spill_directory=tmp_path, device=str(card))
     measured = [size - others for size in run.slot_bytes]
     over = [(n, m - p) for n, (m, p) in enumerate(zip(measured, predicted, strict=True))]
     assert [(slot, more) for slot, more in over if more > 0] == []

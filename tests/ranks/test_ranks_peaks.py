@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import protrain_runtime
-from protrain_plan.commands.training import train
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
@@ -51,6 +50,7 @@ from tests.support.runtime_cases import (
     plan_of,
     random_schedule,
 )
+from tests.support.trained import train
 
 PIECE_BYTES = 1 << 15
 NUM_STEPS = 3  # the last one is measured
@@ -66,9 +66,7 @@ def measured(rank: int, _: int, plans: Sequence[Plan], spill: Path) -> list[tupl
     found: list[tuple[list[int], int]] = []
     for plan in plans:
         others = bytes_of_others()
-        run = train(
-            plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=spill, rank=rank
-        )
+        run = train(plan, num_steps=NUM_STEPS, plain=False, spill_directory=spill, rank=rank)
         assert run.measured_peak_bytes is not None
         slots = [size - others for size in run.slot_bytes]
         found.append((slots, run.measured_peak_bytes.disk))

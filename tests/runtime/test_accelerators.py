@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.commands.training import Run as Trained
-from protrain_plan.commands.training import train
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
@@ -81,6 +80,7 @@ from tests.support.runtime_cases import (
 )
 from tests.support.scenario import Loop, Run, Scenario, Units, refusal
 from tests.support.thinning import thinned
+from tests.support.trained import train
 
 HOST = Placement(tier="host")
 
@@ -694,7 +694,7 @@ def bytes_of_others() -> int:
 def ran(plan: Plan, spill: Path) -> Trained:
     """A run, with the bytes that others have on the card taken off."""
     others = bytes_of_others()
-    run = train(plan, num_steps=3, plain=False, text=None, spill_directory=spill, device=device())
+    run = train(plan, num_steps=3, plain=False, spill_directory=spill, device=str(device()))
     peak = run.measured_peak_bytes
     assert peak
     return replace(
