@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
-from protrain_plan.models.optimizers import OptimizerFactory, optimizer_factory
+from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.activations.trees import tensors_in
@@ -53,7 +53,6 @@ from protrain_runtime.preparation import compile_blocks, prepare
 from protrain_runtime.ranks.group import check_ranks
 from protrain_runtime.states.absent import absent_parameters, give_places, without_parameters
 from protrain_runtime.states.host_steps import stepping_as
-from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.quantized import pack_absent
 
 if TYPE_CHECKING:
@@ -116,7 +115,6 @@ def train(
     if save_to is not None and rank == 0:  # only one may look at a time
         check_writable(save_to)
     source = load_source(workload.model, model_config=workload.model_config)
-    factory = optimizer_factory(plan.optimizer)
     device = devices.found(options.device or workload.device)
     if device.type != workload.device:
         raise ProtrainError(
@@ -139,7 +137,7 @@ def train(
         several = plain and plan.group.num_devices > 1
         optimizer: torch.optim.Optimizer
         if plain:
-            model, optimizer = _plainly(plan, build, factory, device, weights, compared=compared)
+            model, optimizer = _plainly(plan, build, device, weights, compared=compared)
             if several:
                 check_ranks(plan, None)
         else:
@@ -147,7 +145,7 @@ def train(
                 _to_prepare(plan, build, device, weights),
                 plan,
                 weights=weights,
-                optimizer=factory,
+                optimizer=optimizer_factory(plan.optimizer),
                 spill_directory=options.spill_directory,
                 check=options.asked,
                 watch=False,  # the last step is measured
@@ -175,7 +173,6 @@ def train(
 def _plainly(
     plan: Plan,
     build: Callable[..., nn.Module],
-    factory: OptimizerFactory,
     device: torch.device,
     weights: Path | None,
     *,
@@ -189,7 +186,7 @@ def _plainly(
         pack_absent(model)
         give_places(model, device, set())
         Weights(weights, absent).fill(model, None)
-    make = with_master_weights(factory) if plan.workload.precision == "master" else factory
+    make = optimizer_factory(plan.optimizer, plan.workload.precision)
     if compared:
         make = stepping_as(plan, model, make)
     optimizer = make(p for p in model.parameters() if p.requires_grad)
@@ -255,24 +252,16 @@ def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[B
 
 def _training(plan: Plan, text: Path | None) -> dict[str, object]:
     """Return what a run computes, however it is planned: it has to be a checkpoint's own."""
-    workload = plan.workload
-    return {
-        "model": workload.model,
-        "model_config": workload.model_config,
-        "adapter": workload.adapter,
-        **({"quantize": workload.quantize} if workload.quantize else {}),
-        **({"compile": workload.compile} if workload.compile else {}),
-        "dtype": workload.dtype,
-        "precision": workload.precision,
-        "batch_size": workload.batch_size,
-        "seq_len": workload.seq_len,
-        "seed": workload.seed,
-        "optimizer": plan.optimizer,
-        "updates": plan.settings.updates,
-        "micro_batches": plan.settings.micro_batches,
-        **({"num_devices": plan.group.num_devices} if plan.group.num_devices > 1 else {}),
-        "text": "" if text is None else hashlib.sha256(byte_tokens(text)).hexdigest(),
-    }
+    names = (
+        *("model", "model_config", "adapter", "quantize", "compile", "dtype", "precision"),
+        *("batch_size", "seq_len", "seed"),
+    )
+    found = {name: getattr(plan.workload, name) for name in names}
+    found |= {"optimizer": plan.optimizer, "updates": plan.settings.updates}
+    found |= {"micro_batches": plan.settings.micro_batches, "num_devices": plan.group.num_devices}
+    found["text"] = "" if text is None else hashlib.sha256(byte_tokens(text)).hexdigest()
+    left_out = {"quantize": "", "compile": "", "num_devices": 1}  # keys that came later
+    return {name: value for name, value in found.items() if value != left_out.get(name)}
 
 
 def _kind(plain: bool) -> str:

@@ -96,10 +96,14 @@ def refuse_unknown(machine: Hardware) -> None:
         )
 
 
-def _refuse_compiled(rules: UpdateRules, optimizer: str, workload: Workload) -> None:
-    """ProtrainError where the optimizer's kernels are made for the device that they run on."""
+def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: Options) -> Tally:
+    kind, allocator = machine.device.kind, allocator_of(machine.device)
+    workload = workload_of(source, workload, kind)
+    optimizer = options.get("optimizer", DEFAULT_OPTIMIZER)
+    progress: Progress = options.get("progress", lambda *_: None)
+    by_itself = UpdateRules(optimizer_factory(optimizer))
     stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
-    if rules.compiled(stepped):
+    if by_itself.compiled(stepped):
         raise ProtrainError(
             f"the step of {optimizer} goes through torch.compile, and what it takes is known where"
             " it is compiled: on the device itself",
@@ -107,15 +111,6 @@ def _refuse_compiled(rules: UpdateRules, optimizer: str, workload: Workload) -> 
             key="optimizer",
             fix="profile on the device, or --optimizer adamw8bit, whose kernels are known",
         )
-
-
-def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: Options) -> Tally:
-    kind, allocator = machine.device.kind, allocator_of(machine.device)
-    workload = workload_of(source, workload, kind)
-    optimizer = options.get("optimizer", DEFAULT_OPTIMIZER)
-    progress: Progress = options.get("progress", lambda *_: None)
-    by_itself = UpdateRules(optimizer_factory(optimizer))
-    _refuse_compiled(by_itself, optimizer, workload)
     progress("reading a batch", 0.0)
     loaded = Loaded() if kind == "cpu" else None
     # Held while bytes are counted: what it keeps of a batch is memory in a run, too.

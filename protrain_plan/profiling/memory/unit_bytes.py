@@ -7,7 +7,7 @@ steps.
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -626,20 +626,19 @@ def _unit(
     elif not all(part.numel for part in trainable if part.name in arrived):
         # An optimizer has states for these, too; a store has no place for them.
         stays = "parameters without elements"
+    if is_sparse:
+        gradient_bytes = sum(arrived.get(part.name, part.num_bytes) for part in trainable)
+        size = replace(
+            size,
+            gradient_bytes=gradient_bytes,
+            largest_gradient_bytes=0,
+            parameter_pieces=(),
+            gradient_pieces=(),
+        )
     return Unit(
         name=unit.name,
         kind=unit.kind,
-        num_parameters=size.num_parameters,
-        parameter_bytes=size.parameter_bytes,
-        gradient_bytes=sum(arrived.get(part.name, part.num_bytes) for part in trainable)
-        if is_sparse
-        else size.gradient_bytes,
-        state_bytes=size.state_bytes,
-        uneven_state_bytes=size.uneven_state_bytes,
-        largest_gradient_bytes=0 if is_sparse else size.largest_gradient_bytes,
-        used_by=size.used_by,
-        parameter_pieces=() if is_sparse else size.parameter_pieces,
-        gradient_pieces=() if is_sparse else size.gradient_pieces,
+        **asdict(size),
         forms=tuple(forms),
         parameters=unit.listed,
         own_inputs=keep[index].own_inputs if unit.kind == "block" else (0,),
