@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from protrain_plan.hardware.kernels import Attention, Product
+from protrain_plan.hardware.kernels import Attention, Product, Work
 from protrain_plan.hardware.operators import HALF, INT8_PRODUCT, PACKED_PRODUCT
-from protrain_plan.hardware.work import Work
 from protrain_runtime.activations.trees import named, tensors_in
 from protrain_runtime.contract.records.hardware import Rates
 from protrain_runtime.devices.memory_meter import storage_bytes

@@ -79,11 +79,6 @@ def table_of(*columns: str, words: Sequence[int] = (0,)) -> Table:
     return table
 
 
-def bar(length: float) -> Text:
-    """Return a bar of so many characters, at least one."""
-    return Text("█" * max(1, round(length)), justify="left")
-
-
 def wrote(path: Path) -> Text:
     """The file that was written, as it was named; `-` is standard output."""
     return Text("wrote to standard output" if str(path) == "-" else f"wrote {path}")

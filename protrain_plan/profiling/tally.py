@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from protrain_plan.hardware.work import Work
+from protrain_plan.hardware.kernels import Work
 from protrain_plan.kept import loaded
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.forms import FORMS

@@ -18,10 +18,10 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.hardware.kernels import (
     Attention,
     Product,
+    Work,
     attention_efficiency,
     product_efficiency,
 )
-from protrain_plan.hardware.work import Work
 from protrain_runtime.contract.records.hardware import Rates
 from tests.support.commands import ROOT
 from tests.support.operator_logs import watching
