@@ -289,12 +289,9 @@ def measure_bytes(
     structure: ModelStructure,
     meter: passes.MeterFactory,
 ) -> tuple[list[Unit], int]:
-    """The units with their bytes, from one training step per form, and what stays after a step.
+    """The units with their bytes, from one training step per form, and those that a step leaves.
 
-    Seconds are zero. What stays until the step's loss is gone are tensors in the contexts of
-    autograd functions, say: a loop has a name for its loss until the next one is there, so that
-    they are live in the next step.
-
+    Seconds are zero. What is left is live in the next step: a loop has a name for its loss then.
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
     `structure.saved`, in order, one for each of `structure.last_forms`, one where units can swap
     and for each form in which other inputs leave, and one for each mixture where the model is more
