@@ -115,6 +115,7 @@ def train(
     if save_to is not None and rank == 0:  # only one may look at a time
         check_writable(save_to)
     source = load_source(workload.model, model_config=workload.model_config)
+    factory = optimizer_factory(plan.optimizer)  # refuse a wrong name at once
     device = devices.found(options.device or workload.device)
     if device.type != workload.device:
         raise ProtrainError(
@@ -145,7 +146,7 @@ def train(
                 _to_prepare(plan, build, device, weights),
                 plan,
                 weights=weights,
-                optimizer=optimizer_factory(plan.optimizer),
+                optimizer=factory,
                 spill_directory=options.spill_directory,
                 check=options.asked,
                 watch=False,  # the last step is measured
